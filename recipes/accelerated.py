@@ -1,0 +1,58 @@
+"""Sequence classification on an Accelerator: any number of devices, mixed precision, trackers, resume.
+
+    accelerate launch recipes/accelerated.py
+    accelerate launch recipes/accelerated.py --model answerdotai/ModernBERT-base --dataset reviews.csv
+
+`basic.py` is the same job in plain PyTorch: the difference between the two files is what the Accelerator does for you.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import toolkit as tk
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.ClassificationConfig, tk.RunConfig):
+    model: str = "tiny-bert"
+    dataset: str = "stdlib:classify"
+    max_length: int = 128
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    warmup_steps: float = 0.1
+    per_device_train_batch_size: int = 16
+    per_device_eval_batch_size: int = 32
+    num_train_epochs: float = 3.0
+    group_by_length: bool = True
+    output_dir: str = "runs/accelerated"
+
+
+def main(config: Config) -> tk.Summary:
+    accelerator = tk.build_accelerator(config)
+    tokenizer = tk.load_tokenizer(config)
+    raw = tk.load_splits(config)
+    splits = tk.tokenize_for_classification(raw, tokenizer, config)
+    model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, **tk.label_settings(raw, config))
+
+    collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id)
+    train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    loss_fn, metrics = tk.classification_task(config, model.config.num_labels)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+        for batch in run:
+            rates = schedule(run.progress)
+            run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
+            if run.due("eval"):
+                run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
+                if tk.stopped_improving(run.history(config.metric_for_best_model), config):
+                    break
+        tk.load_best(run)
+
+    tk.save_model(accelerator, model, tokenizer, config, run.summary)
+    return run.summary
+
+
+if __name__ == "__main__":
+    tk.run_recipe(main)

@@ -1,0 +1,89 @@
+"""Sequence classification in plain PyTorch: one process, one device, every line of the loop in sight.
+
+    python recipes/basic.py
+    python recipes/basic.py --model answerdotai/ModernBERT-base --dataset reviews.csv
+
+`accelerated.py` is the same job on an Accelerator: the difference between the two files is what it does for you.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import toolkit as tk
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.ClassificationConfig, tk.OutputConfig):
+    model: str = "tiny-bert"
+    dataset: str = "stdlib:classify"
+    max_length: int = 128
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    warmup_steps: float = 0.1
+    per_device_train_batch_size: int = 16
+    per_device_eval_batch_size: int = 32
+    num_train_epochs: float = 3.0
+    group_by_length: bool = True
+    output_dir: str = "runs/basic"
+
+
+def main(config: Config) -> tk.Summary:
+    import torch
+
+    tk.check_output_dir(config)
+    device = torch.device("cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu")
+    tokenizer = tk.load_tokenizer(config)
+    raw = tk.load_splits(config)
+    splits = tk.tokenize_for_classification(raw, tokenizer, config)
+    model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, **tk.label_settings(raw, config)).to(device)
+
+    collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id)
+    train, evaluation = tk.build_dataloaders(splits, collate, config)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    loss_fn, metrics = tk.classification_task(config, model.config.num_labels)
+
+    def evaluate() -> dict[str, float]:
+        observe, combine = (metrics.update, sum) if metrics.update else (metrics.gather, torch.cat)
+        model.eval()
+        with torch.no_grad():
+            parts = [observe(model, tk.to_device(batch.micro_batches[0], device)) for batch in evaluation]
+        model.train()
+        observed = {name: combine([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
+        return {f"eval_{name}": value for name, value in metrics.finalise(observed).items()}
+
+    summary, started = tk.Summary(), time.monotonic()
+    with tk.claimed(config) as output_dir:
+        for step, batch in enumerate(train.batches(), start=1):
+            for group, rate in zip(optimizer.param_groups, schedule(batch.position / train.examples_to_consume), strict=True):
+                group["lr"] = rate
+            loss = 0.0
+            for micro_batch, seed in zip(batch.micro_batches, batch.seeds, strict=True):
+                tk.seed_micro_batch(seed)
+                part, _ = loss_fn(model, tk.to_device(micro_batch, device), batch.totals)
+                part.backward()
+                loss += part.item()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))
+            if torch.isfinite(norm):
+                optimizer.step()
+            optimizer.zero_grad()
+
+            last, end = step == train.num_steps, batch.position + batch.size
+            where = {"step": step, "epoch": end / train.epoch_size, "examples": end, "time": time.monotonic() - started}
+            if step % config.logging_steps == 0 or last:
+                figures = {"loss": loss, "grad_norm": norm.item(), "learning_rate": rate}
+                tk.append_line(output_dir / "metrics.jsonl", {**where, **figures})
+                print(f"step {step}/{train.num_steps}  " + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
+            if step % config.eval_steps == 0 or last:
+                summary.figures.update(evaluate())
+                tk.append_line(output_dir / "metrics.jsonl", {**where, **summary.figures})
+                print(f"step {step}/{train.num_steps}  " + "  ".join(f"{k} {v:.4f}" for k, v in summary.figures.items()), flush=True)
+            if step % config.save_steps == 0:
+                tk.save_model(None, model, tokenizer, config, summary)
+        tk.save_model(None, model, tokenizer, config, summary)
+        tk.write_summary(output_dir, summary)
+    return summary
+
+
+if __name__ == "__main__":
+    tk.run_recipe(main)

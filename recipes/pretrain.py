@@ -1,0 +1,68 @@
+"""Pretraining from scratch: a byte-level tokenizer and a causal language model, both made from the text at hand.
+
+    python recipes/pretrain.py
+    accelerate launch recipes/pretrain.py --dataset my_texts/ --hidden-size 512 --num-hidden-layers 12
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import toolkit as tk
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.SampleConfig, tk.RunConfig):
+    dataset: str = "stdlib:pretrain"
+    packing: bool = True
+    packing_strategy: str = "wrapped"
+    overlong: str = "split"
+    max_length: int = 256
+    optim: str = "muon"
+    learning_rate: float = 5e-3
+    min_lr_ratio: float = 0.05
+    warmup_steps: float = 0.02
+    per_device_train_batch_size: int = 8
+    max_steps: int | None = 800
+    eval_strategy: str = "steps"
+    eval_steps: int = 200
+    logging_steps: int = 20
+    output_dir: str = "runs/pretrain"
+
+
+def main(config: Config) -> tk.Summary:
+    accelerator = tk.build_accelerator(config)
+    raw = tk.load_splits(config)
+    if config.tokenizer:
+        tokenizer = tk.load_tokenizer(config)
+    else:
+        tokenizer = tk.train_tokenizer(tk.texts_of(raw["train"]), config.vocab_size or 4096)
+    splits = tk.tokenize_for_lm(raw, tokenizer, config)
+    model = tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing)
+
+    collate = tk.collate_packed if config.packing else tk.collate_padded
+    train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loss_fn = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)
+    metrics = tk.causal_lm_metrics_with_bytes(tk.count_bytes(raw.get("validation", [])))
+    prompts = tk.sample_prompts(raw, tokenizer, config)
+
+    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+        if "validation" in raw and run.step == 0:
+            run.compare_with("eval_bits_per_byte", tk.text_baselines(raw, splits, len(tokenizer)))
+        for batch in run:
+            rates = schedule(run.progress)
+            run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
+            if run.due("eval"):
+                run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
+                run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
+                if tk.stopped_improving(run.history(config.metric_for_best_model), config):
+                    break
+        tk.load_best(run)
+
+    tk.save_model(accelerator, model, tokenizer, config, run.summary)
+    return run.summary
+
+
+if __name__ == "__main__":
+    tk.run_recipe(main)

@@ -1,0 +1,152 @@
+"""What every recipe promises on its surface."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+RECIPES = ["basic", "accelerated", "sft", "pretrain"]
+SMALL = ["--hidden-size", "32", "--num-hidden-layers", "2", "--max-train-examples", "120", "--max-eval-examples", "24"]
+SMALL_OF = {
+    "basic": [*SMALL, "--max-length", "64"],
+    "accelerated": [*SMALL, "--max-length", "64"],
+    "sft": [*SMALL, "--max-length", "128", "--num-samples", "1", "--sample-max-new-tokens", "4"],
+    "pretrain": [
+        "--hidden-size", "32", "--num-hidden-layers", "2", "--max-train-examples", "12", "--max-eval-examples", "1", "--max-length", "64",
+        "--vocab-size", "300", "--num-samples", "1", "--sample-max-new-tokens", "4", "--eval-steps", "100",
+    ],
+}  # fmt: skip
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_runs_give_bit_identical_weights_and_write_what_they_promise(run_recipe, recipe: str) -> None:
+    """Fails when: anything random is not seeded by the settings (dropout is on)."""
+    flags = [*SMALL_OF[recipe], "--max-steps", "6", "--logging-steps", "1", "--gradient-accumulation-steps", "2", "--dropout", "0.1"]
+    flags = flags if recipe in ("basic", "accelerated") else flags[:-2]
+    first = run_recipe(recipe, *flags)
+    assert first.code == 0, first.err
+    second = run_recipe(recipe, *flags, output_dir="again")
+    assert same(first.weights(), second.weights())
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "model/config.json", "model/README.md", "model/tokenizer.json"):
+        assert (first.output_dir / name).exists(), name
+    steps = [event for event in first.metrics if "loss" in event]
+    assert [event["step"] for event in steps] == list(range(1, 7))
+    assert {"step", "epoch", "examples", "time", "loss", "grad_norm", "learning_rate"} <= steps[0].keys()
+    assert first.summary["eval_loss"] > 0
+    changed = first.out.split("settings that differ from the defaults")[1]
+    assert "max_steps" in changed.split("\n\n")[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_config_yaml_fed_back_repeats_the_run(run_recipe, tmp_path: Path, recipe: str) -> None:
+    first = run_recipe(recipe, *SMALL_OF[recipe], "--max-steps", "3", "--learning_rate", "0.004")
+    again = run_recipe(recipe, "--config", str(first.output_dir / "config.yaml"), output_dir="again")
+    assert again.code == 0, again.err
+    assert same(first.weights(), again.weights())
+    settings = [yaml.safe_load((tmp_path / d / "config.yaml").read_text()) for d in ("out", "again")]
+    assert {**settings[0], "output_dir": 0} == {**settings[1], "output_dir": 0}
+
+
+@pytest.mark.parametrize("recipe", ["accelerated", "sft", "pretrain"])
+def test_a_run_ended_by_sigterm_continues_to_the_same_bits(run_recipe, tmp_path: Path, recipe: str) -> None:
+    """Exit code 75 after a durable checkpoint, the command that continues on the screen, workers and accumulation on.
+
+    Fails when: the seed of a micro-batch depends on what ran before, or the optimiser's state is not restored.
+    """
+    flags = [*SMALL_OF[recipe], "--max-steps", "30", "--logging-steps", "1", "--gradient-accumulation-steps", "2"]
+    flags += ["--dataloader-num-workers", "1", "--save-strategy", "no"]
+    whole = run_recipe(recipe, *flags, output_dir="whole")
+    assert whole.code == 0, whole.err
+
+    def stop_after_some_steps(pid: int) -> None:
+        metrics, deadline = tmp_path / "out/metrics.jsonl", time.monotonic() + 120
+        while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count('"loss"') >= 5):
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGTERM)
+
+    stopped = run_recipe(recipe, *flags, while_running=stop_after_some_steps)
+    assert stopped.code == 75, stopped.err
+    assert "--resume" in stopped.err
+    assert stopped.summary["status"] == "interrupted"
+    assert stopped.summary["steps"] < 30
+    resumed = run_recipe(recipe, *flags, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert same(whole.weights(), resumed.weights())
+    steps = [event["step"] for event in resumed.metrics if "loss" in event]
+    assert steps == list(range(1, 31))
+    assert [e["loss"] for e in whole.metrics if "loss" in e] == [e["loss"] for e in resumed.metrics if "loss" in e]
+
+
+def test_basic_and_accelerated_are_the_same_training(run_recipe) -> None:
+    """The Accelerator changes how, not what: the losses are equal to the last bit."""
+    flags = [*SMALL_OF["basic"], "--max-steps", "8", "--logging-steps", "1", "--gradient-accumulation-steps", "2"]
+    basic, accelerated = run_recipe("basic", *flags), run_recipe("accelerated", *flags, output_dir="accelerated")
+    assert same(basic.weights(), accelerated.weights())
+    assert [e["loss"] for e in basic.metrics if "loss" in e] == pytest.approx([e["loss"] for e in accelerated.metrics if "loss" in e], rel=1e-6)
+    figures = ("eval_loss", "eval_accuracy", "eval_f1")
+    assert [basic.summary[f] for f in figures] == pytest.approx([accelerated.summary[f] for f in figures], rel=1e-9)
+
+
+def test_a_model_that_was_saved_is_the_model_that_was_evaluated(run_recipe) -> None:
+    """The model directory, read by transformers alone, gives the loss in summary.json. Fails when: other weights are saved."""
+    run = run_recipe("accelerated", *SMALL_OF["accelerated"], "--max-steps", "4", "--max-eval-examples", "5")
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    import toolkit as tk
+
+    model = AutoModelForSequenceClassification.from_pretrained(run.output_dir / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.output_dir / "model")
+    rows = tk.load_splits("stdlib:classify")["validation"].select(range(5))
+    losses = []
+    for row in rows:
+        tokens = tokenizer(row["text"], truncation=True, max_length=64, return_tensors="pt")
+        with torch.no_grad():
+            logits = model(**{k: v for k, v in tokens.items() if k != "token_type_ids"}).logits
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor([row["label"]])).item())
+    assert run.summary["eval_loss"] == pytest.approx(sum(losses) / 5, rel=1e-4)
+
+
+def test_the_best_weights_are_saved_when_asked(run_recipe) -> None:
+    """A rate so high at the end that the last evaluation is worse than an earlier one."""
+    flags = [*SMALL_OF["accelerated"], "--max-steps", "12", "--eval-steps", "2", "--learning-rate", "0.3", "--lr-scheduler-type", "constant"]
+    run = run_recipe("accelerated", *flags, "--load-best-model-at-end", "--save-total-limit", "1", "--early-stopping-patience", "20")
+    assert run.code == 0, run.err
+    losses = {event["step"]: event["eval_loss"] for event in run.metrics if "eval_loss" in event}
+    best = min(losses, key=lambda step: losses[step])
+    assert run.summary["best"]["step"] == best
+    if best != 12:
+        assert "its weights are loaded" in run.out
+        assert json.loads((run.output_dir / "checkpoints/best.json").read_text())["checkpoint"] == f"step-{best}"
+
+
+@pytest.mark.parametrize("flag", ["--save-steps", "--eval-steps", "--logging-steps"])
+def test_a_number_of_steps_is_enough_to_say_when(run_recipe, flag: str) -> None:
+    run = run_recipe("sft", *SMALL_OF["sft"], "--max-steps", "4", flag, "2")
+    events = {"--logging-steps": "loss", "--eval-steps": "eval_loss"}
+    if flag == "--save-steps":
+        assert {p.name for p in (run.output_dir / "checkpoints").glob("step-*")} == {"step-2", "step-4"}
+    else:
+        assert [e["step"] for e in run.metrics if events[flag] in e and e["step"]] == [2, 4]
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
+def test_trackers_run_offline_and_hold_no_secret(run_recipe, tmp_path: Path, tracker: str) -> None:
+    """A token in the environment is in no file of the run. Fails when: the environment reaches a tracker's settings."""
+    secret = "hf_" + "S3cr3t" * 6
+    env = {
+        "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1", "HF_TOKEN": secret, "WANDB_SILENT": "true",
+    }  # fmt: skip
+    run = run_recipe("accelerated", *SMALL_OF["accelerated"], "--max-steps", "2", "--report-to", tracker, env=env)
+    assert run.code == 0, run.err
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert any(tracker in str(p) or "tfevents" in p.name for p in files)
+    assert not [p for p in files if secret.encode() in p.read_bytes()]

@@ -1,0 +1,151 @@
+"""Checkpoints: exact, complete or not there, and never the last good one removed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from toolkit import checkpoint as ckpt
+from toolkit.config import Refusal
+
+
+class Tied(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(7, width), nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
+
+
+def trained(optimizer_name: str = "adamw", steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(7)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved(root: Path, number: int = 3, optimizer_name: str = "adamw") -> Path:
+    model, optimizer = trained(optimizer_name, number)
+    return ckpt.save_checkpoint(root, number, ckpt.capture_state(model, optimizer, {"step": number}, kept={"mine": torch.ones(2)}))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path, name: str) -> None:
+    """Buffers and tied weights included. Fails when: any optimiser tensor is left out of `flatten`."""
+    model, optimizer = trained(name)
+    path = ckpt.save_checkpoint(tmp_path, 3, ckpt.capture_state(model, optimizer, {"step": 3}))
+    step(model, optimizer)
+    torch.manual_seed(9)
+    other = Tied()
+    other_optimizer = OPTIMIZERS[name](other.parameters())
+    ckpt.apply_state(ckpt.load_checkpoint(path), other, other_optimizer)
+    step(other, other_optimizer)
+    for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_everything_in_a_checkpoint_is_safetensors_or_json(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    assert {p.suffix for p in path.iterdir()} == {".safetensors", ".json"}
+    assert ckpt.load_checkpoint(path).kept["mine"].tolist() == [1, 1]
+    assert ckpt.load_checkpoint(path).run == {"step": 3}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "kept.safetensors", "MANIFEST.json"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "half", "flipped"])
+def test_any_damage_is_found_and_the_older_checkpoint_taken(tmp_path: Path, file: str, damage: str) -> None:
+    """Fails when: verify_checkpoint compares sizes only (flipped), or latest_checkpoint trusts names."""
+    older, newer = saved(tmp_path, 2), saved(tmp_path, 3)
+    target = newer / file
+    data = bytearray(target.read_bytes())
+    data[len(data) // 2] ^= 4
+    {
+        "missing": target.unlink,
+        "empty": lambda: target.write_bytes(b""),
+        "half": lambda: target.write_bytes(target.read_bytes()[: len(data) // 2]),
+        "flipped": lambda: target.write_bytes(bytes(data)),
+    }[damage]()
+    said: list[str] = []
+    chosen = ckpt.latest_checkpoint(tmp_path, said.append)
+    assert chosen == older
+    assert "step-3" in said[0]
+    assert file in said[0]
+    with pytest.raises(Refusal, match="damaged"):
+        ckpt.load_checkpoint(newer)
+
+
+def test_a_save_that_fails_leaves_nothing_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: files are written under the final name."""
+    older = saved(tmp_path, 2)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ckpt, "_commit", full)
+    with pytest.raises(OSError, match="No space"):
+        saved(tmp_path, 3)
+    assert [p.name for p in tmp_path.iterdir()] == [older.name]
+    assert ckpt.verify_checkpoint(older) == []
+
+
+def test_pruning_keeps_the_newest_and_the_protected_and_waits_for_a_whole_one(tmp_path: Path) -> None:
+    """Fails when: the newest one is not looked at before older ones go."""
+    paths = [saved(tmp_path, n) for n in range(1, 6)]
+    assert ckpt.prune_checkpoints(tmp_path, 2, [paths[0]]) == paths[1:3]
+    assert ckpt.list_checkpoints(tmp_path) == [paths[0], paths[3], paths[4]]
+    (paths[4] / "model.safetensors").unlink()
+    assert ckpt.prune_checkpoints(tmp_path, 1, []) == []
+    assert ckpt.prune_checkpoints(tmp_path, None, []) == []
+
+
+def test_a_state_that_does_not_fit_leaves_the_live_objects_as_they_were(tmp_path: Path) -> None:
+    """Fails when: weights are copied before the optimiser's parameters are compared."""
+    state = ckpt.load_checkpoint(saved(tmp_path))
+    wide = Tied(5)
+    before = {name: tensor.clone() for name, tensor in wide.state_dict().items()}
+    with pytest.raises(Refusal, match="does not fit"):
+        ckpt.apply_state(state, wide, torch.optim.AdamW(wide.parameters()))
+    narrow = Tied()
+    reversed_order = torch.optim.AdamW(list(narrow.parameters())[::-1])
+    before_narrow = {name: tensor.clone() for name, tensor in narrow.state_dict().items()}
+    with pytest.raises(Refusal, match="another order"):
+        ckpt.apply_state(state, narrow, reversed_order)
+    for model, was in ((wide, before), (narrow, before_narrow)):
+        assert all(torch.equal(tensor, was[name]) for name, tensor in model.state_dict().items())
+
+
+def test_pointers_name_a_checkpoint_and_a_lost_one_is_none(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    ckpt.write_pointer(tmp_path, "best", path)
+    assert ckpt.read_pointer(tmp_path, "best") == path
+    assert ckpt.read_pointer(tmp_path, "last") is None
+    (tmp_path / "best.json").write_text(json.dumps({"checkpoint": "step-99"}))
+    assert ckpt.read_pointer(tmp_path, "best") is None
+
+
+def test_nested_state_survives_with_its_key_types() -> None:
+    tree = {"state": {0: {"step": torch.tensor(1.0), "flags": (1, None, True)}}, "groups": [{"betas": (0.9, 0.99)}]}
+    tensors, skeleton = ckpt.flatten(tree)
+    back = ckpt.unflatten(tensors, json.loads(json.dumps(skeleton)))
+    assert back == tree
+    assert isinstance(next(iter(back["state"])), int)

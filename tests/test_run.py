@@ -1,0 +1,286 @@
+"""The run: what is due when, exact logs, saving, resuming, stopping; on a model small enough to train in milliseconds."""
+
+import json
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict
+from torch import nn
+
+import toolkit as tk
+from toolkit import checkpoint as ckpt
+from toolkit.guard import Unstable
+from toolkit.output import read_lines
+from toolkit.signals import Interrupted
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
+    per_device_train_batch_size: int = 2
+    gradient_accumulation_steps: int = 3
+    num_train_epochs: float = 3.0
+    learning_rate: float = 1e-2
+    eval_strategy: str = "no"
+    save_strategy: str = "no"
+    logging_steps: int = 1
+
+
+class Bigram(nn.Module):
+    """The next token from this one, with dropout, so that random numbers matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = None
+        self.table, self.dropout = nn.Embedding(20, 20), nn.Dropout(0.1)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.table(input_ids))
+
+
+def loss_fn(model: nn.Module, micro_batch: dict, totals: dict) -> tuple[torch.Tensor, dict]:
+    logits = model(micro_batch["input_ids"])[:, :-1]
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), micro_batch["labels"][:, 1:].flatten(), reduction="sum")
+    return loss / totals["tokens"], {}
+
+
+def rows(poisoned: int | None = None) -> DatasetDict:
+    random_numbers = np.random.default_rng(0)
+    ids = [random_numbers.integers(0, 20, size=int(n)).tolist() for n in random_numbers.integers(2, 9, size=22)]
+    return DatasetDict(
+        train=Dataset.from_dict({
+            "input_ids": ids, "length": [len(i) for i in ids], "supervised_tokens": [len(i) - 1 for i in ids],
+            "origin": [f"rows.jsonl:{i + 1}" for i in range(len(ids))],
+        })
+    )  # fmt: skip
+
+
+def train(config: Config, on_step=None, step_loss=loss_fn) -> tuple[nn.Module, tk.Run]:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(config.seed)
+    model = Bigram()
+    loader, _ = tk.build_dataloaders(rows(), tk.collate_padded, config, accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
+    with tk.open_run(accelerator, config, model, optimizer, loader) as run:
+        for batch in run:
+            run.log(tk.train_step(accelerator, model, optimizer, batch, step_loss, [config.learning_rate * (1 - run.progress)]))
+            if on_step is not None and on_step(run):
+                break
+    return model, run
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return model.table.weight.detach().clone()
+
+
+def test_metrics_file_has_the_exact_loss_of_each_step_and_one_line_a_step(tmp_path: Path) -> None:
+    """Logging every fourth step writes the mean of those four. Fails when: a window is averaged over the wrong steps."""
+    train(Config(output_dir=str(tmp_path / "each")))
+    train(Config(output_dir=str(tmp_path / "fourth"), logging_steps=4))
+    each, fourth = read_lines(tmp_path / "each/metrics.jsonl"), read_lines(tmp_path / "fourth/metrics.jsonl")
+    assert [e["step"] for e in each] == list(range(1, 12))
+    assert [e["step"] for e in fourth] == [4, 8, 11]
+    losses = [e["loss"] for e in each]
+    assert [e["loss"] for e in fourth] == pytest.approx([np.mean(losses[:4]), np.mean(losses[4:8]), np.mean(losses[8:])], rel=1e-12)
+    assert {"step", "epoch", "examples", "time", "grad_norm", "learning_rate", "tokens_per_second", "supervised_tokens"} <= set(each[0])
+    assert each[-1]["examples"] == 66
+    assert each[-1]["epoch"] == 3
+
+
+def test_two_runs_with_the_same_settings_end_with_the_same_bits(tmp_path: Path) -> None:
+    """Fails when: dropout is not seeded by the micro-batch."""
+    first, _ = train(Config(output_dir=str(tmp_path / "a")))
+    torch.rand(17)
+    second, _ = train(Config(output_dir=str(tmp_path / "b"), logging_steps=5))
+    assert torch.equal(weights(first), weights(second))
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 7, 10])
+def test_a_run_stopped_by_a_signal_and_resumed_ends_with_the_same_bits(tmp_path: Path, stop_at: int) -> None:
+    """Dropout on, accumulation 3, steps across epochs, in the middle of an epoch. Fails when: the optimiser is not restored."""
+    whole, _ = train(Config(output_dir=str(tmp_path / "whole")))
+    config = Config(output_dir=str(tmp_path / "stopped"))
+
+    def interrupt(run: tk.Run) -> None:
+        if run.step == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="--resume") as caught:
+        train(config, interrupt)
+    assert caught.value.exit_code == 75
+    assert json.loads((tmp_path / "stopped/summary.json").read_text())["status"] == "interrupted"
+    resumed, run = train(replace(config, resume=True))
+    assert torch.equal(weights(whole), weights(resumed))
+    assert [e["step"] for e in read_lines(tmp_path / "stopped/metrics.jsonl")] == list(range(1, 12))
+    losses = [[e["loss"] for e in read_lines(tmp_path / d / "metrics.jsonl")] for d in ("whole", "stopped")]
+    assert losses[0] == losses[1]
+    assert run.applied == 11
+
+
+def test_a_crash_between_saves_is_resumed_from_the_last_one_without_a_step_twice(tmp_path: Path) -> None:
+    """Fails when: metrics.jsonl is not cut back to the checkpoint's step."""
+    whole, _ = train(Config(output_dir=str(tmp_path / "whole")))
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=3)
+
+    def crash(run: tk.Run) -> None:
+        if run.step == 8:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError):
+        train(config, crash)
+    assert [p.name for p in ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == ["step-3", "step-6"]
+    resumed, _ = train(replace(config, resume=True))
+    assert torch.equal(weights(whole), weights(resumed))
+    assert [e["step"] for e in read_lines(tmp_path / "run/metrics.jsonl")] == list(range(1, 12))
+
+
+def test_an_output_directory_with_a_run_is_not_overwritten_unless_told(tmp_path: Path) -> None:
+    config = Config(output_dir=str(tmp_path / "run"))
+    train(config)
+    with pytest.raises(tk.Refusal, match="--overwrite-output-dir"):
+        train(config)
+    (tmp_path / "run/notes.txt").write_text("mine")
+    train(replace(config, overwrite_output_dir=True))
+    assert (tmp_path / "run/notes.txt").read_text() == "mine"
+    assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 11
+
+
+def test_a_directory_that_another_run_writes_is_refused(tmp_path: Path) -> None:
+    config = Config(output_dir=str(tmp_path / "run"))
+
+    def second_writer(run: tk.Run) -> None:
+        with pytest.raises(tk.Refusal, match="another process"):
+            train(replace(config, overwrite_output_dir=True))
+
+    train(replace(config, max_steps=1), second_writer)
+
+
+def test_a_disk_that_is_too_small_is_refused_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(tk.Refusal, match="free"):
+        train(Config(output_dir=str(tmp_path / "run"), save_strategy="epoch"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_save_is_a_warning_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Fails when: save() lets an OSError through."""
+    whole, _ = train(Config(output_dir=str(tmp_path / "whole")))
+    commit, calls = ckpt._commit, []
+
+    def sometimes_full(*args: object) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        commit(*args)
+
+    monkeypatch.setattr(ckpt, "_commit", sometimes_full)
+    model, _ = train(Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=3, save_total_limit=1))
+    assert "No space left" in capsys.readouterr().out
+    assert torch.equal(weights(whole), weights(model))
+    assert [p.name for p in ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == ["step-11"]
+
+
+def due_steps(tmp_path: Path, what: str, **settings: object) -> list[int]:
+    seen = []
+    config = Config(output_dir=str(tmp_path / f"run{len(list(tmp_path.iterdir()))}"), **settings)
+    train(config, lambda run: seen.append(run.step) if run.due(what) else None)
+    return seen
+
+
+def test_strategies_say_when_something_is_due(tmp_path: Path) -> None:
+    """Epochs of 22 examples in steps of 6: they end in steps 4, 8 and 11; the last step always counts. Fails when: an
+    epoch's end inside a step is missed."""
+    assert due_steps(tmp_path, "eval", eval_strategy="epoch") == [4, 8, 11]
+    assert due_steps(tmp_path, "eval", eval_strategy="steps", eval_steps=5) == [5, 10, 11]
+    assert due_steps(tmp_path, "eval", eval_strategy="steps", eval_steps=2, eval_delay=6) == [6, 8, 10, 11]
+    assert due_steps(tmp_path, "eval", eval_strategy="epoch", eval_delay=2.0) == [8, 11]
+    assert due_steps(tmp_path, "eval", eval_strategy="no") == []
+    assert due_steps(tmp_path, "log", logging_strategy="epoch") == [4, 8, 11]
+
+
+def test_the_best_weights_come_back_and_training_stops_when_nothing_improves(tmp_path: Path) -> None:
+    """A made-up figure that is best at step 3. Fails when: the best checkpoint is pruned, or the wrong direction is taken."""
+    figures = {1: 5.0, 2: 4.0, 3: 1.0, 4: 2.0, 5: 3.0, 6: 1.0}
+    at_best: list[torch.Tensor] = []
+    config = Config(
+        output_dir=str(tmp_path / "run"), eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, save_total_limit=1,
+        save_strategy="steps", save_steps=1, early_stopping_patience=3,
+    )  # fmt: skip
+
+    def evaluate(run: tk.Run) -> bool:
+        if run.step == 3:
+            at_best.append(weights(run.model))
+        run.log({"eval_loss": figures[run.step]})
+        return tk.stopped_improving(run.history("eval_loss"), config)
+
+    model, run = train(config, evaluate)
+    assert run.step == 6
+    assert not torch.equal(weights(model), at_best[0])
+    tk.load_best(run)
+    assert torch.equal(weights(model), at_best[0])
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "stopped early"
+
+
+def test_steps_that_are_not_finite_are_skipped_named_and_end_the_run_in_a_row(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Fails when: the guard forgets to reset, or a skipped step enters the logged mean."""
+
+    def poisoned(bad_steps: set[int]):
+        calls = iter(range(10_000))
+
+        def loss(model: nn.Module, micro_batch: dict, totals: dict) -> tuple[torch.Tensor, dict]:
+            value, metrics = loss_fn(model, micro_batch, totals)
+            return (value * float("nan") if next(calls) // 3 + 1 in bad_steps else value), metrics
+
+        return loss
+
+    _, run = train(Config(output_dir=str(tmp_path / "a"), logging_steps=4), step_loss=poisoned({2, 3, 5}))
+    assert (run.step, run.applied) == (11, 8)
+    events = read_lines(tmp_path / "a/metrics.jsonl")
+    assert [e.get("nonfinite_steps") for e in events] == [2, 1, None]
+    assert all(np.isfinite(e["loss"]) for e in events)
+    incidents = read_lines(tmp_path / "a/incidents/nonfinite.jsonl")
+    assert [i["step"] for i in incidents] == [2, 3, 5]
+    row = incidents[0]["rows"][0]
+    assert row["origin"] == [f"rows.jsonl:{row['example'] + 1}"]
+    assert row["input_ids"] == [rows()["train"][row["example"]]["input_ids"]]
+    assert "step 2 skipped" in capsys.readouterr().out
+
+    with pytest.raises(Unstable, match="3 step"):
+        train(Config(output_dir=str(tmp_path / "b")), step_loss=poisoned({3, 4, 5}))
+    with pytest.raises(Unstable, match="step 3"):
+        train(Config(output_dir=str(tmp_path / "c"), nonfinite="stop"), step_loss=poisoned({3}))
+
+
+def test_memory_and_kept_tensors_of_user_code_survive_a_resume(tmp_path: Path) -> None:
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2)
+
+    def remember(run: tk.Run) -> bool:
+        run.memory["seen"] = run.memory.get("seen", 0) + 1
+        run.keep("average", run.kept.get("average", torch.zeros(())) + 1)
+        if run.step == 4 and not config.resume:
+            raise RuntimeError
+        return False
+
+    with pytest.raises(RuntimeError):
+        train(config, remember)
+    config = replace(config, resume=True)
+    _, run = train(config, remember)
+    assert run.memory["seen"] == 11
+    assert run.kept["average"].item() == 11
+
+
+def test_other_data_than_the_checkpoint_was_trained_on_is_refused(tmp_path: Path) -> None:
+    """The fingerprint in the checkpoint is changed, as if it came from another dataset. Fails when: it is not compared."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, max_steps=4)
+    train(config)
+    path = tmp_path / "run/checkpoints/step-4"
+    state = ckpt.load_checkpoint(path)
+    state.run["fingerprint"] = "another"
+    ckpt.save_checkpoint(path.parent, 5, state)
+    with pytest.raises(tk.Refusal, match="other data"):
+        train(replace(config, resume=True))

@@ -1,0 +1,61 @@
+"""Functional training for transformer models on Hugging Face Accelerate.
+
+    import toolkit as tk
+
+Every public name is an attribute of this package and loads the room it stands in when first used, so that the import
+itself costs nothing.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_ROOMS = {
+    "config": (
+        "CausalLMConfig", "ClassificationConfig", "DataConfig", "ModelConfig", "OptimConfig", "OutputConfig",
+        "Refusal", "RunConfig", "SampleConfig", "SeedConfig", "Settings", "setting",
+    ),
+    "cli.recipe": ("run_recipe",),
+    "data.sources": ("load_splits",),
+    "data.formats": ("tokenize_for_classification", "tokenize_for_lm", "tokenize_for_sft"),
+    "data.packing": ("pack_best_fit", "pack_wrapped"),
+    "data.texts": ("count_bytes", "text_baselines", "texts_of"),
+    "data.order": ("epoch_order", "seed_micro_batch"),
+    "data.collate": ("collate_packed", "collate_padded"),
+    "data.batch": ("Batch",),
+    "data.loaders": ("build_dataloaders",),
+    "tokenizer": ("load_tokenizer", "train_tokenizer"),
+    "models": ("load_model",),
+    "accelerator": ("build_accelerator",),
+    "optim": ("build_optimizer", "build_schedule"),
+    "losses.causal_lm": ("causal_lm_loss", "causal_lm_metrics", "causal_lm_metrics_with_bytes"),
+    "losses.classification": ("classification_loss", "classification_task", "multi_label_loss", "regression_loss"),
+    "metrics.classification": ("classification_metrics",),
+    "data.labels": ("label_names", "label_settings"),
+    "step": ("to_device", "train_step"),
+    "evaluation": ("Metrics", "eval_with_gather"),
+    "run": ("Run", "open_run"),
+    "summary": ("Summary",),
+    "output": ("append_line", "check_output_dir", "claimed", "write_summary"),
+    "signals": ("Interrupted",),
+    "best": ("load_best", "stopped_improving"),
+    "checkpoint": ("latest_checkpoint", "load_checkpoint", "prune_checkpoints", "save_checkpoint", "verify_checkpoint"),
+    "generation": ("sample_prompts", "sample_texts"),
+    "report": ("write_report",),
+    "hub": ("save_model",),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+__all__ = sorted(_ROOM_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"toolkit.{_ROOM_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

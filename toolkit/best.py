@@ -1,0 +1,36 @@
+"""Which evaluation was the best, and when to stop looking for a better one."""
+
+from typing import Any
+
+from toolkit import checkpoint as ckpt
+from toolkit.config import RunConfig
+from toolkit.tracking import show_number
+
+
+def load_best(run: Any) -> None:
+    """Put the best evaluated weights into the run's model, when `load_best_model_at_end` asks for it."""
+    if not run.config.load_best_model_at_end or not run.best or run.best["step"] == run.step:
+        return
+    path = ckpt.read_pointer(run.checkpoints, "best")
+    if path is None:
+        run.say(f"WARNING: the best weights (step {run.best['step']}) were not saved; the last ones are kept")
+        return
+    ckpt.apply_state(ckpt.load_checkpoint(path), run.model, None)
+    run.say(f"best {run.best['name']} {show_number(run.best['value'])} at step {run.best['step']}: its weights are loaded")
+
+
+def stopped_improving(values: list[float], config: RunConfig) -> bool:
+    """Whether the last `early_stopping_patience` values of the deciding metric brought nothing better than those before."""
+    patience = config.early_stopping_patience
+    if patience is None or len(values) <= patience:
+        return False
+    best = max if greater_is_better(config.metric_for_best_model, config.greater_is_better) else min
+    earlier = best(values[:-patience])
+    return best(earlier, *values[-patience:]) == earlier
+
+
+def greater_is_better(name: str, given: bool | None = None) -> bool:
+    """Which way a figure improves: what was said, else downward for losses, errors and perplexities."""
+    if given is not None:
+        return given
+    return not any(word in name for word in ("loss", "perplexity", "error", "bits_per", "mse", "mae"))

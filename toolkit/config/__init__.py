@@ -1,0 +1,27 @@
+"""Settings: what they are, which there are, and every rule about their values.
+
+`groups` lists them, `setting` says what a setting is and checks one value, `values` reads values from text, YAML and JSON,
+`rules` knows which values do not go together, `files` reads and writes config.yaml. Nothing here imports a heavy library.
+"""
+
+from toolkit.config.files import changed_settings, read_config_file, write_config_file
+from toolkit.config.groups import (
+    CausalLMConfig,
+    ClassificationConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    OutputConfig,
+    RunConfig,
+    SampleConfig,
+    SeedConfig,
+)
+from toolkit.config.rules import check_together, implied_settings
+from toolkit.config.setting import Refusal, Setting, Settings, check_value, check_values, setting, settings_of, show_value
+from toolkit.config.values import read_values
+
+__all__ = [
+    "CausalLMConfig", "ClassificationConfig", "DataConfig", "ModelConfig", "OptimConfig", "OutputConfig", "Refusal", "RunConfig",
+    "SampleConfig", "SeedConfig", "Setting", "Settings", "changed_settings", "check_together", "check_value",
+    "check_values", "implied_settings", "read_config_file", "read_values", "setting", "settings_of", "show_value", "write_config_file",
+]

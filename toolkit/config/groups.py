@@ -1,0 +1,210 @@
+"""The settings groups that a recipe's `Config` inherits.
+
+A group is one help panel of the command line. A field is declared once, with its help text beside it; a recipe
+redeclares a field only to change its default.
+"""
+
+# ruff: noqa: RUF009 - setting() makes a dataclass field; ruff takes it for a default that all instances share
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.config.setting import Settings, setting
+
+
+@dataclass(frozen=True)
+class SeedConfig(Settings):
+    """Reproducibility"""
+
+    seed: int = setting(42, "Seed of everything random: initial weights, order of examples, dropout.", least=0)
+
+
+@dataclass(frozen=True)
+class ModelConfig(SeedConfig):
+    """Model"""
+
+    model: str = setting(
+        "tiny-llama",
+        "Hub id, local directory, or a built-in shape made from scratch: tiny-llama, tiny-qwen3, tiny-gemma3, tiny-bert.",
+        aliases=("model_name_or_path",),
+    )
+    model_revision: str | None = setting(None, "Branch, tag or commit of the model on the Hub.")
+    tokenizer: str | None = setting(
+        None, "Hub id or directory of the tokenizer. Default: the model's own; for a built-in shape one trained here."
+    )
+    trust_remote_code: bool = setting(False, "Run code from the model's repository. Needs a pinned --model-revision.")
+    dtype: str = setting(
+        "float32", "Type of the weights in memory.", choices=("auto", "float32", "bfloat16", "float16"),
+        aliases=("torch_dtype",),
+    )
+    attn_implementation: str = setting(
+        "auto", "Attention backend. auto: the fastest exact one for the device and the layout of the rows.",
+        choices=("auto", "sdpa", "eager", "varlen", "flex_attention", "flash_attention_2"),
+    )
+    gradient_checkpointing: bool = setting(False, "Recompute activations in backward: less memory, about a third more time.")
+    torch_compile: bool = setting(False, "Compile each layer with torch.compile.")
+    chat_template: str | None = setting(None, "File with a Jinja chat template, in place of the tokenizer's own.")
+    vocab_size: int | None = setting(
+        None, "Built-in shapes: vocabulary of the tokenizer trained here. Default: 4096.", least=260
+    )
+    hidden_size: int | None = setting(None, "Built-in shapes: width.", least=8)
+    num_hidden_layers: int | None = setting(None, "Built-in shapes: layers.", least=1)
+    num_attention_heads: int | None = setting(None, "Built-in shapes: attention heads.", least=1)
+    num_key_value_heads: int | None = setting(None, "Built-in shapes: key and value heads.", least=1)
+    intermediate_size: int | None = setting(None, "Built-in shapes: width of the feed-forward layer.", least=8)
+    max_position_embeddings: int | None = setting(None, "Built-in shapes: longest context in tokens.", least=8)
+    dropout: float | None = setting(
+        None, "Dropout, where the architecture has it. Default: the model's own.", least=0.0, below=1.0
+    )
+    hidden_act: str | None = setting(None, "Built-in shapes: activation function, by transformers' names.")
+
+
+@dataclass(frozen=True)
+class DataConfig(SeedConfig):
+    """Data"""
+
+    dataset: str = setting(
+        "stdlib:sft",
+        "stdlib:NAME, a Hub id (name:config@revision), a local file or folder, or a mixture a:0.7,b:0.3.",
+        aliases=("dataset_name",),
+    )
+    train_split: str = setting("train", "Split to train on.", aliases=("dataset_train_split",))
+    eval_split: str | None = setting(
+        None, "Split to evaluate on. Default: validation, else test, else rows held out by content hash.",
+        aliases=("dataset_test_split",),
+    )
+    eval_fraction: float = setting(
+        0.05, "Share of rows held out when the source has no evaluation split.", least=0.0, below=1.0
+    )
+    rename_columns: list[str] = setting([], "Columns to rename before anything else, as old=new.")
+    streaming: bool = setting(False, "Read the source as a stream. Needs --max-steps.")
+    max_train_examples: int | None = setting(None, "Use at most so many training rows.", least=1)
+    max_eval_examples: int | None = setting(None, "Use at most so many evaluation rows.", least=1)
+    max_length: int = setting(
+        1024, "Longest example, and the length of a packed row, in tokens.", least=2, aliases=("max_seq_length",)
+    )
+    overlong: str = setting(
+        "truncate", "What to do with longer examples; each is counted.", choices=("truncate", "drop", "split", "refuse")
+    )
+    packing: bool = setting(False, "Pack whole documents into rows of max_length.")
+    packing_strategy: str = setting(
+        "bfd", "bfd: best fit, whole documents. wrapped: cut documents to fill rows.", choices=("bfd", "wrapped")
+    )
+    group_by_length: bool = setting(False, "Put examples of like length into one batch (within fixed windows of the order).")
+    completion_only_loss: bool | None = setting(
+        None, "Prompt/completion data: train on the completion only. Default: yes where there is one."
+    )
+    assistant_only_loss: bool | None = setting(None, "Chat data: train on assistant turns only. Default: yes.")
+    num_train_epochs: float = setting(1.0, "Passes over the training data.", above=0.0)
+    max_steps: int | None = setting(None, "Stop after so many steps; overrides the epochs.", least=1)
+    per_device_train_batch_size: int = setting(8, "Examples (rows, when packing) in a micro-batch.", least=1)
+    per_device_eval_batch_size: int = setting(8, "The same for evaluation. Changes no figure.", least=1)
+    gradient_accumulation_steps: int = setting(1, "Micro-batches in a step on each device.", least=1)
+    global_batch_size: int | None = setting(None, "Examples in a step over all devices; derives the accumulation.", least=1)
+    dataloader_num_workers: int = setting(0, "Processes that make batches ahead.", least=0)
+
+
+@dataclass(frozen=True)
+class OptimConfig(Settings):
+    """Optimiser"""
+
+    optim: str = setting(
+        "adamw_torch", "Optimiser. muon: Muon for matrices, AdamW for the rest.",
+        choices=("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "nadam", "radam", "rmsprop", "adagrad", "muon",
+                 "adamw_bnb_8bit", "lion_32bit", "lion_8bit"),
+    )
+    learning_rate: float = setting(5e-5, "Highest learning rate.", above=0.0)
+    lr_scheduler_type: str = setting(
+        "cosine", "How the rate falls, as a function of progress.",
+        choices=("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial",
+                 "inverse_sqrt", "exponential", "step", "warmup_stable_decay"),
+    )
+    warmup_steps: float = setting(
+        0.0, "Steps of linear warm-up; a fraction of the run when below 1.", least=0.0, aliases=("warmup_ratio",)
+    )
+    min_lr_ratio: float = setting(0.0, "Floor of the schedule, as a share of learning_rate.", least=0.0, most=1.0)
+    lr_cycles: int = setting(1, "cosine_with_restarts: cycles. step: drops.", least=1)
+    lr_power: float = setting(1.0, "polynomial: the power.", above=0.0)
+    lr_gamma: float = setting(0.1, "step: factor of each drop. exponential: share left at the end.", above=0.0, most=1.0)
+    lr_decay_ratio: float = setting(0.2, "warmup_stable_decay: share of the run that decays.", above=0.0, most=1.0)
+    weight_decay: float = setting(0.0, "Decoupled weight decay; never on norms and biases.", least=0.0)
+    adam_beta1: float = setting(0.9, "Adam family: decay of the first moment.", least=0.0, below=1.0)
+    adam_beta2: float = setting(0.999, "Adam family: decay of the second moment.", least=0.0, below=1.0)
+    adam_epsilon: float = setting(1e-8, "Adam family: added to the denominator.", above=0.0)
+    momentum: float = setting(0.95, "sgd, rmsprop and muon: momentum.", least=0.0, below=1.0)
+    max_grad_norm: float = setting(1.0, "Clip the global gradient norm here; 0 turns it off.", least=0.0)
+    layer_lr_decay: float = setting(1.0, "Factor on the rate for each layer below the top one.", above=0.0, most=1.0)
+    lr_patterns: list[str] = setting([], "Factors on the rate by parameter name, as regex=factor; the first match counts.")
+    label_smoothing_factor: float = setting(0.0, "Label smoothing.", least=0.0, below=1.0)
+    nonfinite: str = setting(
+        "skip", "A step with a non-finite loss or gradient: skip it, or stop the run.", choices=("skip", "stop")
+    )
+    max_nonfinite_steps: int = setting(3, "Stop after so many such steps in a row.", least=1)
+
+
+@dataclass(frozen=True)
+class CausalLMConfig(Settings):
+    """Language-model loss"""
+
+    z_loss: float = setting(0.0, "Weight of the squared log-normaliser (PaLM, section 5).", least=0.0)
+
+
+@dataclass(frozen=True)
+class ClassificationConfig(Settings):
+    """Classification"""
+
+    problem_type: str = setting(
+        "single_label", "What a label is: a class, a list of classes, or a number.",
+        choices=("single_label", "multi_label", "regression"),
+    )
+    class_weights: list[float] = setting([], "Weight of each class in the loss, in the order of the labels.", least=0.0)
+    metrics: list[str] = setting(["accuracy", "f1"], "Metrics on the evaluation split: built-in names, or an evaluate module.")
+
+
+@dataclass(frozen=True)
+class SampleConfig(Settings):
+    """Samples"""
+
+    num_samples: int = setting(3, "Text samples at each evaluation.", least=0)
+    sample_max_new_tokens: int = setting(64, "Length of a sample in tokens.", least=1)
+    sample_temperature: float = setting(0.7, "Temperature of the samples; 0 is greedy.", least=0.0)
+
+
+@dataclass(frozen=True)
+class OutputConfig(Settings):
+    """Output"""
+
+    output_dir: str = setting("runs/run", "Where everything of this run is written.")
+    overwrite_output_dir: bool = setting(False, "Throw away a run that is already in output_dir.")
+    logging_steps: int = setting(10, "Log every so many steps.", least=1)
+    eval_steps: int = setting(100, "Evaluate every so many steps.", least=1)
+    save_steps: int = setting(500, "Write a checkpoint every so many steps.", least=1)
+    use_cpu: bool = setting(False, "Stay on the CPU even where there is an accelerator.")
+
+
+@dataclass(frozen=True)
+class RunConfig(OutputConfig, SeedConfig):
+    """Run"""
+
+    resume: bool = setting(False, "Continue from the newest valid checkpoint; start fresh where there is none.")
+    resume_from: str | None = setting(None, "Continue from this checkpoint.", aliases=("resume_from_checkpoint",))
+    run_name: str | None = setting(None, "Name of the run in trackers. Default: the output directory's.")
+    report_to: list[str] = setting(
+        ["none"], "Trackers of the run.", choices=("wandb", "tensorboard", "trackio", "all", "none")
+    )
+    logging_strategy: str = setting("steps", "When to log.", choices=("no", "steps", "epoch"))
+    eval_strategy: str = setting("epoch", "When to evaluate; at the end always unless no.", choices=("no", "steps", "epoch"))
+    eval_on_start: bool = setting(False, "Evaluate before the first step as well.")
+    eval_delay: float = setting(0.0, "No evaluation before so many steps (epochs, with that strategy).", least=0.0)
+    save_strategy: str = setting("epoch", "When to write a checkpoint.", choices=("no", "steps", "epoch"))
+    save_total_limit: int | None = setting(2, "Checkpoints kept, beside the best one; none keeps all.", least=1)
+    load_best_model_at_end: bool = setting(False, "Go back to the best evaluated weights before the model is saved.")
+    metric_for_best_model: str = setting("eval_loss", "The evaluation figure that decides.")
+    greater_is_better: bool | None = setting(
+        None, "Whether more is better in that figure. Default: no for losses, errors and perplexities, yes otherwise."
+    )
+    early_stopping_patience: int | None = setting(None, "Stop after so many evaluations without a better figure.", least=1)
+    bf16: bool = setting(False, "Compute in bfloat16 (autocast).")
+    fp16: bool = setting(False, "Compute in float16 with loss scaling (autocast).")
+    tf32: bool | None = setting(None, "TF32 matrix products on CUDA. Default: torch's.")

@@ -1,0 +1,68 @@
+"""Figures of steps on their way from the device to a logging event."""
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from toolkit.data.batch import Batch
+from toolkit.tracking import flops_per_token, peak_flops
+
+FLAGS = ("applied", "nonfinite")  # of a step, not figures to average
+
+
+@dataclass
+class StepFigures:
+    """What one step returned: 0-d tensors first, numbers once read."""
+
+    step: int
+    batch: Batch
+    values: dict[str, Any]
+
+
+@dataclass
+class Window:
+    """The steps since the last logging event. Their figures stay on the device until they are read, all at once."""
+
+    unread: list[StepFigures] = field(default_factory=list)
+    steps: list[StepFigures] = field(default_factory=list)
+    opened: float = field(default_factory=time.monotonic)
+
+    def add(self, step: int, batch: Batch, figures: dict[str, torch.Tensor]) -> None:
+        # the batch without its tensors: a window must not hold the memory of ten batches
+        tokens = [micro_batch["input_ids"].numel() for micro_batch in batch.micro_batches if "input_ids" in micro_batch]
+        light = replace(batch, micro_batches=[], totals={**batch.totals, "model_tokens": float(sum(tokens))})
+        self.unread.append(StepFigures(step, light, dict(figures)))
+
+    def read(self) -> list[StepFigures]:
+        """Wait for the device once and turn the unread figures into numbers; returns those steps."""
+        fresh, self.unread = self.unread, []
+        if fresh:
+            names = sorted(fresh[0].values)
+            table = torch.stack([torch.stack([step.values[name].double() for name in names]) for step in fresh]).cpu().tolist()
+            for step, row in zip(fresh, table, strict=True):
+                step.values = dict(zip(names, row, strict=True))
+        self.steps += fresh
+        return fresh
+
+    def event(self, optimizer: Any, model: Any, accelerator: Any) -> dict[str, float]:
+        """One logging event for the read steps: means over those that count, and rates. Empties the window.
+
+        A step that was not finite is counted in `nonfinite_steps` and enters no mean.
+        """
+        seconds, self.opened = time.monotonic() - self.opened, time.monotonic()
+        steps, self.steps = self.steps, []
+        good = [step.values for step in steps if not step.values.get("nonfinite")]
+        event = {name: sum(v[name] for v in good) / len(good) for name in (good[0] if good else {}) if name not in FLAGS}
+        event["learning_rate"] = max(group["lr"] for group in optimizer.param_groups)
+        event["examples_per_second"] = sum(step.batch.totals["examples"] for step in steps) / seconds
+        if "tokens" in steps[0].batch.totals:
+            event["tokens_per_second"] = sum(step.batch.totals["tokens"] for step in steps) / seconds
+        peak = peak_flops(accelerator.device)
+        if peak:
+            through_model = sum(step.batch.totals["model_tokens"] for step in steps)
+            event["mfu"] = through_model / seconds * flops_per_token(model) / peak
+        if len(good) < len(steps):
+            event["nonfinite_steps"] = len(steps) - len(good)
+        return event

@@ -1,0 +1,45 @@
+"""What comes out of a run: a model directory that `from_pretrained` reads."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from toolkit.tracking import show_number
+
+
+def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summary: Any = None) -> Path:
+    """Write the trained model, its tokenizer and a model card to `output_dir/model` and return that directory.
+
+    It is written beside and then takes its place whole: a reader sees the old model or the new one. Without an accelerator
+    (None) the model is taken as it is.
+    """
+    directory = Path(config.output_dir) / "model"
+    if accelerator is None or accelerator.is_main_process:
+        plain = model if accelerator is None else accelerator.unwrap_model(model)
+        temporary, old = directory.with_name(".model.tmp"), directory.with_name(".model.old")
+        for leftover in (temporary, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        plain.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(model_card(config, summary), encoding="utf-8")
+        if directory.exists():
+            os.rename(directory, old)
+        os.rename(temporary, directory)
+        shutil.rmtree(old, ignore_errors=True)
+    if accelerator is not None:
+        accelerator.wait_for_everyone()
+    return directory
+
+
+def model_card(config: Any, summary: Any = None) -> str:
+    """A short model card: where the model comes from, what it was trained on, and its figures."""
+    figures = {k: v for k, v in (summary.figures if summary else {}).items() if k.startswith("eval_") and isinstance(v, float)}
+    rows = "".join(f"| {name.removeprefix('eval_')} | {show_number(value)} |\n" for name, value in figures.items())
+    table = f"\n## Evaluation\n\n| metric | held out |\n| --- | --- |\n{rows}" if rows else ""
+    base = "" if config.model.startswith("tiny-") else f"base_model: {config.model}\n"
+    return (
+        f"---\n{base}library_name: transformers\n---\n\n# {Path(config.output_dir).name}\n\n"
+        f"Trained from `{config.model}` on `{config.dataset}` with a learning rate of {config.learning_rate}, "
+        f"seed {config.seed}. The settings are in `config.yaml` of the run.\n{table}"
+    )

@@ -1,0 +1,94 @@
+"""Cross-entropy of the next token at supervised positions, and the metrics of a language model.
+
+The label of a token counts at the position before it: position t predicts token t + 1. The first token of a document is
+never a label (the collate functions see to that), so nothing is predicted across documents.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolkit.losses.selective_head import supervised_sums
+from toolkit.metrics.metric import Metrics, ratio
+
+NOT_FOR_THE_MODEL = ("labels", "weight", "supervised_positions")
+
+
+def causal_lm_loss(
+    model: Any,
+    micro_batch: dict[str, Any],
+    totals: dict[str, float],
+    *,
+    label_smoothing_factor: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """This micro-batch's part of the mean over all supervised tokens of the global batch, `totals["tokens"]`.
+
+    For logits `x` over `V` tokens and label `y`, with `p = softmax(x)`, `e` the smoothing factor and `Z = sum(exp(x))`:
+
+        loss = (1 - e) * -log p[y]  +  e * mean over V of -log p  +  z_loss * (log Z)^2
+
+    Smoothing is that of transformers' `LabelSmoother`, the last term that of PaLM (arXiv:2204.02311, section 5; there
+    1e-4). The head is applied at supervised positions only, in chunks: logits `[batch, length, V]` are never built.
+    Logits are raised to float32 (float64 stays) and sums are kept in float64.
+
+    `micro_batch`: `input_ids` and `labels` `[batch, length]`, -100 where unsupervised; everything else goes to the
+    model's forward. `supervised_positions` may hold the flat indices `b * length + t` of the positions that predict a
+    supervised label: without it they are looked for here, which on a GPU waits for the device.
+
+    Returns the loss, 0-d, and `token_accuracy`, likewise a part of the mean. Without a supervised token the loss is a zero
+    that still reaches every parameter.
+    """
+    loss, correct, _ = _sums(model, micro_batch, label_smoothing_factor, z_loss)
+    tokens = max(float(totals["tokens"]), 1.0)
+    return loss / tokens, {"token_accuracy": correct / tokens}
+
+
+def _sums(
+    model: Any, micro_batch: dict[str, Any], label_smoothing_factor: float = 0.0, z_loss: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Loss and correct predictions, both summed over the supervised tokens, and the number of these."""
+    labels = micro_batch["labels"]
+    following = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
+    positions = micro_batch.get("supervised_positions")
+    if positions is None:
+        positions = (following != -100).nonzero()[:, 0]
+    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+    loss, correct = supervised_sums(model, inputs, positions, following[positions], label_smoothing_factor, z_loss)
+    return loss, correct, len(positions)
+
+
+def _update(model: Any, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    nll, correct, tokens = _sums(model, micro_batch)
+    return {"nll": nll, "correct": correct.round().long(), "tokens": torch.tensor(tokens, device=nll.device)}
+
+
+def _finalise(sums: dict[str, np.ndarray]) -> dict[str, float]:
+    loss = ratio(sums["nll"], sums["tokens"])
+    return {"loss": loss, "perplexity": exponential(loss), "token_accuracy": ratio(sums["correct"], sums["tokens"])}
+
+
+def exponential(value: float) -> float:
+    """exp(value), infinite where a float ends (a loss above 709 nats)."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+causal_lm_metrics = Metrics(update=_update, finalise=_finalise)
+"""Means over the supervised tokens of a split: loss in nats, perplexity = exp(loss), token accuracy. No smoothing."""
+
+
+def causal_lm_metrics_with_bytes(num_bytes: int) -> Metrics:
+    """The same and bits per byte: the information of the whole split over its size, whatever the tokenizer.
+
+    `num_bytes`: UTF-8 bytes of the supervised text of the evaluation split. bits_per_byte = sum of nats / ln 2 / bytes.
+    """
+
+    def finalise(sums: dict[str, np.ndarray]) -> dict[str, float]:
+        return {**_finalise(sums), "bits_per_byte": ratio(sums["nll"], num_bytes) / math.log(2)}
+
+    return Metrics(update=_update, finalise=finalise)

@@ -1,0 +1,81 @@
+"""Losses of whole examples: one class, several classes, or a number.
+
+Each is a part of a mean over the global batch: over `totals["examples"]`, or where the rows carry a `weight` (that of the
+example's class) over `totals["weight"]`, which is torch's `CrossEntropyLoss(weight, reduction="mean")` on all of it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from toolkit.config import ClassificationConfig
+from toolkit.metrics.classification import classification_metrics, example_logits
+from toolkit.metrics.metric import Metrics
+
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def classification_loss(
+    model: Any, micro_batch: dict[str, Any], totals: dict[str, float], *, label_smoothing_factor: float = 0.0
+) -> Loss:
+    """Cross-entropy of one class: model's logits `[batch, classes]`, `labels` `[batch]` whole numbers.
+
+    Label smoothing is torch's: (1 - e) * -log p[y] + e * mean over classes of -log p. With weights, an example's whole loss
+    takes the weight of its class; torch weighs each class in the second term by that class's own weight, so the two differ
+    when both settings are used.
+
+    Returns the loss, 0-d, and the share of right predictions (unweighted), both parts of a mean over the global batch.
+    """
+    logits, labels = example_logits(model, micro_batch), micro_batch["labels"]
+    losses = functional.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing_factor)
+    return _part_of_mean(losses, micro_batch, totals), _share(logits.argmax(-1) == labels, totals)
+
+
+def multi_label_loss(
+    model: Any, micro_batch: dict[str, Any], totals: dict[str, float], *, label_smoothing_factor: float = 0.0
+) -> Loss:
+    """Binary cross-entropy of each class, mean over classes: logits and `labels` `[batch, classes]`, labels 0 or 1.
+
+    Label smoothing draws the labels towards a half: y * (1 - e) + e / 2.
+
+    Returns the loss and the share of examples with all classes right.
+    """
+    logits, labels = example_logits(model, micro_batch), micro_batch["labels"]
+    wanted = labels.to(logits.dtype) * (1 - label_smoothing_factor) + label_smoothing_factor / 2
+    losses = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none").mean(-1)
+    return _part_of_mean(losses, micro_batch, totals), _share(((logits > 0) == (labels > 0.5)).all(-1), totals)
+
+
+def regression_loss(model: Any, micro_batch: dict[str, Any], totals: dict[str, float]) -> Loss:
+    """Squared error of one number: logits `[batch, 1]`, `labels` `[batch]`. Returns the loss and no metric."""
+    predictions = example_logits(model, micro_batch).squeeze(-1)
+    losses = (predictions - micro_batch["labels"].to(predictions.dtype)).square()
+    return _part_of_mean(losses, micro_batch, totals), {}
+
+
+def _part_of_mean(losses: torch.Tensor, micro_batch: dict[str, Any], totals: dict[str, float]) -> torch.Tensor:
+    if "weight" in micro_batch:
+        weight = micro_batch["weight"].to(losses.dtype)
+        return (losses * weight).sum() / (totals["weight"] or 1.0)  # a batch of classes of weight 0 only has the loss 0
+    return losses.sum() / totals["examples"]
+
+
+def _share(right: torch.Tensor, totals: dict[str, float]) -> dict[str, torch.Tensor]:
+    return {"accuracy": right.sum() / totals["examples"]}
+
+
+def classification_task(config: ClassificationConfig, num_labels: int) -> tuple[Callable[..., Loss], Metrics]:
+    """The loss and the metrics for these settings: `problem_type`, `metrics`, `label_smoothing_factor` where it has one.
+
+    `class_weights` have no part in it: they are in the rows, as their `weight`.
+    """
+    smoothing = getattr(config, "label_smoothing_factor", 0.0)
+    loss_fn: dict[str, Callable[..., Loss]] = {
+        "single_label": partial(classification_loss, label_smoothing_factor=smoothing),
+        "multi_label": partial(multi_label_loss, label_smoothing_factor=smoothing),
+        "regression": regression_loss,
+    }
+    return loss_fn[config.problem_type], classification_metrics(config.metrics, num_labels, config.problem_type)

@@ -1,0 +1,153 @@
+"""The output head of a language model at supervised positions only, through the model's public forward.
+
+A head of V tokens over N positions makes N x V logits, often more memory than all the rest of the model. Most of them may be
+unsupervised, and none is needed once its cross-entropy and gradient are known. So for the length of one forward pass the
+head's own `forward` is replaced by a function that picks the supervised ones of the hidden states it is given and
+walks over them in chunks. What the head returns, and so the model's `logits`, are two sums. Wrappers (DDP, FSDP, ZeRO,
+adapters, autocast) see an ordinary forward and backward.
+
+A model that changes its logits after the head (soft-capping, scaling) cannot be served so. It is recognised once, by a
+head that returns a pattern which the model ought to return untouched, and gets its logits at supervised positions whole.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from toolkit.losses.chunked_sums import Sums, sums_in_chunks
+from toolkit.metrics.evaluation_mode import evaluation_mode
+
+logger = logging.getLogger(__name__)
+
+_HEAD_COMES_LAST: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def supervised_sums(
+    model: Any,
+    inputs: dict[str, Any],
+    positions: torch.Tensor,
+    targets: torch.Tensor,
+    label_smoothing_factor: float = 0.0,
+    z_loss: float = 0.0,
+) -> Sums:
+    """One forward pass: loss and correct predictions summed over the positions; 0-d.
+
+    `positions` `[P]`: flat indices into `[batch, length]`; `targets` `[P]`: the token to predict at each.
+    """
+    from accelerate.utils import extract_model_from_parallel
+
+    base = extract_model_from_parallel(model, keep_torch_compile=False)
+    if base not in _HEAD_COMES_LAST:
+        _HEAD_COMES_LAST[base] = head_comes_last(model, base, inputs["input_ids"])
+    if "use_cache" in _forward_parameters(base):
+        inputs = {**inputs, "use_cache": False}
+    if not _HEAD_COMES_LAST[base]:
+        logits = _logits_at(model, base, inputs, positions)
+        targets = targets.to(logits.device)
+        return sums_in_chunks(lambda rows: rows, (), logits, targets, logits.shape[-1], label_smoothing_factor, z_loss)
+
+    head = base.get_output_embeddings()
+    original, vocabulary = head.forward, base.config.get_text_config().vocab_size
+
+    def sums_of_hidden_states(hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions.to(hidden.device))
+        parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        there = targets.to(hidden.device)
+        sums = sums_in_chunks(original, parameters, rows, there, vocabulary, label_smoothing_factor, z_loss)
+        # [1, 1, 2] in the place of logits [batch, length, V]; not a view, whose hooks FSDP2 could lose
+        return torch.stack([total.reshape(1, 1) for total in sums], dim=-1)
+
+    with _forward_replaced(head, sums_of_hidden_states):
+        loss, correct = model(**inputs).logits.flatten()
+    return loss, correct.detach()
+
+
+def _logits_at(model: Any, base: Any, inputs: dict[str, Any], positions: torch.Tensor) -> torch.Tensor:
+    """Logits `[P, V]` at flat positions, as the model itself makes them."""
+    length = inputs["input_ids"].shape[1]
+    if "logits_to_keep" in _forward_parameters(base):
+        columns = torch.unique(positions % length) if len(positions) else positions.new_zeros(1)
+        inputs = {**inputs, "logits_to_keep": columns}  # for every row of the batch
+        positions = positions // length * len(columns) + torch.searchsorted(columns, positions % length)
+    logits = model(**inputs).logits
+    return logits.reshape(-1, logits.shape[-1]).index_select(0, positions.to(logits.device))
+
+
+def _forward_parameters(base: Any) -> Mapping[str, Any]:
+    inner = base.get_base_model() if hasattr(base, "get_base_model") else base  # an adapter's own forward takes anything
+    return inspect.signature(inner.forward).parameters
+
+
+def head_comes_last(model: Any, base: Any, input_ids: torch.Tensor) -> bool:
+    """Whether the model returns what its head returns, untouched, and the head works with parameters of its own.
+
+    Tried with two tokens, in evaluation mode. The head returns whole numbers up to 127, which survive a cast to bfloat16
+    and which a soft-cap, a factor, a bias or a cut vocabulary changes.
+    """
+    head = base.get_output_embeddings()
+    if head is None:
+        return _not_last(base, "has no output head of its own")
+    if any(hasattr(module, "_orig_mod") for module in (model, base)) or base._compiled_call_impl is not None:
+        return _not_last(base, "is compiled as a whole")
+    original, tokens = head.forward, input_ids[:1, :2]
+    calls: list[tuple[bool, torch.Tensor]] = []
+
+    def pattern(hidden: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            logits = original(hidden.detach().requires_grad_())
+        own = hidden.shape[:2] == tokens.shape and _parameters_behind(logits) <= {*head.parameters()}
+        marks = torch.arange(logits.numel(), device=logits.device) % 255 - 127
+        calls.append((own, marks.view_as(logits).to(logits.dtype)))
+        return calls[-1][1]
+
+    with ExitStack() as stack:
+        stack.enter_context(evaluation_mode(model))
+        stack.enter_context(_forward_replaced(head, pattern))
+        if any(module._compiled_call_impl is not None for module in base.modules()):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # not worth compiling for
+        returned = model(input_ids=tokens).logits
+    if len(calls) == 1 and calls[0][0] and returned.shape == calls[0][1].shape and bool((returned == calls[0][1]).all()):
+        return True
+    return _not_last(base, "changes its logits after the head")
+
+
+def _not_last(base: Any, reason: str) -> bool:
+    logger.warning("%s %s: logits at supervised positions are held in memory as a whole.", type(base).__name__, reason)
+    return False
+
+
+def _parameters_behind(tensor: torch.Tensor) -> set[torch.Tensor]:
+    """The parameters that a tensor was computed from, found in its graph."""
+    found: set[torch.Tensor] = set()
+    seen: set[Any] = set()
+    nodes = [tensor.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [earlier for earlier, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter):
+            found.add(leaf)
+    return found
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """The module with another `forward`. Its hooks run as always: ZeRO-3 gathers the weights in one."""
+    before = vars(module).get("forward")  # an instance's own, where a library has put one there
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

@@ -1,0 +1,124 @@
+"""Metrics of whole examples: one class, several classes, or a number."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from toolkit.config import Refusal
+from toolkit.metrics.classes import CLASS_FIGURES, LABEL_FIGURES, class_sums, counts_of_classes, counts_of_labels, label_sums
+from toolkit.metrics.external import External, flat_figures, load_metric
+from toolkit.metrics.metric import Metrics, precise_sum, ratio
+from toolkit.metrics.numbers import NUMBER_FIGURES, number_sums
+
+
+def example_logits(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+    """The model's logits `[batch, classes]` in float32 (float64 stays)."""
+    logits = model(**{name: value for name, value in micro_batch.items() if name not in ("labels", "weight")}).logits
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What an evaluation needs to know of a kind of label."""
+
+    losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits, labels -> [batch]
+    predict: Callable[[torch.Tensor], torch.Tensor]  # logits -> predictions
+    sums: Callable[[torch.Tensor, torch.Tensor, int], dict[str, torch.Tensor]]  # predictions, references, classes
+    read: Callable[[dict[str, np.ndarray]], Any]  # sums -> what the figures are made from
+    figures: Mapping[str, Callable[[Any], float | dict[str, float]]]
+    trial: Callable[[int], tuple[list[Any], list[Any]]]  # two predictions and their references, for a new metric
+
+
+_PROBLEMS: dict[str, _Problem] = {
+    "single_label": _Problem(
+        losses=lambda logits, labels: functional.cross_entropy(logits, labels, reduction="none"),
+        predict=lambda logits: logits.argmax(-1),
+        sums=class_sums, read=counts_of_classes, figures=CLASS_FIGURES,
+        trial=lambda classes: ([0, classes - 1], [0, classes - 1]),
+    ),
+    "multi_label": _Problem(
+        losses=lambda logits, labels: (
+            functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(-1)
+        ),
+        predict=lambda logits: (logits > 0).long(),
+        sums=label_sums, read=counts_of_labels, figures=LABEL_FIGURES,
+        trial=lambda classes: ([[0] * classes, [1] * classes],) * 2,
+    ),
+    "regression": _Problem(
+        losses=lambda logits, labels: (logits.squeeze(-1) - labels.to(logits.dtype)).square(),
+        predict=lambda logits: logits.squeeze(-1),
+        sums=number_sums, read=lambda sums: sums, figures=NUMBER_FIGURES,
+        trial=lambda classes: ([0.0, 1.0], [0.0, 1.0]),
+    ),
+}  # fmt: skip
+
+
+def classification_metrics(names: Sequence[Any], num_labels: int, problem_type: str = "single_label") -> Metrics:
+    """Metrics by name for examples with labels; "loss" is always among the figures.
+
+    Built in, as sums: for one class `accuracy`, `balanced_accuracy`, `matthews_correlation` and `precision`, `recall`, `f1`
+    (macro averages; also `f1_micro`, `f1_weighted`, `f1_binary`, `f1_per_class`); for several classes the same without
+    `balanced_accuracy`, `matthews_correlation` and `_binary`; for numbers `mse`, `rmse`, `mae`, `r2`, `pearson`.
+    Any other name is a module of `evaluate`, by name or path; a module or combination, or a function
+    `f(predictions, references) -> dict` may stand in a name's place. Such a one gets all predictions at once: then they
+    are gathered, one small row an example.
+
+    The loss is the training loss without label smoothing, weighted where the rows are.
+
+    Raises:
+        Refusal: an unknown metric, or one that is for another kind of label.
+    """
+    problem = _PROBLEMS[problem_type]
+    built_in = [name for name in names if isinstance(name, str) and name in problem.figures]
+    for name in built_in:
+        if name.endswith("_binary") and num_labels != 2:
+            raise Refusal(f"--metrics {name}: for two classes, and here are {num_labels}. Type {name.removesuffix('_binary')}.")
+    external = [(_title(name), _external(name, num_labels, problem_type)) for name in names if name not in built_in]
+
+    def rows(model: Any, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        logits, labels = example_logits(model, micro_batch), micro_batch["labels"]
+        losses = problem.losses(logits, labels)
+        weight = micro_batch["weight"].to(losses.dtype) if "weight" in micro_batch else torch.ones_like(losses)
+        return {"loss": losses * weight, "weight": weight, "predictions": problem.predict(logits), "references": labels}
+
+    def summed(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        counted = problem.sums(rows["predictions"], rows["references"], num_labels)
+        return {"loss": precise_sum(rows["loss"]), "weight": precise_sum(rows["weight"]), **counted}
+
+    def figures(sums: dict[str, Any]) -> dict[str, float]:
+        result, read = {"loss": ratio(sums["loss"], sums["weight"])}, problem.read(sums)
+        for name in built_in:
+            value = problem.figures[name](read)
+            result.update(value if isinstance(value, dict) else {name: value})
+        return result
+
+    def figures_of_rows(observed: dict[str, np.ndarray]) -> dict[str, float]:
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in observed.items()}
+        result = figures({name: value.numpy() for name, value in summed(tensors).items()})
+        for title, compute in external:
+            result.update(flat_figures(title, compute(observed["predictions"], observed["references"]), result))
+        return result
+
+    if external:
+        return Metrics(update=None, finalise=figures_of_rows, gather=rows)
+    return Metrics(update=lambda model, micro_batch: summed(rows(model, micro_batch)), finalise=figures)
+
+
+def _title(name: Any) -> str:
+    return Path(name).stem if isinstance(name, str) else getattr(name, "name", getattr(name, "__name__", type(name).__name__))
+
+
+def _external(name: Any, num_labels: int, problem_type: str) -> External:
+    problem = _PROBLEMS[problem_type]
+    elsewhere = [kind for kind, other in _PROBLEMS.items() if isinstance(name, str) and name in other.figures]
+    if elsewhere:
+        raise Refusal(
+            f"--metrics {name}: for --problem-type {' and '.join(elsewhere)}, and this is {problem_type}. "
+            f"Type one of: {', '.join(problem.figures)}."
+        )
+    return load_metric(name, problem.figures, problem.trial(num_labels))

@@ -1,0 +1,45 @@
+"""What a metric is: sums over micro-batches and a finaliser, or small rows of all examples and a finaliser."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+Observe = Callable[[Any, dict[str, Any]], dict[str, torch.Tensor]]
+Finalise = Callable[[dict[str, np.ndarray]], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """How to evaluate a model. Exactly one of `update` and `gather` observes the micro-batches.
+
+    `update(model, micro_batch)`: sums over the micro-batch, each a tensor of fixed shape, float64 or integer, such as a
+    confusion matrix `[classes, classes]`. They are added over micro-batches and ranks, so that no figure depends on how
+    the examples were cut.
+
+    `gather(model, micro_batch)`: small rows, one for each example (first dimension), for a figure that needs all
+    predictions at once. They are collected in the order of the examples' indices.
+
+    `finalise(observed)`: figures by name, "loss" always among them, from the sums or from all rows, as arrays.
+    """
+
+    update: Observe | None
+    finalise: Finalise
+    gather: Observe | None = None
+
+    def __post_init__(self) -> None:
+        if (self.update is None) == (self.gather is None):
+            raise ValueError("Metrics observe by update or by gather: give one of the two.")
+
+
+def precise_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum in float64, as a 0-d tensor on the same device (float32 on MPS, which has nothing wider)."""
+    return values.sum(dtype=torch.float32 if values.device.type == "mps" else torch.float64)
+
+
+def ratio(part: Any, whole: Any) -> float:
+    """part / whole; not a number where there was nothing to count."""
+    return float(part) / float(whole) if float(whole) else math.nan

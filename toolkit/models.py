@@ -1,0 +1,278 @@
+"""Models: from the Hub, from a directory, or a built-in shape made from scratch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.attention import choose_attention
+from toolkit.config import ModelConfig, Refusal
+from toolkit.packable import PROVEN, check_no_contamination
+from toolkit.shapes import DIMENSIONS, built_in_config
+from toolkit.tokenizer import hub_problem, is_built_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_DROPOUT_FIELD = re.compile(r"(^|_)(dropout|pdrop)(_|$)")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# Learned positions that begin after the padding index (fairseq's way), so that a few of the table are never used.
+_POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+
+
+def load_model(
+    auto_class: str, config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None, *, packed: bool = False,
+    **head_settings: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """The model that the settings name, on the CPU, ready for `accelerator.prepare`.
+
+    Weights that are made here, all of a built-in shape or a new head, are a function of `config.seed` alone.
+
+    Args:
+        auto_class: transformers' class by task, such as "AutoModelForCausalLM".
+        tokenizer: gives a built-in shape its vocabulary, and any model its pad token; a larger one than the model's
+            embedding enlarges the embedding.
+        packed: whether the model will see packed rows; then it is made sure that each document gets what it has alone.
+        head_settings: fields of the model's config that the task decides: num_labels, id2label, problem_type ...
+
+    Raises:
+        Refusal: an unknown or unreachable model, one of another kind, settings that it cannot have.
+    """
+    import transformers
+
+    auto = getattr(transformers, auto_class)
+    built_in = is_built_in(config.model)
+    model_config = built_in_config(config, tokenizer) if built_in else _pretrained_config(config)
+    for name, value in head_settings.items():
+        setattr(model_config, name, value)
+    if config.dropout is not None:
+        _set_dropout(model_config, config)
+    if getattr(config, "max_length", None) is not None:
+        check_context(model_config, config.max_length)  # type: ignore[attr-defined]  # a recipe's Config is a DataConfig too
+    model_class = _model_class(auto, auto_class, model_config, config)
+    device = "cpu" if getattr(config, "use_cpu", False) else torch.accelerator.current_accelerator() or "cpu"
+    attention = choose_attention(model_config, config.attn_implementation, packed, device, model_class)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        if built_in:  # made in float32 and rounded after, so that --dtype changes the rounding and nothing else
+            model = auto.from_config(model_config, attn_implementation=attention, dtype=torch.float32)
+            model = model.to(getattr(torch, "float32" if config.dtype == "auto" else config.dtype))
+        else:
+            model = _pretrained_model(auto, config, model_config, attention)
+        _fit_to_tokenizer(model, tokenizer)
+    _check_direction(model, auto_class, config)
+    if packed and model_config.model_type not in PROVEN and attention != "flash_attention_2":
+        check_no_contamination(model)
+    if config.torch_compile:
+        _compile_layers(model, config.gradient_checkpointing)
+    elif config.gradient_checkpointing:
+        _checkpoint_layers(model)
+    return model.train()  # also what from_pretrained made, which would train without dropout
+
+
+def model_identity(model: PreTrainedModel, config: ModelConfig) -> dict[str, Any]:
+    """What was loaded, for the run's files: name, the commit it came from (None for a directory), size, type, attention."""
+    return {
+        "model": config.model,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "architecture": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": model.config._attn_implementation,
+    }
+
+
+def check_context(model_config: Any, max_length: int) -> None:
+    """Refuse examples longer than the positions a model has."""
+    text_config = model_config.get_text_config()
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if longest is not None and model_config.model_type in _POSITIONS_AFTER_PADDING:
+        longest -= text_config.pad_token_id + 1
+    if longest is not None and max_length > longest:
+        raise Refusal(
+            f"--max-length {max_length}: the model has {longest} positions (max_position_embeddings). "
+            f"Take --max-length {longest}, or another model."
+        )
+
+
+def _pretrained_config(config: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    flag, directory = f"--model {config.model}", Path(config.model).expanduser()
+    for name in (*DIMENSIONS, "vocab_size"):
+        if getattr(config, name) is not None:
+            setting = f"--{name.replace('_', '-')} {getattr(config, name)}"
+            raise Refusal(f"{setting}: is for the built-in shapes, and {config.model} has its own. Remove it.")
+    if directory.is_dir():
+        if config.model_revision is not None:
+            raise Refusal(f"--model-revision {config.model_revision}: has no effect on a directory ({directory}). Remove it.")
+        if not (directory / "config.json").exists():
+            raise Refusal(f"{flag}: the directory holds no config.json. Save a model there (save_pretrained), or name another.")
+    elif config.trust_remote_code and not _COMMIT.fullmatch(config.model_revision or ""):
+        raise Refusal(
+            f"--trust-remote-code runs code of {config.model}: pin the commit that you have read with --model-revision (all 40 "
+            f"digits; they are at https://huggingface.co/{config.model}/commits)"
+        )
+    with _explained(config):
+        return AutoConfig.from_pretrained(
+            _name(config), revision=config.model_revision, trust_remote_code=config.trust_remote_code
+        )
+
+
+def _pretrained_model(auto: Any, config: ModelConfig, model_config: Any, attention: str | None) -> Any:
+    """The weights, in the commit that the config came from; new and left-out ones are told apart and said."""
+    with _explained(config):
+        model, report = auto.from_pretrained(
+            _name(config), config=model_config, revision=getattr(model_config, "_commit_hash", None) or config.model_revision,
+            dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype), attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code, use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    mismatched = {name for name, *_ in report["mismatched_keys"]}
+    in_body = sorted(name for name in mismatched | set(report["missing_keys"]) if _is_in_body(model, name))
+    if mismatched.intersection(in_body):
+        worst = sorted(mismatched.intersection(in_body))[0]
+        raise Refusal(f"--model {config.model}: the weights do not have the shapes that its config.json says ({worst}).")
+    new_head = sorted((mismatched | set(report["missing_keys"])).difference(in_body))
+    if new_head:
+        _say(f"{config.model}: new, random weights (seed {config.seed}) for the head: {_shortened(new_head)}")
+    if in_body:
+        _say(f"WARNING: {config.model} lacks {len(in_body)} tensors of its body, which are random now: {_shortened(in_body)}")
+    if report["unexpected_keys"]:
+        _say(f"{config.model}: not used by {type(model).__name__}: {_shortened(sorted(report['unexpected_keys']))}")
+    return model
+
+
+def _is_in_body(model: Any, name: str) -> bool:
+    """Whether a tensor belongs to what a model shares with every head; a pooler is counted with the heads."""
+    return name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name
+
+
+@contextlib.contextmanager
+def _explained(config: ModelConfig) -> Iterator[None]:
+    """Turn what the Hub, a file or transformers says about a model into one message; their own log stays quiet meanwhile."""
+    import transformers
+
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    except Refusal:
+        raise
+    except Exception as error:  # whatever can be wrong there; the cause stays attached
+        reason = hub_problem(error, config.model, config.model_revision) or f"it can't be loaded: {_first_line(error)}"
+        if "safetensors" in str(error) and "no file named" in str(error):
+            reason = "its weights are not in safetensors, and pickled ones are not read. Convert them with save_pretrained."
+        raise Refusal(f"--model {config.model}: {reason}") from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def _model_class(auto: Any, auto_class: str, model_config: Any, config: ModelConfig) -> type | None:
+    """The class that will be made; None when it is the repository's own code, which is not read yet."""
+    if auto_class in (getattr(model_config, "auto_map", None) or {}) and config.trust_remote_code:
+        return None
+    mapping = auto._model_mapping
+    if type(model_config) not in mapping.keys():  # noqa: SIM118  # a lazy mapping without __contains__ for classes
+        raise Refusal(
+            f"--model {config.model}: model type {model_config.model_type!r} has no {auto_class} in transformers. "
+            "Name a model made for this task."
+        )
+    found = mapping[type(model_config)]
+    return found[0] if isinstance(found, (tuple, list)) else found
+
+
+def _check_direction(model: Any, auto_class: str, config: ModelConfig) -> None:
+    """Refuse to train next-token prediction in a model that sees the next token."""
+    has_other_senses = any(getattr(model.config, f"{kind}_config", None) is not None for kind in ("vision", "audio"))
+    if auto_class == "AutoModelForCausalLM" and not has_other_senses:
+        for module in model.modules():
+            if getattr(module, "is_causal", None) is False:
+                raise Refusal(
+                    f"--model {config.model}: {type(model).__name__} is bidirectional: each token sees the one it would have "
+                    "to predict. Name a causal language model, such as tiny-llama."
+                )
+
+
+def _set_dropout(model_config: Any, config: ModelConfig) -> None:
+    text_config = model_config.get_text_config()
+    fields = [name for name in text_config.to_dict() if _DROPOUT_FIELD.search(name)]
+    if not fields:
+        raise Refusal(f"--dropout {config.dropout}: model type {model_config.model_type!r} has no dropout. Remove it.")
+    for name in fields:
+        setattr(text_config, name, config.dropout)
+
+
+def _fit_to_tokenizer(model: Any, tokenizer: Any) -> None:
+    embedding = model.get_input_embeddings()
+    if tokenizer is not None:
+        if len(tokenizer) > embedding.num_embeddings:
+            _say(f"The tokenizer has {len(tokenizer)} tokens, the model {embedding.num_embeddings}: its embedding is enlarged.")
+            model.resize_token_embeddings(len(tokenizer))
+            embedding = model.get_input_embeddings()
+        for settings in (model.config, model.config.get_text_config(), getattr(model, "generation_config", None)):
+            if settings is not None:
+                settings.pad_token_id = tokenizer.pad_token_id
+    # torch gives the token of `padding_idx` no gradient. Where an end of text pads, that would cost it its training; the
+    # masks alone say what is padding.
+    embedding.padding_idx = None
+
+
+def _checkpoint_layers(model: Any) -> None:
+    if not model.supports_gradient_checkpointing:
+        raise Refusal(f"--gradient-checkpointing: {type(model).__name__} does not support it. Remove it.")
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # its older name
+    enable({"use_reentrant": False})
+
+
+def _compile_layers(model: Any, recomputed: bool) -> None:
+    """Compile each layer by itself: one compilation serves all of them, whatever the number.
+
+    `dynamic=None` was not bit-exact after a resume, where lengths vary. The recomputation goes around the compiled layer:
+    transformers (5.23) puts it inside, where the loop over documents, which is not compiled, makes torch give the layer up
+    and run it as it was, silently.
+    """
+    from torch.utils.checkpoint import checkpoint
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise Refusal(f"--torch-compile: {type(model).__name__} has no layers of the kind that can be compiled. Remove it.")
+    for layer in layers:
+        if recomputed:
+            layer.forward = functools.partial(_recomputed, layer, checkpoint, torch.compile(layer.forward, dynamic=True))
+        else:
+            layer.compile(dynamic=True)
+
+
+def _recomputed(layer: torch.nn.Module, checkpoint: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (layer.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    if kwargs.get("past_key_values") is not None:
+        kwargs["past_key_values"] = None  # the second pass would write into the cache once more
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _name(config: ModelConfig) -> str:
+    directory = Path(config.model).expanduser()
+    return str(directory) if directory.is_dir() else config.model
+
+
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)

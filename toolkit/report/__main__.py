@@ -1,0 +1,27 @@
+"""python -m toolkit.report RUN_DIR... --output PATH"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from toolkit.config import Refusal
+from toolkit.report import write_report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the page and say where it lies; 2 when a directory holds no run."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.report", description="Write one HTML page about training runs.")
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="Output directory of a run.")
+    parser.add_argument("--output", type=Path, help="The page. Default: report.html in the first directory.")
+    given = parser.parse_args(arguments)
+    try:
+        path = write_report(given.run_dirs, given.output or given.run_dirs[0] / "report.html")
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        return 2
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

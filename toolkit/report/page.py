@@ -1,0 +1,235 @@
+"""The page: what stands where, as HTML. Everything that comes from a run is escaped."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from toolkit.config import Refusal
+from toolkit.report.details import show_environment, show_files, show_samples, show_settings
+from toolkit.report.numbers import show_count, show_number, show_seconds
+from toolkit.report.plots import Plot, draw_plot
+from toolkit.report.reading import RunRecord, baselines_of, figure_names, first_and_last, read_run, series_of
+from toolkit.report.style import SCRIPT, STYLE
+
+TITLES = {
+    "loss": "Loss", "bits_per_byte": "Bits per byte", "perplexity": "Perplexity", "token_accuracy": "Token accuracy",
+    "accuracy": "Accuracy", "f1": "F1", "precision": "Precision", "recall": "Recall", "mcc": "Matthews correlation",
+    "learning_rate": "Learning rate", "grad_norm": "Gradient norm", "tokens_per_second": "Supervised tokens per second",
+    "examples_per_second": "Examples per second", "mfu": "Model FLOPs utilisation",
+}
+# A run is judged by the first of these that it has.
+TELLING = ("bits_per_byte", "accuracy", "f1", "mcc", "loss")
+LESS_IS_BETTER = ("loss", "bits", "perplexity", "error", "wer", "cer")
+FROM_ZERO = ("learning_rate", "grad_norm", "tokens_per_second", "examples_per_second", "mfu")
+
+
+def write_report(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
+    """Write one HTML page about the runs in `run_dirs` to `path`, and return it.
+
+    The page holds all it shows and loads nothing; its links to the runs' files are relative to where it lies. A run may
+    still be going, or lack any of its files.
+
+    Raises:
+        Refusal: a directory of `run_dirs` does not exist.
+    """
+    target = Path(path)
+    for directory in map(Path, run_dirs):
+        if not directory.is_dir():
+            raise Refusal(f"{directory}: no such directory; a report needs the --output-dir of a run.")
+    runs = [read_run(Path(directory)) for directory in run_dirs]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page(runs, target.parent), encoding="utf-8")
+    return target
+
+
+def page(runs: list[RunRecord], folder: Path) -> str:
+    """The whole page as text; links are relative to `folder`."""
+    title = ", ".join(map(run_title, runs))
+    overview = _overview(runs) if len(runs) > 1 else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)} · training report</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+<p class="kicker">Training report</p>
+{overview}{"".join(_run_section(run, index, folder) for index, run in enumerate(runs))}
+</main>
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def run_title(run: RunRecord) -> str:
+    """The run's name, else its directory's."""
+    name = run.setting("run_name")
+    return name if name and name not in ("null", "~") else run.directory.resolve().name
+
+
+def _overview(runs: list[RunRecord]) -> str:
+    """One line a run."""
+    lines = []
+    for index, run in enumerate(runs):
+        name = _telling_figure(run)
+        first, last = first_and_last(run, f"eval_{name}") if name else (None, None)
+        figure = "–"
+        if name and last is not None:
+            figure = f"{_change(first, last)} <small>{escape(_in_a_sentence(_title(name)))}</small>"
+        lines.append(
+            f'<tr><th><a href="#run{index}">{escape(run_title(run))}</a></th><td>{escape(_model_name(run))}</td>'
+            f"<td>{escape(run.setting('dataset') or '–')}</td><td>{_steps(run)}</td>"
+            f"<td>{_duration(run) or '–'}</td><td>{figure}</td></tr>"
+        )
+    head = "<tr><th>Run</th><th>Model</th><th>Data</th><th>Steps</th><th>Time</th><th>Held out</th></tr>"
+    return f'<h1>{len(runs)} runs</h1><div class="scroll"><table class="overview">{head}{"".join(lines)}</table></div>'
+
+
+def _run_section(run: RunRecord, index: int, folder: Path) -> str:
+    parts = [_headline(run), _curves(run), show_samples(run), show_settings(run), show_environment(run)]
+    parts.append(show_files(run, folder))
+    complaints = "".join(f"<li>{escape(complaint)}</li>" for complaint in run.complaints)
+    warning = f'<ul class="complaints">{complaints}</ul>' if complaints else ""
+    return f'<article id="run{index}">{_head(run)}{warning}{"".join(parts)}</article>\n'
+
+
+def _head(run: RunRecord) -> str:
+    status = str(run.summary.get("status") or ("finished" if run.summary else "no summary yet"))
+    parameters = _inside(run.card, "model", "parameters")
+    facts = [
+        _model_name(run),
+        f"{show_count(parameters)} parameters" if isinstance(parameters, (int, float)) else "",
+        run.setting("dataset") or "",
+        f"{_steps(run)} steps" if _steps(run) != "–" else "",
+        _duration(run),
+    ]
+    kind = "good" if status == "finished" else "plain"
+    line = " · ".join(escape(fact) for fact in facts if fact and fact != "–")
+    return f'<header><h2>{escape(run_title(run))}<span class="status {kind}">{escape(status)}</span></h2><p>{line}</p></header>'
+
+
+def _headline(run: RunRecord) -> str:
+    """The figures that tell how it went, and those to beat."""
+    telling = _telling_figure(run)
+    names = [name for name in figure_names(run) if any(f"eval_{name}" in event for event in run.events)]
+    names = sorted(names, key=lambda name: (name != telling, TELLING.index(name) if name in TELLING else len(TELLING)))
+    tiles = []
+    for name in names[:4]:
+        first, last = first_and_last(run, f"eval_{name}")
+        if last is not None:
+            tiles.append(_tile(f"Held-out {_in_a_sentence(_title(name))}", last, first, name))
+    losses = [value for _, value in series_of(run, "loss") if value is not None]
+    if losses:
+        tiles.append(_tile("Training loss", losses[-1], losses[0] if len(losses) > 1 else None, "loss"))
+    speeds = sorted(value for _, value in series_of(run, "tokens_per_second") if value is not None)
+    if speeds:
+        usual = float(f"{speeds[len(speeds) // 2]:.3g}")  # the median; its last digits are noise
+        tiles.append(f'<div class="tile"><dt>Tokens per second</dt><dd>{show_number(usual)}</dd></div>')
+    board = _baseline_board(run, telling) if telling else ""
+    if not tiles and not board:
+        return '<p class="empty">No figures were logged yet.</p>'
+    return f'<section class="headline"><dl class="tiles">{"".join(tiles)}</dl>{board}</section>'
+
+
+def _tile(title: str, last: float, first: float | None, name: str) -> str:
+    change = ""
+    if first is not None and first != last:
+        better = (last < first) == _less_is_better(name)
+        arrow = "↓" if last < first else "↑"
+        change = f'<p class="{"better" if better else "worse"}">{arrow} from {show_number(first)}</p>'
+    return f'<div class="tile"><dt>{escape(title)}</dt><dd>{show_number(last)}</dd>{change}</div>'
+
+
+def _baseline_board(run: RunRecord, telling: str) -> str:
+    """Bars from zero, the best on top: the model among the figures to beat."""
+    baselines = baselines_of(run)
+    _, last = first_and_last(run, f"eval_{telling}")
+    if not baselines or last is None:
+        return ""
+    rows = [(value, name, "") for name, value in baselines.items()] + [(last, "this model", "ours")]
+    rows.sort(key=lambda row: row[0], reverse=not _less_is_better(telling))
+    longest = max(abs(value) for value, _, _ in rows) or 1.0
+    bars = "".join(
+        f'<tr class="{kind}"><th>{escape(name)}</th><td class="bar"><i style="width:{max(0.0, value) / longest:.1%}"></i></td>'
+        f"<td class=n>{show_number(value)}</td></tr>"
+        for value, name, kind in rows
+    )
+    order = "lower is better" if _less_is_better(telling) else "higher is better"
+    return f'<div class="board"><h4>{escape(_title(telling))} <small>{order}</small></h4><table>{bars}</table></div>'
+
+
+def _curves(run: RunRecord) -> str:
+    names = figure_names(run)
+    if "tokens_per_second" in names:  # the same curve at another scale
+        names = [name for name in names if name != "examples_per_second"]
+    telling = _telling_figure(run)
+    first = [name for name in dict.fromkeys(("loss", telling)) if name in names]
+    held_out = [name for name in names if any(f"eval_{name}" in event for event in run.events)]
+    ordered = list(dict.fromkeys([*first, *held_out, *(name for name in TITLES if name in names), *names]))
+    skipped = sum(event.get("nonfinite_steps") or 0 for event in run.events if isinstance(event.get("nonfinite_steps"), int))
+    figures = []
+    for name in ordered:
+        note = ""
+        if name == "loss" and skipped:
+            note = f"{skipped} step{'s' if skipped > 1 else ''} with a loss or gradient that was not finite."
+        figures.append(
+            draw_plot(
+                Plot(
+                    _title(name), series_of(run, name), series_of(run, f"eval_{name}"),
+                    marks=baselines_of(run) if name == telling else {},
+                    from_zero=name in FROM_ZERO, is_noisy=name != "learning_rate", logarithmic=name == "perplexity", note=note,
+                )
+            )
+        )
+    drawn = [figure for figure in figures if figure]
+    return f'<section><h3>Curves</h3><div class="plots">{"".join(drawn)}</div></section>' if drawn else ""
+
+
+def _telling_figure(run: RunRecord) -> str | None:
+    names = [name for name in figure_names(run) if any(f"eval_{name}" in event for event in run.events)]
+    return next((name for name in (*TELLING, *names) if name in names), None)
+
+
+def _less_is_better(name: str) -> bool:
+    return any(word in name for word in LESS_IS_BETTER)
+
+
+def _change(first: float | None, last: float) -> str:
+    return f"{show_number(first)} → <b>{show_number(last)}</b>" if first is not None else f"<b>{show_number(last)}</b>"
+
+
+def _steps(run: RunRecord) -> str:
+    steps = run.summary.get("steps")
+    if not isinstance(steps, (int, float)):
+        steps = run.events[-1]["step"] if run.events else None
+    return show_number(steps) if isinstance(steps, (int, float)) else "–"
+
+
+def _duration(run: RunRecord) -> str:
+    seconds = run.summary.get("seconds")
+    return show_seconds(seconds) if isinstance(seconds, (int, float)) else ""
+
+
+def _model_name(run: RunRecord) -> str:
+    return str(_inside(run.card, "model", "name") or run.setting("model") or "–")
+
+
+def _inside(record: dict[str, Any], *path: str) -> Any:
+    found: Any = record
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def _in_a_sentence(title: str) -> str:
+    return title[:1].lower() + title[1:] if title[1:2].islower() else title
+
+
+def _title(name: str | None) -> str:
+    return TITLES.get(name or "", (name or "").replace("_", " ").capitalize())

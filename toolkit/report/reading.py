@@ -1,0 +1,160 @@
+"""What a run has left in its directory, read for the report. Any file may be missing or cut off: what is there is shown."""
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Points = list[tuple[float, float | None]]  # (step, value); None where the value was not finite
+
+NOT_FIGURES = ("step", "epoch", "examples", "time", "supervised_tokens", "nonfinite_steps")
+
+
+@dataclass(frozen=True)
+class SettingLine:
+    """One line of config.yaml. `default` is the recipe's default as text where the value differs from it, else None."""
+
+    name: str
+    value: str
+    panel: str
+    default: str | None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its files tell it."""
+
+    directory: Path
+    events: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, by step
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    card: dict[str, Any] = field(default_factory=dict)  # run.json
+    settings: list[SettingLine] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)  # what could not be read
+
+    def setting(self, name: str) -> str | None:
+        """The value of a setting as text."""
+        return next((line.value for line in self.settings if line.name == name), None)
+
+
+def read_run(directory: Path) -> RunRecord:
+    """Read all files of a run that can be read."""
+    complaints: list[str] = []
+    events = [event for event in _read_lines(directory / "metrics.jsonl", complaints) if _number(event.get("step")) is not None]
+    samples = _read_lines(directory / "samples.jsonl", complaints)
+    summary = _read_object(directory / "summary.json", complaints)
+    card = _read_object(directory / "run.json", complaints)
+    settings = _read_settings(directory / "config.yaml", card, complaints)
+    return RunRecord(directory, sorted(events, key=lambda e: e["step"]), samples, summary, card, settings, complaints)
+
+
+def series_of(run: RunRecord, name: str) -> Points:
+    """Every logged value of a figure by step."""
+    return [(float(event["step"]), _number(event[name])) for event in run.events if _is_figure(event.get(name, ""))]
+
+
+def figure_names(run: RunRecord) -> list[str]:
+    """Names of all figures in metrics.jsonl in order of appearance, `eval_` left off; a name stands for both."""
+    names: dict[str, None] = {}
+    for event in run.events:
+        for name, value in event.items():
+            if name not in NOT_FIGURES and _is_figure(value):
+                names.setdefault(name.removeprefix("eval_"))
+    return list(names)
+
+
+def first_and_last(run: RunRecord, name: str) -> tuple[float | None, float | None]:
+    """The first and the final value of a figure; the summary has the last word on both (a run may go back to its best)."""
+    values = [value for _, value in series_of(run, name) if value is not None]
+    first = _number(run.summary.get(f"first_{name}"))
+    last = _number(run.summary.get(name))
+    if last is None and values:
+        last = values[-1]
+    if first is None and len(values) > 1:
+        first = values[0]
+    return first, last
+
+
+def baselines_of(run: RunRecord) -> dict[str, float]:
+    """Figures to beat, by name."""
+    found = run.summary.get("baselines")
+    pairs = found.items() if isinstance(found, dict) else []
+    return {str(name): number for name, value in pairs if (number := _number(value)) is not None}
+
+
+def _is_figure(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def _read_text(path: Path, complaints: list[str]) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        complaints.append(f"{path.name} cannot be read ({error.strerror}).")
+        return None
+
+
+def _read_lines(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
+    records, bad = [], 0
+    for line in (_read_text(path, complaints) or "").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        elif line.strip():
+            bad += 1
+    if bad:
+        complaints.append(f"{path.name}: {bad} line{'s' if bad > 1 else ''} could not be read.")
+    return records
+
+
+def _read_object(path: Path, complaints: list[str]) -> dict[str, Any]:
+    text = _read_text(path, complaints)
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        complaints.append(f"{path.name} is not a JSON object.")
+        return {}
+    return found
+
+
+def _read_settings(path: Path, card: dict[str, Any], complaints: list[str]) -> list[SettingLine]:
+    """config.yaml as text: its comments hold the panels and the defaults, which YAML itself would drop."""
+    text = _read_text(path, complaints)
+    if text is None:
+        settings = card.get("settings")
+        pairs = settings.items() if isinstance(settings, dict) else []
+        return [SettingLine(str(name), json.dumps(value, ensure_ascii=False), "", None) for name, value in pairs]
+    lines, panel = [], ""
+    for line in text.splitlines():
+        if heading := re.fullmatch(r"# (.+)", line):
+            panel = heading[1]
+        elif found := re.fullmatch(r"([A-Za-z_]\w*):\s*(.*?)(?:  # default: (.*))?", line):
+            lines.append(SettingLine(found[1], _without_quotes(found[2]), panel, found[3]))
+        elif lines and line.strip():  # a value that goes on: a list item, a folded text
+            last = lines[-1]
+            lines[-1] = SettingLine(last.name, f"{last.value}\n{line}".strip(), last.panel, last.default)
+    return lines
+
+
+def _without_quotes(value: str) -> str:
+    for quote in "'\"":
+        if len(value) > 1 and value[0] == value[-1] == quote:
+            return value[1:-1].replace(quote * 2, quote)
+    return value

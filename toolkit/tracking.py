@@ -1,0 +1,121 @@
+"""What a run shows and sends while it trains: progress on the screen, figures to trackers, throughput."""
+
+import dataclasses
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.config import RunConfig
+
+# Dense bf16 products without sparsity, in FLOP/s, from the makers' data sheets; longest name first, so that
+# "H100 PCIe" is found before "H100".
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12,
+    "L4": 121e12, "A10G": 70e12, "A10": 125e12, "4090": 165e12, "3090": 71e12, "V100": 125e12, "T4": 65e12,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's peak for bf16 matrix products in FLOP/s, where it is known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((PEAK_FLOPS[part] for part in sorted(PEAK_FLOPS, key=len, reverse=True) if part in name), None)
+
+
+def flops_per_token(model: Any) -> float:
+    """Training FLOPs of one token: 6 a parameter in a matrix product (Kaplan et al. 2020, section 2.1), attention left out.
+
+    A tied embedding counts once, since it is used once as a matrix; an untied input embedding is a look-up and counts not.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    embeddings = model.get_input_embeddings().weight
+    tied = head is not None and head.weight is embeddings
+    return 6.0 * (parameters - (0 if tied else embeddings.numel()))
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory in use so far, in GB: allocated on a CUDA device, resident in the process otherwise."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    try:
+        import resource
+    except ImportError:  # Windows has no such figure in the standard library
+        return float("nan")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def open_trackers(accelerator: Any, config: RunConfig) -> None:
+    """Start the trackers with the settings that are safe to send: plain values of known fields, never the environment."""
+    if not accelerator.log_with:
+        return
+    plain = (bool, int, float, str)
+    settings = {name: v if isinstance(v, plain) else str(v) for name, v in dataclasses.asdict(config).items()}
+    name = config.run_name or Path(config.output_dir).name
+    arguments = {"wandb": {"name": name, "dir": config.output_dir}, "trackio": {"name": name}}
+    known = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
+    accelerator.init_trackers("toolkit", config=settings, init_kwargs={k: v for k, v in arguments.items() if k in known})
+
+
+class Progress:
+    """One moving line on a terminal, plain lines in a file; only on the main process."""
+
+    def __init__(self, total_steps: int, first_step: int, shown: bool) -> None:
+        self.total_steps, self.first_step, self.shown = total_steps, first_step, shown
+        self.live = shown and sys.stderr.isatty()
+        self.started = time.monotonic()
+        self.figures = ""
+
+    def moved(self, step: int) -> None:
+        """A step is done: the moving line shows how far and how long."""
+        if not self.live:
+            return
+        done = step / self.total_steps
+        bar = "━" * round(24 * done) + "─" * (24 - round(24 * done))
+        sys.stderr.write(f"\r\x1b[2K{bar} {step}/{self.total_steps}  {self._remaining(step)}  {self.figures}")
+        sys.stderr.flush()
+
+    def logged(self, step: int, figures: dict[str, float]) -> None:
+        """A logging event: a part of the moving line, or a line of its own."""
+        self.figures = "  ".join(f"{_SHORT[name]} {show_number(figures[name])}" for name in _SHORT if name in figures)
+        if self.shown and not self.live:
+            self.say(f"step {step}/{self.total_steps}  {self.figures}  {self._remaining(step)}")
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the moving one."""
+        if self.shown:
+            if self.live:
+                sys.stderr.write("\r\x1b[2K")
+            print(text, flush=True)  # one write: the log pumps of job runners split several
+
+    def close(self) -> None:
+        if self.live:
+            sys.stderr.write("\n")
+
+    def _remaining(self, step: int) -> str:
+        done = step - self.first_step
+        if done < 1:
+            return ""
+        seconds = (time.monotonic() - self.started) / done * (self.total_steps - step)
+        return f"{seconds / 60:.1f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
+
+
+_SHORT = {
+    "loss": "loss", "learning_rate": "lr", "grad_norm": "norm", "tokens_per_second": "tokens/s",
+    "examples_per_second": "examples/s", "mfu": "mfu",
+}  # fmt: skip
+
+
+def show_number(value: float) -> str:
+    """A figure in as few characters as say it."""
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) < 1e15):
+        return f"{int(value):,}"
+    if not math.isfinite(value) or 0.001 <= abs(value) < 1000:
+        return f"{value:.4f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2e}"
