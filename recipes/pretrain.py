@@ -21,7 +21,7 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, t
     learning_rate: float = 5e-3
     min_lr_ratio: float = 0.05
     warmup_steps: float = 0.02
-    per_device_train_batch_size: int = 8
+    per_device_train_batch_size: int = 4
     max_steps: int | None = 800
     eval_strategy: str = "steps"
     eval_steps: int = 200

@@ -150,7 +150,8 @@ class Hits(evaluate.Metric):
         return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
 
     def _compute(self, predictions, references):
-        return {"hits": sum(p == r for p, r in zip(predictions, references)), "accuracy": -1.0}
+        hits = sum(p == r for p, r in zip(predictions, references))
+        return {"hits": hits, "predicted_twos": predictions.count(2), "accuracy": -1.0}
 '''
 
 
@@ -167,13 +168,14 @@ def finalised(metrics: Metrics) -> dict[str, float]:
 def test_a_metric_script_of_the_users_gets_all_predictions_beside_built_in_figures(tmp_path: Path) -> None:
     """A key that is taken does not overwrite the built-in figure.
 
-    Fails when: flat_figures ignores what is taken.
+    Fails when: flat_figures ignores what is taken; the module gets references as predictions.
     """
     script = tmp_path / "hits.py"
     script.write_text(SCRIPT)
     name = str(script)
     figures = finalised(classification_metrics(["accuracy", name], 3))
     assert figures["hits"] == 3.0
+    assert figures["predicted_twos"] == 2.0
     assert figures["accuracy"] == 0.75
     assert figures["hits_accuracy"] == -1.0
     assert figures["loss"] == 1.0

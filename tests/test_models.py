@@ -1,5 +1,6 @@
 """load_model: dimensions, weights as a function of the seed, fit to the tokenizer, recomputation and compilation, refusals."""
 
+import copy
 import functools
 import json
 import socket
@@ -174,9 +175,8 @@ def test_recomputed_activations_give_the_identical_gradient(name):
     assert len(passes) == 2
 
 
-@pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_compiled_layers_give_the_same_gradient(name, gradient_checkpointing, monkeypatch):
+@pytest.mark.slow
+def test_compiled_and_recomputed_layers_give_the_same_gradient(monkeypatch):
     """Captured and differentiated by torch.compile, run without inductor, whose C++ would take a minute.
 
     Fails when the layers are not compiled, or are given up: what dynamo captured is counted (with transformers' own
@@ -187,14 +187,25 @@ def test_compiled_layers_give_the_same_gradient(name, gradient_checkpointing, mo
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
-    settings = {"model": name, **SMALL}
+    settings = {**SMALL, "num_hidden_layers": 1}
     plain = load_model(CAUSAL, ModelConfig(**settings), packed=True)
-    changes = {"torch_compile": True, "gradient_checkpointing": gradient_checkpointing}
-    compiled = load_model(CAUSAL, ModelConfig(**settings, **changes), packed=True)
-    for lengths in ([30, 1, 14], [9, 50], [41]):
-        found, expected = gradient(compiled, row(lengths)), gradient(plain, row(lengths))
+    compiled = load_model(CAUSAL, ModelConfig(**settings, torch_compile=True, gradient_checkpointing=True), packed=True)
+    passes = []
+    compiled.model.layers[0].input_layernorm.register_forward_hook(lambda *_: passes.append(1))
+    copied = copy.deepcopy(compiled)
+    for model, lengths in ((compiled, [30, 1, 14]), (compiled, [9, 50]), (copied, [9, 50])):
+        found, expected = gradient(model, row(lengths)), gradient(plain, row(lengths))
         assert (found - expected).norm() < 1e-5 * expected.norm()
     assert counters["stats"]["unique_graphs"] > 0
+    assert len(passes) == 2 * 3
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "tiny-bert"])
+def test_each_layer_is_compiled_by_itself(name):
+    model = load_model(CLASSES, ModelConfig(model=name, **SMALL, torch_compile=True))
+    layers = model.bert.encoder.layer if name == "tiny-bert" else model.model.layers
+    assert all(layer._compiled_call_impl is not None for layer in layers)
+    assert sum(module._compiled_call_impl is not None for module in model.modules()) == len(layers)
 
 
 # ---------------------------------------------------------------------------------------------------- directories and the Hub

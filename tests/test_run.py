@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,6 +91,13 @@ def test_metrics_file_has_the_exact_loss_of_each_step_and_one_line_a_step(tmp_pa
     assert {"step", "epoch", "examples", "time", "grad_norm", "learning_rate", "tokens_per_second", "supervised_tokens"} <= set(each[0])
     assert each[-1]["examples"] == 66
     assert each[-1]["epoch"] == 3
+
+
+def test_rates_are_those_of_the_steps_without_what_happens_between_them(tmp_path: Path) -> None:
+    """Half a second of "evaluation" after each step. Fails when: the clock runs on between steps."""
+    train(Config(output_dir=str(tmp_path / "run"), max_steps=3), lambda run: time.sleep(0.5))
+    events = read_lines(tmp_path / "run/metrics.jsonl")
+    assert all(e["examples_per_second"] > 6 / 0.4 for e in events[1:])
 
 
 def test_two_runs_with_the_same_settings_end_with_the_same_bits(tmp_path: Path) -> None:

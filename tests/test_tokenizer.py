@@ -88,9 +88,8 @@ def test_the_same_texts_give_the_same_tokenizer_in_any_process():
     digests = set()
     for threads in ("1", "3"):
         chance = {"PYTHONHASHSEED": threads, "RAYON_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env={**os.environ, **chance}, capture_output=True, text=True, check=True, timeout=120
-        )
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env={**os.environ, **chance}, capture_output=True, text=True, check=True, timeout=120)
         digests.add(done.stdout.strip())
     assert digests == {tokenizer_digest(train_tokenizer(TEXTS, 600))}
 

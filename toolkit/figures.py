@@ -27,7 +27,16 @@ class Window:
 
     unread: list[StepFigures] = field(default_factory=list)
     steps: list[StepFigures] = field(default_factory=list)
-    opened: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0  # in training steps: evaluating, sampling and saving are not part of any rate
+    since: float = field(default_factory=time.monotonic)
+
+    def resume_clock(self) -> None:
+        """A step begins."""
+        self.since = time.monotonic()
+
+    def stop_clock(self) -> None:
+        """A step has ended."""
+        self.seconds += time.monotonic() - self.since
 
     def add(self, step: int, batch: Batch, figures: dict[str, torch.Tensor]) -> None:
         # the batch without its tensors: a window must not hold the memory of ten batches
@@ -51,7 +60,7 @@ class Window:
 
         A step that was not finite is counted in `nonfinite_steps` and enters no mean.
         """
-        seconds, self.opened = time.monotonic() - self.opened, time.monotonic()
+        seconds, self.seconds = self.seconds, 0.0
         steps, self.steps = self.steps, []
         good = [step.values for step in steps if not step.values.get("nonfinite")]
         event = {name: sum(v[name] for v in good) / len(good) for name in (good[0] if good else {}) if name not in FLAGS}

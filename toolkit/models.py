@@ -57,8 +57,7 @@ def load_model(
     if getattr(config, "max_length", None) is not None:
         check_context(model_config, config.max_length)  # type: ignore[attr-defined]  # a recipe's Config is a DataConfig too
     model_class = _model_class(auto, auto_class, model_config, config)
-    device = "cpu" if getattr(config, "use_cpu", False) else torch.accelerator.current_accelerator() or "cpu"
-    attention = choose_attention(model_config, config.attn_implementation, packed, device, model_class)
+    attention = choose_attention(model_config, config.attn_implementation, packed, _device(config), model_class)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         if built_in:  # made in float32 and rounded after, so that --dtype changes the rounding and nothing else
@@ -168,7 +167,7 @@ def _explained(config: ModelConfig) -> Iterator[None]:
         raise
     except Exception as error:  # whatever can be wrong there; the cause stays attached
         reason = hub_problem(error, config.model, config.model_revision) or f"it can't be loaded: {_first_line(error)}"
-        if "safetensors" in str(error) and "no file named" in str(error):
+        if "safetensors" in str(error) and "file named" in str(error):
             reason = "its weights are not in safetensors, and pickled ones are not read. Convert them with save_pretrained."
         raise Refusal(f"--model {config.model}: {reason}") from error
     finally:
@@ -239,7 +238,6 @@ def _compile_layers(model: Any, recomputed: bool) -> None:
     transformers (5.23) puts it inside, where the loop over documents, which is not compiled, makes torch give the layer up
     and run it as it was, silently.
     """
-    from torch.utils.checkpoint import checkpoint
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -247,17 +245,26 @@ def _compile_layers(model: Any, recomputed: bool) -> None:
         raise Refusal(f"--torch-compile: {type(model).__name__} has no layers of the kind that can be compiled. Remove it.")
     for layer in layers:
         if recomputed:
-            layer.forward = functools.partial(_recomputed, layer, checkpoint, torch.compile(layer.forward, dynamic=True))
+            # The layer is an argument, not bound into the compiled function, so that a copy of the model calls its own.
+            layer.forward = functools.partial(_recomputed, layer, torch.compile(type(layer).forward, dynamic=True))
         else:
             layer.compile(dynamic=True)
 
 
-def _recomputed(layer: torch.nn.Module, checkpoint: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
     if not (layer.training and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
+        return forward(layer, *args, **kwargs)
     if kwargs.get("past_key_values") is not None:
         kwargs["past_key_values"] = None  # the second pass would write into the cache once more
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, layer, *args, use_reentrant=False, **kwargs)
+
+
+def _device(config: ModelConfig) -> str:
+    """The kind of device that training will be on; --use-cpu is another group's setting."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None or getattr(config, "use_cpu", False) else accelerator.type
 
 
 def _name(config: ModelConfig) -> str:

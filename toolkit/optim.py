@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from toolkit.config import OptimConfig, Refusal
+from toolkit.muon import muon_step
 from toolkit.parameter_groups import Group, parameter_groups
 from toolkit.schedules import build_schedule
 
@@ -43,8 +44,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the groups whose `rule` is muon, AdamW for the others, as one optimiser.
 
     Groups and state live here, so saving, loading, scaling and moving parameters work as for any torch optimiser; torch's
-    own two optimisers only lend their step. Muon's update is scaled to the size of AdamW's (Moonshot's
-    `match_rms_adamw`, https://arxiv.org/abs/2502.16982, section 2.2), so one learning rate serves both.
+    own two optimisers lend their checks and AdamW its step. Muon's update has the size of AdamW's, so one learning rate
+    serves both.
     """
 
     def __init__(self, groups: list[Group], config: OptimConfig) -> None:
@@ -70,7 +71,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
             # Linked anew each time: loading a state, or an engine that shards parameters, puts other objects here.
             rule.param_groups = [group for group in self.param_groups if group["rule"] == name]
             rule.state = self.state
-            rule.step()
+            if name == "adamw":
+                rule.step()
+        for group in self.rules["muon"].param_groups:
+            with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
+            muon_step(with_gradient, self.state, group["lr"], group["momentum"], group["weight_decay"])
         return loss
 
 

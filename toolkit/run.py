@@ -52,6 +52,7 @@ class Run:
         self._position_before, self._best_is_unsaved = 0, False
 
     def __iter__(self) -> Iterator[Batch]:
+        self._window.resume_clock()
         for batch in self.train.batches(self.position):
             self.progress = batch.position / self.train.examples_to_consume
             self._batch, self._position_before = batch, batch.position
@@ -67,6 +68,7 @@ class Run:
                     f"stopped by {signal.Signals(stop).name} after step {self.step}; everything is saved. Continue with:\n"
                     f"  {continuing_command()}"
                 )
+            self._window.resume_clock()
 
     @property
     def epoch(self) -> float:
@@ -106,6 +108,7 @@ class Run:
         log_is_due = self.due("log") or (self.finished and self.config.logging_strategy == "no")
         if log_is_due or self.accelerator.device.type == "cpu":  # reading is free on the CPU: a bad step is seen at once
             self._read_window()
+        self._window.stop_clock()
         if log_is_due:
             event = self._window.event(self.optimizer, self.model, self.accelerator)
             if "tokens_per_second" in event:

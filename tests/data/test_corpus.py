@@ -183,6 +183,9 @@ def test_near_duplicates_of_training_rows_are_dropped_and_others_kept() -> None:
         {"text": "w1 w2 w3", "split": "test"},
     ]
     assert without_leaks(rows, ("text",)) == [rows[0], rows[2], rows[4], rows[5]]
+    parts = [" ".join(words[start : start + 7]) for start in range(0, 35, 7)]  # each too short for a window
+    rows = [*({"text": part, "split": "train"} for part in parts), {"text": " ".join(parts), "split": "test"}]
+    assert without_leaks(rows, ("text",)) == rows
 
 
 def test_reading_the_library_imports_none_of_it() -> None:
@@ -198,17 +201,17 @@ def test_reading_the_library_imports_none_of_it() -> None:
 def test_the_digest_names_the_text_and_not_its_place_or_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when: the digest leaves out a file's content or its name."""
 
-    def digest(folder: str, changed: str = "", name: str = "m0.py") -> str:
+    def digest(folder: str, content: str = "x = 0", name: str = "m0.py") -> str:
         root = tmp_path / folder
         (root / "test").mkdir(parents=True)
         (root / "test" / "ignored.py").write_text(folder)
         for number in range(120):
-            (root / (name if number == 0 else f"m{number}.py")).write_text(f"x = {number}{changed if number == 0 else ''}")
+            (root / (name if number == 0 else f"m{number}.py")).write_text(content if number == 0 else f"x = {number}")
         monkeypatch.setattr(corpus, "stdlib_root", lambda: root)
         return corpus.corpus_facts.__wrapped__().digest
 
     assert digest("a") == digest("b")
-    assert len({digest("c"), digest("d", changed=" "), digest("e", name="n.py")}) == 3
+    assert len({digest("c"), digest("d", content="x = 1"), digest("e", name="m00.py")}) == 3
 
 
 def test_a_library_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

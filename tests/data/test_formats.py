@@ -109,12 +109,13 @@ def test_a_bos_stands_first_once_and_only_if_the_tokenizer_puts_it_there(tokeniz
 
 
 def test_a_chat_has_the_bos_of_its_template_alone(tokenizer):
-    """Fails when chats go through `add_start`."""
+    """One where the template writes one, none where not, as when the model is asked. Fails when chats get a prefix."""
     tokenizer = with_bos(tokenizer)
-    tokenizer.chat_template = "{{ bos_token }}" + CHATML
-    document = tokenize_for_sft(splits_of(chats(1)), tokenizer, DataConfig())["train"][0]
-    assert document["input_ids"] == tokenizer.apply_chat_template(chats(1)[0]["messages"], return_dict=False)
-    assert document["input_ids"].count(tokenizer.bos_token_id) == 1
+    for template, count in (("{{ bos_token }}" + CHATML, 1), (CHATML, 0)):
+        tokenizer.chat_template = template
+        document = tokenize_for_sft(splits_of(chats(1)), tokenizer, DataConfig())["train"][0]
+        assert document["input_ids"] == tokenizer.apply_chat_template(chats(1)[0]["messages"], return_dict=False)
+        assert document["input_ids"].count(tokenizer.bos_token_id) == count
 
 
 @pytest.mark.parametrize("begins_with_bos", [False, True])

@@ -139,6 +139,13 @@ def test_a_template_that_rewrites_history_is_masked_where_the_turns_stand(make_t
     assert not mask_chat(read_chat_template(tokenizer), chat[2:], {}).rewritten
 
 
+def test_a_template_that_takes_whole_chats_only_is_masked_all_the_same(make_tokenizer):
+    """Fails when a beginning that can't be rendered is refused like a chat."""
+    strict = "{% if messages | length < 4 %}{{ raise_exception('four at least') }}{% endif %}" + CHATML_BARE
+    expected = mask_of(make_tokenizer(CHATML_BARE), CHAT)
+    assert mask_of(make_tokenizer(strict), CHAT) == expected
+
+
 def test_calls_of_tools_are_supervised_to_the_end_of_the_turn_and_their_results_are_not(make_tokenizer):
     """Fails when `_turn_end` takes the end of the content for the end of the turn."""
     tokenizer = make_tokenizer(trl_template("qwen3"))

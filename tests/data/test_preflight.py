@@ -56,7 +56,8 @@ def test_figures_are_those_of_a_plain_loop(tokenizer):
     """Fails when lengths are taken after cutting, or the first token of a document is counted as supervised."""
     rows = [*pairs(), pairs()[3], pairs()[3]]
     lengths = sorted(len(tokenizer(row["prompt"] + row["completion"])["input_ids"]) + 1 for row in rows)
-    prepared = prepare("sft", splits_of(rows, validation=pairs(5)), tokenizer, DataConfig(max_length=60))
+    held_out = [*pairs(5), {"prompt": "of its", "completion": "own"}]
+    prepared = prepare("sft", splits_of(rows, validation=held_out), tokenizer, DataConfig(max_length=60))
     figures, validation = prepared.preflight.splits
     left = prepared.splits["train"].to_list()
     assert figures.examples == len(left)
@@ -67,7 +68,8 @@ def test_figures_are_those_of_a_plain_loop(tokenizer):
     assert figures.overlong == sum(length > 60 for length in lengths)
     assert figures.tokens + figures.cut_tokens == sum(lengths)
     assert figures.duplicates == 2
-    assert (validation.name, validation.examples, validation.duplicates) == ("validation", 5, 0)
+    assert (validation.name, validation.examples, validation.duplicates) == ("validation", 6, 0)
+    assert (figures.also_in_train, validation.also_in_train) == (0, 5)
 
 
 def test_tokens_that_join_prompt_and_completion_are_counted(tokenizer):

@@ -350,11 +350,12 @@ def test_no_text_of_a_mixture_is_trained_on_and_held_out() -> None:
     assert {"row 0", "row 199"} <= set(held_out)
 
 
-def test_a_mixture_from_yaml_renames_within_a_source() -> None:
+@pytest.mark.parametrize("renames", ["{body: text}", "[body=text]"])
+def test_a_mixture_from_yaml_renames_within_a_source(renames: str) -> None:
     """Fails when: renames of one entry reach another."""
     write("a.jsonl", [{"text": "a 1"}, {"text": "a 2"}])
     write("b.jsonl", [{"body": "b 1"}, {"body": "b 2"}])
-    entries = '- {dataset: a.jsonl, weight: 1}\n- {dataset: b.jsonl, weight: 1, rename_columns: {body: text}}\n'
+    entries = f"- {{dataset: a.jsonl, weight: 1}}\n- {{dataset: b.jsonl, weight: 1, rename_columns: {renames}}}\n"
     rows = load(write("mix.yaml", entries), eval_fraction=0.0)["train"]
     assert sorted(rows["text"]) == ["a 1", "a 2", "b 1", "b 2"]
     assert sorted(rows["origin"]) == ["work/a.jsonl:1", "work/a.jsonl:2", "work/b.jsonl:1", "work/b.jsonl:2"]
@@ -417,7 +418,7 @@ def test_a_single_source_is_not_read_as_a_mixture(dataset: str) -> None:
 
 
 def test_the_fingerprint_names_the_content_and_not_the_file_s_place_or_time(tmp_path: Path) -> None:
-    """Fails when: the fingerprint is left to datasets, which takes the modification time in."""
+    """Fails when: the modification time or the whole path enters the key."""
     path = write("data/a.jsonl", ROWS)
     first = load(path)
     os.utime(path, (1, 1))
@@ -430,7 +431,7 @@ def test_the_fingerprint_names_the_content_and_not_the_file_s_place_or_time(tmp_
 
 
 def test_the_fingerprint_is_the_same_in_another_process(tmp_path: Path) -> None:
-    """So what was tokenised is found again. Fails when: something random enters the key."""
+    """So what was tokenised is found again. Fails when: the fingerprint is left to datasets: it takes a time in."""
     path = write("data/a.jsonl", ROWS)
     program = "import sys, toolkit as tk; print(tk.load_splits(sys.argv[1])['train']._fingerprint)"
     root = str(Path(sources.__file__).parents[2])

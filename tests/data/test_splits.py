@@ -69,8 +69,8 @@ def test_no_row_but_the_first_changes_sides_when_the_file_is_shuffled() -> None:
 
 def test_a_column_that_appears_later_moves_no_row() -> None:
     """Its nulls, and the floats of a column of whole numbers. Fails when: _canonical keeps nulls, or 1.0 apart from 1."""
-    early = [{"a": number, "b": f"b{number}"} for number in range(300)]
-    late = [*early, {"a": 0.5, "b": "b", "c": "new"}]
+    early = [{"a": number, "b": {"d": f"b{number}"}} for number in range(300)]
+    late = [*early, {"a": 0.5, "b": {"d": "b", "e": "new"}, "c": "new"}]
     grown = Dataset.from_list([{**row, "c": row.get("c")} for row in late])
     assert row_keys(Dataset.from_list(early)).tolist() == row_keys(grown)[:300].tolist()
 
@@ -89,6 +89,7 @@ def test_a_column_that_appears_later_moves_no_row() -> None:
             {"messages": [{"role": "user", "content": "same"}, {"role": "assistant", "content": "b"}]},
         ],
         [{"id": 1, "premise": "p", "hypothesis": "h", "label": 0}, {"id": 2, "premise": "p", "hypothesis": "h", "label": 1}],
+        [{"a": "x", "origin": "f:1"}, {"a": "x", "origin": "f:2"}],
     ],
     ids=lambda siblings: "+".join(siblings[0]),
 )

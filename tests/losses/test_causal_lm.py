@@ -134,6 +134,11 @@ def totals_of(micro_batches: list[dict[str, Any]]) -> dict[str, float]:
     return {"tokens": float(sum((m["labels"][:, 1:] != -100).sum() for m in micro_batches))}
 
 
+def inputs_of(micro_batch: dict[str, Any]) -> dict[str, Any]:
+    """What the model itself takes."""
+    return {name: value for name, value in micro_batch.items() if name not in ("labels", "supervised_positions")}
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -156,7 +161,7 @@ def plain(
     model.zero_grad()
     losses, right = [], 0
     for micro_batch in micro_batches:
-        inputs = {name: value for name, value in micro_batch.items() if name != "labels"}
+        inputs = inputs_of(micro_batch)
         logits = model(**inputs).logits
         for row, labels in zip(logits, micro_batch["labels"], strict=True):
             for scores, label in zip(row, labels[1:], strict=False):
@@ -275,7 +280,7 @@ def test_label_smoothing_is_that_of_transformers() -> None:
     Fails when: the second term is a sum over the vocabulary instead of a mean.
     """
     model, micro_batch = llama().double(), collate_padded(documents())
-    inputs = {name: value for name, value in micro_batch.items() if name != "labels"}
+    inputs = inputs_of(micro_batch)
     wanted = LabelSmoother(0.2)({"logits": model(**inputs).logits}, micro_batch["labels"], shift_labels=True)
     loss, _, _ = ours(model, [micro_batch], label_smoothing_factor=0.2)
     assert loss == pytest.approx(wanted.item(), rel=1e-7)  # LabelSmoother adds up in float32
@@ -289,8 +294,7 @@ def test_sum_over_micro_batches_is_the_whole_for_every_split_packed_and_padded(
 ) -> None:
     """Reference: everything as one padded micro-batch, by a loop over tokens in float64. One split has no supervised token.
 
-    Fails when: a micro-batch is divided by its own number of tokens; or the last position of a row predicts the first
-    token of the next.
+    Fails when: a micro-batch is divided by its own number of tokens.
     """
     wanted_loss, wanted_accuracy, wanted = plain(llama().double(), [collate_padded(documents())])
     pieces = [documents()[i : i + micro] for i in range(0, 7, micro)]
@@ -298,6 +302,18 @@ def test_sum_over_micro_batches_is_the_whole_for_every_split_packed_and_padded(
     assert loss == pytest.approx(wanted_loss, rel=tolerance)
     assert accuracy == pytest.approx(wanted_accuracy, rel=1e-6)
     assert_same_gradients(gradient, wanted, tolerance)
+
+
+def test_the_end_of_a_row_predicts_nothing() -> None:
+    """Two rows whose first tokens carry labels: no row of the batch is predicted from the one above it.
+
+    Fails when: labels are shifted over the flattened batch.
+    """
+    model, tokens = llama().double(), torch.arange(2, 14).view(2, 6)
+    loss, _, _ = ours(model, [{"input_ids": tokens, "labels": tokens}])
+    log_p = model(input_ids=tokens).logits.log_softmax(-1)
+    wanted = [-log_p[b, t, tokens[b, t + 1]].item() for b in range(2) for t in range(5)]
+    assert loss == pytest.approx(sum(wanted) / 10, rel=1e-10)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama tied", "adapters on the head", "gemma2 soft-cap", "without logits_to_keep"])
@@ -319,29 +335,45 @@ def test_without_a_supervised_token_the_loss_is_a_zero_that_reaches_every_parame
             assert not parameter.grad.any(), parameter_name
 
 
-def test_positions_found_by_the_collate_function_give_the_same_loss() -> None:
-    """Fails when: `supervised_positions` is passed on to the model, or read as positions of the labels themselves."""
-    model, micro_batch = llama().double(), collate_padded(documents())
-    following = functional.pad(micro_batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
+@pytest.mark.parametrize("collate", [collate_packed, collate_padded])
+def test_positions_found_by_the_collate_function_give_the_same_loss(collate: Any) -> None:
+    """With `supervised_positions` in the micro-batch and without, where the loss looks for them.
+
+    Fails when: either side means the positions of the labels themselves.
+    """
+    model, micro_batch = llama().double(), collate(documents())
     loss, _, gradient = ours(model, [micro_batch])
-    given, _, wanted = ours(model, [{**micro_batch, "supervised_positions": (following != -100).nonzero()[:, 0]}])
-    assert loss == given
+    micro_batch.pop("supervised_positions")
+    found, _, wanted = ours(model, [micro_batch])
+    assert loss == found
     assert_same_gradients(gradient, wanted, 0.0)
 
 
-@pytest.mark.usefixtures("chunks_of_four")
-def test_autocast_gives_the_gradient_of_the_plain_path_under_autocast() -> None:
-    """bfloat16 on the CPU, against all logits under the same autocast: apart by bfloat16's rounding only.
+@pytest.mark.parametrize("head", ["autocast", "float32"])
+def test_autocast_gives_the_gradient_of_full_logits_under_autocast(head: str) -> None:
+    """bfloat16 on the CPU; a head that follows autocast and one that keeps itself out of it.
 
-    Fails when: the head runs outside of autocast, or its gradient comes out in bfloat16.
+    Fails when: the head runs outside of autocast; the gradient is taken under autocast, which casts the products of a
+    float32 head; gradients are rounded to bfloat16.
     """
-    model, micro_batch = llama(), collate_padded(documents())
+    model, micro_batch = llama(tie_word_embeddings=False), collate_padded(documents())
+    if head == "float32":
+
+        def wide(hidden: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return functional.linear(hidden.float(), model.lm_head.weight)
+
+        model.lm_head.forward = wide
     with torch.autocast("cpu", torch.bfloat16):
-        loss, _, gradient = ours(model, [micro_batch])
-        wanted_loss, _, wanted = plain(model, [micro_batch])
-    assert loss == pytest.approx(wanted_loss, rel=2e-2)
-    assert {g.dtype for g in gradient.values()} == {torch.float32}
-    assert_same_gradients(gradient, wanted, 5e-2)
+        loss, _ = causal_lm_loss(model, micro_batch, {"tokens": 1.0})
+        logits = model(**inputs_of(micro_batch)).logits[:, :-1].flatten(0, 1)
+        wanted = functional.cross_entropy(logits, micro_batch["labels"][:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    found = gradients(model)
+    model.zero_grad()
+    wanted.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert_same_gradients(found, gradients(model), 1e-5)
 
 
 def test_gradient_of_a_bfloat16_head_is_no_worse_over_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,8 +152,6 @@ def build_dataloaders(
             PackedRows(held_out, pack(column(held_out, "length"))) if pack else PlainRows(held_out),
             collate, config.per_device_eval_batch_size, rank, world_size, config.dataloader_num_workers, pin_memory,
         )  # fmt: skip
-    elif getattr(config, "eval_strategy", "no") != "no":
-        raise Refusal("there is no evaluation split: name one with --eval-split, or type --eval-strategy no.")
     if not hasattr(train_split, "__len__"):
         if config.max_steps is None:
             raise Refusal("--streaming has no end of its own: give --max-steps.")

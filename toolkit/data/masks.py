@@ -167,8 +167,8 @@ def _marked_spans(template: ChatTemplate, messages: list[Message], options: dict
 def _turn_start(template: ChatTemplate, messages: list[Message], options: dict[str, Any], i: int, text: str) -> int:
     """Where message `i` begins in `text`: behind what the template would prompt its author with."""
     if i:
-        prompt = template.render(messages[:i], options, add_generation_prompt=messages[i]["role"] == "assistant")
-        if text.startswith(prompt):
+        prompt = _beginning(template, messages[:i], options, add_generation_prompt=messages[i]["role"] == "assistant")
+        if prompt and text.startswith(prompt):
             return len(prompt)
     # the template writes the chat up to here otherwise when it goes on, or the chat begins here: the message begins
     # where the text starts to depend on it
@@ -179,8 +179,8 @@ def _turn_end(template: ChatTemplate, messages: list[Message], options: dict[str
     """Where the turn of message `i` ends in `text`, and whether the text up to there is as it was when it was generated."""
     if i == len(messages) - 1:
         return len(text), True
-    so_far = template.render(messages[: i + 1], options)
-    if text.startswith(so_far):
+    so_far = _beginning(template, messages[: i + 1], options)
+    if so_far and text.startswith(so_far):
         return len(so_far), True
     content = messages[i].get("content")
     probe = _PROBES[1]
@@ -188,10 +188,10 @@ def _turn_end(template: ChatTemplate, messages: list[Message], options: dict[str
     _, found, rest = _with_content(template, messages, options, i, marked).rpartition(probe)
     if found and text.endswith(rest):
         written = len(text) - len(rest)  # the end of the content; calls of tools may follow it, then the end of the turn
-        other = _common_prefix(text, _with_content(template, messages, options, i + 1, _PROBES[0]))
+        limit = _common_prefix(text, _with_content(template, messages, options, i + 1, _PROBES[0]))  # of the next message
         for closing in filter(None, (template.closing, *template.turn_ends)):
-            at = text.find(closing, written, other)
-            if at >= 0 and (not text[written:at].strip() or messages[i].get("tool_calls")):
+            at = text.find(closing, written, limit)
+            if at >= 0 and (messages[i].get("tool_calls") or not text[written:at].strip()):
                 end = at + len(closing)
                 return end, so_far.startswith(text[:end])
         if not template.closing and not template.turn_ends and not messages[i].get("tool_calls"):
@@ -202,10 +202,25 @@ def _turn_end(template: ChatTemplate, messages: list[Message], options: dict[str
     )
 
 
+def _beginning(template: ChatTemplate, messages: list[Message], options: dict[str, Any], **how: bool) -> str:
+    """The beginning of a chat as text; empty where the template takes whole chats only."""
+    try:
+        return template.render(messages, options, **how)
+    except Refusal:
+        return ""
+
+
 def _with_content(template: ChatTemplate, messages: list[Message], options: dict[str, Any], i: int, content: Any) -> str:
     return template.render([*messages[:i], {**messages[i], "content": content}, *messages[i + 1 :]], options)
 
 
 def _common_prefix(text: str, other: str) -> int:
-    return next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
-
+    """Length of the longest common beginning, by halving: comparing slices beats a loop over characters."""
+    least, most = 0, min(len(text), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if text[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least

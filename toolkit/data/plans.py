@@ -52,7 +52,7 @@ def plan_text(splits: dict[str, Any], config: DataConfig, task: str) -> dict[str
         read: tuple[str, ...] = several.get(layout, (layout,))
         if layout in ("messages", "conversations"):
             layout = "chat"
-        elif layout == "prompt_completion" and isinstance(next(iter(split), {}).get("prompt"), list):
+        elif layout == "prompt_completion" and isinstance(next((row["prompt"] for row in split), None), list):
             layout = "prompted_chat"
         read += (*(("tools", "chat_template_kwargs") if layout in CHATS else ()), "origin")
         supervise = "all" if task == "lm" and layout != "tokenised" else _supervise(layout, present, config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TextIO
@@ -40,6 +40,7 @@ class SplitFigures:
     dropped: int
     unsupervised: int  # dropped because no supervised token was left
     duplicates: int
+    also_in_train: int
     merged: int  # examples in which a token holds both the end of a prompt and the start of what is supervised
     rewritten: int  # chats that the template writes otherwise than they were generated
     classes: dict[str, int]
@@ -81,8 +82,11 @@ def measure(whole: Documents, kept: Documents, cut: Cut, rules: Rules, remarks: 
     return Measures(whole.whole, rows, sums + remarks, whole.origins[0] if whole.origins else "")
 
 
-def summarise(name: str, measures: list[Measures], is_masked: bool, max_length: int, classes: list[str]) -> SplitFigures:
-    """The figures of a split.
+def summarise(
+    name: str, measures: list[Measures], is_masked: bool, max_length: int, classes: list[str],
+    train_rows: Set[int] = frozenset(),
+) -> SplitFigures:  # fmt: skip
+    """The figures of a split; `train_rows` are the hashes of the training split's rows, for another split.
 
     Raises:
         Refusal: nothing is left of it, or its mask leaves out every end of a turn.
@@ -91,11 +95,11 @@ def summarise(name: str, measures: list[Measures], is_masked: bool, max_length: 
     whole = np.concatenate([part.whole for part in measures]) if measures else np.zeros(0, dtype=np.int64)
     if not sums["examples"] and len(whole):
         raise Refusal(
-            f"Nothing is left of the {name} split: of its {len(whole):,} examples {sums['dropped']:,} are longer than "
+            f"Nothing is left of the {name} split: of its {len(whole):,} examples {sums['overlong']:,} are longer than "
             f"--max-length {max_length}, and {sums['unsupervised']:,} have no supervised token within it. Raise it: the "
             f"longest example has {whole.max():,} tokens."
         )
-    if is_masked and sums["ends"] and not sums["kept_ends"]:
+    if name == "train" and is_masked and sums["ends"] and not sums["kept_ends"]:
         cut_off = f"All were cut off by --max-length {max_length}: raise it, or choose --overlong drop"
         left_out = f"Look at the labels, first at {measures[0].first_origin}: each answer must end with a supervised one."
         raise Refusal(
@@ -108,6 +112,7 @@ def summarise(name: str, measures: list[Measures], is_masked: bool, max_length: 
     return SplitFigures(
         name=name, supervised_tokens=sums["supervised_tokens"] if is_masked else None, median=int(median),
         percentile_95=int(percentile_95), longest=int(whole.max(initial=0)), duplicates=len(rows) - len(set(rows)),
+        also_in_train=sum(row in train_rows for row in rows),
         classes={label: sums[f"class {label}"] for label in classes}, **{key: sums[key] for key in counted},
     )  # fmt: skip
 
@@ -128,7 +133,9 @@ def print_preflight(preflight: Preflight, stream: TextIO | None = None) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     stream = stream or sys.stdout
-    stream.write("\n".join(_lines(preflight, _marks(stream))) + "\n")
+    text = "\n".join(_lines(preflight, _marks(stream))) + "\n"
+    encoding = stream.encoding or "utf-8"  # a console may lack signs that the data have
+    stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
     stream.flush()
 
 
@@ -173,6 +180,8 @@ def _remarks(split: SplitFigures, preflight: Preflight) -> list[str]:
         lines.append(f"{split.unsupervised:,} of these dropped, as no supervised token was left")
     if split.duplicates:
         lines.append(f"{split.duplicates:,} are exact duplicates of others")
+    if split.also_in_train:
+        lines.append(f"{split.also_in_train:,} are in train too, so that its figures will flatter the model")
     if split.merged:
         lines.append(f"{split.merged:,} have a token that joins the prompt's end with the answer's start; it is supervised")
     if split.rewritten:

@@ -32,9 +32,9 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
     chosen = [_choose(load_source(source, config), source, config) for source in sources]
     if len(sources) > 1:
         shared_columns([part["train"] for part in chosen], sources)
-    if len(sources) > 1 and not config.streaming:  # after mixing, a row's number would tell nothing
-        pairs = zip(chosen, sources, strict=True)
-        chosen = [{name: _with_origin(rows, source) for name, rows in part.items()} for part, source in pairs]
+        if not config.streaming:  # after mixing, a row's number would tell nothing
+            pairs = zip(chosen, sources, strict=True)
+            chosen = [{name: _with_origin(rows, source) for name, rows in part.items()} for part, source in pairs]
     held_out = _hold_out(chosen, sources, config)
     if len(sources) == 1:
         splits = chosen[0]

@@ -44,6 +44,7 @@ def tokenise(splits: dict[str, Any], plans: dict[str, Plan], tokenizer: Any, con
         Refusal: a row that can't be trained on, or a split of which nothing is left.
     """
     full = {name: split for name, split in splits.items() if len(split)}
+    full = {name: full[name] for name in sorted(full, key=lambda name: name != "train")}  # the others are compared with it
     if not full or ("train" in splits and "train" not in full):
         name = "train" if "train" in splits else next(iter(splits))
         raise Refusal(f"The {name} split has no rows. Look at the source, and at --train-split and --eval-split")
@@ -97,13 +98,15 @@ class _Reader:
 
 def _build(folder: Path, splits: dict[str, Any], plans: dict[str, Plan], tokenizer: Any, config: DataConfig) -> None:
     """Write each split as an Arrow file, and the figures of all beside them."""
-    figures = []
+    figures, train_rows = [], set[int]()
     for name, split in splits.items():
         reader, measures = _reader(name, plans[name], tokenizer, config), list[Measures]()
         schema = _schema(plans[name], tokenizer, config)
         write_tables(folder / f"{name}.arrow", schema, _tables(split, reader, schema, measures))
         names = _class_names(plans[name], config)
-        figures.append(vars(summarise(name, measures, plans[name].is_masked, config.max_length, names)))
+        figures.append(vars(summarise(name, measures, plans[name].is_masked, config.max_length, names, train_rows)))
+        if name == "train":
+            train_rows.update(row for part in measures for row in part.rows)
     (folder / "figures.json").write_text(json.dumps(figures))
 
 

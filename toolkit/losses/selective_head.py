@@ -43,11 +43,11 @@ def supervised_sums(
     from accelerate.utils import extract_model_from_parallel
 
     base = extract_model_from_parallel(model, keep_torch_compile=False)
-    if base not in _HEAD_COMES_LAST:
-        _HEAD_COMES_LAST[base] = head_comes_last(model, base, inputs["input_ids"])
+    if model not in _HEAD_COMES_LAST:
+        _HEAD_COMES_LAST[model] = head_comes_last(model, base, inputs["input_ids"])
     if "use_cache" in _forward_parameters(base):
         inputs = {**inputs, "use_cache": False}
-    if not _HEAD_COMES_LAST[base]:
+    if not _HEAD_COMES_LAST[model]:
         logits = _logits_at(model, base, inputs, positions)
         targets = targets.to(logits.device)
         return sums_in_chunks(lambda rows: rows, (), logits, targets, logits.shape[-1], label_smoothing_factor, z_loss)
@@ -118,7 +118,8 @@ def head_comes_last(model: Any, base: Any, input_ids: torch.Tensor) -> bool:
 
 
 def _not_last(base: Any, reason: str) -> bool:
-    logger.warning("%s %s: logits at supervised positions are held in memory as a whole.", type(base).__name__, reason)
+    if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        logger.warning("%s %s: logits at supervised positions are held in memory as a whole.", type(base).__name__, reason)
     return False
 
 

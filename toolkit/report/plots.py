@@ -27,7 +27,7 @@ class Plot:
     marks: dict[str, float] = field(default_factory=dict)  # horizontal lines by name: figures to beat
     from_zero: bool = False
     is_noisy: bool = True  # a noisy curve of many points is drawn faint, under a smoothed one
-    logarithmic: bool = False
+    logarithmic: bool = False  # where the values differ by more than a factor of ten
     note: str = ""
 
 
@@ -57,10 +57,10 @@ def draw_plot(plot: Plot) -> str:
     shapes = [_grid(axes), _marks(plot, axes)]
     shapes.append(_line(plot.train, axes, "train raw" if smoothed else "train"))
     shapes.append(_line(smoothed, axes, "train"))
-    shapes.append(_line(plot.held_out, axes, "held"))
-    shapes.append(_dots(plot.held_out, axes, "held", "held out"))
     if len(plot.train) < SMOOTH_FROM:
         shapes.append(_dots(plot.train, axes, "train", "training"))
+    shapes.append(_line(plot.held_out, axes, "held"))
+    shapes.append(_dots(plot.held_out, axes, "held", "held out"))
     scale = f'data-steps="{axes.steps[0]} {axes.steps[1]}" data-values="{axes.values[0]} {axes.values[1]}"'
     scale += " data-log" if axes.logarithmic else ""
     return f"""<figure class="plot" {scale}>
@@ -132,7 +132,7 @@ def _axes(plot: Plot) -> Axes:
             held_out = held_out[1:]
     values += held_out
     low, high = min(values), max(values)
-    logarithmic = plot.logarithmic and low > 0
+    logarithmic = plot.logarithmic and low > 0 and high / low > 10
     near = _near(plot.marks.values(), low, high)
     low, high = min([low, *near]), max([high, *near])
     if logarithmic:
