@@ -52,6 +52,9 @@ def main(config: Config) -> tk.Summary:
         observed = {name: combine([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
         return {f"eval_{name}": value for name, value in metrics.finalise(observed).items()}
 
+    def show(step: int, figures: dict[str, float]) -> None:
+        print(f"step {step}/{train.num_steps}  " + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
+
     summary, started = tk.Summary(), time.monotonic()
     with tk.claimed(config) as output_dir:
         for step, batch in enumerate(train.batches(), start=1):
@@ -73,11 +76,11 @@ def main(config: Config) -> tk.Summary:
             if step % config.logging_steps == 0 or last:
                 figures = {"loss": loss, "grad_norm": norm.item(), "learning_rate": rate}
                 tk.append_line(output_dir / "metrics.jsonl", {**where, **figures})
-                print(f"step {step}/{train.num_steps}  " + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
+                show(step, figures)
             if step % config.eval_steps == 0 or last:
                 summary.figures.update(evaluate())
                 tk.append_line(output_dir / "metrics.jsonl", {**where, **summary.figures})
-                print(f"step {step}/{train.num_steps}  " + "  ".join(f"{k} {v:.4f}" for k, v in summary.figures.items()), flush=True)
+                show(step, summary.figures)
             if step % config.save_steps == 0:
                 tk.save_model(None, model, tokenizer, config, summary)
         tk.save_model(None, model, tokenizer, config, summary)

@@ -139,7 +139,7 @@ def test_muon_is_torchs_muon_on_layer_matrices_and_torchs_adamw_on_the_rest(make
     start = dict(make_model().named_parameters())
     for (name, ours), theirs in zip(model.named_parameters(), plain_model.parameters(), strict=True):
         if id(theirs) in taken:  # torch's Muon rounds to bfloat16 inside
-            assert (ours - theirs).norm() < 0.02 * (theirs - start[name]).norm(), name
+            assert (ours - theirs).norm() < 0.05 * (theirs - start[name]).norm(), name
         else:
             assert torch.equal(ours, theirs), name
 

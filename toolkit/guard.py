@@ -17,9 +17,9 @@ class Unstable(Exception):
 class NonfiniteGuard:
     """Counts the skipped steps in a row. The update was already withheld, on the device; here it is said and written."""
 
-    def __init__(self, config: OptimConfig, directory: Path, in_row: int = 0) -> None:
+    def __init__(self, config: OptimConfig, directory: Path) -> None:
         self.limit = 1 if config.nonfinite == "stop" else config.max_nonfinite_steps
-        self.directory, self.in_row = directory, in_row
+        self.directory, self.in_row = directory, 0
 
     def check(self, step: StepFigures, train: Any, run: Any) -> None:
         """Report one step that was read; raises `Unstable` at the limit."""

@@ -1,10 +1,13 @@
 """What comes out of a run: a model directory that `from_pretrained` reads."""
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.masks import turn_end_ids
 from toolkit.tracking import show_number
 
 
@@ -20,8 +23,11 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
         temporary, old = directory.with_name(".model.tmp"), directory.with_name(".model.old")
         for leftover in (temporary, old):
             shutil.rmtree(leftover, ignore_errors=True)
-        plain.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        if plain.can_generate():  # a chat ends its turn with a token of its own, which generate must know
+            plain.generation_config.eos_token_id = turn_end_ids(tokenizer) or plain.generation_config.eos_token_id
+        with _no_progress_bar():
+            plain.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(model_card(config, summary), encoding="utf-8")
         if directory.exists():
             os.rename(directory, old)
@@ -30,6 +36,19 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
     if accelerator is not None:
         accelerator.wait_for_everyone()
     return directory
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def model_card(config: Any, summary: Any = None) -> str:

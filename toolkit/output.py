@@ -68,8 +68,7 @@ def claimed(config: OutputConfig, is_main_process: bool = True) -> Iterator[Path
             shutil.rmtree(directory, ignore_errors=True)
         raise
     finally:
-        lock.release()
-        (directory / LOCK).unlink(missing_ok=True)
+        lock.release()  # the file stays: unlinking it could take it away from one who just locked it
 
 
 def clear_figures(directory: Path) -> None:

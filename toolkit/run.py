@@ -179,6 +179,7 @@ class Run:
 
     def close(self, status: str) -> None:
         """Write summary.json: how it ended, the last figures, the first ones to compare them with."""
+        self._read_window()
         evaluations = [{k: v for k, v in event.items() if k.startswith("eval_")} for event in self.events]
         evaluations = [figures for figures in evaluations if figures]
         first = {f"first_{name}": value for name, value in evaluations[0].items()} if len(evaluations) > 1 else {}

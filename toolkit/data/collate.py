@@ -43,8 +43,8 @@ def collate_padded(documents: list[dict[str, Any]], pad_token_id: int = 0) -> di
 
     Returns `input_ids` and `attention_mask` `[examples, longest]` and `labels`: for token labels of the same shape, with
     -100 on the padding (and `supervised_positions`, as in `collate_packed`), for labels of whole examples `[examples]` or
-    `[examples, classes]`. `token_type_ids` and `weight` are there when the rows have them. The attention mask tells padding apart, never the id: a pad id that is also an end of text is
-    supervised where the text ends.
+    `[examples, classes]`. `token_type_ids` and `weight` are there when the rows have them. The attention mask tells padding
+    apart, never the id: a pad id that is also an end of text is supervised where the text ends.
     """
     lengths = [len(document["input_ids"]) for document in documents]
     shape = (len(documents), max(lengths))

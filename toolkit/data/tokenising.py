@@ -29,7 +29,7 @@ from .preflight import Measures, SplitFigures, measure, summarise
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT_VERSION = 1  # raise it when the same rows and settings give other tokens, labels or figures
+FORMAT_VERSION = 2  # raise it when the same rows and settings give other tokens, labels or figures
 BATCH_ROWS = 512
 STREAM_ROWS = 256  # of a stream: what is counted before training
 
