@@ -11,7 +11,7 @@ STAMP := .venv/installed
 
 demo: $(STAMP)
 	$(BIN)/python recipes/pretrain.py --output-dir runs/demo/pretrain --overwrite-output-dir
-	$(BIN)/python recipes/sft.py --model runs/demo/pretrain/model --output-dir runs/demo/sft --overwrite-output-dir
+	$(BIN)/python recipes/sft.py --model runs/demo/pretrain/model --num-train-epochs 1 --output-dir runs/demo/sft --overwrite-output-dir
 	$(BIN)/python -m toolkit.report runs/demo/pretrain runs/demo/sft --output runs/demo/report.html
 
 test: $(STAMP)

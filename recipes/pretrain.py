@@ -24,7 +24,7 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, t
     per_device_train_batch_size: int = 4
     max_steps: int | None = 800
     eval_strategy: str = "steps"
-    eval_steps: int = 200
+    eval_steps: int = 400
     logging_steps: int = 20
     output_dir: str = "runs/pretrain"
 

@@ -15,11 +15,11 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, t
     dataset: str = "stdlib:sft"
     packing: bool = True
     max_length: int = 512
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     optim: str = "muon"
     warmup_steps: float = 0.05
     per_device_train_batch_size: int = 4
-    num_train_epochs: float = 3.0
+    num_train_epochs: float = 2.0
     eval_on_start: bool = True
     output_dir: str = "runs/sft"
 
