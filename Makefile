@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CORE := .venv/installed
 DEV := .venv/installed-dev
-PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .PHONY: demo test lint install clean
 

@@ -54,11 +54,13 @@ def run_ours(folder: Path) -> dict[str, float]:
     # rows of MAX_LENGTH hold about eight examples: one row a step sees what one batch of eight sees there
     config = tk.DataConfig(packing=True, max_length=MAX_LENGTH, per_device_train_batch_size=1)
     train, _ = tk.build_dataloaders(splits, tk.collate_packed, config, accelerator)
-    optimizer, schedule = tk.build_optimizer(model, tk.OptimConfig(learning_rate=2e-5, lr_scheduler_type="linear"), train.num_steps)
+    settings = tk.OptimConfig(learning_rate=2e-5, lr_scheduler_type="linear")
+    optimizer, schedule = tk.build_optimizer(model, settings, train.num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
     started, tokens = time.process_time(), 0.0
     for batch in train.batches():
-        tk.train_step(accelerator, model, optimizer, batch, tk.causal_lm_loss, schedule(batch.position / train.examples_to_consume))
+        rates = schedule(batch.position / train.examples_to_consume)
+        tk.train_step(accelerator, model, optimizer, batch, tk.causal_lm_loss, rates)
         tokens += batch.totals["tokens"]
     return {"cpu": time.process_time() - started, "tokens": tokens}
 
@@ -121,7 +123,10 @@ def main() -> None:
                 results[side].append(measure(side, Path(temporary)))
                 print(side, results[side][-1], flush=True)
     median = {
-        side: {"rate": statistics.median(r["tokens"] / r["cpu"] for r in runs), "peak": statistics.median(r["peak_gb"] for r in runs)}
+        side: {
+            "rate": statistics.median(run["tokens"] / run["cpu"] for run in runs),
+            "peak": statistics.median(run["peak_gb"] for run in runs),
+        }
         for side, runs in results.items()
     }
     print(f"\n{'':8}{'supervised tokens per CPU second':>36}{'peak memory, GB':>20}")
