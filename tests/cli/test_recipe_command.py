@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -338,18 +337,12 @@ def test_help_page_is_readable_without_unicode(recipe: Path) -> None:
     assert "+- Optimiser ---" in done.stdout
 
 
-def test_help_page_costs_no_heavy_import_and_half_a_second(recipe: Path) -> None:
+def test_help_page_costs_no_heavy_import(recipe: Path) -> None:
     """Fails when config_class_of resolves the annotation of what main returns (tk.Summary loads torch)."""
     profile = run(recipe, "-h", PYTHONPROFILEIMPORTTIME="1").stderr
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in profile.splitlines()}
     assert "typer" in loaded
     assert not loaded & {"torch", "numpy", "transformers", "datasets", "accelerate", "yaml", "rich"}
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        run(recipe, "--help")
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.5
 
 
 def test_config_class_is_found_behind_both_kinds_of_annotation() -> None:
