@@ -65,6 +65,7 @@ def train(config: Config, on_step=None, step_loss=loss_fn) -> tuple[nn.Module, t
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(config.seed)
     model = Bigram()
+    torch.seed()  # whatever ran before: a step must not draw from it
     loader, _ = tk.build_dataloaders(rows(), tk.collate_padded, config, accelerator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     with tk.open_run(accelerator, config, model, optimizer, loader) as run:
