@@ -17,12 +17,13 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.ClassificationCon
     model: str = "tiny-bert"
     dataset: str = "stdlib:classify"
     max_length: int = 128
-    learning_rate: float = 1e-3
+    optim: str = "muon"
+    learning_rate: float = 2e-3
     weight_decay: float = 0.01
     warmup_steps: float = 0.1
     per_device_train_batch_size: int = 16
     per_device_eval_batch_size: int = 32
-    num_train_epochs: float = 3.0
+    num_train_epochs: float = 2.0
     group_by_length: bool = True
     output_dir: str = "runs/accelerated"
 
@@ -41,6 +42,8 @@ def main(config: Config) -> tk.Summary:
     model, optimizer = accelerator.prepare(model, optimizer)
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
+        if run.step == 0:
+            run.compare_with("eval_accuracy", tk.class_baselines(raw, config))
         for batch in run:
             rates = schedule(run.progress)
             run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))

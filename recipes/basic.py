@@ -18,12 +18,13 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.ClassificationCon
     model: str = "tiny-bert"
     dataset: str = "stdlib:classify"
     max_length: int = 128
-    learning_rate: float = 1e-3
+    optim: str = "muon"
+    learning_rate: float = 2e-3
     weight_decay: float = 0.01
     warmup_steps: float = 0.1
     per_device_train_batch_size: int = 16
     per_device_eval_batch_size: int = 32
-    num_train_epochs: float = 3.0
+    num_train_epochs: float = 2.0
     group_by_length: bool = True
     output_dir: str = "runs/basic"
 
@@ -55,7 +56,9 @@ def main(config: Config) -> tk.Summary:
     def show(step: int, figures: dict[str, float]) -> None:
         print(f"step {step}/{train.num_steps}  " + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
 
-    summary, started = tk.Summary(), time.monotonic()
+    baselines = tk.class_baselines(raw, config)
+    print("to beat, eval_accuracy: " + "  ".join(f"{name} {value:.4g}" for name, value in baselines.items()), flush=True)
+    summary, started = tk.Summary({"baselines": {"figure": "eval_accuracy", **baselines}}), time.monotonic()
     with tk.claimed(config) as output_dir:
         for step, batch in enumerate(train.batches(), start=1):
             for group, rate in zip(optimizer.param_groups, schedule(batch.position / train.examples_to_consume), strict=True):
@@ -78,9 +81,10 @@ def main(config: Config) -> tk.Summary:
                 tk.append_line(output_dir / "metrics.jsonl", {**where, **figures})
                 show(step, figures)
             if step % config.eval_steps == 0 or last:
-                summary.figures.update(evaluate())
-                tk.append_line(output_dir / "metrics.jsonl", {**where, **summary.figures})
-                show(step, summary.figures)
+                figures = evaluate()
+                summary.figures.update(figures)
+                tk.append_line(output_dir / "metrics.jsonl", {**where, **figures})
+                show(step, figures)
             if step % config.save_steps == 0:
                 tk.save_model(None, model, tokenizer, config, summary)
         tk.save_model(None, model, tokenizer, config, summary)

@@ -39,6 +39,8 @@ def main(config: Config) -> tk.Summary:
     prompts = tk.sample_prompts(raw, tokenizer, config)
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
+        if run.step == 0:
+            run.compare_with("eval_loss", tk.answer_baselines(splits, len(tokenizer)))
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, tk.causal_lm_metrics))
             run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))

@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from toolkit.config import ModelConfig, Refusal
-from toolkit.data.encoder import tokenizer_digest
+from toolkit.data.tokenising.encoder import tokenizer_digest
 from toolkit.tokenizer import hub_problem, load_tokenizer, train_tokenizer
 
 TEXTS = [inspect.getsource(textwrap), inspect.getsource(json)]
@@ -28,9 +28,9 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def corpus(monkeypatch):
     """The embedded corpus, small."""
-    import toolkit.data.sources
+    import toolkit.data.sources.load
 
-    monkeypatch.setattr(toolkit.data.sources, "load_splits", lambda name: {"train": {"text": TEXTS}})
+    monkeypatch.setattr(toolkit.data.sources.load, "load_splits", lambda name: {"train": {"text": TEXTS}})
 
 
 def test_any_text_comes_back_unchanged():
@@ -82,7 +82,7 @@ def test_an_encoder_gets_tokens_around_its_texts():
 def test_the_same_texts_give_the_same_tokenizer_in_any_process():
     """With other hash seeds and numbers of threads. Fails when merges of equal counts are left to chance."""
     program = (
-        "import inspect, textwrap, json\nfrom toolkit.data.encoder import tokenizer_digest\nfrom toolkit.tokenizer import "
+        "import inspect, textwrap, json\nfrom toolkit.data.tokenising.encoder import tokenizer_digest\nfrom toolkit.tokenizer import "
         "train_tokenizer\nprint(tokenizer_digest(train_tokenizer([inspect.getsource(textwrap), inspect.getsource(json)], 600)))"
     )
     digests = set()
@@ -118,10 +118,10 @@ def test_a_built_in_shape_gets_a_tokenizer_trained_once_on_the_embedded_corpus(c
 def _load_in_a_process(cache, results):
     import datasets
 
-    import toolkit.data.sources
+    import toolkit.data.sources.load
 
     datasets.config.HF_DATASETS_CACHE = cache
-    toolkit.data.sources.load_splits = lambda name: {"train": {"text": TEXTS}}
+    toolkit.data.sources.load.load_splits = lambda name: {"train": {"text": TEXTS}}
     results.put(tokenizer_digest(load_tokenizer(ModelConfig(vocab_size=400))))
 
 

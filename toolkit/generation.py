@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from toolkit.config import SampleConfig
-from toolkit.data.encoder import build_encoder
-from toolkit.data.masks import turn_end_ids
+from toolkit.data.tokenising.encoder import build_encoder
+from toolkit.data.tokenising.masks import turn_end_ids
 
 Prompt = dict[str, str]  # "prompt" as the model reads it, perhaps "reference": what follows in the data
 

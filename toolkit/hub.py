@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.masks import turn_end_ids
+from toolkit.data.tokenising.masks import turn_end_ids
 from toolkit.tracking import show_number
 
 

@@ -127,6 +127,8 @@ class Run:
 
     def compare_with(self, name: str, baselines: dict[str, float]) -> None:
         """Say what an evaluation figure has to beat; the summary and the report show them side by side."""
+        if not baselines:
+            return
         self.baselines = {"figure": name, **baselines}
         self.say(f"to beat, {name}: " + "  ".join(f"{key} {show_number(value)}" for key, value in baselines.items()))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from .config import ModelConfig, Refusal
+from toolkit.config import ModelConfig, Refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -110,8 +110,8 @@ def _embedded_tokenizer(vocab_size: int, encoder: bool) -> PreTrainedTokenizerFa
     """Trained on the training split of the embedded corpus; kept on disk, as that takes seconds."""
     from transformers import PreTrainedTokenizerFast
 
-    from .data.arrow_cache import cache_folder
-    from .data.sources import load_splits
+    from toolkit.data.sources.arrow_cache import cache_folder
+    from toolkit.data.sources.load import load_splits
 
     texts = load_splits("stdlib:pretrain")["train"]["text"][:]
     content = hashlib.sha256(f"{_TRAINING_VERSION}:{vocab_size}:{encoder}".encode())

@@ -7,8 +7,11 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
+from toolkit.config import ClassificationConfig
 from toolkit.data.baselines import compression_baselines, ngram_bits_per_byte
+from toolkit.data.texts import answer_baselines, class_baselines
 
 VOCAB = 7
 
@@ -96,3 +99,27 @@ def test_compressors_see_all_texts_as_one() -> None:
     assert found["gzip"] == pytest.approx(deflated, rel=0.05)  # the same method in another envelope
     noise = np.random.default_rng(0).integers(0, 128, 20_000).astype(np.uint8).tobytes().decode()
     assert all(6.9 < bits < 7.8 for bits in compression_baselines([noise]).values())
+
+
+def test_answers_are_judged_by_their_supervised_tokens_only() -> None:
+    """Against a loop over the supervised tokens. Fails when: unsupervised labels are counted, or bits are not made nats."""
+    train = [{"input_ids": [5, 5, *answer], "labels": [-100, -100, *answer]} for answer in ([1, 2], [1, 3], [1, 2], [2, 2])]
+    held_out = [{"input_ids": [5, 1, 2], "labels": [-100, 1, 2]}]
+    splits = {"train": Dataset.from_list(train), "validation": Dataset.from_list(held_out)}
+    supervised = [label for row in train for label in row["labels"][1:] if label != -100]
+    found = answer_baselines(splits, VOCAB)
+    for name, order in (("unigram", 1), ("bigram", 2)):
+        probability = kneser_ney(supervised, order)
+        expected = [probability((1, 2)[max(0, at - order + 1) : at], (1, 2)[at]) for at in range(2)]
+        assert found[name] == pytest.approx(-sum(map(math.log, expected)) / 2, rel=1e-9)
+
+
+def test_classes_are_judged_by_frequency_and_words() -> None:
+    """Fails when: the most frequent class of the validation rows is taken, or labels of the wrong split."""
+    topics = {0: "cat dog bird", 1: "loan bank money"}
+    rows = [{"text": f"{topics[label]} {n}", "label": label} for n in range(12) for label in ((0, 0, 1) if n % 2 else (0, 1))]
+    held_out = [{"text": topics[label], "label": label} for label in (1, 1, 1, 0)]
+    raw = {"train": Dataset.from_list(rows), "validation": Dataset.from_list(held_out)}
+    assert class_baselines(raw, ClassificationConfig()) == {"most frequent class": 0.25, "words": 1.0}
+    assert class_baselines(raw, ClassificationConfig(problem_type="multi_label", metrics=["f1"])) == {}
+    assert class_baselines({"train": raw["train"]}, ClassificationConfig()) == {}

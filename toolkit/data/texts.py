@@ -1,16 +1,20 @@
-"""Plain text of a split: to train a tokenizer on, to count its bytes, and what a model of it must beat."""
+"""Plain text of a split: to train a tokenizer on, to count its bytes; and what a model trained on a split must beat."""
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from toolkit.config import Refusal
-from toolkit.data.baselines import compression_baselines, ngram_bits_per_byte
+from toolkit.config import ClassificationConfig, Refusal
+from toolkit.data.baselines import compression_baselines, label_baselines, ngram_bits_per_byte
+from toolkit.data.tokenising.columns import label_column
 
 TOKENIZER_ROWS = 200_000  # rows of a stream that a tokenizer is trained on: more change it little
 NGRAM_TOKENS = 4_000_000  # training tokens that n-grams are counted on: a few seconds
+LABELLED_ROWS = 20_000  # training rows that a classifier of words is fitted to: a few seconds
+IGNORED = -100
 
 
 def texts_of(split: Any) -> Iterator[str]:
@@ -51,6 +55,49 @@ def text_baselines(raw: Any, tokenised: Any, vocab_size: int) -> dict[str, float
         for name, order in (("bigram", 2), ("trigram", 3)):
             baselines[name] = ngram_bits_per_byte(train, held_out, num_bytes, vocab_size, order)
     return baselines
+
+
+def answer_baselines(tokenised: Any, vocab_size: int) -> dict[str, float]:
+    """Mean loss in nats of n-grams over the supervised tokens of the validation split, counted on those of the training split.
+
+    They know which tokens answers are made of and which follow each other, and nothing of the question. Nothing to compare
+    with (an empty dict) for a stream or without a validation split.
+    """
+    if "validation" not in tokenised or not all(hasattr(tokenised[name], "__len__") for name in ("train", "validation")):
+        return {}
+    train, held_out = _supervised_tokens(tokenised["train"]), _supervised_tokens(tokenised["validation"])
+    orders = {"unigram": 1, "bigram": 2}
+    # "per byte" of as many bytes as tokens is per token
+    bits = {name: ngram_bits_per_byte(train, held_out, len(held_out), vocab_size, order) for name, order in orders.items()}
+    return {name: value * math.log(2) for name, value in bits.items()}
+
+
+def class_baselines(raw: Any, config: ClassificationConfig) -> dict[str, float]:
+    """Accuracy on the validation rows of saying the most frequent class, and of logistic regression on words.
+
+    The latter is fitted to the first 20,000 training rows. Nothing to compare with (an empty dict) for other problems than
+    one class a row, for a stream, for rows that are tokenised already, and without a validation split.
+    """
+    names = ("train", "validation")
+    if config.problem_type != "single_label" or not all(hasattr(raw.get(name), "__len__") for name in names):
+        return {}
+    if any("text" not in raw[name].column_names for name in names):
+        return {}
+    train = raw["train"].select(range(min(len(raw["train"]), LABELLED_ROWS)))
+    return label_baselines(_labelled_texts(train), _labelled_texts(raw["validation"]))
+
+
+def _labelled_texts(rows: Any) -> tuple[list[str], list[Any]]:
+    pairs = rows["text_pair"] if "text_pair" in rows.column_names else [""] * len(rows)
+    texts = [f"{text} {pair}" for text, pair in zip(rows["text"], pairs, strict=True)]
+    return texts, list(rows[label_column(rows.column_names, "train")])
+
+
+def _supervised_tokens(split: Any) -> np.ndarray:
+    """The tokens of a split whose labels count, from its beginning on."""
+    rows = split.with_format("numpy", columns=["labels" if "labels" in split.column_names else "input_ids"])
+    labels = np.concatenate([np.asarray(row[1:]) for (row,) in (tuple(row.values()) for row in rows)])
+    return labels[labels != IGNORED][:NGRAM_TOKENS]
 
 
 def _tokens(split: Any) -> np.ndarray:

@@ -1,0 +1,257 @@
+"""Local files as datasets: read once into an Arrow file under a key that names their content, each row with its origin.
+
+`datasets` has loaders for these formats. Their cache is keyed by modification time, their rows don't know their line, and
+since 5.0 a column of mixed types becomes JSON strings without a word; so the reading is ours and what comes out is theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as compute
+
+from toolkit.config import Refusal
+from toolkit.data.sources import readers
+from toolkit.data.sources.arrow_cache import cached_splits, write_tables
+from toolkit.data.sources.readers import TEXT_READERS, Row, number_columns, read_rows, what_is, with_numbers
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+BATCH_ROWS = 2000  # rows that become Arrow at once
+STREAM_SAMPLE = 1000  # first rows of a stream, which decide its columns
+COLUMNAR = (".parquet", ".arrow", ".feather")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file to read, and what its rows are called in messages: `<shown>:<line>`."""
+
+    path: str
+    shown: str
+
+    @property
+    def ending(self) -> str:
+        """What says how to read it, without a compression's ending; empty where it is unknown."""
+        suffixes = [suffix.lower() for suffix in Path(self.path).suffixes]
+        compressed = len(suffixes) > 1 and suffixes[-1] in readers.COMPRESSIONS
+        ending = suffixes[-2 if compressed else -1] if suffixes else ""
+        return ending if ending in TEXT_READERS or (ending in COLUMNAR and not compressed) else ""
+
+
+def read_files(files: list[DataFile]) -> Dataset:
+    """All rows of files of one format, memory-mapped, with their origin.
+
+    Raises:
+        Refusal: what can't be read, with file and line.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    for code in (__file__, readers.__file__):
+        digest.update(Path(code).read_bytes())
+    for file in files:
+        with open(file.path, "rb") as content:
+            digest.update(f"{file.shown}\0{hashlib.file_digest(content, hashlib.blake2b).hexdigest()}\0".encode())
+
+    def build(folder: Path) -> None:
+        write = _write_columnar if files[0].ending in COLUMNAR else _write_rows
+        write(files, folder / "rows.arrow")
+
+    return cached_splits(f"files-{digest.hexdigest()}", build)["rows"]
+
+
+def stream_rows(files: list[DataFile]) -> Iterator[Row]:
+    """The same rows one after the other. Columns and numbers are decided by the first thousand; what a row lacks is None."""
+    rows = _columnar_rows(files) if files[0].ending in COLUMNAR else _text_rows(files)
+    first = list(itertools.islice(rows, STREAM_SAMPLE))
+    columns = dict.fromkeys(name for row in first for name in row)
+    types = number_columns(_without_origin(first)) if _is_csv(files) else {}
+    for row in itertools.chain(first, rows):
+        try:
+            yield {name: row.get(name) for name in columns} if not types else with_numbers(row, types)
+        except ValueError as error:
+            where = f"in a column that held only numbers in the first {len(first):,} rows"
+            raise Refusal(f"{row['origin']}: {error}, {where}.") from None
+
+
+def known_endings() -> str:
+    return f"{', '.join((*TEXT_READERS, *COLUMNAR))}; text also compressed as {', '.join(readers.COMPRESSIONS)}"
+
+
+def _text_rows(files: list[DataFile]) -> Iterator[Row]:
+    for file in files:
+        for line, row in read_rows(file.path, file.ending):
+            if isinstance(row.get("tools"), list):
+                row["tools"] = json.dumps(row["tools"])  # a JSON schema has no fixed types; chat templates take it as text too
+            row["origin"] = f"{file.shown}:{line}"
+            yield row
+
+
+def _is_csv(files: list[DataFile]) -> bool:
+    return files[0].ending in (".csv", ".tsv")
+
+
+def _without_origin(rows: Any) -> Iterator[Row]:
+    return ({name: value for name, value in row.items() if name != "origin"} for row in rows)
+
+
+# Text: the columns and types are those of all rows together.
+
+
+class _Widened(Exception):
+    """A later row has a column, or a type, that the rows already written lack."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self.schema = schema
+
+
+def _write_rows(files: list[DataFile], target: Path) -> None:
+    types = number_columns(_without_origin(_text_rows(files))) if _is_csv(files) else {}
+    schema = pa.schema([])
+    while True:  # from the start again when a later batch widens the columns: rare, and at most once for each widening
+        try:
+            tables = _tables(files, types, schema)
+            first = next(tables)
+            write_tables(target, first.schema, itertools.chain([first], tables))
+            return
+        except _Widened as wider:
+            schema = wider.schema
+
+
+def _tables(files: list[DataFile], types: dict[str, type], schema: pa.Schema) -> Iterator[pa.Table]:
+    rows, written = _text_rows(files), False
+    while batch := list(itertools.islice(rows, BATCH_ROWS)):
+        if types:
+            batch = [with_numbers(row, types) for row in batch]
+        values = {name: [row.get(name) for row in batch] for name in dict.fromkeys(itertools.chain.from_iterable(batch))}
+        try:
+            arrays = {name: pa.array(column) for name, column in values.items()}
+            found = pa.schema([(name, array.type) for name, array in arrays.items()])
+            wider = pa.unify_schemas([schema, found], promote_options="permissive")
+        except (pa.ArrowException, ValueError, OverflowError):
+            raise _odd_row(files) from None
+        if written and wider != schema:
+            raise _Widened(wider)
+        schema, written = wider, True
+        for field in schema:
+            if field.name not in arrays:
+                arrays[field.name] = pa.nulls(len(batch), field.type)
+            elif arrays[field.name].type != field.type:
+                arrays[field.name] = pa.array(values[field.name], field.type)
+        yield pa.Table.from_arrays([arrays[name] for name in schema.names], schema=schema)
+
+
+def _odd_row(files: list[DataFile]) -> Refusal:
+    """The refusal that names the first row whose column holds another kind of value than in most rows."""
+    kinds: dict[str, dict[str, tuple[int, str]]] = {}  # column -> kind -> rows, origin of the first
+    for row in _text_rows(files):
+        for name, value in row.items():
+            if value is not None:
+                count, origin = kinds.setdefault(name, {}).get(what_is(value), (0, row["origin"]))
+                kinds[name][what_is(value)] = (count + 1, origin)
+    for name, found in kinds.items():
+        if len(found) > 1:
+            odd, *_, usual = sorted(found, key=lambda kind: (found[kind][0], -list(found).index(kind)))
+            count, origin = found[odd]
+            more = f" ({count - 1:,} more rows are like this one)" if count > 1 else ""
+            return Refusal(
+                f"{origin}: {name!r} is {odd}, but {usual} in {found[usual][0]:,} rows{more}. A column holds one kind of value."
+            )
+    schema = pa.schema([])  # the kinds agree, so it is something inside them, or a value that Arrow can't hold
+    for row in _text_rows(files):
+        for name, value in row.items():
+            try:
+                alone = pa.schema([(name, pa.array([value]).type)])
+            except (pa.ArrowException, ValueError, OverflowError) as error:
+                return Refusal(f"{row['origin']}: {name!r} holds a value that can't be stored: {error}")
+            try:
+                schema = pa.unify_schemas([schema, alone], promote_options="permissive")
+            except pa.ArrowException as error:
+                reason = str(error).split("Unable to merge: ")[-1]  # the innermost of the nested messages
+                return Refusal(
+                    f"{row['origin']}: {name!r} doesn't fit the rows before it: {reason}. A column holds one kind of value, "
+                    "inside lists and objects too."
+                )
+    raise AssertionError("rows that can't be combined were combined")
+
+
+# Parquet and Arrow: the files have their columns and types; rows are numbered from 1.
+
+
+def _write_columnar(files: list[DataFile], target: Path) -> None:
+    features = _features(files)
+    tables = _columnar_tables(files, features)
+    first = next(tables, None)
+    if first is None:
+        raise Refusal(f"{', '.join(file.path for file in files)}: no rows.")
+    write_tables(target, features.arrow_schema, itertools.chain([first], tables))
+
+
+def _features(files: list[DataFile]) -> Features:
+    """Columns of all the files; label names and the like come along in the metadata that `datasets` leaves there."""
+    from datasets import Features, Value
+
+    features: dict[str, Any] = {}
+    for file in files:
+        found = Features.from_arrow_schema(_open(file)[0])
+        clash = next((name for name in found if name in features and features[name] != found[name]), None)
+        if clash:
+            raise Refusal(
+                f"{file.path}: the column {clash!r} is {found[clash]}, but {features[clash]} in {files[0].path}. Files that "
+                "are read together have the same columns and types."
+            )
+        features |= found
+    return Features({**features, "origin": Value("string")})
+
+
+def _columnar_tables(files: list[DataFile], features: Features) -> Iterator[pa.Table]:
+    from datasets.table import table_cast
+
+    schema = features.arrow_schema
+    for file in files:
+        number = 0
+        for batch in _batches(file):
+            table = pa.Table.from_batches([batch])
+            numbers = pa.array(range(number + 1, number + 1 + len(table))).cast(pa.string())
+            origin = compute.binary_join_element_wise(file.shown, numbers, ":")
+            columns = {name: table[name] if name in table.column_names else pa.nulls(len(table)) for name in schema.names}
+            number += len(table)
+            if len(table):
+                yield table_cast(pa.table({**columns, "origin": origin}), schema)
+
+
+def _columnar_rows(files: list[DataFile]) -> Iterator[Row]:
+    for table in _columnar_tables(files, _features(files)):
+        yield from table.to_pylist()
+
+
+def _batches(file: DataFile) -> Iterator[pa.RecordBatch]:
+    try:
+        yield from _open(file)[1]
+    except pa.ArrowException as error:
+        raise Refusal(f"{file.path} is damaged: {str(error).splitlines()[0]}") from None
+
+
+def _open(file: DataFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Schema and record batches; the file is mapped, not read into memory."""
+    try:
+        if file.ending == ".parquet":
+            from pyarrow.parquet import ParquetFile
+
+            parquet = ParquetFile(file.path, memory_map=True)
+            return parquet.schema_arrow, parquet.iter_batches(BATCH_ROWS)
+        with open(file.path, "rb") as start:
+            is_stream = start.read(6) != b"ARROW1"
+        if is_stream:  # as datasets writes it
+            stream = pa.ipc.open_stream(pa.memory_map(file.path))
+            return stream.schema, iter(stream)
+        feather = pa.ipc.open_file(pa.memory_map(file.path))
+        return feather.schema, (feather.get_batch(place) for place in range(feather.num_record_batches))
+    except (pa.ArrowException, OSError) as error:
+        raise Refusal(f"{file.path} can't be read: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,131 @@
+"""Which local files a path, a folder or a pattern names, and which split each belongs to."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from toolkit.config import Refusal
+from toolkit.data.sources.files import DataFile, known_endings
+
+Splits = dict[str, list[DataFile]]
+
+# the words by which datasets, too, finds splits in file names
+_SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_ABOUT_THE_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_FAMILIES = ((".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".txt",), (".parquet",), (".arrow", ".feather"))
+
+
+def find_files(source: str) -> Splits | None:
+    """The files of each split, sorted by name; None when `source` is neither there nor looks like a path.
+
+    A single file, and files whose names tell no split, are all train. Names of folders below the given one count too.
+
+    Raises:
+        Refusal: nothing is there, or it isn't clear what belongs where.
+    """
+    path = os.path.expanduser(source)
+    if os.path.isdir(path):
+        return _saved_to_disk(Path(path)) or _by_split(source, path, _files_below(path))
+    if os.path.isfile(path):
+        return {"train": [_known(DataFile(path, _shown(path, os.path.dirname(os.path.abspath(path)))))]}
+    if glob.has_magic(path):
+        fixed = os.path.dirname(path[: re.search(r"[*?\[]", path).start()])  # type: ignore[union-attr]  # has_magic found one
+        found = [name for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
+        if not found:
+            raise Refusal(f"--dataset {source}: no file matches this pattern (from {os.getcwd()}).")
+        return _by_split(source, fixed or ".", found)
+    if _looks_like_a_path(source):
+        raise Refusal(_missing(source, path))
+    return None
+
+
+def _files_below(folder: str) -> list[str]:
+    """Data files of a folder and its subfolders, but for hidden ones and those that describe the data."""
+    found = []
+    for inside, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+        found += [os.path.join(inside, name) for name in names if not name.startswith(".") and name not in _ABOUT_THE_DATA]
+    return [name for name in found if DataFile(name, "").ending]
+
+
+def _by_split(source: str, root: str, paths: list[str]) -> Splits:
+    if not paths:
+        there = ", ".join(sorted(os.listdir(root))[:5]) or "it is empty"
+        raise Refusal(f"--dataset {source}: no data files in this folder ({there}). Data files end in {known_endings()}.")
+    splits: dict[str | None, list[DataFile]] = defaultdict(list)
+    for path in sorted(paths):
+        splits[_split_of(os.path.relpath(path, root))].append(_known(DataFile(path, _shown(path, os.path.abspath(root)))))
+    unnamed = splits.pop(None, [])
+    if unnamed and splits:
+        raise Refusal(
+            f"--dataset {source}: {unnamed[0].path} belongs to no split, though others do ({', '.join(map(str, splits))}). "
+            "Name it by its split, move it away, or name the files that are meant: --dataset 'folder/train*.jsonl'"
+        )
+    named: Splits = {str(split): files for split, files in splits.items()} or {"train": unnamed}
+    for split, files in named.items():
+        families = {next(family for family in _FAMILIES if file.ending in family): file.path for file in files}
+        if len(families) > 1:
+            raise Refusal(
+                f"--dataset {source}: the {split} split has files of several formats ({', '.join(families.values())}), which "
+                "may be the same rows twice. Name the files that are meant: --dataset 'folder/*.jsonl'"
+            )
+    return {split: named[split] for split in _SPLIT_WORDS if split in named}
+
+
+def _saved_to_disk(folder: Path) -> Splits:
+    """The files of what `save_to_disk` of datasets wrote; empty for another folder."""
+    names = folder / "dataset_dict.json"
+    if names.is_file():
+        parts = {split: folder / split for split in json.loads(names.read_text(encoding="utf-8"))["splits"]}
+    else:
+        parts = {"train": folder} if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file() else {}
+    splits = {}
+    for split, part in parts.items():
+        files = json.loads((part / "state.json").read_text(encoding="utf-8"))["_data_files"]
+        splits[split] = [DataFile(str(part / each["filename"]), f"{part.name}/{each['filename']}") for each in files]
+    return splits
+
+
+def _split_of(path: str) -> str | None:
+    """The split that the file's name tells, else the nearest folder's."""
+    for part in reversed(Path(path).parts):
+        for split, words in _SPLIT_WORDS.items():
+            if re.search(rf"(^|[-._ 0-9])({'|'.join(words)})([-._ 0-9]|$)", part.lower()):
+                return split
+    return None
+
+
+def _shown(path: str, root: str) -> str:
+    """The path from the given folder's name on: the same wherever the folder lies, for it is part of the data's key."""
+    return Path(os.path.relpath(os.path.abspath(path), os.path.dirname(root))).as_posix()
+
+
+def _known(file: DataFile) -> DataFile:
+    if not file.ending:
+        raise Refusal(f"--dataset {file.path}: unknown kind of file. Data files end in {known_endings()}.")
+    return file
+
+
+def _looks_like_a_path(source: str) -> bool:
+    starts = source.startswith((".", "/", "~", "\\")) or bool(re.match(r"[A-Za-z]:[\\/]", source))
+    folder_is_there = bool(os.path.dirname(source)) and os.path.isdir(os.path.dirname(source))
+    return starts or folder_is_there or "\\" in source or source.count("/") > 1 or bool(DataFile(source, "").ending)
+
+
+def _missing(source: str, path: str) -> str:
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        return f"--dataset {source}: there is no folder {folder} (from {os.getcwd()})."
+    near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder), n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(os.path.join(os.path.dirname(source), name) for name in near)}?" if near else ""
+    return f"--dataset {source}: there is no such file or folder (from {os.getcwd()}).{hint}"

@@ -1,0 +1,191 @@
+"""Where the rows come from: the embedded corpus, the Hub, local files, and weighted mixtures of these; always as splits."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config import DataConfig, Refusal
+from toolkit.data.sources.mixtures import Source, as_mixture, column_names, join, mix, mix_streams, shared_columns
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict, IterableDatasetDict
+
+Rows = Any  # a Dataset or an IterableDataset
+Splits = dict[str, Rows]
+
+
+def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
+    """The rows of `config.dataset` as splits train, validation and test.
+
+    `validation` is `--eval-split`, else the source's validation, else its test, else rows held out by content; it is absent
+    when there is nothing of it (`--eval-fraction 0`). `test` is there when the source has one that isn't already validation.
+    Each row has an `origin`, but those of the Hub. What was read is said in `splits["train"].info.description`.
+
+    Raises:
+        Refusal: no such source, split or column; a file that can't be read, with its line; a Hub that can't be reached.
+    """
+    from datasets import DatasetDict, IterableDatasetDict
+
+    config = DataConfig(dataset=config) if isinstance(config, str) else config
+    sources = as_mixture(config.dataset) or [Source(config.dataset)]
+    chosen = [_choose(load_source(source, config), source, config) for source in sources]
+    if len(sources) > 1:
+        shared_columns([part["train"] for part in chosen], sources)
+        if not config.streaming:  # after mixing, a row's number would tell nothing
+            pairs = zip(chosen, sources, strict=True)
+            chosen = [{name: _with_origin(rows, source) for name, rows in part.items()} for part, source in pairs]
+    held_out = _hold_out(chosen, sources, config)
+    if len(sources) == 1:
+        splits = chosen[0]
+        description = describe_source(config)
+    else:
+        train, description = (mix_streams if config.streaming else mix)([part["train"] for part in chosen], sources, config)
+        splits = {"train": train}
+        for name in ("validation", "test"):  # all rows of every source, once: weights are for training
+            having = [(part[name], source) for part, source in zip(chosen, sources, strict=True) if name in part]
+            if having:
+                splits[name] = join([rows for rows, _ in having], [source for _, source in having])
+    splits = {
+        "train": _first(splits["train"], config.max_train_examples),
+        **{name: _first(splits[name], config.max_eval_examples) for name in ("validation", "test") if name in splits},
+    }
+    if not config.streaming:
+        description += "; rows: " + ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
+    if held_out:
+        description += f"; validation is held out by a hash of the content (--eval-fraction {config.eval_fraction:g})"
+    for rows in splits.values():
+        rows.info.description = description
+    return IterableDatasetDict(splits) if config.streaming else DatasetDict(splits)
+
+
+def describe_source(config: DataConfig | str) -> str:
+    """One line on what a run reads; for the embedded corpus with the interpreter's version and a digest of the text."""
+    dataset = config if isinstance(config, str) else config.dataset
+    parts = as_mixture(dataset)
+    if parts:
+        return "; ".join(f"{part.weight:.3g} of {describe_source(part.dataset)}" for part in parts)
+    if dataset.startswith("stdlib:"):
+        from toolkit.data.corpus.stdlib import describe_corpus
+
+        return describe_corpus(dataset.removeprefix("stdlib:"))
+    from toolkit.data.sources.find_files import find_files
+
+    files = find_files(dataset)
+    if files is None:
+        return f"{dataset} on the Hugging Face Hub"
+    return f"{dataset}: {sum(map(len, files.values())):,} local file(s)"
+
+
+def load_source(source: Source, config: DataConfig) -> Splits:
+    """All splits of one source under its own names, columns renamed."""
+    splits = _load(source.dataset, config.streaming)
+    for split, rows in splits.items():
+        if not config.streaming and len(rows) == 0:
+            raise Refusal(f"--dataset {source.dataset}: the split {split!r} has no rows.")
+    renames = source.rename_columns or dict(_rename(entry) for entry in config.rename_columns)
+    return {split: _renamed(rows, renames, source.dataset) for split, rows in splits.items()} if renames else splits
+
+
+def _load(dataset: str, streaming: bool) -> Splits:
+    if dataset.startswith("stdlib:"):
+        from toolkit.data.corpus.stdlib import load_corpus
+
+        splits = load_corpus(dataset.removeprefix("stdlib:"))
+        return {name: rows.to_iterable_dataset() if streaming else rows for name, rows in splits.items()}
+    from toolkit.data.sources.find_files import find_files
+
+    files = find_files(dataset)
+    if files is None:
+        from toolkit.data.sources.hub_datasets import load_from_hub
+
+        return load_from_hub(dataset, streaming)
+    from toolkit.data.sources.files import read_files, stream_rows
+
+    if streaming:
+        from datasets import IterableDataset
+
+        return {split: IterableDataset.from_generator(stream_rows, gen_kwargs={"files": files[split]}) for split in files}
+    return {split: read_files(files[split]) for split in files}
+
+
+def _choose(splits: Splits, source: Source, config: DataConfig) -> Splits:
+    """Of the source's splits, those to train, to evaluate and to test on, under our names."""
+
+    def named(split: str, flag: str) -> Rows:
+        if split not in splits:
+            raise Refusal(f"{flag} {split}: {source.dataset} has no such split. It has: {', '.join(splits)}.")
+        return splits[split]
+
+    chosen = {"train": named(config.train_split, "--train-split")}
+    others = [name for name in ("validation", "test") if name in splits and name != config.train_split]
+    if config.eval_split and config.eval_split == config.train_split:
+        raise Refusal(f"--eval-split {config.eval_split} is the split to train on too: the evaluation would measure memory.")
+    evaluation = config.eval_split or (others[0] if others else None)
+    if evaluation:
+        chosen["validation"] = named(evaluation, "--eval-split")
+    if "test" in others and evaluation != "test":
+        chosen["test"] = splits["test"]
+    return chosen
+
+
+def _hold_out(chosen: list[Splits], sources: list[Source], config: DataConfig) -> bool:
+    """Give each source without an evaluation split one, and say whether any was.
+
+    Over all of them a content is either trained on or held out.
+    """
+    from toolkit.data.sources import held_out as content
+
+    without = [(part, source) for part, source in zip(chosen, sources, strict=True) if "validation" not in part]
+    if not without or config.eval_fraction == 0:
+        return False
+    if config.streaming and config.max_eval_examples is None:
+        raise Refusal(
+            "--streaming: the evaluation rows are held out of the stream itself, and to find them all would read it to its "
+            "end. Say how many are enough: --max-eval-examples 500. Or name an --eval-split, or turn it off: --eval-fraction 0"
+        )
+    always = frozenset(content.first_key(part["train"], source.dataset) for part, source in without)
+    for part, source in without:
+        if config.streaming:
+            part["train"], part["validation"] = content.stream_by_content(part["train"], config.eval_fraction, always)
+        else:
+            part["train"], part["validation"] = content.split_by_content(
+                part["train"], config.eval_fraction, always, source.dataset
+            )
+    return True
+
+
+def _with_origin(rows: Dataset, source: Source) -> Dataset:
+    if "origin" in rows.column_names:
+        return rows
+    return rows.add_column("origin", [f"{source.dataset} ({rows.split}):{number}" for number in range(1, len(rows) + 1)])
+
+
+def _first(rows: Rows, most: int | None) -> Rows:
+    if most is None:
+        return rows
+    return rows.take(most) if not hasattr(rows, "__len__") else rows.select(range(min(most, len(rows))))
+
+
+def _rename(entry: str) -> tuple[str, str]:
+    found = re.fullmatch(r"\s*([^=]+?)\s*=\s*([^=]+?)\s*", entry)
+    if not found:
+        raise Refusal(f"--rename-columns {entry}: should be old=new, for instance --rename-columns question=prompt")
+    return found[1], found[2]
+
+
+def _renamed(rows: Rows, renames: dict[str, str], dataset: str) -> Rows:
+    columns = column_names(rows)
+    for old, new in renames.items():
+        if old not in columns:
+            there = ", ".join(name for name in columns if name != "origin")
+            raise Refusal(f"--rename-columns {old}={new}: {dataset} has no column {old!r}. It has: {there}.")
+        if new in columns and new not in renames:
+            raise Refusal(f"--rename-columns {old}={new}: {dataset} has a column {new!r} already.")
+    if hasattr(rows, "__len__") or not set(renames) & set(renames.values()):
+        return rows.rename_columns(renames)
+    return rows.map(_exchanged, fn_kwargs={"renames": renames}, remove_columns=list(renames))  # datasets renames no stream so
+
+
+def _exchanged(row: dict[str, Any], renames: dict[str, str]) -> dict[str, Any]:
+    return {new: row[old] for old, new in renames.items()}

@@ -1,0 +1,181 @@
+"""Readers of text files: each yields (line number, row) and names the line that it can't read.
+
+The standard library's parsers, because then a row's line stays known, a field stays what was written (pandas' reader turns
+the text "null" of a CSV into nothing), and an error can say where it is.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import itertools
+import json
+import lzma
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.config import Refusal
+
+Row = dict[str, Any]
+
+COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+# columns of a CSV that are text even where each field happens to be a number
+ALWAYS_TEXT = frozenset({"text", "prompt", "completion", "chosen", "rejected", "question", "context", "source", "target"})
+
+
+def read_rows(path: str, ending: str) -> Iterator[tuple[int, Row]]:
+    """Rows of a text file with their line numbers (in a JSON list: their places).
+
+    Raises:
+        Refusal: a line that can't be read, or a file without rows.
+    """
+    rows = TEXT_READERS[ending](path)
+    first = next(rows, None)
+    if first is None:
+        blank = "" if Path(path).stat().st_size == 0 else " but for white space or a header"
+        raise Refusal(f"{path} has no rows: the file is empty{blank}.")
+    yield first
+    yield from rows
+
+
+def number_columns(rows: Iterable[Row]) -> dict[str, type]:
+    """The columns of a CSV in which every field that isn't empty is a number: int, or float where one has a fraction."""
+    types: dict[str, type | None] = {}
+    filled: set[str] = set()
+    for row in rows:
+        for name, value in row.items():
+            known = types.setdefault(name, None if name in ALWAYS_TEXT else int)
+            if known and value:
+                filled.add(name)
+                if not _INTEGER.fullmatch(value):
+                    types[name] = float if _NUMBER.fullmatch(value) else None
+    return {name: known for name, known in types.items() if known and name in filled}
+
+
+def with_numbers(row: Row, types: dict[str, type]) -> Row:
+    """The row with the fields of those columns as numbers, empty ones as None."""
+    return {name: (types[name](value) if value else None) if name in types else value for name, value in row.items()}
+
+
+def what_is(value: Any) -> str:
+    """The kind of a JSON value, for a message."""
+    kinds = {str: "a string", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return kinds.get(type(value), "null" if value is None else type(value).__name__)
+
+
+def _read_jsonl(path: str) -> Iterator[tuple[int, Row]]:
+    for number, line in _lines(path):
+        line = line.strip()
+        if line:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                shown = line if len(line) <= 60 else line[:57] + "..."
+                raise Refusal(f"{path}:{number}: not valid JSON at column {error.colno} ({error.msg}): {shown}") from None
+            yield number, _an_object(row, f"{path}:{number}")
+
+
+def _read_json(path: str) -> Iterator[tuple[int, Row]]:
+    """A list of objects; or, as many tools write under this ending, an object a line."""
+    first = next((line for _, line in _lines(path) if line.strip()), "")
+    if not first:
+        return
+    if first.lstrip().startswith("{") and _is_json(first):
+        yield from _read_jsonl(path)
+        return
+    try:
+        whole = json.loads("".join(line for _, line in _lines(path)))
+    except json.JSONDecodeError as error:
+        raise Refusal(f"{path}:{error.lineno}: not valid JSON at column {error.colno} ({error.msg}).") from None
+    if not isinstance(whole, list):
+        inside = [name for name, value in whole.items() if isinstance(value, list)] if isinstance(whole, dict) else []
+        hint = f" If the rows stand under {inside[0]!r}, save that list alone." if inside else ""
+        raise Refusal(f"{path} is {what_is(whole)}; it should be a list of objects, or have one object a line.{hint}")
+    for number, row in enumerate(whole, 1):
+        yield number, _an_object(row, f"{path}: row {number}")
+
+
+def _read_csv(path: str) -> Iterator[tuple[int, Row]]:
+    """Fields as text under the header's names. A row is numbered by the line where it ends."""
+    csv.field_size_limit(2**31 - 1 if sys.maxsize > 2**31 else sys.maxsize)  # a field may hold a document
+    lines = (line for _, line in _lines(path))
+    first = next(lines, "")
+    if ".tsv" in Path(path).suffixes:
+        separator = "\t"
+    else:
+        separator = next((each for each in "\t;|" if each in first and "," not in first), ",")
+    reader = csv.reader(itertools.chain([first], lines), delimiter=separator, strict=True)
+    try:
+        header = [name.strip() or f"column_{place}" for place, name in enumerate(next(reader, []), 1)]
+        twice = next((name for name in header if header.count(name) > 1), None)
+        if twice:
+            raise Refusal(f"{path}:1: the column {twice!r} stands twice in the header.")
+        for fields in reader:
+            if fields and len(fields) != len(header):
+                raise Refusal(
+                    f"{path}:{reader.line_num}: {len(fields)} fields, but the header has {len(header)} ({', '.join(header)}). "
+                    f"A field with {separator!r} or a line break in it goes in double quotes."
+                )
+            if fields:
+                yield reader.line_num, dict(zip(header, fields, strict=True))
+    except csv.Error as error:
+        raise Refusal(f"{path}:{reader.line_num}: not valid CSV ({error}).") from None
+
+
+def _read_txt(path: str) -> Iterator[tuple[int, Row]]:
+    """A row a line, as datasets reads text; blank ones left out."""
+    for number, line in _lines(path):
+        if line.strip():
+            yield number, {"text": line.rstrip("\r\n")}
+
+
+def _lines(path: str) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, cut at newlines only: a text may hold other separators, such as U+2028."""
+    utf8 = f"{Path(path).with_suffix('')}-utf8{Path(path).suffix}"
+    try:
+        with COMPRESSIONS.get(Path(path).suffix.lower(), open)(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+                    raise Refusal(f"{path} is UTF-16. Make it UTF-8: iconv -f UTF-16 -t UTF-8 {path} > {utf8}")
+                try:
+                    yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise Refusal(
+                        f"{path}:{number}: not UTF-8 (byte 0x{error.object[error.start]:02x} in place {error.start + 1} of the "
+                        f"line). If the file is Latin-1: iconv -f LATIN1 -t UTF-8 {path} > {utf8}"
+                    ) from None
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
+        raise Refusal(f"{path} is damaged or cut short: {error}") from None
+    except OSError as error:
+        raise Refusal(f"{path} can't be read: {error.strerror or error}") from None
+
+
+def _an_object(row: Any, place: str) -> Row:
+    if not isinstance(row, dict):
+        raise Refusal(f'{place} is {what_is(row)}; a row should be an object such as {{"text": "..."}}.')
+    return row
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+_INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]{0,17})")  # not 007, which is a name; not what 64 bits can't hold
+_NUMBER = re.compile(r"[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+TEXT_READERS: dict[str, Callable[[str], Iterator[tuple[int, Row]]]] = {
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".txt": _read_txt,
+}

@@ -1,0 +1,211 @@
+"""What training is about to see: counted, checked, and one example shown with its supervised text marked.
+
+Every row is checked while it is tokenised; the figures are kept beside the tokenised rows, so that they are printed on
+every run, also when those come from the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TextIO
+
+import numpy as np
+
+from toolkit.config import Refusal
+from toolkit.data.tokenising.checks import Rules, count_turn_ends
+from toolkit.data.tokenising.documents import IGNORED, Cut, Documents
+
+SHOWN_CHARACTERS = 1000  # of the example; what is longer has its middle left out
+Piece = tuple[str, bool]  # text, and whether it is supervised
+
+
+@dataclass(frozen=True)
+class SplitFigures:
+    """One split in numbers. Lengths are in tokens, of whole examples; the rest is what is left after cutting."""
+
+    name: str
+    examples: int
+    tokens: int
+    supervised_tokens: int | None  # None where labels are not tokens, or all tokens are supervised
+    median: int
+    percentile_95: int
+    longest: int
+    overlong: int
+    cut_tokens: int  # cut off or dropped
+    dropped: int
+    unsupervised: int  # dropped because no supervised token was left
+    duplicates: int
+    also_in_train: int
+    merged: int  # examples in which a token holds both the end of a prompt and the start of what is supervised
+    rewritten: int  # chats that the template writes otherwise than they were generated
+    classes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """The figures of all splits, what is worth knowing beside them, and one example in pieces."""
+
+    layout: str
+    max_length: int
+    overlong: str
+    splits: list[SplitFigures]
+    notes: list[str]
+    example: list[Piece] = field(default_factory=list)
+    example_origin: str = ""
+    first_rows: int | None = None  # of a stream: so many rows were looked at
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Of one batch of documents: what is summed up over a split."""
+
+    whole: np.ndarray  # length of each document before cutting
+    rows: list[int]  # a hash of each
+    sums: Counter[str]
+    first_origin: str
+
+
+def measure(whole: Documents, kept: Documents, cut: Cut, rules: Rules, remarks: Counter[str]) -> Measures:
+    """Count a batch before and after cutting; `remarks` are counts that only tokenising knows."""
+    ends, supervised_ends = count_turn_ends(whole, rules)
+    sums = Counter(
+        examples=len(kept), tokens=len(kept.values), supervised_tokens=int(kept.supervised().sum()), overlong=cut.overlong,
+        cut_tokens=cut.tokens, dropped=cut.dropped, unsupervised=cut.unsupervised, ends=ends, supervised_ends=supervised_ends,
+        kept_ends=count_turn_ends(kept, rules)[1],
+    )  # fmt: skip
+    rows = [hash(whole.values[a:b].tobytes()) for a, b in pairwise(whole.bounds.tolist())]
+    return Measures(whole.whole, rows, sums + remarks, whole.origins[0] if whole.origins else "")
+
+
+def summarise(
+    name: str, measures: list[Measures], is_masked: bool, max_length: int, classes: list[str],
+    train_rows: Set[int] = frozenset(),
+) -> SplitFigures:  # fmt: skip
+    """The figures of a split; `train_rows` are the hashes of the training split's rows, for another split.
+
+    Raises:
+        Refusal: nothing is left of it, or its mask leaves out every end of a turn.
+    """
+    sums = sum((part.sums for part in measures), Counter())
+    whole = np.concatenate([part.whole for part in measures]) if measures else np.zeros(0, dtype=np.int64)
+    if not sums["examples"] and len(whole):
+        raise Refusal(
+            f"Nothing is left of the {name} split: of its {len(whole):,} examples {sums['overlong']:,} are longer than "
+            f"--max-length {max_length}, and {sums['unsupervised']:,} have no supervised token within it. Raise it: the "
+            f"longest example has {whole.max():,} tokens."
+        )
+    if name == "train" and is_masked and sums["ends"] and not sums["kept_ends"]:
+        cut_off = f"All were cut off by --max-length {max_length}: raise it, or choose --overlong drop"
+        left_out = f"Look at the labels, first at {measures[0].first_origin}: each answer must end with a supervised one."
+        raise Refusal(
+            f"No end of a text or turn is supervised in the {name} split: the model would never learn to stop. "
+            + (cut_off if sums["supervised_ends"] else left_out)
+        )
+    median, percentile_95 = np.percentile(whole, [50, 95], method="inverted_cdf") if len(whole) else (0, 0)
+    rows = [row for part in measures for row in part.rows]
+    counted = ("examples", "tokens", "overlong", "cut_tokens", "dropped", "unsupervised", "merged", "rewritten")
+    return SplitFigures(
+        name=name, supervised_tokens=sums["supervised_tokens"] if is_masked else None, median=int(median),
+        percentile_95=int(percentile_95), longest=int(whole.max(initial=0)), duplicates=len(rows) - len(set(rows)),
+        also_in_train=sum(row in train_rows for row in rows),
+        classes={label: sums[f"class {label}"] for label in classes}, **{key: sums[key] for key in counted},
+    )  # fmt: skip
+
+
+def example_pieces(ids: list[int], labels: list[int] | None, decode: Callable[[list[int]], str]) -> list[Piece]:
+    """An example as text, cut where supervised text begins and ends, its middle left out when it is long."""
+    is_supervised = [labels is None or label != IGNORED for label in labels or ids]
+    borders = [i for i in range(1, len(ids)) if is_supervised[i] != is_supervised[i - 1]]
+    texts = [decode(ids[:end]) for end in [0, *borders, len(ids)]]  # of growing beginnings: a piece alone may lose its space
+    starts = [0, *borders]
+    pieces = [(texts[i + 1][len(texts[i]) :], is_supervised[start]) for i, start in enumerate(starts)] if ids else []
+    share = max(SHOWN_CHARACTERS // max(len(pieces), 1), 120)
+    return [(_shorten(_printable(text), share), mark) for text, mark in pieces]
+
+
+def print_preflight(preflight: Preflight, stream: TextIO | None = None) -> None:
+    """Print it as a table, notes and the example; from the main process only."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    stream = stream or sys.stdout
+    text = "\n".join(_lines(preflight, _marks(stream))) + "\n"
+    encoding = stream.encoding or "utf-8"  # a console may lack signs that the data have
+    stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+    stream.flush()
+
+
+def _lines(preflight: Preflight, marks: tuple[str, str]) -> list[str]:
+    seen = f" (the first {preflight.first_rows:,} rows of a stream)" if preflight.first_rows else ""
+    lines = [f"Data: {preflight.layout}{seen}"]
+    has_mask = any(split.supervised_tokens is not None for split in preflight.splits)
+    header = ["", "examples", "tokens", *(["supervised"] if has_mask else []), "median", "95 %", "longest"]
+    rows = [
+        [
+            split.name, f"{split.examples:,}", f"{split.tokens:,}",
+            *([f"{(split.supervised_tokens or 0) / max(split.tokens, 1):.1%}"] if has_mask else []),
+            f"{split.median:,}", f"{split.percentile_95:,}", f"{split.longest:,}",
+        ]
+        for split in preflight.splits
+    ]  # fmt: skip
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  " + "  ".join(cells).rstrip())
+    lines += [f"  {note}" for split in preflight.splits for note in _remarks(split, preflight)]
+    lines += [f"  {note}" for note in preflight.notes]
+    if preflight.example:
+        told = "between " + " and ".join(marks) if marks[0] == "[[" else "underlined"
+        is_masked = not all(mark for _, mark in preflight.example)
+        lines.append(f"Example {preflight.example_origin}" + (f", supervised text {told}:" if is_masked else ":"))
+        begin, end = marks if is_masked else ("", "")
+        text = "".join(f"{begin}{piece}{end}" if mark else piece for piece, mark in preflight.example)
+        lines += ["  | " + line for line in text.split("\n")]
+    return lines
+
+
+def _remarks(split: SplitFigures, preflight: Preflight) -> list[str]:
+    """What the split lost and what is peculiar about it, in words."""
+    lines = []
+    if split.overlong:
+        what = {"truncate": "truncated", "drop": "dropped", "split": "split"}[preflight.overlong]
+        share = split.cut_tokens / (split.tokens + split.cut_tokens)
+        lost = f"; {split.cut_tokens:,} tokens ({share:.1%}) are lost" if split.cut_tokens else ""
+        lines.append(f"{split.overlong:,} longer than {preflight.max_length:,} tokens, {what}{lost}")
+    if split.unsupervised:
+        lines.append(f"{split.unsupervised:,} of these dropped, as no supervised token was left")
+    if split.duplicates:
+        lines.append(f"{split.duplicates:,} are exact duplicates of others")
+    if split.also_in_train:
+        lines.append(f"{split.also_in_train:,} are in train too, so that its figures will flatter the model")
+    if split.merged:
+        lines.append(f"{split.merged:,} have a token that joins the prompt's end with the answer's start; it is supervised")
+    if split.rewritten:
+        lines.append(
+            f"{split.rewritten:,} chats have earlier turns that the template writes otherwise than when they were the last, "
+            "such as without their thinking; they are trained on as written"
+        )
+    if split.classes:
+        shares = [f"{label} {count / max(split.examples, 1):.1%}" for label, count in split.classes.items()]
+        lines.append("classes: " + ", ".join(shares[:12]) + (f" and {len(shares) - 12} more" if len(shares) > 12 else ""))
+    return [f"{split.name}: {line}" for line in lines]
+
+
+def _marks(stream: TextIO) -> tuple[str, str]:
+    is_terminal = stream.isatty() and "NO_COLOR" not in os.environ
+    return ("\x1b[4;32m", "\x1b[0m") if is_terminal else ("[[", "]]")
+
+
+def _printable(text: str) -> str:
+    """Text of a stranger, without what would command the terminal."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else f"\\x{ord(sign):02x}" for sign in text)
+
+
+def _shorten(text: str, most: int) -> str:
+    if len(text) <= 1.2 * most:
+        return text
+    return f"{text[: most // 2]} [... {len(text) - 2 * (most // 2):,} characters ...] {text[-(most // 2) :]}"

@@ -1,0 +1,107 @@
+"""From the columns of a dataset to tokenised documents with their labels, checked and counted before a model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config import DataConfig, Refusal
+from toolkit.data.tokenising.plans import Plan, describe_plan, describe_settings, plan_classification, plan_text
+from toolkit.data.tokenising.preflight import Piece, Preflight, example_pieces, print_preflight
+from toolkit.data.tokenising.prepare import STREAM_ROWS, tokenise, tokenise_stream
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
+
+
+def tokenize_for_lm(splits: Any, tokenizer: Any, config: DataConfig) -> DatasetDict:
+    """Documents of which every token is supervised, from any layout of columns. Prints the preflight.
+
+    A document begins with BOS if the tokenizer uses one and ends with the end-of-text token, each once. Columns:
+    `input_ids`, `length`, `supervised_tokens` and `origin`.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    return _shown(prepare("lm", splits, tokenizer, config))
+
+
+def tokenize_for_sft(splits: Any, tokenizer: Any, config: DataConfig) -> DatasetDict:
+    """Documents of which the answers are supervised: completions, or the assistant's turns. Prints the preflight.
+
+    Columns: as for `tokenize_for_lm`, and `labels`, aligned with `input_ids`, -100 where a token is not supervised. There
+    are no labels where all tokens are.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    return _shown(prepare("sft", splits, tokenizer, config))
+
+
+def tokenize_for_classification(splits: Any, tokenizer: Any, config: DataConfig) -> DatasetDict:
+    """Texts, or pairs of them (`text_pair`), with a label as the model takes it. Prints the preflight.
+
+    Columns: `input_ids`, `length`, `labels` (int; list of float, one a class; or float), with `class_weights` also
+    `weight`, for pairs `token_type_ids` where the tokenizer has them, and `origin`. `config` holds the settings of
+    ClassificationConfig too.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    return _shown(prepare("classification", splits, tokenizer, config))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tokenised splits and what was found on the way."""
+
+    splits: Any
+    preflight: Preflight
+
+
+def prepare(task: str, splits: Any, tokenizer: Any, config: DataConfig) -> Prepared:
+    """Tokenise, check and count all splits for a task (lm, sft, classification), without printing.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    from datasets import Dataset
+
+    given, notes = dict(splits), list[str]()
+    if task == "classification":
+        plans, notes = plan_classification(given, config)
+    else:
+        if tokenizer.eos_token_id is None:
+            raise Refusal("The tokenizer has no end-of-text token: no text would end. Set eos_token in tokenizer_config.json")
+        plans = plan_text(given, config, task)
+    notes += describe_settings(plans, given, tokenizer, config)
+    is_stream = not all(isinstance(given[name], Dataset) for name in plans)
+    work = tokenise_stream if is_stream else tokenise
+    tokenised, figures = work({name: given[name] for name in plans}, plans, tokenizer, config)
+    notes += [f"{name}: left out, as it has no rows" for name in plans if name not in tokenised]
+    first = next(iter(tokenised))
+    origin, example = _example(next(iter(tokenised[first])), plans[first], tokenizer)
+    preflight = Preflight(
+        describe_plan(plans[first], tokenizer), config.max_length, config.overlong, figures, notes, example, origin,
+        STREAM_ROWS if is_stream else None,
+    )  # fmt: skip
+    return Prepared(tokenised, preflight)
+
+
+def _shown(prepared: Prepared) -> Any:
+    print_preflight(prepared.preflight)
+    return prepared.splits
+
+
+def _example(row: dict[str, Any], plan: Plan, tokenizer: Any) -> tuple[str, list[Piece]]:
+    """Where a row comes from, and its text in pieces."""
+    labels = row["labels"] if plan.is_masked else None
+    origin = row.get("origin") or "row 0"
+    if plan.classes is not None:
+        names, label = plan.classes.names, row["labels"]
+        if isinstance(label, list):
+            shown = [name for name, is_one in zip(names, label, strict=True) if is_one]
+        else:
+            shown = [names[label]] if names else [f"{label:g}"]
+        origin = f"{origin}, labelled {', '.join(shown) or 'with no class'}"
+    return origin, example_pieces(row["input_ids"], labels, tokenizer.decode)
