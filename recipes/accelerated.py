@@ -40,10 +40,13 @@ def main(config: Config) -> tk.Summary:
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
     loss_fn, metrics = tk.classification_task(config, model.config.num_labels)
     model, optimizer = accelerator.prepare(model, optimizer)
+    train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
         if run.step == 0:
             run.compare_with("eval_accuracy", tk.class_baselines(raw, config))
+        if run.due("eval_on_start"):
+            run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
         for batch in run:
             rates = schedule(run.progress)
             run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
@@ -52,8 +55,8 @@ def main(config: Config) -> tk.Summary:
                 if tk.stopped_improving(run.history(config.metric_for_best_model), config):
                     break
         tk.load_best(run)
+        tk.save_model(accelerator, model, tokenizer, config, run.summary)
 
-    tk.save_model(accelerator, model, tokenizer, config, run.summary)
     return run.summary
 
 

@@ -46,10 +46,13 @@ def main(config: Config) -> tk.Summary:
     loss_fn = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)
     metrics = tk.causal_lm_metrics_with_bytes(tk.count_bytes(raw.get("validation", [])))
     prompts = tk.sample_prompts(raw, tokenizer, config)
+    train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
         if "validation" in raw and run.step == 0:
             run.compare_with("eval_bits_per_byte", tk.text_baselines(raw, splits, len(tokenizer)))
+        if run.due("eval_on_start"):
+            run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
         for batch in run:
             rates = schedule(run.progress)
             run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
@@ -59,8 +62,8 @@ def main(config: Config) -> tk.Summary:
                 if tk.stopped_improving(run.history(config.metric_for_best_model), config):
                     break
         tk.load_best(run)
+        tk.save_model(accelerator, model, tokenizer, config, run.summary)
 
-    tk.save_model(accelerator, model, tokenizer, config, run.summary)
     return run.summary
 
 

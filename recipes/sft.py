@@ -37,6 +37,7 @@ def main(config: Config) -> tk.Summary:
     model, optimizer = accelerator.prepare(model, optimizer)
     loss_fn = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)
     prompts = tk.sample_prompts(raw, tokenizer, config)
+    train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
         if run.step == 0:
@@ -53,8 +54,8 @@ def main(config: Config) -> tk.Summary:
                 if tk.stopped_improving(run.history(config.metric_for_best_model), config):
                     break
         tk.load_best(run)
+        tk.save_model(accelerator, model, tokenizer, config, run.summary)
 
-    tk.save_model(accelerator, model, tokenizer, config, run.summary)
     return run.summary
 
 

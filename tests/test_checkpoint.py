@@ -101,7 +101,7 @@ def test_a_save_that_fails_leaves_nothing_and_touches_nothing(tmp_path: Path, mo
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ckpt, "_commit", full)
+    monkeypatch.setattr(ckpt.directory, "_commit", full)
     with pytest.raises(OSError, match="No space"):
         saved(tmp_path, 3)
     assert [p.name for p in tmp_path.iterdir()] == [older.name]

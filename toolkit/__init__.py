@@ -34,6 +34,7 @@ _ROOMS = {
     "metrics.classification": ("classification_metrics",),
     "data.tokenising.labels": ("label_names", "label_settings"),
     "step": ("to_device", "train_step"),
+    "memory": ("fit_micro_batch",),
     "evaluation": ("Metrics", "eval_with_gather"),
     "run": ("Run", "open_run"),
     "summary": ("Summary",),

@@ -1,5 +1,6 @@
-"""Steps that were not finite: named, counted, and the end of the run when too many follow each other."""
+"""Steps that went wrong: not finite, or a loss far above those before. Named, counted, their rows written down."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ from toolkit.figures import StepFigures
 
 class Unstable(Exception):
     """Too many steps in a row were not finite; the parameters are those of the last good one."""
+
+    exit_code = 1
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be written, and `save_error` says stop."""
 
     exit_code = 1
 
@@ -29,7 +36,6 @@ class NonfiniteGuard:
         self.in_row += 1
         loss, norm, examples = step.values["loss"], step.values["grad_norm"], step.batch.examples
         if run.accelerator.is_main_process:
-            self.directory.mkdir(exist_ok=True)
             record = {"step": step.step, "position": step.batch.position, "loss": str(loss), "grad_norm": str(norm)}
             rows = [describe_row(train, example) for example in examples]
             output.append_line(self.directory / "nonfinite.jsonl", {**record, "rows": rows})
@@ -43,6 +49,38 @@ class NonfiniteGuard:
                 f"{self.in_row} step(s) in a row with a non-finite loss or gradient, the last one step {step.step}. The "
                 "parameters are untouched by them. Look at the rows written, lower --learning-rate, or prefer --bf16 to --fp16."
             )
+
+
+class LossSpikes:
+    """Losses far above those before: a bad batch, or a learning rate that is too high. They are reported, nothing else."""
+
+    SEEN, SPREADS = 50, 8.0  # compared with the last 50 steps; above their median by 8 of their usual distances from it
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.losses: list[float] = []
+
+    def check(self, step: StepFigures, run: Any) -> bool:
+        """Whether this step's loss is a spike; if so it was said and written down."""
+        loss, before = step.values["loss"], self.losses[-self.SEEN :]
+        if step.values.get("nonfinite"):
+            return False
+        self.losses = [*before, loss][-self.SEEN :]
+        if len(before) < self.SEEN // 2:
+            return False
+        median = statistics.median(before)
+        usual = statistics.median(abs(each - median) for each in before)  # the median absolute deviation
+        if loss <= median + self.SPREADS * max(usual, 0.02 * abs(median)):
+            return False
+        if run.accelerator.is_main_process:
+            record = {"step": step.step, "position": step.batch.position, "loss": loss, "median": median}
+            rows = [describe_row(run.train, example) for example in step.batch.examples]
+            output.append_line(self.directory / "loss_spikes.jsonl", {**record, "rows": rows})
+        run.say(
+            f"WARNING: step {step.step}: loss {loss:.4g}, where the last {len(before)} steps had {median:.4g}. "
+            f"Its rows are in {self.directory / 'loss_spikes.jsonl'}"
+        )
+        return True
 
 
 def describe_row(train: Any, example: int) -> dict[str, Any]:

@@ -5,16 +5,19 @@ import json
 import math
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from toolkit.config import OutputConfig, Refusal, write_config_file
+from toolkit.ranks import on_main
 from toolkit.summary import Summary
 
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "run.json")
 FOLDERS = ("checkpoints", "model", "incidents", "trackers")
-LOCK = ".lock"
+LOCK, OWNER = ".lock", ".owner.json"
 
 
 def holds_a_run(directory: Path) -> bool:
@@ -38,37 +41,56 @@ def check_output_dir(config: OutputConfig) -> None:
 
 
 @contextlib.contextmanager
-def claimed(config: OutputConfig, is_main_process: bool = True) -> Iterator[Path]:
+def claimed(config: OutputConfig, accelerator: Any = None) -> Iterator[Path]:
     """Hold the output directory, with config.yaml in it, for as long as the block runs.
 
     The lock is the operating system's: it falls when its process dies, so a dead run blocks nobody. A refusal inside the
-    block, before there is anything to keep, leaves no directory behind that was not there before.
+    block, before there is anything to keep, leaves no directory behind that was not there before. With an accelerator the
+    main process holds it for all ranks, and what it refuses they all refuse.
     """
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
 
     directory = Path(config.output_dir)
-    if not is_main_process:
-        yield directory
-        return
-    check_output_dir(config)
     existed = directory.exists()
-    directory.mkdir(parents=True, exist_ok=True)
     lock = FileLock(directory / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise Refusal(f"--output-dir {directory}: another process is writing there now.") from None
-    try:
+
+    def claim() -> None:
+        check_output_dir(config)
+        directory.mkdir(parents=True, exist_ok=True)
+        _lock(lock, directory)
         if config.overwrite_output_dir:
             clear_output_dir(directory)
         write_config_file(config, directory / "config.yaml")
+
+    try:
+        if accelerator is None:
+            claim()
+        else:
+            on_main(accelerator, claim)
         yield directory
     except Refusal:
-        if not existed and not (directory / "metrics.jsonl").exists():
+        if lock.is_locked and not existed and not (directory / "metrics.jsonl").exists():
             shutil.rmtree(directory, ignore_errors=True)
         raise
     finally:
         lock.release()  # the file stays: unlinking it could take it away from one who just locked it
+
+
+def _lock(lock: Any, directory: Path) -> None:
+    """Take the lock, or say who has it; the owner is only named, the lock itself decides."""
+    from filelock import Timeout
+
+    owner = directory / OWNER
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        try:
+            told = "process {pid} on {host}, since {since},".format_map(json.loads(owner.read_text()))
+        except (OSError, ValueError, KeyError):
+            told = "another process"
+        raise Refusal(f"--output-dir {directory}: {told} is writing there now.") from None
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}))
 
 
 def clear_figures(directory: Path) -> None:
@@ -101,9 +123,36 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON object to a .jsonl file, in a single write."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json_line(record) + "\n")
+    """Append one JSON object to a .jsonl file, whole or not at all; its folder is made when it isn't there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json_line(record) + "\n")
+    except OSError:
+        with contextlib.suppress(OSError):  # half a line would hide those after it from a reader
+            os.truncate(path, size)
+        raise
+
+
+class LineFile:
+    """A .jsonl file that a full disk does not stop: lines that can't be written wait for the next one that can."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[dict[str, Any]] = []
+
+    def append(self, record: dict[str, Any]) -> OSError | None:
+        """Write a record, after those that wait; returns the error when they begin to wait with this one."""
+        began_waiting = not self._waiting
+        self._waiting.append(record)
+        try:
+            while self._waiting:
+                append_line(self.path, self._waiting[0])
+                self._waiting.pop(0)
+        except OSError as error:
+            return error if began_waiting else None
+        return None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

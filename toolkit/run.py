@@ -19,11 +19,15 @@ from toolkit.best import greater_is_better
 from toolkit.config import Refusal
 from toolkit.data.batch import Batch
 from toolkit.figures import Window
-from toolkit.guard import NonfiniteGuard
+from toolkit.guard import LossSpikes, NonfiniteGuard
+from toolkit.memory import WHAT_HELPS, OutOfMemory, is_out_of_memory
+from toolkit.ranks import on_main
+from toolkit.resume import checkpoint_to_resume
 from toolkit.run_card import write_run_card
-from toolkit.signals import Interrupted, StopSignal, continuing_command, signals_noted
-from toolkit.summary import Summary
-from toolkit.tracking import Progress, open_trackers, peak_memory_gb, show_number
+from toolkit.run_state import check_saves, report_saves, restore_run, save_run
+from toolkit.signals import Interrupted, OutOfTime, StopSignal, continuing_command, signals_noted, stop_deadline
+from toolkit.summary import Summary, summarise
+from toolkit.tracking import Progress, open_trackers, show_number
 
 EVERY = {"log": "logging_steps", "eval": "eval_steps", "save": "save_steps"}
 STRATEGY = {"log": "logging_strategy", "eval": "eval_strategy", "save": "save_strategy"}
@@ -44,12 +48,18 @@ class Run:
         self.kept: dict[str, torch.Tensor] = {}
         self.baselines: dict[str, Any] = {}
         self.best: dict[str, Any] = {}
-        self.summary = Summary()
+        self.trackers: dict[str, str] = {}
+        self.status, self.failed_saves, self.loss_spikes = "running", 0, 0
         self.stop = StopSignal()
+        self.writer = ckpt.CheckpointWriter(self.checkpoints, config.save_total_limit, background=config.async_save)
         self.display = Progress(train.num_steps, 0, accelerator.is_main_process)
-        self._window, self._guard = Window(), NonfiniteGuard(config, self.output_dir / "incidents")
-        self._opened, self._seconds_before = time.monotonic(), 0.0
+        self._window, self.guard = Window(), NonfiniteGuard(config, self.output_dir / "incidents")
+        self.spikes = LossSpikes(self.output_dir / "incidents")
+        self._metrics, self._samples = (output.LineFile(self.output_dir / f"{name}.jsonl") for name in ("metrics", "samples"))
+        self._opened, self.seconds_before = time.monotonic(), 0.0
         self._position_before, self._best_is_unsaved = 0, False
+        self.base: dict[str, Any] = {}
+        self._between_steps, self.evaluation_is_owed = True, False
 
     def __iter__(self) -> Iterator[Batch]:
         self._window.resume_clock()
@@ -58,16 +68,16 @@ class Run:
             self._batch, self._position_before = batch, batch.position
             self.step, self.position = self.step + 1, batch.position + batch.size
             self.tokens += batch.totals.get("tokens", 0.0)
+            self._between_steps = False
             yield batch
+            self._between_steps = True
             self.display.moved(self.step)
             stop = self.stop.agreed(self.accelerator)
             if stop or self.due("save") or self._best_is_unsaved:
                 self.save()
+            check_saves(self, self.writer.finished())
             if stop:
-                raise Interrupted(
-                    f"stopped by {signal.Signals(stop).name} after step {self.step}; everything is saved. Continue with:\n"
-                    f"  {continuing_command()}"
-                )
+                self._interrupt(stop)
             self._window.resume_clock()
 
     @property
@@ -81,12 +91,22 @@ class Run:
     @property
     def seconds(self) -> float:
         """Time in training, over all the processes that worked on this run."""
-        return self._seconds_before + time.monotonic() - self._opened
+        return self.seconds_before + time.monotonic() - self._opened
+
+    @property
+    def summary(self) -> Summary:
+        """The figures so far; the final ones once the run is closed."""
+        return summarise(self)
 
     def due(self, what: str) -> bool:
-        """Whether "log", "eval" or "save" is due after this step, or "eval_on_start" before the first one."""
+        """Whether "log", "eval" or "save" is due after this step, or "eval_on_start" before the first one.
+
+        An evaluation that a deadline cut off is made up for when the run is continued: then "eval_on_start" is due.
+        """
         if what == "eval_on_start":
-            return self.step == 0 and self.config.eval_on_start and self.config.eval_strategy != "no"
+            wanted = self.step == 0 and self.config.eval_on_start and self.config.eval_strategy != "no"
+            owed, self.evaluation_is_owed = self.evaluation_is_owed, False
+            return wanted or owed
         strategy = getattr(self.config, STRATEGY[what])
         if strategy == "no" or self.step == 0:
             return False
@@ -109,6 +129,7 @@ class Run:
         if log_is_due or self.accelerator.device.type == "cpu":  # reading is free on the CPU: a bad step is seen at once
             self._read_window()
         self._window.stop_clock()
+        self._between_steps = True  # the update is done: evaluation and samples change nothing
         if log_is_due:
             event = self._window.event(self.optimizer, self.model, self.accelerator)
             if "tokens_per_second" in event:
@@ -136,7 +157,7 @@ class Run:
         """Write generated samples ("prompt", "text", perhaps "reference") to samples.jsonl and show them."""
         if self.accelerator.is_main_process:
             for sample in samples:
-                output.append_line(self.output_dir / "samples.jsonl", {"step": self.step, **sample})
+                self._keep_line(self._samples, {"step": self.step, **sample})
                 self.say(f"  sample ┃ {_one_line(sample['prompt'], 50)} ┃ {_one_line(sample['text'], 100)}")
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -144,69 +165,43 @@ class Run:
         self.kept[name] = tensor
 
     def save(self) -> None:
-        """Write a checkpoint of this moment; a failure costs a warning, not the run."""
+        """Write a checkpoint of this moment. When it fails, that costs a warning, or the run where `save_error` is stop."""
+        self._read_window()
+        save_run(self)
+        self._best_is_unsaved = False
+
+    def close(self) -> None:
+        """Finish what is being written, and write summary.json."""
+        report_saves(self, self.writer.wait())
         self._read_window()
         if self.accelerator.is_main_process:
             try:
-                state = ckpt.capture_state(self.model, self.optimizer, self._record(), self.accelerator.scaler, self.kept)
-                path = ckpt.save_checkpoint(self.checkpoints, self.step, state)
-                ckpt.write_pointer(self.checkpoints, "last", path)
-                if self.best.get("step") == self.step:
-                    ckpt.write_pointer(self.checkpoints, "best", path)
-                best = ckpt.read_pointer(self.checkpoints, "best")
-                ckpt.prune_checkpoints(self.checkpoints, self.config.save_total_limit, [best] if best else [])
+                output.write_summary(self.output_dir, self.summary)
             except OSError as error:
-                self.say(f"WARNING: no checkpoint at step {self.step}: {error}. Training goes on; the last good one is kept.")
-        self._best_is_unsaved = False
-        self.accelerator.wait_for_everyone()
-
-    def restore(self, path: Path) -> None:
-        """Continue from a checkpoint: weights, optimiser, position and history."""
-        state = ckpt.load_checkpoint(path)
-        record = state.run
-        if record["fingerprint"] != self.train.fingerprint:
-            raise Refusal(f"{path}: was trained on other data, or data cut or packed otherwise, than these settings give.")
-        ckpt.apply_state(state, self.model, self.optimizer, self.accelerator.scaler)
-        self.step, self.applied, self.position = record["step"], record["applied"], record["position"]
-        self.tokens, self.memory, self.best = record["tokens"], record["memory"], record["best"]
-        self.baselines, self._seconds_before, self.kept = record["baselines"], record["seconds"], state.kept
-        self._guard.in_row = record["nonfinite_in_row"]
-        if self.accelerator.is_main_process:
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                output.truncate_lines(self.output_dir / name, self.step)
-        self.accelerator.wait_for_everyone()
-        self.events = output.read_lines(self.output_dir / "metrics.jsonl")
-        self.display = Progress(self.train.num_steps, self.step, self.accelerator.is_main_process)
-        self.say(f"resumed from {path}: step {self.step} of {self.train.num_steps}")
-
-    def close(self, status: str) -> None:
-        """Write summary.json: how it ended, the last figures, the first ones to compare them with."""
-        self._read_window()
-        evaluations = [{k: v for k, v in event.items() if k.startswith("eval_")} for event in self.events]
-        evaluations = [figures for figures in evaluations if figures]
-        first = {f"first_{name}": value for name, value in evaluations[0].items()} if len(evaluations) > 1 else {}
-        losses = self.history("loss")
-        self.summary.figures.update({
-            "status": status, "steps": self.step, "applied_steps": self.applied, "examples": self.position,
-            "epoch": self.epoch, "supervised_tokens": self.tokens, "seconds": self.seconds,
-            "peak_memory_gb": peak_memory_gb(self.accelerator.device), **({"train_loss": losses[-1]} if losses else {}),
-            **first, **(evaluations[-1] if evaluations else {}), "best": self.best, "baselines": self.baselines,
-        })  # fmt: skip
-        if self.accelerator.is_main_process:
-            output.write_summary(self.output_dir, self.summary)
+                self.say(f"WARNING: no summary.json: {error}")
         self.display.close()
 
-    def _record(self) -> dict[str, Any]:
-        return {
-            "step": self.step, "applied": self.applied, "position": self.position, "epoch": self.epoch, "tokens": self.tokens,
-            "seconds": self.seconds, "best": self.best, "memory": self.memory, "baselines": self.baselines,
-            "nonfinite_in_row": self._guard.in_row, "fingerprint": self.train.fingerprint,
-        }  # fmt: skip
+    def leave_in_time(self) -> None:
+        """The deadline is near: save if the weights are those of a whole step, then leave; `Interrupted` is raised."""
+        if self._between_steps:
+            last = [event for event in self.events if event["step"] == self.step]
+            self.evaluation_is_owed = self.due("eval") and not any(name.startswith("eval_") for event in last for name in event)
+            self.save()
+        self._interrupt(self.stop.number or signal.SIGTERM)
+
+    def _interrupt(self, number: int) -> None:
+        report_saves(self, self.writer.wait())
+        newest = ckpt.read_pointer(self.checkpoints, "last")
+        kept = f"the newest checkpoint is {newest}" if newest else "there is NO checkpoint"
+        raise Interrupted(
+            f"stopped by {signal.Signals(number).name} after step {self.step}; {kept}. Continue with:\n  {continuing_command()}"
+        )
 
     def _read_window(self) -> None:
         for step in self._window.read():
             self.applied += int(step.values.get("applied", 1))
-            self._guard.check(step, self.train, self)
+            self.guard.check(step, self.train, self)
+            self.loss_spikes += self.spikes.check(step, self)
 
     def _log_evaluation(self, figures: dict[str, float]) -> None:
         name = self.config.metric_for_best_model
@@ -226,8 +221,14 @@ class Run:
         where = {"step": self.step, "epoch": round(self.epoch, 6), "examples": self.position, "time": round(self.seconds, 3)}
         self.events.append({**where, **figures})
         if self.accelerator.is_main_process:
-            output.append_line(self.output_dir / "metrics.jsonl", self.events[-1])
+            self._keep_line(self._metrics, self.events[-1])
         self.accelerator.log(figures, step=self.step)
+
+
+    def _keep_line(self, file: output.LineFile, record: dict[str, Any]) -> None:
+        error = file.append(record)
+        if error:
+            self.say(f"WARNING: {file.path}: {error}. Its lines wait until they can be written.")
 
 
 @contextlib.contextmanager
@@ -241,29 +242,40 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
         Refusal: the directory is in use, the disk is too small, the checkpoint does not fit.
     """
     run = Run(accelerator, config, model, optimizer, train)
-    with output.claimed(config, accelerator.is_main_process):
-        if accelerator.is_main_process:
-            _check_space(run, config)
-            ckpt.clean_leftovers(run.checkpoints)
-        accelerator.wait_for_everyone()
-        source = _checkpoint_to_resume(run, config)
+    with output.claimed(config, accelerator):
+        on_main(accelerator, lambda: _check_space(run, config))
+        on_main(accelerator, lambda: ckpt.clean_leftovers(run.checkpoints))
+        source = checkpoint_to_resume(run, config)
         if source is not None:
-            run.restore(source)
+            restore_run(run, source)
         elif accelerator.is_main_process:
             output.clear_figures(run.output_dir)
         if accelerator.is_main_process:
             write_run_card(run.output_dir / "run.json", accelerator, config, run.model, train)
-        open_trackers(accelerator, config)
-        status = "failed"
+        run.trackers = open_trackers(accelerator, config, run.trackers)
+        run.status = "failed"
         try:
-            with signals_noted() as run.stop:
+            with signals_noted(stop_deadline(config)) as run.stop:
                 yield run
-            status = "finished" if run.finished else "stopped early"
+            check_saves(run, run.writer.wait())
+            run.status = "finished" if run.finished else "stopped early"
         except Interrupted:
-            status = "interrupted"
+            run.status = "interrupted"
             raise
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            newest = ckpt.read_pointer(run.checkpoints, "last")
+            raise OutOfMemory(
+                f"out of memory in step {run.step}: {str(error).splitlines()[0]}\nLower --per-device-train-batch-size (with "
+                f"--global-batch-size the result stays) or --per-device-eval-batch-size. {WHAT_HELPS} The newest checkpoint "
+                f"is {newest}: continue with --resume."
+            ) from error
+        except OutOfTime:
+            run.status = "interrupted"
+            run.leave_in_time()
         finally:
-            run.close(status)
+            run.close()
             accelerator.end_training()
 
 
@@ -273,17 +285,6 @@ def _check_space(run: Run, config: Any) -> None:
     kept = 0 if config.save_strategy == "no" else (config.save_total_limit or 1) + 1
     what = f"this run (a model{f' and {kept} checkpoints' if kept else ''})"
     output.check_disk_space(run.output_dir, int(1.1 * weights * (1 + 3 * kept)), what)
-
-
-def _checkpoint_to_resume(run: Run, config: Any) -> Path | None:
-    if config.resume_from:
-        return Path(config.resume_from)
-    if not config.resume:
-        return None
-    found = ckpt.latest_checkpoint(run.checkpoints, run.say)
-    if found is None:
-        run.say(f"--resume: no checkpoint under {run.checkpoints}, starting fresh")
-    return found
 
 
 def _one_line(text: str, width: int) -> str:

@@ -36,6 +36,7 @@ def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train:
             "engine": str(accelerator.distributed_type.value),
             "precision": accelerator.mixed_precision,
             "global_batch_size": train.global_batch_size,
+            "micro_batch_size": train.micro_batch_size,
             "gradient_accumulation_steps": -(-train.global_batch_size // (train.micro_batch_size * accelerator.num_processes)),
             "steps": train.num_steps,
         },

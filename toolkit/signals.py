@@ -1,14 +1,17 @@
-"""SIGTERM and Ctrl-C: noted at once, acted upon at the end of a step."""
+"""SIGTERM and Ctrl-C: noted at once, acted upon at the end of a step, and in time."""
 
 import contextlib
 import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from toolkit.ranks import largest
+
+SAGEMAKER_DEADLINE = 120.0  # seconds from SIGTERM to SIGKILL in a SageMaker job
 
 
 class Interrupted(Exception):
@@ -17,44 +20,73 @@ class Interrupted(Exception):
     exit_code = 75
 
 
-class StopSignal:
-    """The first stop signal this process has seen, if any."""
+class OutOfTime(Exception):
+    """The deadline after a stop signal is near and the step is not done."""
 
-    number: int | None = None
+
+class StopSignal:
+    """The first stop signal this process has seen, if any, and how long it may still take.
+
+    `seconds_to_save` is what the last checkpoint took: so much, twice, is kept free before the deadline. While `busy_saving`
+    the deadline doesn't interrupt.
+    """
+
+    def __init__(self, deadline: float | None = None) -> None:
+        self.number: int | None = None
+        self.deadline, self.seconds_to_save, self.busy_saving = deadline, 0.0, False
+        self.noted_at = 0.0
 
     def agreed(self, accelerator: Any) -> int | None:
         """The signal to stop for, if any rank has seen one: all ranks hear of it at the same step."""
-        if accelerator.num_processes == 1:
-            return self.number
-        seen = torch.tensor([self.number or 0], device=accelerator.device)
-        torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
-        return int(seen) or None
+        return largest(accelerator, self.number or 0) or None
 
 
 @contextlib.contextmanager
-def signals_noted() -> Iterator[StopSignal]:
-    """Note the first SIGTERM or SIGINT for the run to act on; the second one acts by itself."""
-    stop = StopSignal()
+def signals_noted(deadline: float | None = None) -> Iterator[StopSignal]:
+    """Note the first SIGTERM or SIGINT for the run to act on; the second one acts by itself.
+
+    With a deadline in seconds `OutOfTime` is raised in the main thread when there is just time left to save.
+    """
+    stop = StopSignal(deadline)
 
     def note(number: int, frame: Any) -> None:
-        stop.number = number
+        stop.number, stop.noted_at = number, time.monotonic()
         message = f"\n{signal.Signals(number).name}: finishing this step, then saving; once more to leave at once\n"
         os.write(2, message.encode())  # print is not safe inside a signal handler
-        restore()
+        restore(signal.SIGTERM, signal.SIGINT)
+        if deadline is not None:
+            signal.setitimer(signal.ITIMER_REAL, max(deadline - 2 * stop.seconds_to_save - 1, 0.01))
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def late(number: int, frame: Any) -> None:
+        if stop.busy_saving:
+            return
+        raise OutOfTime
+
+    def restore(*numbers: int) -> None:
+        for number in numbers:
+            if number in before:
+                signal.signal(number, before[number])
 
     before: dict[int, Any] = {}
     # ValueError: not the main thread; a notebook or a server owns the signals
     with contextlib.suppress(ValueError):
         for number in (signal.SIGTERM, signal.SIGINT):
             before[number] = signal.signal(number, note)
+        if deadline is not None and hasattr(signal, "SIGALRM"):  # Windows has no alarm
+            before[signal.SIGALRM] = signal.signal(signal.SIGALRM, late)
     try:
         yield stop
     finally:
-        restore()
+        if deadline is not None and signal.SIGALRM in before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        restore(*before)
+
+
+def stop_deadline(config: Any) -> float | None:
+    """Seconds between a stop signal and the end: as set, else what SageMaker leaves in one of its jobs."""
+    if config.stop_deadline is not None:
+        return float(config.stop_deadline)
+    return SAGEMAKER_DEADLINE if "SM_HPS" in os.environ or "SM_TRAINING_ENV" in os.environ else None
 
 
 def continuing_command() -> str:

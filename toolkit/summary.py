@@ -3,9 +3,25 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolkit.tracking import peak_memory_gb
+
 
 @dataclass
 class Summary:
     """The final figures of a run, as in summary.json."""
 
     figures: dict[str, Any] = field(default_factory=dict)
+
+
+def summarise(run: Any) -> Summary:
+    """How a run stands: its counts, its last figures, and the first evaluation's to compare them with."""
+    evaluations = [{k: v for k, v in event.items() if k.startswith("eval_")} for event in run.events]
+    evaluations = [figures for figures in evaluations if figures]
+    first = {f"first_{name}": value for name, value in evaluations[0].items()} if len(evaluations) > 1 else {}
+    losses = run.history("loss")
+    return Summary({
+        "status": run.status, "steps": run.step, "applied_steps": run.applied, "examples": run.position, "epoch": run.epoch,
+        "supervised_tokens": run.tokens, "seconds": run.seconds, "peak_memory_gb": peak_memory_gb(run.accelerator.device),
+        **({"train_loss": losses[-1]} if losses else {}), **first, **(evaluations[-1] if evaluations else {}),
+        "best": run.best, "baselines": run.baselines, "failed_saves": run.failed_saves, "loss_spikes": run.loss_spikes,
+    })  # fmt: skip

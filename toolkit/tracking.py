@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -51,16 +52,22 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def open_trackers(accelerator: Any, config: RunConfig) -> None:
-    """Start the trackers with the settings that are safe to send: plain values of known fields, never the environment."""
+def open_trackers(accelerator: Any, config: RunConfig, ids: dict[str, str]) -> dict[str, str]:
+    """Start the trackers with the settings that are safe to send: plain values of known fields, never the environment.
+
+    `ids` are those of a run that is continued, by tracker; returns them with those of runs that begin here.
+    """
     if not accelerator.log_with:
-        return
+        return ids
+    ids = {"wandb": secrets.token_hex(4), **ids}
     plain = (bool, int, float, str)
     settings = {name: v if isinstance(v, plain) else str(v) for name, v in dataclasses.asdict(config).items()}
     name = config.run_name or Path(config.output_dir).name
-    arguments = {"wandb": {"name": name, "dir": config.output_dir}, "trackio": {"name": name}}
+    wandb = {"name": name, "dir": config.output_dir, "id": ids["wandb"], "resume": "allow"}
+    arguments = {"wandb": wandb, "trackio": {"name": name, "resume": "allow"}}
     known = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
     accelerator.init_trackers("toolkit", config=settings, init_kwargs={k: v for k, v in arguments.items() if k in known})
+    return ids
 
 
 class Progress:

@@ -102,6 +102,9 @@ class DataConfig(SeedConfig):
     per_device_eval_batch_size: int = setting(8, "The same for evaluation. Changes no figure.", least=1)
     gradient_accumulation_steps: int = setting(1, "Micro-batches in a step on each device.", least=1)
     global_batch_size: int | None = setting(None, "Examples in a step over all devices; derives the accumulation.", least=1)
+    auto_find_batch_size: bool = setting(
+        True, "Try the longest micro-batch before the first step; while it doesn't fit, halve it and accumulate twice as often."
+    )
     dataloader_num_workers: int = setting(0, "Processes that make batches ahead.", least=0)
 
 
@@ -189,6 +192,9 @@ class RunConfig(OutputConfig, SeedConfig):
 
     resume: bool = setting(False, "Continue from the newest valid checkpoint; start fresh where there is none.")
     resume_from: str | None = setting(None, "Continue from this checkpoint.", aliases=("resume_from_checkpoint",))
+    allow_change: list[str] = setting(
+        [], "With --resume: settings that may differ from the checkpoint's, though the result depends on them."
+    )
     run_name: str | None = setting(None, "Name of the run in trackers. Default: the output directory's.")
     report_to: list[str] = setting(
         ["none"], "Trackers of the run.", choices=("wandb", "tensorboard", "trackio", "all", "none")
@@ -199,6 +205,15 @@ class RunConfig(OutputConfig, SeedConfig):
     eval_delay: float = setting(0.0, "No evaluation before so many steps (epochs, with that strategy).", least=0.0)
     save_strategy: str = setting("epoch", "When to write a checkpoint.", choices=("no", "steps", "epoch"))
     save_total_limit: int | None = setting(2, "Checkpoints kept, beside the best one; none keeps all.", least=1)
+    save_error: str = setting(
+        "continue", "When a checkpoint can't be written: continue with a warning, or stop.", choices=("continue", "stop")
+    )
+    async_save: bool = setting(False, "Write checkpoints in the background, from a copy in memory.")
+    stop_deadline: float | None = setting(
+        None, "Seconds from a stop signal to the end of the process. Default: 120 in a SageMaker job, else no limit.",
+        above=0.0,
+    )
+    hang_timeout: float = setting(300.0, "End the run when another rank has been silent for so many seconds.", above=0.0)
     load_best_model_at_end: bool = setting(False, "Go back to the best evaluated weights before the model is saved.")
     metric_for_best_model: str = setting("eval_loss", "The evaluation figure that decides.")
     greater_is_better: bool | None = setting(

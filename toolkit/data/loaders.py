@@ -80,6 +80,20 @@ class TrainLoader:
     def num_steps(self) -> int:
         return math.ceil(self.examples_to_consume / self.global_batch_size)
 
+    def state(self) -> dict[str, Any]:
+        """What a resume needs beside the position: nothing."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The position says it all."""
+
+    def longest_micro_batch(self) -> dict[str, Any]:
+        """The micro-batch of the longest examples: the most that any step may need memory for."""
+        longest = np.argsort(-self.rows.lengths, kind="stable")[: self.micro_batch_size]
+        piece = [(0, int(example)) for example in longest]
+        plan = StepPlan(0, len(piece), [(piece, True)], longest.tolist())
+        return _StepReader(self.rows, self.collate, self.seed)[plan].micro_batches[0]
+
     def batches(self, position: int = 0) -> Iterator[Batch]:
         """Yield the batch of each step from `position` (examples consumed) to the end of the run."""
         plans = plan_steps(

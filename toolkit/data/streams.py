@@ -1,5 +1,9 @@
 """Batches of a dataset that is read as a stream."""
 
+import copy
+import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,8 +26,9 @@ STREAM_BUFFER = 1024  # documents of a stream that are mixed, and packed, togeth
 class StreamLoader:
     """Batches of a streamed dataset. Every rank reads it alike and takes its own micro-batches.
 
-    A window of documents is mixed (and packed) at a time. A position is reached by reading up to it again, so that a
-    resumed run sees what it would have seen.
+    A window of documents is mixed (and packed) at a time. A resume goes on from the source's own state at the beginning of
+    the window, where the source has one; else it reads again up to its position. Either way the examples on the way there
+    must be those that were consumed before, by their digest: a source that gives others is refused.
     """
 
     stream: Any
@@ -38,15 +43,25 @@ class StreamLoader:
     world_size: int = 1
     epoch_size: int | None = None
 
+    def __post_init__(self) -> None:
+        self._mark = _Mark()
+        self._goal: dict[str, Any] = {}
+
+    def state(self) -> dict[str, Any]:
+        """Where in the source the next example comes from, and a digest of those consumed; JSON."""
+        return dataclasses.asdict(self._mark)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on, with the next call of `batches`, after the examples that this state counts."""
+        self._goal = state
+
     @property
     def num_steps(self) -> int:
         return math.ceil(self.examples_to_consume / self.global_batch_size)
 
     def batches(self, position: int = 0) -> Iterator[Batch]:
         """Yield the batch of each step from `position` (examples consumed) to the end of the run."""
-        rows = self._rows()
-        if position and len(list(islice(rows, position))) < position:
-            raise Refusal(f"the stream ended before position {position}: it is not the data this run began with")
+        rows = self._rows_from(position)
         while position < self.examples_to_consume:
             size = min(self.global_batch_size, self.examples_to_consume - position)
             taken = list(islice(rows, size))
@@ -65,19 +80,50 @@ class StreamLoader:
             )
             position += size
 
-    def _rows(self) -> Iterator[list[Document]]:
-        """Examples of the stream without end, each a list of documents: one, or those of a packed row."""
-        window, number = [], 0
-        for epoch in range(1 << 62):
-            seen = False
-            for document in self.stream:
+    def longest_micro_batch(self) -> None:
+        """Not known of a stream."""
+        return None
+
+    def _rows_from(self, position: int) -> Iterator[list[Document]]:
+        """Examples from a position on: one list of documents each, those of a packed row or a single one."""
+        goal = self._goal
+        resumable = bool(goal.get("source")) and hasattr(self.stream, "load_state_dict")
+        stream = self.stream
+        if resumable:
+            stream = copy.deepcopy(self.stream)  # the epochs after this one begin at the beginning
+            stream.load_state_dict(goal["source"])
+        before = goal.get("before", "")
+        self._mark = _Mark(goal["window"], goal["source"], goal["epoch"], 0, before, before) if resumable else _Mark()
+        rows = self._rows(stream)
+        for _ in range(goal["consumed"] if resumable else position):
+            next(rows)
+        if goal and (self._mark.window, self._mark.consumed, self._mark.digest) != (
+            goal["window"], goal["consumed"], goal["digest"],
+        ):  # fmt: skip
+            raise Refusal(
+                f"--resume: the stream gave other examples up to position {position} than when the run was begun: its source "
+                "changed, or is in another order each time. Begin a new run in another --output-dir."
+            )
+        return rows
+
+    def _rows(self, stream: Any) -> Iterator[list[Document]]:
+        """Examples of the stream without end. The mark is moved before an example is given out."""
+        window: list[Document] = []
+        mark, begun = self._mark, self._mark
+        for epoch in range(mark.epoch, 1 << 62):
+            seen = epoch == begun.epoch and bool(begun.source)
+            for document in stream:
                 seen = True
                 window.append({name: document[name] for name in MODEL_COLUMNS if name in document})
                 if len(window) == STREAM_BUFFER:
-                    yield from self._mix(window, number)
-                    window, number = [], number + 1
+                    source = _state_of(stream)
+                    for row in self._mix(window, mark.window):
+                        mark = self._mark = mark.after(row)
+                        yield row
+                    window, mark = [], _Mark(mark.window + 1, source, epoch, 0, mark.digest, mark.digest)
             if not seen:
                 raise Refusal(f"the stream has no rows (epoch {epoch})")
+            stream = self.stream
 
     def _mix(self, window: list[Document], number: int) -> Iterator[list[Document]]:
         order = epoch_order(len(window), self.seed, number)
@@ -88,6 +134,35 @@ class StreamLoader:
         packing = self.pack(np.array([len(document["input_ids"]) for document in documents]))
         for row in range(len(packing)):
             yield [cut_document(documents[document], start, end) for document, start, end in packing.row(row)]
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A place in a stream: a window, and what was consumed of it."""
+
+    window: int = 0
+    source: dict[str, Any] | None = None  # the source's own state at the window's beginning
+    epoch: int = 0  # there, too
+    consumed: int = 0  # examples of the window
+    digest: str = ""  # of all examples from the stream's beginning on
+    before: str = ""  # the same at the window's beginning
+
+    def after(self, row: list[Document]) -> "_Mark":
+        digest = hashlib.blake2b(self.digest.encode(), digest_size=16)
+        for document in row:
+            digest.update(np.asarray(document["input_ids"], dtype=np.int64).tobytes())
+        return dataclasses.replace(self, consumed=self.consumed + 1, digest=digest.hexdigest())
+
+
+def _state_of(stream: Any) -> dict[str, Any] | None:
+    """The state of a source that tells it, when JSON holds it."""
+    if not hasattr(stream, "state_dict"):
+        return None
+    state = stream.state_dict()
+    try:
+        return json.loads(json.dumps(state)) if state else None
+    except TypeError:
+        return None
 
 
 def _stream_totals(documents: list[Document], examples: int) -> dict[str, float]:

@@ -1,92 +1,64 @@
-"""Checkpoints: functions of (path, state). safetensors and JSON; nothing in one is ever unpickled.
+"""Checkpoint directories: functions of (path, state). safetensors and JSON; nothing in one is ever unpickled.
 
 A directory with its final name is complete: it was written beside, synced, and renamed once its manifest, with the size
 and SHA-256 of every file, was on disk.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from toolkit.checkpoint.state import State
+from toolkit.checkpoint.trees import flatten, unflatten
 from toolkit.config import Refusal
 from toolkit.output import write_atomically
 
 MANIFEST, SCHEMA = "MANIFEST.json", 1
 
 
-@dataclass(frozen=True)
-class State:
-    """Everything needed to continue a run exactly.
-
-    `model`: parameters and buffers by name. `optimizer`: torch's state_dict of it. `parameter_names`: of each parameter
-    group, so that another order is refused and not misread. `kept`: tensors of user code. `run`: JSON data (step,
-    position, tokens, best figure, memory of user code ...). `scaler`: of fp16, or empty.
-    """
-
-    model: dict[str, torch.Tensor]
-    optimizer: dict[str, Any]
-    parameter_names: list[list[str]]
-    run: dict[str, Any]
-    scaler: dict[str, Any] = field(default_factory=dict)
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def capture_state(model: Any, optimizer: Any, run: dict[str, Any], scaler: Any = None, kept: Any = None) -> State:
-    """The state of live objects (unwrapped), without copying it."""
-    return State(
-        model=_untied(model),
-        optimizer=optimizer.state_dict(),
-        parameter_names=_parameter_names(model, optimizer),
-        run=run,
-        scaler=scaler.state_dict() if scaler is not None else {},
-        kept=dict(kept or {}),
-    )
-
-
-def apply_state(state: State, model: Any, optimizer: Any, scaler: Any = None) -> None:
-    """Put a loaded state into live objects; everything is compared first, so that on an error they are as they were."""
-    live = _untied(model)
-    _compare("model", {name: tuple(t.shape) for name, t in live.items()}, {n: tuple(t.shape) for n, t in state.model.items()})
-    if optimizer is not None and state.parameter_names != _parameter_names(model, optimizer):
-        raise Refusal("the checkpoint's optimiser holds other parameters, or another order of them, than this model's.")
-    with torch.no_grad():
-        for name, tensor in live.items():
-            tensor.copy_(state.model[name])
-    if optimizer is not None:
-        optimizer.load_state_dict(state.optimizer)
-    if scaler is not None and state.scaler:
-        scaler.load_state_dict(state.scaler)
-
-
 def save_checkpoint(root: str | Path, step: int, state: State) -> Path:
-    """Write `root/step-N` and return it once it is durable. The same step saved twice is written once."""
+    """Write `root/step-N` and return it once it is durable.
+
+    The same step saved twice is written once; a damaged one of that name is replaced.
+
+    Raises:
+        OSError: no space, no permission, a broken disk ... What was there before is as it was.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     root, final = Path(root), Path(root) / f"step-{step}"
     if final.exists() and not verify_checkpoint(final):
         return final
-    from safetensors.torch import save_file
-
     temporary = root / f".tmp-step-{step}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     try:
-        optimizer_tensors, optimizer_skeleton = flatten(state.optimizer)
-        save_file(_savable(state.model), temporary / "model.safetensors")
-        save_file(_savable(optimizer_tensors), temporary / "optimizer.safetensors")
-        if state.kept:
-            save_file(_savable(state.kept), temporary / "kept.safetensors")
+        temporary.mkdir(parents=True)
+        _check_space(root, state.size)
+        trees = {"optimizer": state.optimizer, "random": state.random}
+        flat = {name: flatten(tree) for name, tree in trees.items()}
+        files = {"model": state.model, "kept": state.kept, **{name: tensors for name, (tensors, _) in flat.items()}}
+        for name, tensors in files.items():
+            save_file(_savable(tensors), temporary / f"{name}.safetensors")
         record = {
-            "run": state.run, "scaler": state.scaler, "parameter_names": state.parameter_names, "optimizer": optimizer_skeleton,
+            "run": state.run, "scaler": state.scaler, "parameter_names": state.parameter_names, "base": state.base,
+            **{name: skeleton for name, (_, skeleton) in flat.items()},
         }  # fmt: skip
         (temporary / "state.json").write_text(json.dumps(record), encoding="utf-8")
+        for name in files:  # safetensors lets only the owner read
+            shutil.copymode(temporary / "state.json", temporary / f"{name}.safetensors")
         _commit(temporary, final, step)
+    except SafetensorError as error:  # it wraps the operating system's errors in its own words
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(str(error)) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -101,8 +73,10 @@ def _commit(temporary: Path, final: Path, step: int) -> None:
     manifest = {"schema": SCHEMA, "step": step, "files": files}
     write_atomically(temporary / MANIFEST, json.dumps({**manifest, "sha256": _digest_of(manifest)}))
     _sync(temporary)
-    if final.exists():
-        shutil.rmtree(final)  # the only way here with one in place: it failed its verification
+    if final.exists():  # the only way here with one in place: it failed its verification
+        trash = final.with_name(f".trash-{final.name}-{os.getpid()}")
+        os.rename(final, trash)
+        shutil.rmtree(trash, ignore_errors=True)
     os.rename(temporary, final)
     _sync(final.parent)
 
@@ -161,25 +135,26 @@ def load_checkpoint(path: str | Path) -> State:
     if (schema := json.loads((path / MANIFEST).read_text())["schema"]) > SCHEMA:
         raise Refusal(f"{path}: written by a newer version (schema {schema}, known {SCHEMA})")
     record = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    kept = path / "kept.safetensors"
     return State(
         model=load_file(path / "model.safetensors"),
         optimizer=unflatten(load_file(path / "optimizer.safetensors"), record["optimizer"]),
         parameter_names=record["parameter_names"],
         run=record["run"],
         scaler=record["scaler"],
-        kept=load_file(kept) if kept.exists() else {},
+        kept=load_file(path / "kept.safetensors"),
+        random=unflatten(load_file(path / "random.safetensors"), record["random"]),
+        base=record["base"],
     )
 
 
 def prune_checkpoints(root: str | Path, keep: int | None, protect: list[Path]) -> list[Path]:
     """Remove all but the newest `keep` checkpoints and those protected; returns the removed ones.
 
-    Nothing is removed unless the newest one is whole. A directory is renamed before it is deleted: half a checkpoint never
-    bears a checkpoint's name.
+    Nothing is removed unless the newest one is whole, every byte of it. A directory is renamed before it is deleted: half a
+    checkpoint never bears a checkpoint's name.
     """
     checkpoints = list_checkpoints(root)
-    if keep is None or not checkpoints or verify_checkpoint(checkpoints[-1], contents=False):
+    if keep is None or len(checkpoints) <= keep or verify_checkpoint(checkpoints[-1]):
         return []
     protected = {path.resolve() for path in protect}
     removed = [path for path in checkpoints[:-keep] if path.resolve() not in protected]
@@ -210,64 +185,15 @@ def clean_leftovers(root: str | Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def flatten(tree: Any, path: tuple[str, ...] = ()) -> tuple[dict[str, torch.Tensor], Any]:
-    """Any nesting of dicts, lists, numbers and tensors as ({name: tensor}, JSON skeleton)."""
-    if isinstance(tree, torch.Tensor):
-        return {"/".join(path): tree}, {"$tensor": "/".join(path)}
-    if isinstance(tree, dict):
-        flat = [(key, *flatten(value, (*path, str(key)))) for key, value in tree.items()]
-        # pairs, not an object: JSON would turn the integer keys of an optimiser's state into strings
-        return {n: t for _, tensors, _ in flat for n, t in tensors.items()}, {"$dict": [[k, s] for k, _, s in flat]}
-    if isinstance(tree, (list, tuple)):
-        parts = [flatten(value, (*path, str(i))) for i, value in enumerate(tree)]
-        kind = "$list" if isinstance(tree, list) else "$tuple"
-        return {n: t for tensors, _ in parts for n, t in tensors.items()}, {kind: [s for _, s in parts]}
-    if tree is None or isinstance(tree, (bool, int, float, str)):
-        return {}, tree
-    raise TypeError(f"cannot store {'/'.join(path)}: {type(tree).__name__}")
-
-
-def unflatten(tensors: dict[str, torch.Tensor], skeleton: Any) -> Any:
-    """The inverse of `flatten`."""
-    if not isinstance(skeleton, dict):
-        return skeleton
-    (kind, value), *_ = skeleton.items()
-    build: dict[str, Callable[[Any], Any]] = {
-        "$tensor": lambda name: tensors[name],
-        "$dict": lambda pairs: {key: unflatten(tensors, part) for key, part in pairs},
-        "$list": lambda parts: [unflatten(tensors, part) for part in parts],
-        "$tuple": lambda parts: tuple(unflatten(tensors, part) for part in parts),
-    }
-    return build[kind](value)
-
-
-def _untied(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, each storage under its first name only: tied weights are stored once."""
-    seen: set[tuple[int, int]] = set()
-    state = {}
-    for name, tensor in model.state_dict().items():
-        key = (tensor.data_ptr(), tensor.numel())
-        if tensor.numel() and key in seen:
-            continue
-        seen.add(key)
-        state[name] = tensor
-    return state
-
-
-def _parameter_names(model: Any, optimizer: Any) -> list[list[str]]:
-    name = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[name[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+def _check_space(root: Path, size: int) -> None:
+    """Half a checkpoint on a full disk helps nobody: it isn't begun. `size` in bytes; a tenth is added for the file system."""
+    free, needed = shutil.disk_usage(root).free, int(1.1 * size) + 1_000_000
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{free / 1e6:,.0f} MB free where the checkpoint needs {needed / 1e6:,.0f} MB", str(root))
 
 
 def _savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _compare(what: str, live: dict[str, Any], stored: dict[str, Any]) -> None:
-    if live == stored:
-        return
-    wrong = [name for name in sorted(live.keys() | stored.keys()) if live.get(name) != stored.get(name)]
-    raise Refusal(f"the checkpoint does not fit this {what}: {wrong[0]} is {stored.get(wrong[0])}, here {live.get(wrong[0])}")
 
 
 def _digest_of(manifest: dict[str, Any]) -> str:

@@ -1,0 +1,177 @@
+"""The state of a run as a value: taken from live objects, and put back into them all at once or not at all."""
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.random_state import capture_random_state
+from toolkit.checkpoint.trees import flatten, unflatten
+from toolkit.config import Refusal
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything needed to continue a run exactly.
+
+    `model`: parameters and buffers by name; of a model with frozen parameters (adapters), the trained ones and the buffers.
+    `optimizer`: torch's state_dict of it. `parameter_names`: of each parameter group, so that another order is refused and
+    not misread. `run`: JSON data (step, position, tokens, best figure, settings, memory of user code ...). `scaler`: of
+    fp16, or empty. `kept`: tensors of user code. `random`: the global generators, for user code. `base`: what identifies
+    the frozen parameters that are not in here; empty where nothing is frozen.
+    """
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    parameter_names: list[list[str]]
+    run: dict[str, Any]
+    scaler: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    random: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        tensors = [*self.model.values(), *flatten(self.optimizer)[0].values(), *self.kept.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def capture_state(
+    model: Any, optimizer: Any, run: dict[str, Any], scaler: Any = None, kept: Any = None, base: dict[str, Any] | None = None
+) -> State:
+    """The state of live objects (unwrapped), without copying it. `base`: of `base_identity`, if that is known already."""
+    frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    return State(
+        model=_saved_tensors(model),
+        optimizer=optimizer.state_dict(),
+        parameter_names=_parameter_names(model, optimizer),
+        run=run,
+        scaler=scaler.state_dict() if scaler is not None else {},
+        kept=dict(kept or {}),
+        random=capture_random_state(),
+        base=(base or base_identity(model)) if frozen else {},
+    )
+
+
+def copy_state(state: State, into: dict[str, torch.Tensor] | None = None) -> State:
+    """The same state in memory of its own on the CPU, so that training can go on while it is written.
+
+    `into` holds the tensors of an earlier copy, which are written over where name, shape and type are the same: memory that
+    is there already is filled several times faster than new memory.
+    """
+    reusable = into if into is not None else {}
+
+    def copied(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        result = {}
+        for name, tensor in tensors.items():
+            place = reusable.get(prefix + name)
+            if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
+                place = reusable[prefix + name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            result[name] = place.copy_(tensor.detach())
+        return result
+
+    optimizer, skeleton = flatten(state.optimizer)
+    return replace(
+        state,
+        model=copied("model/", state.model),
+        optimizer=unflatten(copied("optimizer/", optimizer), skeleton),
+        kept=copied("kept/", state.kept),
+    )
+
+
+def apply_state(state: State, model: Any, optimizer: Any, scaler: Any = None) -> None:
+    """Put a loaded state into live objects; everything is compared first, so that on an error they are as they were.
+
+    Raises:
+        Refusal: names, shapes or the order of parameters differ, or the frozen parameters are not those it was trained on.
+    """
+    live = _saved_tensors(model)
+    _compare("model", {name: tuple(t.shape) for name, t in live.items()}, {n: tuple(t.shape) for n, t in state.model.items()})
+    if state.base and state.base["sha256"] != (found := base_identity(model))["sha256"]:
+        raise Refusal(
+            f"the checkpoint holds what was trained on top of {_named(state.base)}; the frozen parameters here are others: "
+            f"{_named(found)}. Name the model it began from, and its revision."
+        )
+    if optimizer is not None:
+        if state.parameter_names != _parameter_names(model, optimizer):
+            raise Refusal("the checkpoint's optimiser holds other parameters, or another order of them, than this model's.")
+        _check_optimizer(state, model, optimizer)
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(state.model[name])
+    if optimizer is not None:
+        optimizer.load_state_dict(state.optimizer)
+    if scaler is not None and state.scaler:
+        scaler.load_state_dict(state.scaler)
+
+
+def base_identity(model: Any) -> dict[str, Any]:
+    """Name, commit and SHA-256 of the frozen parameters of a model: what an adapter's checkpoint is worthless without."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if not parameter.requires_grad:
+            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    config = getattr(model, "config", None)
+    return {
+        "model": getattr(config, "_name_or_path", None) or type(model).__name__,
+        "revision": getattr(config, "_commit_hash", None),
+        "sha256": digest.hexdigest(),
+    }
+
+
+def nonfinite_parameter(state: State) -> str | None:
+    """The name of a trained tensor that holds a number which is not finite, if any does."""
+    for name, tensor in state.model.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return name
+    return None
+
+
+def _saved_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Trained parameters and persistent buffers, each storage under its first name only: tied weights are stored once."""
+    frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    seen: set[tuple[int, int]] = set()
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.numel())
+        if name in frozen or (tensor.numel() and key in seen):
+            continue
+        seen.add(key)
+        tensors[name] = tensor
+    return tensors
+
+
+def _parameter_names(model: Any, optimizer: Any) -> list[list[str]]:
+    name = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[name[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _check_optimizer(state: State, model: Any, optimizer: Any) -> None:
+    """torch's own load_state_dict looks at numbers of parameters only: a moment of another shape would fail steps later."""
+    live, stored = optimizer.state_dict(), state.optimizer
+    keys = [[sorted(set(group) - {"params"}) for group in each["param_groups"]] for each in (live, stored)]
+    if keys[0] != keys[1]:
+        raise Refusal("the checkpoint's optimiser is of another kind than this one.")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    names = [name for group in state.parameter_names for name in group]
+    for index, moments in stored["state"].items():
+        for kind in ("exp_avg", "momentum_buffer"):
+            moment = moments.get(kind) if isinstance(moments, dict) else None
+            shape = tuple(moment.shape) if isinstance(moment, torch.Tensor) else None
+            if shape is not None and shape != shapes[names[index]]:
+                raise Refusal(f"the checkpoint's {kind} of {names[index]} is {shape}, here {shapes[names[index]]}")
+
+
+def _compare(what: str, live: dict[str, Any], stored: dict[str, Any]) -> None:
+    if live == stored:
+        return
+    wrong = [name for name in sorted(live.keys() | stored.keys()) if live.get(name) != stored.get(name)]
+    raise Refusal(f"the checkpoint does not fit this {what}: {wrong[0]} is {stored.get(wrong[0])}, here {live.get(wrong[0])}")
+
+
+def _named(base: dict[str, Any]) -> str:
+    revision = f"@{base['revision']}" if base["revision"] else ""
+    return f"{base['model']}{revision} (SHA-256 {base['sha256'][:12]})"

@@ -1,0 +1,79 @@
+"""Writing checkpoints while training waits, or in the background."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from toolkit.checkpoint.directory import prune_checkpoints, read_pointer, save_checkpoint, write_pointer
+from toolkit.checkpoint.state import State, copy_state
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one save went: the step, how long it took in seconds, how long training waited, and the error if there was one."""
+
+    step: int
+    seconds: float
+    blocked: float
+    error: Exception | None = None
+
+
+class CheckpointWriter:
+    """Saves states under one root, one at a time; keeps the pointers, and removes old checkpoints once the new one is whole.
+
+    In the background, `save` copies the state and returns; the outcome comes with a later `finished` or `wait`. A second save
+    waits for the first. On one device the copy is all that training waits for.
+    """
+
+    def __init__(self, root: Path, keep: int | None, *, background: bool = False) -> None:
+        self.root, self.keep, self.background = root, keep, background
+        self.seconds = 0.0  # of the last save, to know how long before a deadline one must begin
+        self._copies: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._outcomes: list[Outcome] = []
+
+    def save(self, step: int, state: State, *, best: bool = False) -> None:
+        """Write a checkpoint of `state`; with `best` the pointer of that name will show it."""
+        began = time.monotonic()
+        self._join()
+        if not self.background:
+            self._write(step, state, best, lambda: time.monotonic() - began)
+            return
+        state = copy_state(state, self._copies)
+        blocked = time.monotonic() - began
+        self._thread = threading.Thread(target=self._write, args=(step, state, best, lambda: blocked), name="checkpoint")
+        self._thread.start()
+
+    def finished(self) -> list[Outcome]:
+        """Outcomes that have come since the last call; does not wait."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def wait(self) -> list[Outcome]:
+        """The same, once nothing is being written any more."""
+        self._join()
+        return self.finished()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, step: int, state: State, best: bool, blocked: Callable[[], float]) -> None:
+        began = time.monotonic()
+        error: Exception | None = None
+        try:
+            path = save_checkpoint(self.root, step, state)
+            if best:
+                write_pointer(self.root, "best", path)
+            write_pointer(self.root, "last", path)
+            pointed = [read_pointer(self.root, name) for name in ("best", "last")]
+            prune_checkpoints(self.root, self.keep, [path for path in pointed if path])
+        except Exception as problem:  # in the background nobody else would see it
+            error = problem
+        self.seconds = time.monotonic() - began
+        self._outcomes.append(Outcome(step, self.seconds, blocked(), error))

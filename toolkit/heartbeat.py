@@ -1,0 +1,123 @@
+"""Which rank has fallen silent: every rank tells the others once a second that it lives and how far it is.
+
+A collective that waits for a dead or stuck rank says only that it waited. Here each rank publishes two numbers in the store
+that torch.distributed has anyway: a count that a thread drives, which stops when the process does, and the training's step.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_FAREWELL = -1  # the count of a rank that has closed its heartbeat and owes no further sign
+
+
+@dataclass
+class _Seen:
+    """What is known of another rank, and for how many seconds it has been silent in each way."""
+
+    count: int = 0
+    step: int = 0
+    unchanged: float = 0.0
+    behind: float = 0.0
+    reported: bool = False
+
+
+class Heartbeat:
+    """Publishes this rank's life and step, and reports once, by `on_silence(sentence)`, each other rank that
+
+    - has not published for longer than `timeout` seconds: its process is dead or stopped;
+    - has stayed at its step for that long while some rank was ahead: its training hangs.
+
+    Ranks that are slow together (an evaluation, a save) are behind nobody. A rank counts from its first sign on, and until
+    it closes; time in which this process itself stood still does not count. `on_silence` runs in a thread.
+
+    Args:
+        rank: of this process.
+        world_size: the number of ranks.
+        store: a torch.distributed store that all ranks share, such as a PrefixStore over the default one.
+        timeout: seconds; longer than one rank may well work alone, writing a checkpoint for instance.
+        on_silence: told such as "rank 1 has been silent since step 41 (32 s)".
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Any, timeout: float, on_silence: Callable[[str], None]) -> None:
+        self.rank, self.timeout, self.on_silence = rank, timeout, on_silence
+        self.interval = min(1.0, timeout / 4)
+        # A connection of our own: the main thread may hold the shared one in a long wait.
+        self._store, self._step, self._closing = store.clone(), 0, threading.Event()
+        self._others = {other: _Seen() for other in range(world_size) if other != rank}
+        self._store_answered, self._store_reported = time.monotonic(), False
+        # Two threads: an operation on a store whose process is stopped never returns, and that must be reported too.
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._exchange, self._watch)]
+        for thread in self._threads:
+            thread.start()
+
+    def beat(self, step: int) -> None:
+        """Note that the training has come to this step; costs nothing. Call it as each step begins."""
+        self._step = step
+
+    def close(self) -> None:
+        """Say farewell, so that nobody takes the end for silence, and end the threads; not held up by a store that is gone."""
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(2 * self.interval + 1.0)
+
+    def _exchange(self) -> None:
+        """Publish and read, once an interval, until closed."""
+        count = 0
+        while True:
+            closing = self._closing.is_set()
+            count = _FAREWELL if closing else count + 1
+            # RuntimeError: the store's process has gone; torch's DistStoreError and DistNetworkError are of that kind
+            with contextlib.suppress(RuntimeError):
+                self._store.set(str(self.rank), f"{count} {self._step}")
+                self._read_others()
+                self._store_answered = time.monotonic()
+            if closing:
+                return
+            self._closing.wait(self.interval)
+
+    def _read_others(self) -> None:
+        for other, seen in self._others.items():
+            if self._store.check([str(other)]):  # get alone would wait for a rank that has not published yet
+                count, step = (int(number) for number in self._store.get(str(other)).split())
+                if count != seen.count:
+                    seen.count, seen.unchanged = count, 0.0
+                if step != seen.step:
+                    seen.step, seen.behind = step, 0.0
+
+    def _watch(self) -> None:
+        """Add up silence, an interval at a time: after this process was stopped itself, nobody else is late for that."""
+        looked, unanswered, unjudged = time.monotonic(), 0.0, 0.0
+        while not self._closing.wait(self.interval):
+            now = time.monotonic()
+            passed, before, looked = min(now - looked, 2 * self.interval), looked, now
+            unanswered = 0.0 if self._store_answered >= before else unanswered + passed
+            if unanswered > self.timeout and not self._store_reported:
+                self._store_reported = True
+                # Where torchrun runs, the store is in its agent; else in rank 0.
+                in_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                step = self._step if in_launcher or 0 not in self._others else self._others[0].step
+                self._report("the launcher" if in_launcher else "rank 0", step, unanswered)
+            unjudged = min(unjudged + passed, 3 * self.interval)
+            if unanswered == 0.0:
+                self._judge(unjudged)
+                unjudged = 0.0
+
+    def _judge(self, passed: float) -> None:
+        foremost = max([self._step, *(seen.step for seen in self._others.values())])
+        for other, seen in self._others.items():
+            if seen.count in (0, _FAREWELL) or seen.reported:
+                continue
+            seen.unchanged += passed
+            seen.behind = seen.behind + passed if seen.step < foremost else 0.0
+            silent = max(seen.unchanged, seen.behind)
+            if silent > self.timeout:
+                seen.reported = True
+                self._report(f"rank {other}", seen.step, silent)
+
+    def _report(self, who: str, step: int, seconds: float) -> None:
+        self.on_silence(f"{who} has been silent since step {step} ({seconds:.0f} s)")

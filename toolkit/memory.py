@@ -1,0 +1,83 @@
+"""The micro-batch that fits: tried before the first step, halved until it does. The mathematics stays as it was."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from toolkit.config import Refusal
+from toolkit.data.order import seed_micro_batch
+from toolkit.ranks import largest
+from toolkit.step import LossFn, to_device
+
+WHAT_HELPS = "Lower --max-length, take --gradient-checkpointing, --bf16, another --optim, or a smaller model."
+
+
+class OutOfMemory(Exception):
+    """The device ran out of memory in the middle of a run; the message says what to change."""
+
+    exit_code = 1
+
+
+def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, loss_fn: LossFn, config: Any) -> Any:
+    """The training loader with a micro-batch that fits into memory: as given, or halved as often as need be.
+
+    The longest micro-batch goes forward and backward once, beside memory for the optimiser's moments, without a collective
+    and without a trace: gradients are cleared and random numbers are seeded anew in each step anyway. When it does not fit,
+    the micro-batch is halved and accumulation doubled: the global batch, the order and so the mean gradient stay the same.
+    All ranks take the smallest that one of them needs. Streams, whose longest example nobody knows, are left as they are.
+
+    Raises:
+        Refusal: not even one example fits, or the engine shards the model (then a rank can't try alone).
+    """
+    if not config.auto_find_batch_size or train.longest_micro_batch() is None:
+        return train
+    sharded = str(accelerator.distributed_type.value) in ("DEEPSPEED", "FSDP")
+    if sharded:
+        return train
+    asked, size = train.micro_batch_size, train.micro_batch_size
+    plain, totals = accelerator.unwrap_model(model), {"examples": 1.0, "tokens": 1.0, "weight": 1.0}
+    while not _fits(accelerator, plain, optimizer, dataclasses.replace(train, micro_batch_size=size), loss_fn, totals):
+        if size == 1:
+            raise Refusal(f"out of memory: not even one example of the longest fits. {WHAT_HELPS}")
+        size = -(-size // 2)
+    size = -largest(accelerator, -size)
+    if size == asked:
+        return train
+    if accelerator.is_main_process:
+        print(
+            f"out of memory with {asked} examples in a micro-batch: going on with {size}, and "
+            f"{-(-train.global_batch_size // (size * accelerator.num_processes))} micro-batches a step. The global batch of "
+            f"{train.global_batch_size} examples stays, and so does the result, but for dropout masks.",
+            flush=True,
+        )
+    return dataclasses.replace(train, micro_batch_size=size)
+
+
+def _fits(accelerator: Any, model: Any, optimizer: Any, train: Any, loss_fn: LossFn, totals: dict[str, float]) -> bool:
+    moments: list[torch.Tensor] = []
+    try:
+        if not getattr(optimizer, "optimizer", optimizer).state:  # it makes them in its first step
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            moments = [torch.empty_like(parameter) for parameter in trained for _ in range(2)]
+        seed_micro_batch(0)
+        with accelerator.autocast():
+            loss, _ = loss_fn(model, to_device(train.longest_micro_batch(), accelerator.device), totals)
+        loss.backward()
+        return True
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        del moments
+        model.zero_grad(set_to_none=True)
+        if accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch says that a device, or the CPU, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("out of memory", "can't allocate memory")
+    )

@@ -1,0 +1,92 @@
+"""A run's state on its way to a checkpoint and back."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from toolkit import checkpoint as ckpt
+from toolkit import output
+from toolkit.guard import SaveFailed
+from toolkit.ranks import largest
+from toolkit.resume import changes_since, plain_settings, run_layout
+from toolkit.tracking import Progress
+
+
+def save_run(run: Any) -> None:
+    """Write a checkpoint of this moment, or begin to; whether it went well, `run.writer` tells."""
+    accelerator = run.accelerator
+    if accelerator.is_main_process:
+        record = run_record(run)
+        state = ckpt.capture_state(run.model, run.optimizer, record, accelerator.scaler, run.kept, run.base)
+        run.base = state.base
+        broken = ckpt.nonfinite_parameter(state)
+        if broken:
+            run.say(f"WARNING: no checkpoint at step {run.step}: {broken} is not finite. The last good one is kept.")
+        else:
+            run.stop.busy_saving = True
+            run.writer.save(run.step, state, best=run.best.get("step") == run.step)
+            run.stop.busy_saving, run.stop.seconds_to_save = False, run.writer.seconds
+    accelerator.wait_for_everyone()
+
+
+def restore_run(run: Any, path: Path) -> None:
+    """Continue from a checkpoint: weights, optimiser, position and history. Everything is checked before anything changes.
+
+    Raises:
+        Refusal: the checkpoint is damaged or of another model, or data or settings have changed that the result depends on.
+    """
+    accelerator, train = run.accelerator, run.train
+    state = ckpt.load_checkpoint(path)
+    record = state.run
+    notes = changes_since(record, run.config, accelerator, train)
+    ckpt.apply_state(state, run.model, run.optimizer, accelerator.scaler)
+    train.restore(record["source"])
+    run.step, run.applied, run.position = record["step"], record["applied"], record["position"]
+    run.tokens, run.memory, run.best = record["tokens"], record["memory"], record["best"]
+    run.baselines, run.seconds_before, run.kept = record["baselines"], record["seconds"], state.kept
+    run.trackers, run.loss_spikes = record["trackers"], record["loss_spikes"]
+    run.guard.in_row, run.spikes.losses = record["nonfinite_in_row"], record["recent_losses"]
+    run.base, run.evaluation_is_owed = state.base, record["evaluation_is_owed"]
+    if accelerator.is_main_process:
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            output.truncate_lines(run.output_dir / name, run.step)
+    accelerator.wait_for_everyone()
+    run.events = output.read_lines(run.output_dir / "metrics.jsonl")
+    run.display = Progress(train.num_steps, run.step, accelerator.is_main_process)
+    run.say(f"resumed from {path}: step {run.step} of {train.num_steps}")
+    for note in notes:
+        run.say(f"  {note}")
+    ckpt.restore_random_state(state.random)
+
+
+def check_saves(run: Any, outcomes: list[ckpt.Outcome]) -> None:
+    """Report the saves that failed, and end the run for it on all ranks where `save_error` is stop."""
+    report_saves(run, outcomes)
+    if run.config.save_error == "stop" and largest(run.accelerator, run.failed_saves):
+        raise SaveFailed(f"a checkpoint could not be written by step {run.step}; the last good one is kept.")
+
+
+def report_saves(run: Any, outcomes: list[ckpt.Outcome]) -> None:
+    """Say and write down which saves failed."""
+    for outcome in outcomes:
+        if outcome.error is None:
+            continue
+        if not isinstance(outcome.error, OSError):
+            raise outcome.error
+        run.failed_saves += 1
+        record = {"step": outcome.step, "error": str(outcome.error), "time": round(run.seconds, 3)}
+        with contextlib.suppress(OSError):  # the disk may be full for this line too
+            output.append_line(run.output_dir / "incidents" / "saves.jsonl", record)
+        run.say(f"WARNING: no checkpoint at step {outcome.step}: {outcome.error}. The last good one is kept.")
+
+
+def run_record(run: Any) -> dict[str, Any]:
+    """What of a run is JSON: counts, position, history of the guards, and what a resume compares."""
+    return {
+        "step": run.step, "applied": run.applied, "position": run.position, "epoch": run.epoch, "tokens": run.tokens,
+        "seconds": run.seconds, "best": run.best, "memory": run.memory, "baselines": run.baselines,
+        "nonfinite_in_row": run.guard.in_row, "recent_losses": run.spikes.losses, "loss_spikes": run.loss_spikes,
+        "fingerprint": run.train.fingerprint, "source": run.train.state(), "settings": plain_settings(run.config),
+        "layout": run_layout(run.accelerator, run.train), "trackers": run.trackers,
+        "evaluation_is_owed": run.evaluation_is_owed,
+    }  # fmt: skip
