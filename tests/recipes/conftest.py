@@ -46,6 +46,7 @@ class Finished:
 
 def _child(script: str, arguments: list[str], out: str, err: str, folder: str, environment: dict[str, str]) -> None:
     os.setpgid(0, 0)
+    multiprocessing.set_start_method("fork", force=True)  # a loader's workers start as they do in a user's process
     os.environ.update(environment)
     os.chdir(folder)
     for number, path in ((1, out), (2, err)):

@@ -8,9 +8,10 @@ import typer
 
 def checkpoints(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The output directory of a run, or the checkpoints folder in it.", show_default=False)
+        Path,
+        typer.Argument(metavar="DIR", help="A run's output directory, or the checkpoints folder in it.", show_default=False),
     ],
-    verify: Annotated[bool, typer.Option("--verify", help="Read every byte (SHA-256); otherwise only sizes are compared.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte (SHA-256); else sizes are compared.")] = False,
 ) -> None:
     """List the checkpoints of a run.
 
@@ -45,9 +46,4 @@ def checkpoints(
 
 
 def _size(path: Path) -> str:
-    size = float(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, unit
-    return f"{size:.3g} {unit}"
+    return f"{sum(file.stat().st_size for file in path.rglob('*') if file.is_file()) / 1e6:,.1f} MB"

@@ -11,10 +11,9 @@ from toolkit.launch import launch
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="The name of a recipe, such as sft, or the path of one.", show_default=False)],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="The name of a recipe, such as sft, or the path of one.")],
     flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[--SETTING VALUE]...", help="The recipe's own; toolkit train RECIPE --help lists them."),
+        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own; toolkit train RECIPE --help lists them.")
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes on this machine, one for each GPU.")] = 1,
 ) -> None:

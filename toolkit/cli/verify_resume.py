@@ -1,0 +1,157 @@
+"""toolkit verify-resume: whether a recipe that is killed and resumed ends as if it had never been."""
+
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from toolkit.cli.recipe_file import find_recipe, split_processes
+from toolkit.config import Refusal
+from toolkit.launch import launch, started_ranks
+
+# What makes a run short and its resume worth a look; left out where the user gives one of the names.
+_DEFAULTS = (
+    (("max_steps", "num_train_epochs"), ["--max-steps", "8"]),
+    (("save_strategy", "save_steps"), ["--save-strategy", "steps", "--save-steps", "2"]),
+    (("logging_strategy", "logging_steps"), ["--logging-steps", "1"]),
+    (("eval_strategy", "eval_steps"), ["--eval-strategy", "no"]),
+)
+_OURS = ("output_dir", "overwrite_output_dir", "resume", "resume_from")
+_POLL_SECONDS = 0.002
+
+
+def verify_resume(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="The name of a recipe, such as sft, or the path of one.")],
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own: the model and the data to verify with.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes on this machine, one for each GPU.")] = 1,
+) -> None:
+    """Run a recipe twice in temporary directories, once uninterrupted and once killed and resumed, and compare the bits.
+
+    A few steps with a checkpoint every other one, unless the recipe's flags say otherwise: --max-steps 8 --save-strategy
+    steps --save-steps 2 --logging-steps 1 --eval-strategy no. SIGKILL comes after a step in the middle. Compared are the
+    final checkpoints (model and optimiser, bit for bit) and the logged losses.
+
+    Ends with 0 when they are identical, with 1 when they differ; then the directories are kept.
+    """
+    from toolkit.run_differences import logged_losses
+
+    words, processes = split_processes(flags or [], processes)
+    script = find_recipe(recipe)
+    if {"-h", "--help"} & set(words):
+        raise typer.Exit(launch([sys.executable, script, "--help"]))
+    command = [sys.executable, script, *_with_defaults(words)]
+    folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
+    whole, resumed = folder / "uninterrupted", folder / "resumed"
+    kept = False
+    try:
+        _say("1 of 3: uninterrupted")
+        _run([*command, "--output-dir", str(whole)], processes, folder / "uninterrupted.txt")
+        step = _step_to_kill_at(whole)
+        _say(f"2 of 3: the same, killed after step {step}")
+        _run_and_kill([*command, "--output-dir", str(resumed)], processes, folder / "killed.txt", resumed, step)
+        start = _newest_whole_step(resumed)
+        _say(f"3 of 3: resumed from step {start}")
+        _run([*command, "--output-dir", str(resumed), "--resume"], processes, folder / "resumed.txt")
+        differences = _differences(whole, resumed, start)
+        if not differences:
+            _say(f"identical: the final checkpoints bit for bit, and {len(logged_losses(whole))} logged losses")
+            return
+        kept = True
+        _say("\n  ".join(["different", *differences, f"kept in {folder}"]))
+        raise typer.Exit(1)
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _with_defaults(words: list[str]) -> list[str]:
+    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    for name in _OURS:
+        if name in given:
+            raise typer.BadParameter("the runs are made from scratch in temporary directories.", param_hint=f"--{name}")
+    defaults = [flag for names, flags in _DEFAULTS if not given.intersection(names) for flag in flags]
+    return [*words, *defaults]
+
+
+def _run(command: list[str], processes: int, log: Path) -> None:
+    with open(log, "wb") as file:
+        code = launch(command, processes, log=file)
+    if code != 0:
+        _fail(log, code)
+
+
+def _run_and_kill(command: list[str], processes: int, log: Path, output_dir: Path, step: int) -> None:
+    """Start the recipe, and kill every rank once the step is in metrics.jsonl and some checkpoint is there to resume from."""
+    from toolkit.checkpoint import list_checkpoints
+    from toolkit.run_differences import logged_losses
+
+    def is_time() -> bool:
+        losses = logged_losses(output_dir)
+        return bool(losses) and losses[-1][0] >= step and bool(list_checkpoints(output_dir / "checkpoints"))
+
+    with open(log, "wb") as file, started_ranks(command, processes, log=file) as ranks:
+        while not is_time() and not any(rank.poll() is not None for rank in ranks.values()):
+            time.sleep(_POLL_SECONDS)
+        codes = [rank.poll() for rank in ranks.values()]
+    # Whoever still ran was killed where the block ended.
+    if failed := next((code for code in codes if code), None):
+        _fail(log, failed)
+    if 0 in codes:
+        raise Refusal(
+            f"the run ended before it could be killed after step {step} with a checkpoint to resume from. "
+            "Take more steps (--max-steps 40) or save more often (--save-steps 1)."
+        )
+
+
+def _step_to_kill_at(output_dir: Path) -> int:
+    """The logged step nearest to the middle, at which no checkpoint is written if there is such a one."""
+    from toolkit.run_differences import logged_losses
+
+    steps = [step for step, _ in logged_losses(output_dir)]
+    if len(steps) < 3:
+        raise Refusal(f"{len(steps)} losses were logged, too few to stop between them: take more steps, or --logging-steps 1.")
+    settings = yaml.safe_load((output_dir / "config.yaml").read_text(encoding="utf-8"))
+    every = settings["save_steps"] if settings.get("save_strategy") == "steps" else steps[-1]
+    middle = (steps[-1] + 1) / 2
+    return min(steps[1:-1], key=lambda step: (step % every == 0, step < every, abs(step - middle), -step))
+
+
+def _newest_whole_step(output_dir: Path) -> int:
+    from toolkit.checkpoint import latest_checkpoint
+
+    newest = latest_checkpoint(output_dir / "checkpoints", _say)
+    if newest is None:
+        raise Refusal("no whole checkpoint was left by the killed run: save more often, as with --save-steps 1.")
+    return int(newest.name.removeprefix("step-"))
+
+
+def _differences(whole: Path, resumed: Path, start: int) -> list[str]:
+    from toolkit.run_differences import first_checkpoint_difference, first_loss_difference
+
+    found = []
+    loss = first_loss_difference(whole, resumed)
+    if loss is not None:
+        shown = ["not logged" if value is None else repr(value) for value in loss.losses]
+        found.append(f"first loss that differs: step {loss.step}: {shown[0]} uninterrupted, {shown[1]} resumed")
+        if loss.step <= start:
+            found.append(f"that is before the resume at step {start}: the recipe does not repeat itself even uninterrupted")
+    checkpoint = first_checkpoint_difference(whole, resumed)
+    return [*found, f"first tensor that differs: {checkpoint}"] if checkpoint else found
+
+
+def _fail(log: Path, code: int) -> None:
+    """End as the recipe did, with the end of what it printed."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    print("\n".join(lines[-20:]), file=sys.stderr, flush=True)
+    raise typer.Exit(code if code > 0 else 128 - code)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,83 @@
+"""Where two runs that should be one and the same differ: in the losses they logged, in their final checkpoints."""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from toolkit.checkpoint import State, flatten, list_checkpoints, load_checkpoint
+from toolkit.output import read_lines
+
+
+class LossDifference(NamedTuple):
+    """The first step whose loss differs; None where a run logged no such step, or logged it another time."""
+
+    step: int
+    losses: tuple[float | None, float | None]
+
+
+def logged_losses(output_dir: Path) -> list[tuple[int, float]]:
+    """(step, loss) of each logging event, in the order in which they were written."""
+    return [(event["step"], _number(event["loss"])) for event in read_lines(output_dir / "metrics.jsonl") if "loss" in event]
+
+
+def first_loss_difference(one: Path, other: Path) -> LossDifference | None:
+    """The first logged step that is not the same in the two output directories; losses are compared to the last bit."""
+    ours, theirs = logged_losses(one), logged_losses(other)
+    for number in range(max(len(ours), len(theirs))):
+        a, b = (losses[number] if number < len(losses) else None for losses in (ours, theirs))
+        if a is None or b is None or a[0] != b[0] or repr(a[1]) != repr(b[1]):
+            step = min(each[0] for each in (a, b) if each is not None)
+            return LossDifference(step, (_loss_at(step, a), _loss_at(step, b)))
+    return None
+
+
+def first_checkpoint_difference(one: Path, other: Path) -> str | None:
+    """What differs first in the final checkpoints of two output directories: model, then optimiser, bit for bit.
+
+    Raises:
+        Refusal: a final checkpoint is damaged.
+    """
+    final = [list_checkpoints(output_dir / "checkpoints") for output_dir in (one, other)]
+    names = [found[-1].name if found else "no checkpoint" for found in final]
+    if names[0] != names[1] or not final[0]:
+        return f"final checkpoints: {names[0]} and {names[1]}"
+    ours, theirs = (load_checkpoint(found[-1]) for found in final)
+    (tensors, skeleton), (their_tensors, their_skeleton) = _everything(ours), _everything(theirs)
+    for name, tensor in tensors.items():
+        if name not in their_tensors:
+            return f"{name}: in one of the two alone"
+        if difference := _difference(tensor, their_tensors[name]):
+            return f"{name}: {difference}"
+    if extra := next((name for name in their_tensors if name not in tensors), None):
+        return f"{extra}: in one of the two alone"
+    return None if skeleton == their_skeleton else "optimiser: its numbers beside the tensors, such as a rate or a step count"
+
+
+def _everything(state: State) -> tuple[dict[str, torch.Tensor], Any]:
+    optimizer, skeleton = flatten(state.optimizer)
+    model = {f"model {name}": tensor for name, tensor in state.model.items()}
+    return model | {f"optimiser {name}": tensor for name, tensor in optimizer.items()}, skeleton
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
+    """In words, None where all bits are the same: so a NaN equals itself, and 0.0 does not equal -0.0."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"{tuple(one.shape)} {one.dtype} and {tuple(other.shape)} {other.dtype}"
+    if torch.equal(_bits(one), _bits(other)):
+        return None
+    distances = (one.double() - other.double()).abs()
+    return f"largest difference {distances.max().item():.3g}, {int((distances != 0).sum())} of {one.numel()} numbers differ"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _number(loss: float | None) -> float:
+    return math.nan if loss is None else float(loss)  # JSON has no word for a loss that is not finite
+
+
+def _loss_at(step: int, logged: tuple[int, float] | None) -> float | None:
+    return logged[1] if logged is not None and logged[0] == step else None
