@@ -6,6 +6,7 @@
 `accelerated.py` is the same job on an Accelerator: the difference between the two files is what it does for you.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -57,8 +58,8 @@ def main(config: Config) -> tk.Summary:
         print(f"step {step}/{train.num_steps}  " + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
 
     baselines = tk.class_baselines(raw, config)
-    print("to beat, eval_accuracy: " + "  ".join(f"{name} {value:.4g}" for name, value in baselines.items()), flush=True)
-    summary, started = tk.Summary({"baselines": {"figure": "eval_accuracy", **baselines}}), time.monotonic()
+    print("to beat, eval_accuracy:", *(f" {name} {value:.4g}" for name, value in baselines.items()), flush=True)
+    skipped, summary, started = 0, tk.Summary({"baselines": {"figure": "eval_accuracy", **baselines}}), time.monotonic()
     with tk.claimed(config) as output_dir:
         for step, batch in enumerate(train.batches(), start=1):
             for group, rate in zip(optimizer.param_groups, schedule(batch.position / train.examples_to_consume), strict=True):
@@ -70,9 +71,14 @@ def main(config: Config) -> tk.Summary:
                 part.backward()
                 loss += part.item()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))
-            if torch.isfinite(norm):
+            skipped = 0 if torch.isfinite(norm) and math.isfinite(loss) else skipped + 1
+            if not skipped:
                 optimizer.step()
             optimizer.zero_grad()
+            if skipped:
+                tk.report_nonfinite(output_dir, step, batch, train, loss, norm.item())
+                if skipped >= (1 if config.nonfinite == "stop" else config.max_nonfinite_steps):
+                    raise tk.Unstable(f"{skipped} step(s) in a row with a non-finite loss or gradient, the last of them {step}")
 
             last, end = step == train.num_steps, batch.position + batch.size
             where = {"step": step, "epoch": end / train.epoch_size, "examples": end, "time": time.monotonic() - started}
@@ -80,7 +86,7 @@ def main(config: Config) -> tk.Summary:
                 figures = {"loss": loss, "grad_norm": norm.item(), "learning_rate": rate}
                 tk.append_line(output_dir / "metrics.jsonl", {**where, **figures})
                 show(step, figures)
-            if step % config.eval_steps == 0 or last:
+            if evaluation and (step % config.eval_steps == 0 or last):
                 figures = evaluate()
                 summary.figures.update(figures)
                 tk.append_line(output_dir / "metrics.jsonl", {**where, **figures})

@@ -32,10 +32,10 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, t
 def main(config: Config) -> tk.Summary:
     accelerator = tk.build_accelerator(config)
     raw = tk.load_splits(config)
-    if config.tokenizer:
-        tokenizer = tk.load_tokenizer(config)
-    else:
+    if config.tokenizer is None and tk.is_built_in(config.model):
         tokenizer = tk.train_tokenizer(tk.texts_of(raw["train"]), config.vocab_size or 4096)
+    else:
+        tokenizer = tk.load_tokenizer(config)
     splits = tk.tokenize_for_lm(raw, tokenizer, config)
     model = tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing)
 
@@ -44,13 +44,13 @@ def main(config: Config) -> tk.Summary:
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
     loss_fn = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)
-    metrics = tk.causal_lm_metrics_with_bytes(tk.count_bytes(raw.get("validation", [])))
+    metrics = tk.causal_lm_metrics_with_bytes(**tk.text_size(splits, tokenizer))
     prompts = tk.sample_prompts(raw, tokenizer, config)
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
-        if "validation" in raw and run.step == 0:
-            run.compare_with("eval_bits_per_byte", tk.text_baselines(raw, splits, len(tokenizer)))
+        if run.step == 0:
+            run.compare_with("eval_bits_per_byte", tk.text_baselines(splits, tokenizer))
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
         for batch in run:

@@ -1,5 +1,6 @@
 """Which evaluation was the best, and when to stop looking for a better one."""
 
+import math
 from typing import Any
 
 from toolkit import checkpoint as ckpt
@@ -16,12 +17,13 @@ def load_best(run: Any) -> None:
         run.say(f"WARNING: the best weights (step {run.best['step']}) were not saved; the last ones are kept")
         return
     ckpt.apply_state(ckpt.load_checkpoint(path), run.model, None)
+    run.figures_of = run.best["step"]
     run.say(f"best {run.best['name']} {show_number(run.best['value'])} at step {run.best['step']}: its weights are loaded")
 
 
 def stopped_improving(values: list[float], config: RunConfig) -> bool:
     """Whether the last `early_stopping_patience` values of the deciding metric brought nothing better than those before."""
-    patience = config.early_stopping_patience
+    patience, values = config.early_stopping_patience, [value for value in values if math.isfinite(value)]
     if patience is None or len(values) <= patience:
         return False
     best = max if greater_is_better(config.metric_for_best_model, config.greater_is_better) else min

@@ -1,11 +1,13 @@
 """Steps that went wrong: not finite, or a loss far above those before. Named, counted, their rows written down."""
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from toolkit import output
 from toolkit.config import OptimConfig
+from toolkit.data.batch import Batch
 from toolkit.figures import StepFigures
 
 
@@ -34,21 +36,25 @@ class NonfiniteGuard:
             self.in_row = 0
             return
         self.in_row += 1
-        loss, norm, examples = step.values["loss"], step.values["grad_norm"], step.batch.examples
+        loss, norm = step.values["loss"], step.values["grad_norm"]
         if run.accelerator.is_main_process:
-            record = {"step": step.step, "position": step.batch.position, "loss": str(loss), "grad_norm": str(norm)}
-            rows = [describe_row(train, example) for example in examples]
-            output.append_line(self.directory / "nonfinite.jsonl", {**record, "rows": rows})
-        shown = ", ".join(map(str, examples[:8])) + (", ..." if len(examples) > 8 else "")
-        run.say(
-            f"WARNING: step {step.step} skipped: loss {loss}, gradient norm {norm}. Examples {shown}: their rows are in "
-            f"{self.directory / 'nonfinite.jsonl'}"
-        )
+            report_nonfinite(self.directory.parent, step.step, step.batch, train, loss, norm, run.say)
         if self.in_row >= self.limit:
             raise Unstable(
                 f"{self.in_row} step(s) in a row with a non-finite loss or gradient, the last one step {step.step}. The "
                 "parameters are untouched by them. Look at the rows written, lower --learning-rate, or prefer --bf16 to --fp16."
             )
+
+
+def report_nonfinite(
+    output_dir: Path, step: int, batch: Batch, train: Any, loss: float, norm: float, say: Callable[[str], None] = print
+) -> None:
+    """Say that a step was skipped, and write its rows to incidents/nonfinite.jsonl under `output_dir`."""
+    file = output_dir / "incidents" / "nonfinite.jsonl"
+    record = {"step": step, "position": batch.position, "loss": str(loss), "grad_norm": str(norm)}
+    _write_down(file, {**record, "rows": [describe_row(train, example) for example in batch.examples]}, say)
+    shown = ", ".join(map(str, batch.examples[:8])) + (", ..." if len(batch.examples) > 8 else "")
+    say(f"WARNING: step {step} skipped: loss {loss}, gradient norm {norm}. Examples {shown}: their rows are in {file}")
 
 
 class LossSpikes:
@@ -75,12 +81,21 @@ class LossSpikes:
         if run.accelerator.is_main_process:
             record = {"step": step.step, "position": step.batch.position, "loss": loss, "median": median}
             rows = [describe_row(run.train, example) for example in step.batch.examples]
-            output.append_line(self.directory / "loss_spikes.jsonl", {**record, "rows": rows})
+            _write_down(self.directory / "loss_spikes.jsonl", {**record, "rows": rows}, run.say)
         run.say(
             f"WARNING: step {step.step}: loss {loss:.4g}, where the last {len(before)} steps had {median:.4g}. "
             f"Its rows are in {self.directory / 'loss_spikes.jsonl'}"
         )
         return True
+
+
+def _write_down(path: Path, record: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Keep a record of an incident; where it can't be written, it is said with its rows, and the run goes on."""
+    try:
+        output.append_line(path, record)
+    except OSError as error:
+        origins = [origin for row in record["rows"] for origin in row.get("origin", [])]
+        say(f"WARNING: {path}: {error}. The rows of step {record['step']}: {', '.join(origins) or 'of unknown origin'}")
 
 
 def describe_row(train: Any, example: int) -> dict[str, Any]:

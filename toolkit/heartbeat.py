@@ -12,7 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+EXIT_HUNG = 1
 _FAREWELL = -1  # the count of a rank that has closed its heartbeat and owes no further sign
+
+
+class RankLost(Exception):
+    """Another rank is gone; the message names it, the step and the newest checkpoint."""
+
+    exit_code = EXIT_HUNG
+    on_every_rank = True  # it may be the only one that knows
 
 
 @dataclass
@@ -45,7 +53,7 @@ class Heartbeat:
 
     def __init__(self, rank: int, world_size: int, store: Any, timeout: float, on_silence: Callable[[str], None]) -> None:
         self.rank, self.timeout, self.on_silence = rank, timeout, on_silence
-        self.interval = min(1.0, timeout / 4)
+        self.interval = min(1.0, timeout / 10)
         # A connection of our own: the main thread may hold the shared one in a long wait.
         self._store, self._step, self._closing = store.clone(), 0, threading.Event()
         self._others = {other: _Seen() for other in range(world_size) if other != rank}
@@ -58,6 +66,12 @@ class Heartbeat:
     def beat(self, step: int) -> None:
         """Note that the training has come to this step; costs nothing. Call it as each step begins."""
         self._step = step
+
+    def missing(self, seconds: float = 3.0) -> list[int]:
+        """The ranks that give no sign of life for so many seconds from now on; not those that have said farewell."""
+        before = {other: seen.count for other, seen in self._others.items()}
+        time.sleep(seconds)
+        return [rank for rank, seen in self._others.items() if seen.count == before[rank] != _FAREWELL]
 
     def close(self) -> None:
         """Say farewell, so that nobody takes the end for silence, and end the threads; not held up by a store that is gone."""
@@ -121,3 +135,23 @@ class Heartbeat:
 
     def _report(self, who: str, step: int, seconds: float) -> None:
         self.on_silence(f"{who} has been silent since step {step} ({seconds:.0f} s)")
+
+
+def start_heartbeat(accelerator: Any, timeout: float, newest_checkpoint: Callable[[], str]) -> Heartbeat | None:
+    """The heartbeat of this rank, None for a single process. A silent rank ends this process, with one message for all."""
+    if accelerator.num_processes == 1:
+        return None
+    from torch.distributed import PrefixStore
+    from torch.distributed.distributed_c10d import _get_default_store  # has no public name (torch 2.13)
+
+    rank = accelerator.process_index
+
+    def end(sentence: str) -> None:
+        speaker = 1 if sentence.startswith("rank 0 ") else 0
+        if rank == speaker:
+            message = f"{sentence}: it hangs or is gone, and this run ends. {newest_checkpoint()}\n"
+            os.write(2, message.encode())
+        os._exit(EXIT_HUNG)  # the main thread waits inside a collective, which no exception leaves
+
+    store = PrefixStore("toolkit-heartbeat", _get_default_store())
+    return Heartbeat(rank, accelerator.num_processes, store, timeout, end)

@@ -17,6 +17,7 @@ class OutOfMemory(Exception):
     """The device ran out of memory in the middle of a run; the message says what to change."""
 
     exit_code = 1
+    on_every_rank = True  # it may be the only one that knows
 
 
 def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, loss_fn: LossFn, config: Any) -> Any:

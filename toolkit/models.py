@@ -14,6 +14,7 @@ import torch
 
 from toolkit.attention import choose_attention
 from toolkit.config import ModelConfig, Refusal
+from toolkit.network import stay_offline_without_network
 from toolkit.packable import PROVEN, check_no_contamination
 from toolkit.shapes import DIMENSIONS, built_in_config
 from toolkit.tokenizer import hub_problem, is_built_in
@@ -119,6 +120,8 @@ def _pretrained_config(config: ModelConfig) -> Any:
             f"--trust-remote-code runs code of {config.model}: pin the commit that you have read with --model-revision (all 40 "
             f"digits; they are at https://huggingface.co/{config.model}/commits)"
         )
+    if not directory.is_dir():
+        stay_offline_without_network()
     with _explained(config):
         return AutoConfig.from_pretrained(
             _name(config), revision=config.model_revision, trust_remote_code=config.trust_remote_code

@@ -56,7 +56,7 @@ def claimed(config: OutputConfig, accelerator: Any = None) -> Iterator[Path]:
 
     def claim() -> None:
         check_output_dir(config)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         _lock(lock, directory)
         if config.overwrite_output_dir:
             clear_output_dir(directory)
@@ -176,6 +176,26 @@ def truncate_lines(path: Path, last_step: int) -> None:
 def write_summary(directory: Path, summary: Summary) -> None:
     """Write the final figures to summary.json."""
     write_atomically(directory / "summary.json", json.dumps(summary.figures, indent=1) + "\n")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder with those above it, so that a power loss takes none of their names away."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def write_atomically(path: Path, text: str) -> None:

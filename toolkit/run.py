@@ -18,9 +18,10 @@ from toolkit import output
 from toolkit.best import greater_is_better
 from toolkit.config import Refusal
 from toolkit.data.batch import Batch
+from toolkit.failures import explained
 from toolkit.figures import Window
 from toolkit.guard import LossSpikes, NonfiniteGuard
-from toolkit.memory import WHAT_HELPS, OutOfMemory, is_out_of_memory
+from toolkit.heartbeat import Heartbeat, start_heartbeat
 from toolkit.ranks import on_main
 from toolkit.resume import checkpoint_to_resume
 from toolkit.run_card import write_run_card
@@ -49,8 +50,10 @@ class Run:
         self.baselines: dict[str, Any] = {}
         self.best: dict[str, Any] = {}
         self.trackers: dict[str, str] = {}
+        self.figures_of: int | None = None  # the step whose evaluation is the model's; None: the last one
         self.status, self.failed_saves, self.loss_spikes = "running", 0, 0
         self.stop = StopSignal()
+        self.heartbeat: Heartbeat | None = None
         self.writer = ckpt.CheckpointWriter(self.checkpoints, config.save_total_limit, background=config.async_save)
         self.display = Progress(train.num_steps, 0, accelerator.is_main_process)
         self._window, self.guard = Window(), NonfiniteGuard(config, self.output_dir / "incidents")
@@ -69,6 +72,8 @@ class Run:
             self.step, self.position = self.step + 1, batch.position + batch.size
             self.tokens += batch.totals.get("tokens", 0.0)
             self._between_steps = False
+            if self.heartbeat:
+                self.heartbeat.beat(self.step)
             yield batch
             self._between_steps = True
             self.display.moved(self.step)
@@ -191,11 +196,13 @@ class Run:
 
     def _interrupt(self, number: int) -> None:
         report_saves(self, self.writer.wait())
+        raise Interrupted(f"stopped by {signal.Signals(number).name} after step {self.step}. {self.how_to_continue()}")
+
+    def how_to_continue(self) -> str:
+        """The newest checkpoint, and the command that goes on from it."""
         newest = ckpt.read_pointer(self.checkpoints, "last")
-        kept = f"the newest checkpoint is {newest}" if newest else "there is NO checkpoint"
-        raise Interrupted(
-            f"stopped by {signal.Signals(number).name} after step {self.step}; {kept}. Continue with:\n  {continuing_command()}"
-        )
+        kept = f"The newest checkpoint is {newest}" if newest else "There is NO checkpoint yet"
+        return f"{kept}. Continue with:\n  {continuing_command()}"
 
     def _read_window(self) -> None:
         for step in self._window.read():
@@ -254,6 +261,7 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
             write_run_card(run.output_dir / "run.json", accelerator, config, run.model, train)
         run.trackers = open_trackers(accelerator, config, run.trackers)
         run.status = "failed"
+        run.heartbeat = start_heartbeat(accelerator, config.hang_timeout, run.how_to_continue)
         try:
             with signals_noted(stop_deadline(config)) as run.stop:
                 yield run
@@ -263,19 +271,17 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
             run.status = "interrupted"
             raise
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            known = explained(error, run)
+            if known is None:
                 raise
-            newest = ckpt.read_pointer(run.checkpoints, "last")
-            raise OutOfMemory(
-                f"out of memory in step {run.step}: {str(error).splitlines()[0]}\nLower --per-device-train-batch-size (with "
-                f"--global-batch-size the result stays) or --per-device-eval-batch-size. {WHAT_HELPS} The newest checkpoint "
-                f"is {newest}: continue with --resume."
-            ) from error
+            raise known from error
         except OutOfTime:
             run.status = "interrupted"
             run.leave_in_time()
         finally:
             run.close()
+            if run.heartbeat:
+                run.heartbeat.close()
             accelerator.end_training()
 
 

@@ -1,6 +1,5 @@
 """run.json: what a run was made of, so that it can be understood, and repeated, later."""
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from toolkit.output import write_atomically
+from toolkit.tracking import public_settings
 
 LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "peft", "safetensors", "tokenizers", "deepspeed")
 
@@ -22,7 +22,7 @@ def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train:
     """Write settings, recipe, data, model, libraries, hardware and layout of a run as JSON."""
     device = accelerator.device
     card = {
-        "settings": dataclasses.asdict(config),
+        "settings": public_settings(config),
         "recipe": recipe_file(),
         "data": {"dataset": getattr(config, "dataset", None), "fingerprint": train.fingerprint, "epoch_size": train.epoch_size},
         "model": {

@@ -6,10 +6,14 @@ from typing import Any
 
 from toolkit import checkpoint as ckpt
 from toolkit import output
+from toolkit.data.batch import Batch
+from toolkit.figures import StepFigures
 from toolkit.guard import SaveFailed
 from toolkit.ranks import largest
 from toolkit.resume import changes_since, plain_settings, run_layout
 from toolkit.tracking import Progress
+
+FIGURES = ("metrics.jsonl", "samples.jsonl")
 
 
 def save_run(run: Any) -> None:
@@ -24,7 +28,8 @@ def save_run(run: Any) -> None:
             run.say(f"WARNING: no checkpoint at step {run.step}: {broken} is not finite. The last good one is kept.")
         else:
             run.stop.busy_saving = True
-            run.writer.save(run.step, state, best=run.best.get("step") == run.step)
+            figures = [run.output_dir / name for name in FIGURES]
+            run.writer.save(run.step, state, best=run.best.get("step") == run.step, beside=figures)
             run.stop.busy_saving, run.stop.seconds_to_save = False, run.writer.seconds
     accelerator.wait_for_everyone()
 
@@ -47,9 +52,14 @@ def restore_run(run: Any, path: Path) -> None:
     run.trackers, run.loss_spikes = record["trackers"], record["loss_spikes"]
     run.guard.in_row, run.spikes.losses = record["nonfinite_in_row"], record["recent_losses"]
     run.base, run.evaluation_is_owed = state.base, record["evaluation_is_owed"]
+    run._window.steps = [_read_step(step) for step in record.get("window", [])]
+    run._window.seconds = record.get("window_seconds", 0.0)
     if accelerator.is_main_process:
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for later in ckpt.set_aside_later(run.checkpoints, run.step, run.best.get("step")):
+            run.say(f"  set aside, as it is later than the one continued from: {later}")
+        for name in FIGURES:
             output.truncate_lines(run.output_dir / name, run.step)
+        _point_to_best(run)
     accelerator.wait_for_everyone()
     run.events = output.read_lines(run.output_dir / "metrics.jsonl")
     run.display = Progress(train.num_steps, run.step, accelerator.is_main_process)
@@ -57,6 +67,15 @@ def restore_run(run: Any, path: Path) -> None:
     for note in notes:
         run.say(f"  {note}")
     ckpt.restore_random_state(state.random)
+
+
+def _point_to_best(run: Any) -> None:
+    """Let the pointer say what the run's own record says: it moves after the checkpoint, and a kill may come between."""
+    best = run.checkpoints / f"step-{run.best.get('step')}"
+    if best.is_dir():
+        ckpt.write_pointer(run.checkpoints, "best", best)
+    else:
+        (run.checkpoints / "best.json").unlink(missing_ok=True)
 
 
 def check_saves(run: Any, outcomes: list[ckpt.Outcome]) -> None:
@@ -89,4 +108,18 @@ def run_record(run: Any) -> dict[str, Any]:
         "fingerprint": run.train.fingerprint, "source": run.train.state(), "settings": plain_settings(run.config),
         "layout": run_layout(run.accelerator, run.train), "trackers": run.trackers,
         "evaluation_is_owed": run.evaluation_is_owed,
+        "window": [_step_record(step) for step in run._window.steps], "window_seconds": run._window.seconds,
     }  # fmt: skip
+
+
+# Steps whose figures were read and not logged yet: the next logging event is the mean over all of its steps, after a resume too.
+_OF_BATCH = ("totals", "position", "size", "examples")
+
+
+def _step_record(step: StepFigures) -> dict[str, Any]:
+    return {"step": step.step, "values": step.values, **{name: getattr(step.batch, name) for name in _OF_BATCH}}
+
+
+def _read_step(record: dict[str, Any]) -> StepFigures:
+    batch = Batch(micro_batches=[], real=[], seeds=[], indices=[], **{name: record[name] for name in _OF_BATCH})
+    return StepFigures(record["step"], batch, record["values"])

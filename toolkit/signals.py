@@ -90,6 +90,16 @@ def stop_deadline(config: Any) -> float | None:
 
 
 def continuing_command() -> str:
-    """The command that continues this process's run."""
-    arguments = [a for a in sys.argv[1:] if a not in ("--resume", "--overwrite-output-dir", "--overwrite_output_dir")]
-    return shlex.join(["python", sys.argv[0], *arguments, "--resume"])
+    """The command that continues this process's run, with the program that started it."""
+    without, arguments, rest = ("resume-from", "resume-from-checkpoint"), [], list(sys.argv[1:])
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.removeprefix("--").partition("=")
+        name = name.replace("_", "-")
+        if word.startswith("--") and name in without:
+            rest = rest if equals else rest[1:]
+        elif not (word.startswith("--") and name in ("resume", "overwrite-output-dir")):
+            arguments.append(word)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    starter = [sys.executable] if ranks == "1" else [sys.executable, "-m", "toolkit", "train", "--processes", ranks]
+    return shlex.join([*starter, sys.argv[0], *arguments, "--resume"])

@@ -28,10 +28,16 @@ def train_step(
     of all micro-batches and ranks add up to the exact mean. A step whose loss or gradient is not finite on any rank changes
     no parameter and no optimiser state, on all ranks alike.
 
-    Returns 0-d tensors, the same on every rank; nothing waits for the device: `loss`; `grad_norm`, global and before
+    Returns 0-d tensors, the same on every rank; with a fused optimiser nothing waits for the device (others wait once, to
+    know whether the update may be made): `loss`; `grad_norm`, global and before
     clipping at `max_grad_norm` (0: no clipping); `applied`, 1 or 0; `nonfinite`, 1 for a skipped step that is not the
     search of fp16's loss scale; and the loss function's metrics.
     """
+    if len(learning_rates) != len(optimizer.param_groups):
+        raise ValueError(
+            f"{len(optimizer.param_groups)} parameter groups need as many learning rates, not {len(learning_rates)}: "
+            "schedule(progress) of build_optimizer returns them"
+        )
     for group, rate in zip(optimizer.param_groups, learning_rates, strict=True):
         group["lr"] = rate
     parts: dict[str, torch.Tensor] = {}

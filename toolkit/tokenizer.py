@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config import ModelConfig, Refusal
+from toolkit.network import stay_offline_without_network
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -145,6 +146,8 @@ def _pretrained_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
         )
     from transformers import AutoTokenizer
 
+    if not is_directory:
+        stay_offline_without_network()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # whatever a file or the Hub can do wrong; the cause stays attached

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import secrets
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from toolkit.config import RunConfig
+from toolkit.config import RunConfig, groups
 
 # Dense bf16 products without sparsity, in FLOP/s, from the makers' data sheets; longest name first, so that
 # "H100 PCIe" is found before "H100".
@@ -61,13 +62,24 @@ def open_trackers(accelerator: Any, config: RunConfig, ids: dict[str, str]) -> d
         return ids
     ids = {"wandb": secrets.token_hex(4), **ids}
     plain = (bool, int, float, str)
-    settings = {name: v if isinstance(v, plain) else str(v) for name, v in dataclasses.asdict(config).items()}
+    settings = {name: v if isinstance(v, plain) else str(v) for name, v in public_settings(config).items()}
     name = config.run_name or Path(config.output_dir).name
-    wandb = {"name": name, "dir": config.output_dir, "id": ids["wandb"], "resume": "allow"}
+    wandb = {"name": name, "dir": os.path.join(config.output_dir, "trackers"), "id": ids["wandb"], "resume": "allow"}
     arguments = {"wandb": wandb, "trackio": {"name": name, "resume": "allow"}}
     known = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
     accelerator.init_trackers("toolkit", config=settings, init_kwargs={k: v for k, v in arguments.items() if k in known})
     return ids
+
+
+def public_settings(config: Any) -> dict[str, Any]:
+    """The settings that may leave this machine: those of the toolkit's own groups, and of a recipe's own the numbers only.
+
+    A recipe's author may keep a key in a field of text; no field of ours is for one.
+    """
+    known = [group for group in vars(groups).values() if dataclasses.is_dataclass(group)]
+    ours = {field.name for group in known for field in dataclasses.fields(group)}
+    values = dataclasses.asdict(config)
+    return {name: value for name, value in values.items() if name in ours or isinstance(value, (bool, int, float))}
 
 
 class Progress:

@@ -99,3 +99,16 @@ def test_a_document_longer_than_a_row_is_refused_by_number():
 def test_an_empty_document_is_refused_by_number(pack):
     with pytest.raises(ValueError, match="document 2 has no tokens"):
         pack(np.array([3, 1, 0]), 8)
+
+
+@pytest.mark.parametrize("capacity", [2, 3, 7, 64])
+def test_wrapped_rows_with_overlap_predict_every_token_but_a_documents_first(capacity: int) -> None:
+    """So an evaluation charges every token once, whatever the row's length. Fails when: a cut piece begins at the cut."""
+    lengths = np.array([1, 5, 9, 2, 30, 1])
+    packing = pack_wrapped(lengths, capacity, overlap=True)
+    predicted = []
+    for row in range(len(packing)):
+        pieces = packing.row(row)
+        assert sum(end - start for _, start, end in pieces) <= capacity
+        predicted += [(document, token) for document, start, end in pieces for token in range(start + 1, end)]
+    assert sorted(predicted) == [(document, token) for document, length in enumerate(lengths) for token in range(1, length)]

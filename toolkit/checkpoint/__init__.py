@@ -8,6 +8,7 @@ from toolkit.checkpoint.directory import (
     prune_checkpoints,
     read_pointer,
     save_checkpoint,
+    set_aside_later,
     verify_checkpoint,
     write_pointer,
 )
@@ -19,6 +20,6 @@ from toolkit.checkpoint.writer import CheckpointWriter, Outcome
 __all__ = [
     "CheckpointWriter", "Outcome", "State", "apply_state", "base_identity", "capture_random_state", "capture_state",
     "clean_leftovers", "copy_state", "flatten", "latest_checkpoint", "list_checkpoints", "load_checkpoint",
-    "nonfinite_parameter", "prune_checkpoints", "read_pointer", "restore_random_state", "save_checkpoint", "unflatten",
-    "verify_checkpoint", "write_pointer",
+    "nonfinite_parameter", "prune_checkpoints", "read_pointer", "restore_random_state", "save_checkpoint",
+    "set_aside_later", "unflatten", "verify_checkpoint", "write_pointer",
 ]

@@ -4,7 +4,6 @@ A directory with its final name is complete: it was written beside, synced, and 
 and SHA-256 of every file, was on disk.
 """
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -19,7 +18,7 @@ import torch
 from toolkit.checkpoint.state import State
 from toolkit.checkpoint.trees import flatten, unflatten
 from toolkit.config import Refusal
-from toolkit.output import write_atomically
+from toolkit.output import make_folder, sync, write_atomically
 
 MANIFEST, SCHEMA = "MANIFEST.json", 1
 
@@ -41,7 +40,8 @@ def save_checkpoint(root: str | Path, step: int, state: State) -> Path:
     temporary = root / f".tmp-step-{step}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
+        make_folder(root)
+        temporary.mkdir()
         _check_space(root, state.size)
         trees = {"optimizer": state.optimizer, "random": state.random}
         flat = {name: flatten(tree) for name, tree in trees.items()}
@@ -68,17 +68,17 @@ def save_checkpoint(root: str | Path, step: int, state: State) -> Path:
 def _commit(temporary: Path, final: Path, step: int) -> None:
     files = {}
     for path in sorted(temporary.iterdir()):
-        _sync(path)
+        sync(path)
         files[path.name] = {"size": path.stat().st_size, "sha256": _digest(path)}
     manifest = {"schema": SCHEMA, "step": step, "files": files}
     write_atomically(temporary / MANIFEST, json.dumps({**manifest, "sha256": _digest_of(manifest)}))
-    _sync(temporary)
+    sync(temporary)
     if final.exists():  # the only way here with one in place: it failed its verification
         trash = final.with_name(f".trash-{final.name}-{os.getpid()}")
         os.rename(final, trash)
         shutil.rmtree(trash, ignore_errors=True)
     os.rename(temporary, final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def verify_checkpoint(path: str | Path, *, contents: bool = True) -> list[str]:
@@ -168,6 +168,7 @@ def prune_checkpoints(root: str | Path, keep: int | None, protect: list[Path]) -
 def write_pointer(root: str | Path, name: str, checkpoint: Path) -> None:
     """Let `best` or `last` name a checkpoint: a small JSON file, since not every file system has links."""
     write_atomically(Path(root) / f"{name}.json", json.dumps({"checkpoint": checkpoint.name}))
+    sync(Path(root))  # before what it named until now is removed
 
 
 def read_pointer(root: str | Path, name: str) -> Path | None:
@@ -177,6 +178,23 @@ def read_pointer(root: str | Path, name: str) -> Path | None:
     except (OSError, ValueError, KeyError):
         return None
     return target if target.is_dir() else None
+
+
+def set_aside_later(root: str | Path, step: int, best_step: int | None) -> list[Path]:
+    """Rename the checkpoints after `step`: a run that goes on from there makes others of the same names. Returns new names.
+
+    The pointers that showed one of them are removed, and `best` too where it isn't that of `best_step`.
+    """
+    moved = []
+    for path in list_checkpoints(root):
+        if int(path.name[5:]) > step:
+            number = next(n for n in range(1, 1_000_000) if not path.with_name(f"superseded-{n}-{path.name}").exists())
+            moved.append(path.rename(path.with_name(f"superseded-{number}-{path.name}")))
+    for name in ("best", "last"):
+        target = read_pointer(root, name)
+        if target is None or (name == "best" and target.name != f"step-{best_step}"):
+            (Path(root) / f"{name}.json").unlink(missing_ok=True)
+    return moved
 
 
 def clean_leftovers(root: str | Path) -> None:
@@ -204,11 +222,3 @@ def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot sync a directory
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

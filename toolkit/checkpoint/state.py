@@ -98,13 +98,14 @@ def apply_state(state: State, model: Any, optimizer: Any, scaler: Any = None) ->
         if state.parameter_names != _parameter_names(model, optimizer):
             raise Refusal("the checkpoint's optimiser holds other parameters, or another order of them, than this model's.")
         _check_optimizer(state, model, optimizer)
+    # What can still raise comes first: a scaler and an optimiser compare before they change anything.
+    if scaler is not None and state.scaler:
+        scaler.load_state_dict(state.scaler)
+    if optimizer is not None:
+        optimizer.load_state_dict(state.optimizer)
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(state.model[name])
-    if optimizer is not None:
-        optimizer.load_state_dict(state.optimizer)
-    if scaler is not None and state.scaler:
-        scaler.load_state_dict(state.scaler)
 
 
 def base_identity(model: Any) -> dict[str, Any]:
@@ -153,16 +154,21 @@ def _check_optimizer(state: State, model: Any, optimizer: Any) -> None:
     """torch's own load_state_dict looks at numbers of parameters only: a moment of another shape would fail steps later."""
     live, stored = optimizer.state_dict(), state.optimizer
     keys = [[sorted(set(group) - {"params"}) for group in each["param_groups"]] for each in (live, stored)]
-    if keys[0] != keys[1]:
+    sizes = [[len(group["params"]) for group in each["param_groups"]] for each in (live, stored)]
+    if keys[0] != keys[1] or sizes[0] != sizes[1]:
         raise Refusal("the checkpoint's optimiser is of another kind than this one.")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = [name for group in state.parameter_names for name in group]
     for index, moments in stored["state"].items():
-        for kind in ("exp_avg", "momentum_buffer"):
+        for kind in _FULL_MOMENTS:
             moment = moments.get(kind) if isinstance(moments, dict) else None
             shape = tuple(moment.shape) if isinstance(moment, torch.Tensor) else None
             if shape is not None and shape != shapes[names[index]]:
                 raise Refusal(f"the checkpoint's {kind} of {names[index]} is {shape}, here {shapes[names[index]]}")
+
+
+# Names under which torch's optimisers keep what has its parameter's shape.
+_FULL_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 
 
 def _compare(what: str, live: dict[str, Any], stored: dict[str, Any]) -> None:

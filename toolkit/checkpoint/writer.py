@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 
 from toolkit.checkpoint.directory import prune_checkpoints, read_pointer, save_checkpoint, write_pointer
 from toolkit.checkpoint.state import State, copy_state
+from toolkit.output import sync
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,20 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
 
-    def save(self, step: int, state: State, *, best: bool = False) -> None:
-        """Write a checkpoint of `state`; with `best` the pointer of that name will show it."""
+    def save(self, step: int, state: State, *, best: bool = False, beside: Sequence[Path] = ()) -> None:
+        """Write a checkpoint of `state`; with `best` the pointer of that name will show it.
+
+        The files `beside` it, where they are there, are on the disk before the checkpoint is.
+        """
         began = time.monotonic()
         self._join()
         if not self.background:
-            self._write(step, state, best, lambda: time.monotonic() - began)
+            self._write(step, state, best, beside, lambda: time.monotonic() - began)
             return
         state = copy_state(state, self._copies)
         blocked = time.monotonic() - began
-        self._thread = threading.Thread(target=self._write, args=(step, state, best, lambda: blocked), name="checkpoint")
+        arguments = (step, state, best, beside, lambda: blocked)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
 
     def finished(self) -> list[Outcome]:
@@ -63,10 +68,14 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _write(self, step: int, state: State, best: bool, blocked: Callable[[], float]) -> None:
+    def _write(self, step: int, state: State, best: bool, beside: Sequence[Path], blocked: Callable[[], float]) -> None:
         began = time.monotonic()
         error: Exception | None = None
         try:
+            for file in beside:
+                if file.exists():
+                    sync(file)
+                    sync(file.parent)
             path = save_checkpoint(self.root, step, state)
             if best:
                 write_pointer(self.root, "best", path)

@@ -27,7 +27,7 @@ from toolkit.config import (
 from toolkit.config.values import split_list
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
-EXIT_REFUSED = 2
+EXIT_REFUSED, EXIT_STOPPED = 2, 130  # the latter as shells have it for SIGINT
 
 
 def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
@@ -55,11 +55,14 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             _print_refusal(refusal)
         sys.exit(EXIT_REFUSED)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+        sys.exit(EXIT_STOPPED)
     except BaseException as error:
         exit_code = getattr(error, "exit_code", None)
         if exit_code is None:
             raise
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" or getattr(error, "on_every_rank", False):
             print(error, file=sys.stderr, flush=True)
         sys.exit(exit_code)
 

@@ -12,6 +12,7 @@ import yaml
 
 from toolkit.cli.recipe_file import find_recipe, split_processes
 from toolkit.config import Refusal
+from toolkit.config.values import flag_of
 from toolkit.launch import launch, started_ranks
 
 # What makes a run short and its resume worth a look; left out where the user gives one of the names.
@@ -75,7 +76,7 @@ def _with_defaults(words: list[str]) -> list[str]:
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
     for name in _OURS:
         if name in given:
-            raise typer.BadParameter("the runs are made from scratch in temporary directories.", param_hint=f"--{name}")
+            raise typer.BadParameter("the runs are made from scratch in temporary directories.", param_hint=flag_of(name))
     defaults = [flag for names, flags in _DEFAULTS if not given.intersection(names) for flag in flags]
     return [*words, *defaults]
 

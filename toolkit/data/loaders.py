@@ -6,6 +6,7 @@ The position of a run is one integer, the examples consumed. Everything else fol
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,7 @@ def build_dataloaders(
     pin_memory = bool(accelerator) and accelerator.device.type == "cuda"
     if config.packing and _is_padded(collate):
         raise Refusal("--packing puts documents of several examples into one row, which this recipe's padded rows cannot hold.")
-    train_split, pack = splits["train"], _packer(config)
+    train_split, pack, pack_held_out = splits["train"], _packer(config), _packer(config, overlap=True)
     global_batch_size = config.global_batch_size or (
         config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
     )
@@ -163,7 +164,7 @@ def build_dataloaders(
     if "validation" in splits:
         held_out = _map_style(splits["validation"])
         evaluation = EvalLoader(
-            PackedRows(held_out, pack(column(held_out, "length"))) if pack else PlainRows(held_out),
+            PackedRows(held_out, pack_held_out(column(held_out, "length"))) if pack_held_out else PlainRows(held_out),
             collate, config.per_device_eval_batch_size, rank, world_size, config.dataloader_num_workers, pin_memory,
         )  # fmt: skip
     if not hasattr(train_split, "__len__"):
@@ -194,11 +195,13 @@ def packing_name(config: DataConfig) -> str:
     return f"{config.packing_strategy}-{config.max_length}" if config.packing else "rows"
 
 
-def _packer(config: DataConfig) -> Callable[[np.ndarray], Packing] | None:
+def _packer(config: DataConfig, overlap: bool = False) -> Callable[[np.ndarray], Packing] | None:
     if not config.packing:
         return None
-    strategy = {"bfd": pack_best_fit, "wrapped": pack_wrapped}[config.packing_strategy]
-    return lambda lengths: strategy(lengths, config.max_length)
+    strategies: dict[str, Callable[[np.ndarray, int], Packing]] = {
+        "bfd": pack_best_fit, "wrapped": partial(pack_wrapped, overlap=overlap),
+    }  # fmt: skip
+    return lambda lengths: strategies[config.packing_strategy](lengths, config.max_length)
 
 
 def _is_padded(collate: Collate) -> bool:

@@ -76,12 +76,16 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     return Packing(documents, np.zeros_like(documents), lengths[documents], bounds, capacity)
 
 
-def pack_wrapped(lengths: np.ndarray, capacity: int) -> Packing:
+def pack_wrapped(lengths: np.ndarray, capacity: int, *, overlap: bool = False) -> Packing:
     """Put the documents one behind the other and cut every `capacity` tokens; only the last row is short.
 
     A document that is cut goes on in the next row as a document of its own: it does not see its beginning, and its first
-    token there is not predicted. Raises ValueError for an empty document.
+    token there is not predicted. With `overlap`, for evaluation, a row that goes on with a document begins with the last
+    token before the cut: every token but a document's first is predicted once. Raises ValueError for an empty document.
     """
+    if overlap:
+        plain = pack_wrapped(lengths, max(capacity - 1, 1))
+        return Packing(plain.documents, np.maximum(plain.starts - 1, 0), plain.ends, plain.row_bounds, capacity)
     lengths = _checked(lengths, capacity)
     document_ends = np.cumsum(lengths)
     total = int(document_ends[-1]) if len(lengths) else 0

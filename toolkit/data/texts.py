@@ -36,21 +36,30 @@ def texts_of(split: Any) -> Iterator[str]:
         yield text
 
 
-def count_bytes(split: Any) -> int:
-    """UTF-8 bytes of the texts of a split."""
-    return sum(len(text.encode()) for text in texts_of(split))
+def texts_of_tokens(split: Any, tokenizer: Any) -> list[str]:
+    """The text that the tokens of each document stand for: what is left of it after truncation, splitting and dropping."""
+    return tokenizer.batch_decode(list(split["input_ids"]), skip_special_tokens=True)
 
 
-def text_baselines(raw: Any, tokenised: Any, vocab_size: int) -> dict[str, float]:
-    """Bits per byte, on the validation texts, of gzip and xz and of n-gram models.
+def text_size(tokenised: Any, tokenizer: Any) -> dict[str, int]:
+    """UTF-8 bytes and tokens of the validation split, and the size of the vocabulary: what bits per byte are counted with."""
+    ids = [row["input_ids"] for row in tokenised.get("validation", [])]
+    num_bytes = sum(len(text.encode()) for text in tokenizer.batch_decode(ids, skip_special_tokens=True))
+    return {"num_bytes": num_bytes, "num_tokens": sum(map(len, ids)), "vocab_size": len(tokenizer)}
 
-    The n-grams are counted on the first 4 million training tokens (not at all on a stream). `raw` and `tokenised` are the
-    splits before and after `tokenize_for_lm`.
+
+def text_baselines(tokenised: Any, tokenizer: Any) -> dict[str, float]:
+    """Bits per byte, on the text of the validation tokens, of gzip and xz and of n-gram models.
+
+    The n-grams are counted on the first 4 million training tokens. Nothing to compare with (an empty dict) for a stream or
+    without a validation split.
     """
-    texts = list(texts_of(raw["validation"]))
+    if "validation" not in tokenised or not all(hasattr(tokenised[name], "__len__") for name in ("train", "validation")):
+        return {}
+    vocab_size, texts = len(tokenizer), texts_of_tokens(tokenised["validation"], tokenizer)
     num_bytes = sum(len(text.encode()) for text in texts)
     baselines = {name: bits for name, bits in compression_baselines(texts).items() if name != "bz2"}
-    if hasattr(tokenised["train"], "__len__") and vocab_size**3 < 2**63:
+    if vocab_size**3 < 2**63:
         train, held_out = _tokens(tokenised["train"]), _tokens(tokenised["validation"])
         for name, order in (("bigram", 2), ("trigram", 3)):
             baselines[name] = ngram_bits_per_byte(train, held_out, num_bytes, vocab_size, order)

@@ -82,13 +82,20 @@ causal_lm_metrics = Metrics(update=_update, finalise=_finalise)
 """Means over the supervised tokens of a split: loss in nats, perplexity = exp(loss), token accuracy. No smoothing."""
 
 
-def causal_lm_metrics_with_bytes(num_bytes: int) -> Metrics:
-    """The same and bits per byte: the information of the whole split over its size, whatever the tokenizer.
+def causal_lm_metrics_with_bytes(num_bytes: int, num_tokens: int, vocab_size: int) -> Metrics:
+    """The same and bits per byte: the information of the whole split over its size, whatever the tokenizer and the rows.
 
-    `num_bytes`: UTF-8 bytes of the supervised text of the evaluation split. bits_per_byte = sum of nats / ln 2 / bytes.
+    bits_per_byte = (nats of the predicted tokens / ln 2 + log2(vocab_size) for each other one) / num_bytes. A token that
+    nothing stands before, the first of each document, is predicted by nobody: it costs what it costs to name it.
+
+    Args:
+        num_bytes: UTF-8 bytes of the text that the split's tokens stand for.
+        num_tokens: all tokens of the split.
+        vocab_size: of the tokenizer.
     """
 
     def finalise(sums: dict[str, np.ndarray]) -> dict[str, float]:
-        return {**_finalise(sums), "bits_per_byte": ratio(sums["nll"], num_bytes) / math.log(2)}
+        named = (num_tokens - float(sums["tokens"])) * math.log2(vocab_size)
+        return {**_finalise(sums), "bits_per_byte": ratio(sums["nll"] / math.log(2) + named, num_bytes)}
 
     return Metrics(update=_update, finalise=finalise)

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from toolkit.config import Refusal
+from toolkit.network import stay_offline_without_network
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -23,6 +24,7 @@ def load_from_hub(dataset: str, streaming: bool) -> dict[str, Dataset | Iterable
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     name, config, revision = parse_hub_name(dataset)
+    stay_offline_without_network()
     try:
         splits = datasets.load_dataset(name, config, revision=revision, streaming=streaming)
     except DatasetNotFoundError as error:

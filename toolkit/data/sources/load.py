@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
             pairs = zip(chosen, sources, strict=True)
             chosen = [{name: _with_origin(rows, source) for name, rows in part.items()} for part, source in pairs]
     held_out = _hold_out(chosen, sources, config)
+    _check_held_out(chosen, held_out, config)
     if len(sources) == 1:
         splits = chosen[0]
         description = describe_source(config)
@@ -153,6 +155,21 @@ def _hold_out(chosen: list[Splits], sources: list[Source], config: DataConfig) -
                 part["train"], config.eval_fraction, always, source.dataset
             )
     return True
+
+
+def _check_held_out(chosen: list[Splits], held_out: bool, config: DataConfig) -> None:
+    """Refuse an evaluation without rows, and a share of held-out rows where none are held out."""
+    usual = next(field.default for field in dataclasses.fields(DataConfig) if field.name == "eval_fraction")
+    if not held_out and config.eval_fraction not in (0.0, usual):
+        raise Refusal(
+            f"--eval-fraction {config.eval_fraction:g} has no effect: {config.dataset} has an evaluation split of its own. "
+            "Remove it."
+        )
+    if not any("validation" in part for part in chosen) and getattr(config, "eval_strategy", "no") != "no":
+        raise Refusal(
+            "There are no rows to evaluate on: no evaluation split, and --eval-fraction 0 holds none out. Name an "
+            "--eval-split, or go without evaluation: --eval-strategy no"
+        )
 
 
 def _with_origin(rows: Dataset, source: Source) -> Dataset:

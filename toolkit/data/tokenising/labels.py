@@ -78,6 +78,8 @@ def find_classes(splits: Any) -> Classes:
     if not isinstance(train, Dataset):
         raise Refusal("A stream must declare its classes (a ClassLabel feature): it can't be read to the end to find them.")
     values = train[column][:]
+    if not all(isinstance(value, (int, float, list)) for value in values):
+        _refuse_missing(values, train)
     if _is_multi_hot(values):
         return Classes([str(place) for place in range(len(values[0]))], multi_hot=True)
     distinct = {label for value in values for label in (value if isinstance(value, list) else [value]) if label is not None}
@@ -118,6 +120,14 @@ def check_label_settings(classes: Classes, problem_type: str, class_weights: lis
         raise Refusal(f"All labels of the train split are {names[0]!r}: there is nothing to tell apart.")
     if class_weights and len(class_weights) != len(names):
         raise Refusal(f"--class-weights gives {len(class_weights)} weights; there are {len(names)} classes: {_shown(names)}.")
+
+
+def _refuse_missing(values: list[Any], rows: Any) -> None:
+    """A class without a name is a mistake in the data: the row is named before it becomes a class of its own."""
+    for number, value in enumerate(values):
+        if value is None or (isinstance(value, str) and not value.strip()):
+            origin = rows[number].get("origin") or f"row {number + 1} of the train split"
+            raise Refusal(f"{origin}: the label is {'missing' if value is None else 'empty'}. Correct or remove the row.")
 
 
 def _is_multi_hot(values: list[Any]) -> bool:

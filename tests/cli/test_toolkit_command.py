@@ -1,0 +1,223 @@
+"""The `toolkit` command, in processes of its own where its exit code and its children matter.
+
+Each test names the one-line change under which it fails.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from toolkit import checkpoint as ckpt
+from toolkit.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[2]
+# Shows how it was called, and ends as its --end says.
+SHOWS_ITS_CALL = """
+import os, sys
+print(os.environ.get("RANK", "-"), sys.argv[1:], flush=True)
+end = int(sys.argv[-1]) if "--end" in sys.argv else 0
+sys.exit(end)
+"""
+# Trains three numbers with momentum, and forgets the momentum when it resumes.
+FORGETS_ITS_MOMENTUM = """
+import json, pathlib, sys, time
+import torch
+from toolkit import checkpoint as ckpt
+words = [word for word in sys.argv[1:] if word != "--resume"]
+flags = dict(zip(words[::2], words[1::2]))
+output_dir = pathlib.Path(flags["--output-dir"])
+output_dir.mkdir(exist_ok=True)
+(output_dir / "config.yaml").write_text(f"save_strategy: steps\\nsave_steps: {flags['--save-steps']}\\n")
+metrics, root = output_dir / "metrics.jsonl", output_dir / "checkpoints"
+weight, momentum, done = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3), 0
+if "--resume" in sys.argv:
+    state = ckpt.load_checkpoint(ckpt.latest_checkpoint(root))
+    weight, done = state.model["weight"], state.run["step"]
+    metrics.write_text("".join(metrics.read_text().splitlines(True)[:done]))
+for step in range(done + 1, int(flags["--max-steps"]) + 1):
+    with open(metrics, "a") as file:
+        file.write(json.dumps({"step": step, "loss": (weight ** 2).sum().item()}) + "\\n")
+    momentum = 0.5 * momentum + weight
+    weight = weight - 0.125 * momentum
+    if step % int(flags["--save-steps"]) == 0:
+        ckpt.save_checkpoint(root, step, ckpt.State({"weight": weight}, {"momentum": momentum}, [["weight"]], {"step": step}))
+    time.sleep(0.05)
+"""
+SMALL = ["--hidden-size", "32", "--num-hidden-layers", "2", "--max-length", "64", "--vocab-size", "300"]
+
+
+def toolkit(*words: str, cwd: Path = ROOT, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "toolkit", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, env=environment, check=False)
+
+
+def in_process(*words: object) -> tuple[int, str]:
+    """Exit code and output of a command that needs no process of its own."""
+    result = CliRunner().invoke(app, [str(word) for word in words], prog_name="toolkit")
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "recipes").mkdir()
+    path = tmp_path / "recipes/mine.py"
+    path.write_text(SHOWS_ITS_CALL)
+    return path
+
+
+def test_help_loads_no_heavy_library() -> None:
+    """Fails when: a command imports torch, or draws its help with Rich, before it is called."""
+    listing = "import sys, toolkit.cli.main; print(*{'torch', 'rich', 'accelerate', 'transformers', 'numpy'} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
+    assert loaded.stdout.split() == []
+    shown = toolkit("--help")
+    assert shown.returncode == 0
+    assert all(command in shown.stdout for command in ("train", "checkpoints", "verify-resume"))
+
+
+@pytest.mark.parametrize(
+    ("words", "passed_on"),
+    [
+        (["mine"], []),
+        (["recipes/mine.py", "--end", "75"], ["--end", "75"]),
+        (["mine", "--report-to", "a,b", "--x=1 2", "-y", "--", "--no_packing", "--end", "3"], None),
+    ],
+)
+def test_train_gives_the_recipe_its_flags_unchanged_and_hands_its_code_on(recipe: Path, words: list[str], passed_on: list[str] | None) -> None:
+    """Fails when: Typer reads the recipe's flags, or the code of the child is lost."""
+    expected = words[1:] if passed_on is None else passed_on
+    ran = toolkit("train", *words, cwd=recipe.parents[1])
+    assert ran.returncode == (int(expected[-1]) if expected else 0)
+    assert ran.stdout == f"- {expected}\n"
+    assert ran.stderr.startswith("starting: python recipes/mine.py")
+
+
+@pytest.mark.parametrize("words", [["--processes", "2", "mine", "--a", "1"], ["mine", "--a", "--processes=2", "1"], ["mine", "--a", "1", "--processes", "2"]])
+def test_the_number_of_processes_may_stand_before_or_among_the_recipes_flags(recipe: Path, words: list[str]) -> None:
+    """Fails when: --processes is read only before the recipe's name, and reaches the recipe as an unknown flag."""
+    ran = toolkit("train", *words, cwd=recipe.parents[1])
+    assert ran.returncode == 0
+    assert sorted(ran.stdout.splitlines()) == ["0 ['--a', '1']", "1 ['--a', '1']"]
+    assert "torchrun --standalone --nproc-per-node 2 recipes/mine.py --a 1" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "stf"], "Did you mean sft?"),
+        (["train", "recipes/stf.py"], "recipes/sft.py"),
+        (["train", "qqq"], "pretrain"),
+        (["train", "sft", "--processes", "none"], "at least 1"),
+        (["train", "--procesess", "2", "sft"], "No such option"),
+        (["verify-resume", "stf"], "Did you mean sft?"),
+        (["verify-resume", "sft", "--output-dir", "here"], "temporary directories"),
+        (["checkpoints", "toolkit"], "no checkpoint"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_code_2(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: an unknown recipe is handed to Python, whose code for a file that is not there says nothing."""
+    monkeypatch.chdir(ROOT)
+    code, output = in_process(*words)
+    assert code == 2
+    assert said in " ".join(output.split())
+
+
+def test_help_after_a_recipe_is_the_recipes_own() -> None:
+    """Fails when: Typer takes --help wherever it stands."""
+    shown = toolkit("train", "sft", "--help")
+    assert shown.returncode == 0
+    assert "--learning-rate" in shown.stdout
+    assert shown.stderr == ""
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """An output directory with checkpoints 2, 4 and 10; 4 is the best, 10 the last."""
+    root = tmp_path / "run/checkpoints"
+    for step in (2, 4, 10):
+        state = ckpt.State({"weight": torch.full((1000,), float(step))}, {}, [["weight"]], {"step": step})
+        ckpt.save_checkpoint(root, step, state)
+    ckpt.write_pointer(root, "best", root / "step-4")
+    ckpt.write_pointer(root, "last", root / "step-10")
+    return tmp_path / "run"
+
+
+def rows(output: str) -> list[list[str]]:
+    """The cells of a table's rows, without its head."""
+    lines = [[cell.strip() for cell in re.split("[│┃|]", line)[1:-1]] for line in output.splitlines()]
+    return [cells for cells in lines if cells and cells[0].isdecimal()]
+
+
+@pytest.mark.parametrize("folder", [".", "checkpoints"])
+def test_checkpoints_are_listed_in_order_with_the_best_and_the_last(saved: Path, folder: str) -> None:
+    """Fails when: they are sorted as texts (10 before 2), or only one of the two directories is understood."""
+    code, output = in_process("checkpoints", saved / folder)
+    assert code == 0
+    assert [(step, *marks) for step, _, *marks in rows(output)] == [("2", "whole", "", ""), ("4", "whole", "yes", ""), ("10", "whole", "", "yes")]
+
+
+def test_damage_is_named_and_ends_with_1(saved: Path) -> None:
+    """A changed byte is seen with --verify only, a short file always. Fails when: the code does not say what the table says."""
+    file = saved / "checkpoints/step-4/model.safetensors"
+    contents = bytearray(file.read_bytes())
+    contents[-1] ^= 1
+    file.write_bytes(contents)
+    assert in_process("checkpoints", saved)[0] == 0
+    code, output = in_process("checkpoints", saved, "--verify")
+    assert code == 1
+    assert [row[2] for row in rows(output)] == ["whole", "model.safetensors: contents changed (SHA-256 differs)", "whole"]
+    file.write_bytes(contents[:-1])
+    code, output = in_process("checkpoints", saved)
+    assert code == 1
+    assert rows(output)[1][2].startswith("model.safetensors: ")
+
+
+def test_verify_resume_finds_the_first_step_and_the_tensor_of_a_recipe_that_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The difference is that of a plain loop with and without its momentum. Fails when: only the weights at the end of the
+    first life are compared, or the run is not killed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "toy.py").write_text(FORGETS_ITS_MOMENTUM)
+
+    def loss_at(last: int, forgets_after: int | None) -> float:
+        weight, momentum = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3)
+        for step in range(1, last):
+            momentum = 0.5 * momentum * (forgets_after != step - 1) + weight
+            weight = weight - 0.125 * momentum
+        return (weight**2).sum().item()
+
+    code, output = in_process("verify-resume", tmp_path / "toy.py")
+    assert code == 1, output
+    start = int(re.search(r"resumed from step (\d)", output)[1])
+    said = re.search(r"first loss that differs: step (\d): (\S+) uninterrupted, (\S+) resumed", output)
+    step = int(said[1])
+    assert start in (2, 4, 6)
+    assert step == start + 2  # the weights were right, the first update after them was not
+    assert [float(said[2]), float(said[3])] == [loss_at(step, None), loss_at(step, start)]
+    assert re.search(r"first tensor that differs: model weight: largest difference \S+, 3 of 3 numbers", output)
+    kept = Path(re.search(r"kept in (\S+)", output)[1])
+    assert (kept / "resumed/checkpoints/step-8").is_dir()
+
+
+@pytest.mark.slow
+def test_verify_resume_finds_a_recipe_identical_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the two runs do not have the same settings, or their directories are compared with themselves."""
+    temporary, data = tmp_path / "temporary", tmp_path / "sums.jsonl"
+    temporary.mkdir()
+    lines = [{"prompt": f"How many are {number} and {number + 1}?", "completion": f"{2 * number + 1}."} for number in range(60)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    code, output = in_process("verify-resume", "sft", "--dataset", data, *SMALL)
+    assert code == 0, output
+    assert "killed after step 5" in output
+    assert "identical: the final checkpoints bit for bit, and 8 logged losses" in output
+    assert list(temporary.iterdir()) == []

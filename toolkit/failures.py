@@ -1,0 +1,23 @@
+"""What ends a run from outside its code, in words that help: memory that is full, a rank that is gone."""
+
+from typing import Any
+
+from toolkit.heartbeat import RankLost
+from toolkit.memory import WHAT_HELPS, OutOfMemory, is_out_of_memory
+
+_OF_COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset", "watchdog", "socket", "collective")
+
+
+def explained(error: RuntimeError, run: Any) -> Exception | None:
+    """The exception to raise in place of an error in the loop, with a message and an exit code; None: the cause is unknown."""
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    if is_out_of_memory(error):
+        return OutOfMemory(
+            f"out of memory in step {run.step}: {first_line}\nLower --per-device-train-batch-size (the result stays with the "
+            f"same --global-batch-size) or --per-device-eval-batch-size. {WHAT_HELPS} {run.how_to_continue()}"
+        )
+    if run.heartbeat and any(word in str(error).lower() for word in _OF_COLLECTIVES):
+        missing = run.heartbeat.missing()
+        who = f"rank {', '.join(map(str, missing))} gives no sign of life" if missing else "another rank has ended"
+        return RankLost(f"{who}: a collective failed in step {run.step} ({first_line[:200]}). {run.how_to_continue()}")
+    return None
