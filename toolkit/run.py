@@ -262,27 +262,28 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
         run.trackers = open_trackers(accelerator, config, run.trackers)
         run.status = "failed"
         run.heartbeat = start_heartbeat(accelerator, config.hang_timeout, run.how_to_continue)
-        try:
-            with signals_noted(stop_deadline(config)) as run.stop:
+        with signals_noted(stop_deadline(config)) as run.stop:  # until all is closed: a late signal must not cut that short
+            try:
                 yield run
-            check_saves(run, run.writer.wait())
-            run.status = "finished" if run.finished else "stopped early"
-        except Interrupted:
-            run.status = "interrupted"
-            raise
-        except RuntimeError as error:
-            known = explained(error, run)
-            if known is None:
+                check_saves(run, run.writer.wait())
+                run.status = "finished" if run.finished else "stopped early"
+            except Interrupted:
+                run.status = "interrupted"
                 raise
-            raise known from error
-        except OutOfTime:
-            run.status = "interrupted"
-            run.leave_in_time()
-        finally:
-            run.close()
-            if run.heartbeat:
-                run.heartbeat.close()
-            accelerator.end_training()
+            except OutOfTime:
+                run.status = "interrupted"
+                run.leave_in_time()
+            except RuntimeError as error:
+                known = explained(error, run)
+                if known is None:
+                    raise
+                raise known from error
+            finally:
+                run.stop.disarm()
+                run.close()
+                if run.heartbeat:
+                    run.heartbeat.close()
+                accelerator.end_training()
 
 
 def _check_space(run: Run, config: Any) -> None:

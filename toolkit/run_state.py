@@ -112,7 +112,7 @@ def run_record(run: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# Steps whose figures were read and not logged yet: the next logging event is the mean over all of its steps, after a resume too.
+# Steps whose figures were read and not logged yet: the next logging event is the mean over its steps, after a resume too.
 _OF_BATCH = ("totals", "position", "size", "examples")
 
 

@@ -36,6 +36,10 @@ class StopSignal:
         self.deadline, self.seconds_to_save, self.busy_saving = deadline, 0.0, False
         self.noted_at = 0.0
 
+    def disarm(self) -> None:
+        """The loop is left: no deadline interrupts any more."""
+        self.busy_saving = True
+
     def agreed(self, accelerator: Any) -> int | None:
         """The signal to stop for, if any rank has seen one: all ranks hear of it at the same step."""
         return largest(accelerator, self.number or 0) or None

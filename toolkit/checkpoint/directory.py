@@ -221,4 +221,3 @@ def _digest_of(manifest: dict[str, Any]) -> str:
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-

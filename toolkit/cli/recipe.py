@@ -6,6 +6,7 @@ Later ones win: the recipe's defaults, --config FILE, SM_HPS (the settings of a 
 import inspect
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from toolkit.config import (
 from toolkit.config.values import split_list
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
-EXIT_REFUSED, EXIT_STOPPED = 2, 130  # the latter as shells have it for SIGINT
+EXIT_REFUSED, EXIT_TRY_AGAIN, EXIT_STOPPED = 2, 75, 130  # the last as shells have it for SIGINT
 
 
 def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
@@ -62,6 +63,9 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
         exit_code = getattr(error, "exit_code", None)
         if exit_code is None:
             raise
+        if exit_code == EXIT_TRY_AGAIN:  # another rank's signal stopped this one; its own may still come
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
         if os.environ.get("RANK", "0") == "0" or getattr(error, "on_every_rank", False):
             print(error, file=sys.stderr, flush=True)
         sys.exit(exit_code)

@@ -1,0 +1,182 @@
+"""Two ranks and more: the same training as one, signals agreed upon, a rank that dies or hangs, a resume as another world."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+FLAGS = ["--global-batch-size", "4", "--per-device-train-batch-size", "1", "--max-steps", "16"]
+
+
+def logged(folder: Any, steps: int) -> Callable[[], bool]:
+    """Whether so many steps stand in metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    return lambda: path.exists() and path.read_text().count('"loss"') >= steps
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["causal LM", "packed causal LM", "classification"])
+def test_any_world_size_trains_alike(tiny: Any, tally: Any, kind: str) -> None:
+    """Loss and gradient norm of each step, and the order, for 1 rank, 2 and 3. Fails when: `num_processes` is left out of train_step."""
+    line = tally("F14", f"loss and gradient norm of 1, 2 and 3 ranks, {kind}")
+    flags = [*FLAGS, *{"packed causal LM": ["--packing"], "classification": ["--model", "tiny-bert", "--dropout", "0"]}.get(kind, [])]
+    whole = tiny(*flags, output_dir="one")
+    assert whole.code == 0, whole.out
+    for world_size in (2, 3):
+        with line.trial(world_size):
+            ranks = tiny.ranks(world_size, *flags, output_dir=f"{world_size} ranks")
+            assert [rank.code for rank in ranks] == [0] * world_size, ranks[0].out
+            assert ranks[0].result["order"] == whole.result["order"]
+            for (step, loss, norm), (other_step, other_loss, other_norm) in zip(whole.curve, ranks[0].curve, strict=True):
+                assert step == other_step
+                assert other_loss == pytest.approx(loss, rel=1e-5)
+                assert other_norm == pytest.approx(norm, rel=1e-4)
+            results = [json.loads((ranks[0].folder / f"result-{rank}.json").read_text()) for rank in range(1, world_size)]
+            assert all(result["weights"] == ranks[0].result["weights"] for result in results)
+    line.check()
+
+
+@pytest.mark.parametrize("who", ["both", "both, one later", "rank 0", "rank 1"])
+def test_a_signal_to_any_rank_stops_all_at_the_same_step(tiny: Any, tally: Any, chance: Any, count: Any, who: str) -> None:
+    """And the resumed run ends with the same bits. Fails when: `StopSignal.agreed` asks this rank alone."""
+    line = tally("F10", f"SIGTERM to {who} of 2 ranks, resumed")
+    reference = tiny.ranks(2, *FLAGS, output_dir="reference")
+    assert reference[0].code == 0, reference[0].out
+    for _ in range(count(1, 10)):
+        with line.trial():
+            folder = tiny.fresh()
+
+            def stop(pids: list[int], folder: Any = folder) -> None:
+                wait_until(logged(folder, chance.randrange(2, 9)))
+                for pid in {"rank 0": pids[:1], "rank 1": pids[1:]}.get(who, pids):
+                    with contextlib.suppress(ProcessLookupError):  # the first signal may have ended both by now
+                        os.kill(pid, signal.SIGTERM)
+                    time.sleep(chance.uniform(0, 1) if "later" in who else 0)
+
+            ranks = tiny.ranks(2, *FLAGS, while_running=stop, ill={"step_seconds": 0.05})
+            assert [rank.code for rank in ranks] == [75, 75], ranks[0].out + ranks[1].out
+            stopped = json.loads((folder / "summary.json").read_text())
+            assert stopped["status"] == "interrupted"
+            assert stopped["steps"] < 16
+            resumed = tiny.ranks(2, *FLAGS, "--resume")
+            assert [rank.code for rank in resumed] == [0, 0], resumed[0].out
+            assert f"step-{stopped['steps']}: step {stopped['steps']} of" in resumed[0].out
+            assert resumed[0].result["weights"] == reference[0].result["weights"]
+            assert resumed[0].curve == reference[0].curve
+    line.check()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_rank_that_is_gone_ends_the_run_and_is_named(tiny: Any, tally: Any, count: Any, how: str, victim: int) -> None:
+    """With the step and the newest checkpoint, in time. Fails when: open_run starts no heartbeat, or `explained` knows no collective."""
+    line = tally("F17", f"rank {victim} of 2 {how}, --hang-timeout 6")
+    for _ in range(count(1, 3)):
+        with line.trial():
+            folder, began = tiny.fresh(), []
+
+            def strike(pids: list[int], folder: Any = folder, began: list[float] = began) -> None:
+                wait_until(logged(folder, 6))
+                os.kill(pids[victim], signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+                began.append(time.monotonic())
+                wait_until(lambda: not _running(pids[1 - victim]), 40)
+                began.append(time.monotonic())
+
+            ranks = tiny.ranks(
+                2, *FLAGS, "--hang-timeout", "6", "--max-steps", "400", while_running=strike, timeout=1, ill={"step_seconds": 0.05}
+            )
+            survivor, seconds = ranks[1 - victim], began[1] - began[0]
+            assert survivor.code == 1, survivor.out
+            assert re.search(rf"rank {victim} (gives no sign of life|has been silent since step \d+)", survivor.out), survivor.out
+            assert re.search(r"checkpoints/step-\d+", survivor.out)
+            assert "--resume" in survivor.out
+            assert seconds < (10 if how == "killed" else 12)
+            line.figures = f"the other one ended after {seconds:.1f} s"
+    line.check()
+
+
+def _running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            return "\nState:\tZ" not in status.read()
+    except OSError:
+        return False
+
+
+def test_another_world_goes_on_at_the_next_example(tiny: Any, tally: Any, count: Any) -> None:
+    """1 to 2 to 3 ranks and back, global batch kept or changed. Fails when: the position counts steps, or ranks shuffle apart."""
+    line = tally("F11", "stopped and continued as another world: examples missed or seen twice")
+    worlds = [(1, 4), (2, 4), (3, 4), (1, 4), (2, 6), (1, 3), (2, 4)]
+    for _ in range(count(1, 3)):
+        with line.trial():
+            tiny.fresh()
+            flags, steps, seen = ["--save-steps", "1", "--max-steps", "1000", "--dropout", "0"], 0, []
+            flags = flags[:-2]
+            for number, (world_size, global_batch) in enumerate(worlds):
+                steps += 3
+                sizes = ["--global-batch-size", str(global_batch), "--per-device-train-batch-size", "1"]
+
+                def stop(pids: list[int], steps: int = steps) -> None:
+                    wait_until(logged(tiny.folder / "out", steps))
+                    os.kill(pids[-1], signal.SIGTERM)
+
+                more = ["--resume"] if number else []
+                more += ["--allow-change", "max_steps"] if number else []
+                ranks = tiny.ranks(world_size, *flags, *sizes, *more, while_running=stop, ill={"step_seconds": 0.03})
+                assert [rank.code for rank in ranks] == [75] * world_size, ranks[0].out
+                seen.append(ranks[0])
+            record = json.loads(sorted((tiny.folder / "out/checkpoints").glob("step-*/state.json"), key=_step_of)[-1].read_text())
+            order = [example for examples in record["run"]["memory"]["order"] for example in examples]
+            from toolkit.data.order import epoch_order
+
+            assert len(order) == record["run"]["position"]
+            for epoch in range(-(-len(order) // 30)):
+                expected = epoch_order(30, 42, epoch).tolist()
+                got = order[30 * epoch : 30 * (epoch + 1)]
+                assert got == expected[: len(got)]
+            line.figures = f"0 missed, 0 twice in {len(order)} examples over {len(worlds)} worlds"
+    line.check()
+
+
+def _step_of(path: Any) -> int:
+    return int(path.parent.name[5:])
+
+
+def test_a_row_that_is_not_finite_is_skipped_by_all_ranks_alike(tiny: Any, tally: Any) -> None:
+    """Only one rank sees it. Fails when: `finite` is decided before the gradients and the loss are those of all ranks."""
+    line = tally("F16", "a row with an infinite loss, 2 ranks")
+    with line.trial():
+        ranks = tiny.ranks(2, *FLAGS, ill={"nonfinite": "row", "at": [3]})
+        assert [rank.code for rank in ranks] == [0, 0], ranks[0].out
+        results = [ranks[0].result, json.loads((ranks[0].folder / "result-1.json").read_text())]
+        assert all(result["finite"] for result in results)
+        assert results[0]["weights"] == results[1]["weights"]
+        with_it = [step for step, examples in enumerate(results[0]["order"], 1) if 3 in examples]
+        assert results[0]["applied"] == 16 - len(with_it)
+        incidents = [json.loads(text) for text in (ranks[0].folder / "incidents/nonfinite.jsonl").read_text().splitlines()]
+        assert [incident["step"] for incident in incidents] == with_it
+        assert all("rows.jsonl:4" in json.dumps(incident["rows"]) for incident in incidents)
+    line.check()
+
+
+def test_a_directory_in_use_is_refused_by_all_ranks(tiny: Any) -> None:
+    """With one message, and none of them left behind. Fails when: the main process alone raises."""
+    from filelock import FileLock
+
+    folder = tiny.fresh()
+    folder.mkdir()
+    with FileLock(folder / ".lock"):
+        ranks = tiny.ranks(2, *FLAGS, timeout=60)
+    assert [rank.code for rank in ranks] == [2, 2]
+    assert "is writing there now" in ranks[0].out
