@@ -3,9 +3,9 @@
     python benchmarks/sft.py --pairs 3
 
 Each side runs in a process of its own, in turn. TRL runs with its defaults, which compute in bfloat16, and once more in
-float32, since a processor without units for bfloat16 is slow at it; ours runs in float32. The model is a Llama of width 384 with 6 layers and
-a vocabulary of 32,768 with random weights; the examples are those of stdlib:sft, tokenised once. What is measured begins
-when the model and the data are there: training alone, without imports and without compilation.
+float32, since a processor without units for bfloat16 is slow at it; ours runs in float32. The model is a Llama of width
+384 with 6 layers and a vocabulary of 32,768 with random weights; the examples are those of stdlib:sft, tokenised once. What
+is measured begins when the model and the data are there: training alone, without imports and without compilation.
 """
 
 import argparse
