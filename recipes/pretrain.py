@@ -13,6 +13,7 @@ import toolkit as tk
 @dataclass(frozen=True)
 class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.SampleConfig, tk.RunConfig):
     dataset: str = "stdlib:pretrain"
+    sample_by: str = "document"
     packing: bool = True
     packing_strategy: str = "wrapped"
     overlong: str = "split"

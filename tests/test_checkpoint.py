@@ -149,3 +149,50 @@ def test_nested_state_survives_with_its_key_types() -> None:
     back = ckpt.unflatten(tensors, json.loads(json.dumps(skeleton)))
     assert back == tree
     assert isinstance(next(iter(back["state"])), int)
+
+
+def adapted(seed: int) -> nn.Module:
+    """A frozen base with peft's LoRA on it."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    base = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+    torch.manual_seed(1)  # the same adapter on any base
+    return get_peft_model(base, LoraConfig(target_modules=["0", "2"], r=2))  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_of_adapters_holds_them_alone_and_pins_their_base(tmp_path: Path) -> None:
+    """Fails when: frozen parameters are saved, or `base` is not compared before the adapters are put in."""
+    model = adapted(0)
+    trained_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained_parameters, lr=1e-2)
+    model(torch.ones(3, 6)).sum().backward()
+    optimizer.step()
+    path = ckpt.save_checkpoint(tmp_path, 1, ckpt.capture_state(model, optimizer, {"step": 1}))
+    state = ckpt.load_checkpoint(path)
+    assert set(state.model) == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name for name in state.model)
+    same_base, other_base = adapted(0), adapted(5)
+    fresh = torch.optim.AdamW([parameter for parameter in same_base.parameters() if parameter.requires_grad], lr=1e-2)
+    ckpt.apply_state(state, same_base, fresh)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), same_base.state_dict().values(), strict=True))
+    before = {name: tensor.clone() for name, tensor in other_base.state_dict().items()}
+    with pytest.raises(Refusal, match="frozen parameters here are others"):
+        ckpt.apply_state(state, other_base, None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other_base.state_dict().items())
+
+
+def test_a_copy_in_memory_stays_as_it_was_while_training_goes_on(tmp_path: Path) -> None:
+    """Also the second copy, into the memory of the first. Fails when: copy_state returns live tensors."""
+    model, optimizer = trained()
+    memory: dict[str, torch.Tensor] = {}
+    before: dict[str, int] = {}
+    for number in (1, 2):
+        copied = ckpt.copy_state(ckpt.capture_state(model, optimizer, {"step": number}), memory)
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        places = {name: tensor.data_ptr() for name, tensor in copied.model.items()}
+        step(model, optimizer)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in copied.model.items())
+        if number == 2:
+            assert places == before
+        before = places

@@ -68,6 +68,8 @@ def load_model(
             model = _pretrained_model(auto, config, model_config, attention)
         _fit_to_tokenizer(model, tokenizer)
     _check_direction(model, auto_class, config)
+    if getattr(model_config.get_text_config(), "output_router_logits", False):
+        _say(f"WARNING: {config.model}: its auxiliary loss of the router (output_router_logits) is not part of the loss here.")
     if packed and model_config.model_type not in PROVEN and attention != "flash_attention_2":
         check_no_contamination(model)
     if config.torch_compile:

@@ -78,6 +78,9 @@ class DataConfig(SeedConfig):
         0.05, "Share of rows held out when the source has no evaluation split.", least=0.0, below=1.0
     )
     rename_columns: list[str] = setting([], "Columns to rename before anything else, as old=new.")
+    sample_by: str = setting(
+        "line", "What a row of a .txt file is; paragraphs are parted by blank lines.", choices=("line", "paragraph", "document")
+    )
     streaming: bool = setting(False, "Read the source as a stream. Needs --max-steps.")
     max_train_examples: int | None = setting(None, "Use at most so many training rows.", least=1)
     max_eval_examples: int | None = setting(None, "Use at most so many evaluation rows.", least=1)

@@ -160,7 +160,7 @@ def test_a_folder_s_files_go_to_the_split_that_their_names_tell(files: list[str]
     """Fails when: a split's word inside another word counts, or the folder's own name does."""
     for number, name in enumerate(files):
         write(f"test/{name}", [{"text": f"{number}"}] if name.endswith(("l", "part2.json")) else "{}")
-    found = sources._load("test", streaming=False)
+    found = sources._load("test", DataConfig())
     assert {split: len(rows) for split, rows in found.items()} == counts
     assert found["train"]["origin"][0].startswith("test/")
 
@@ -536,3 +536,21 @@ def test_without_a_network_the_refusal_says_what_was_asked_and_what_works(tmp_pa
     assert "can't be reached" in last
     assert "stdlib:sft and local files need no network" in last
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_text_file_is_read_by_line_by_paragraph_or_whole(tmp_path: Path, streaming: bool) -> None:
+    """Each row numbered by its first line. Fails when: the cache's key leaves out sample_by, or a stream reads lines."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one\ntwo\n\n\nthree\n")
+    (folder / "b.txt").write_text("\nfour\n")
+    expected = {
+        "line": [("one", "a.txt:1"), ("two", "a.txt:2"), ("three", "a.txt:5"), ("four", "b.txt:2")],
+        "paragraph": [("one\ntwo", "a.txt:1"), ("three", "a.txt:5"), ("four", "b.txt:2")],
+        "document": [("one\ntwo\n\n\nthree\n", "a.txt:1"), ("\nfour\n", "b.txt:1")],
+    }
+    for sample_by, rows in expected.items():
+        config = DataConfig(dataset=str(folder), sample_by=sample_by, eval_fraction=0.0, streaming=streaming)
+        found = load_splits(config)["train"]
+        assert [(row["text"], Path(row["origin"]).name) for row in found] == rows

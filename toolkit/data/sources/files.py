@@ -32,10 +32,11 @@ COLUMNAR = (".parquet", ".arrow", ".feather")
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file to read, and what its rows are called in messages: `<shown>:<line>`."""
+    """A file to read, and what its rows are called in messages: `<shown>:<line>`. `sample_by`: what a row of a .txt is."""
 
     path: str
     shown: str
+    sample_by: str = "line"
 
     @property
     def ending(self) -> str:
@@ -57,7 +58,8 @@ def read_files(files: list[DataFile]) -> Dataset:
         digest.update(Path(code).read_bytes())
     for file in files:
         with open(file.path, "rb") as content:
-            digest.update(f"{file.shown}\0{hashlib.file_digest(content, hashlib.blake2b).hexdigest()}\0".encode())
+            content_digest = hashlib.file_digest(content, hashlib.blake2b).hexdigest()
+            digest.update(f"{file.shown}\0{file.sample_by}\0{content_digest}\0".encode())
 
     def build(folder: Path) -> None:
         write = _write_columnar if files[0].ending in COLUMNAR else _write_rows
@@ -86,7 +88,7 @@ def known_endings() -> str:
 
 def _text_rows(files: list[DataFile]) -> Iterator[Row]:
     for file in files:
-        for line, row in read_rows(file.path, file.ending):
+        for line, row in read_rows(file.path, file.ending, file.sample_by):
             if isinstance(row.get("tools"), list):
                 row["tools"] = json.dumps(row["tools"])  # a JSON schema has no fixed types; chat templates take it as text too
             row["origin"] = f"{file.shown}:{line}"

@@ -41,6 +41,7 @@ def split_by_content(rows: Dataset, fraction: float, always: frozenset[int], nam
         raise Refusal(
             f"{name} has {len(rows):,} row{'s'[: len(rows) > 1]}{same}, too few to hold any out without leaking. Name an "
             "evaluation split (--eval-split, or a folder with train.* and validation.*), or train without: --eval-fraction 0"
+            + (" A text file can be read in smaller rows: --sample-by paragraph" if name.endswith(".txt") else "")
         )
     places = np.arange(len(rows))
     return rows.select(places[~held_out]), rows.select(places[held_out])

@@ -81,7 +81,7 @@ def describe_source(config: DataConfig | str) -> str:
 
 def load_source(source: Source, config: DataConfig) -> Splits:
     """All splits of one source under its own names, columns renamed."""
-    splits = _load(source.dataset, config.streaming)
+    splits = _load(source.dataset, config)
     for split, rows in splits.items():
         if not config.streaming and len(rows) == 0:
             raise Refusal(f"--dataset {source.dataset}: the split {split!r} has no rows.")
@@ -89,7 +89,8 @@ def load_source(source: Source, config: DataConfig) -> Splits:
     return {split: _renamed(rows, renames, source.dataset) for split, rows in splits.items()} if renames else splits
 
 
-def _load(dataset: str, streaming: bool) -> Splits:
+def _load(dataset: str, config: DataConfig) -> Splits:
+    streaming = config.streaming
     if dataset.startswith("stdlib:"):
         from toolkit.data.corpus.stdlib import load_corpus
 
@@ -104,6 +105,7 @@ def _load(dataset: str, streaming: bool) -> Splits:
         return load_from_hub(dataset, streaming)
     from toolkit.data.sources.files import read_files, stream_rows
 
+    files = {split: [dataclasses.replace(file, sample_by=config.sample_by) for file in files[split]] for split in files}
     if streaming:
         from datasets import IterableDataset
 

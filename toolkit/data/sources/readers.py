@@ -27,13 +27,13 @@ COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.ope
 ALWAYS_TEXT = frozenset({"text", "prompt", "completion", "chosen", "rejected", "question", "context", "source", "target"})
 
 
-def read_rows(path: str, ending: str) -> Iterator[tuple[int, Row]]:
-    """Rows of a text file with their line numbers (in a JSON list: their places).
+def read_rows(path: str, ending: str, sample_by: str = "line") -> Iterator[tuple[int, Row]]:
+    """Rows of a text file with their line numbers (in a JSON list: their places). `sample_by`: what a row of a .txt file is.
 
     Raises:
         Refusal: a line that can't be read, or a file without rows.
     """
-    rows = TEXT_READERS[ending](path)
+    rows = _TXT_READERS[sample_by](path) if ending == ".txt" else TEXT_READERS[ending](path)
     first = next(rows, None)
     if first is None:
         blank = "" if Path(path).stat().st_size == 0 else " but for white space or a header"
@@ -133,6 +133,21 @@ def _read_txt(path: str) -> Iterator[tuple[int, Row]]:
             yield number, {"text": line.rstrip("\r\n")}
 
 
+def _read_paragraphs(path: str) -> Iterator[tuple[int, Row]]:
+    """A row a paragraph; it is numbered by its first line."""
+    for is_blank, lines in itertools.groupby(_lines(path), key=lambda numbered: not numbered[1].strip()):
+        if not is_blank:
+            numbers, texts = zip(*lines, strict=True)
+            yield numbers[0], {"text": "".join(texts).rstrip("\r\n")}
+
+
+def _read_document(path: str) -> Iterator[tuple[int, Row]]:
+    """The whole file as one row."""
+    text = "".join(line for _, line in _lines(path))
+    if text.strip():
+        yield 1, {"text": text}
+
+
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """Lines with their numbers, cut at newlines only: a text may hold other separators, such as U+2028."""
     utf8 = f"{Path(path).with_suffix('')}-utf8{Path(path).suffix}"
@@ -179,3 +194,4 @@ TEXT_READERS: dict[str, Callable[[str], Iterator[tuple[int, Row]]]] = {
     ".tsv": _read_csv,
     ".txt": _read_txt,
 }
+_TXT_READERS = {"line": _read_txt, "paragraph": _read_paragraphs, "document": _read_document}
