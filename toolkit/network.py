@@ -4,7 +4,6 @@ import os
 import socket
 from urllib.parse import urlparse
 
-
 CONNECT_SECONDS = 3.0
 
 

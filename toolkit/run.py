@@ -259,7 +259,7 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
             output.clear_figures(run.output_dir)
         if accelerator.is_main_process:
             write_run_card(run.output_dir / "run.json", accelerator, config, run.model, train)
-        run.trackers = open_trackers(accelerator, config, run.trackers)
+        run.trackers = open_trackers(accelerator, config, run.trackers, run.step)
         run.status = "failed"
         run.heartbeat = start_heartbeat(accelerator, config.hang_timeout, run.how_to_continue)
         with signals_noted(stop_deadline(config)) as run.stop:  # until all is closed: a late signal must not cut that short

@@ -53,10 +53,10 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def open_trackers(accelerator: Any, config: RunConfig, ids: dict[str, str]) -> dict[str, str]:
+def open_trackers(accelerator: Any, config: RunConfig, ids: dict[str, str], step: int = 0) -> dict[str, str]:
     """Start the trackers with the settings that are safe to send: plain values of known fields, never the environment.
 
-    `ids` are those of a run that is continued, by tracker; returns them with those of runs that begin here.
+    `ids` are those of a run that is continued after `step`, by tracker; returns them with those of runs that begin here.
     """
     if not accelerator.log_with:
         return ids
@@ -66,6 +66,8 @@ def open_trackers(accelerator: Any, config: RunConfig, ids: dict[str, str]) -> d
     name = config.run_name or Path(config.output_dir).name
     wandb = {"name": name, "dir": os.path.join(config.output_dir, "trackers"), "id": ids["wandb"], "resume": "allow"}
     arguments = {"wandb": wandb, "trackio": {"name": name, "resume": "allow"}}
+    if step:  # what was logged after the checkpoint, before the run was cut off, is shown no more
+        arguments["tensorboard"] = {"purge_step": step + 1}
     known = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
     accelerator.init_trackers("toolkit", config=settings, init_kwargs={k: v for k, v in arguments.items() if k in known})
     return ids
