@@ -293,3 +293,96 @@ def test_other_data_than_the_checkpoint_was_trained_on_is_refused(tmp_path: Path
     ckpt.save_checkpoint(path.parent, 5, state)
     with pytest.raises(tk.Refusal, match="training data are not those"):
         train(replace(config, resume=True))
+
+
+def test_random_numbers_of_user_code_go_on_after_a_resume(tmp_path: Path) -> None:
+    """torch's, NumPy's and random's, drawn between the steps. Fails when: restore_random_state is not called, or too early."""
+    import random
+
+    def drawing(into: list):
+        def draw(run: tk.Run) -> bool:
+            into.append((torch.rand(()).item(), np.random.rand(), random.random()))
+            return False
+
+        return draw
+
+    whole: list = []
+    config = Config(output_dir=str(tmp_path / "whole"))
+    train(config, drawing(whole))
+    parts: list = []
+    config = replace(config, output_dir=str(tmp_path / "parts"), save_strategy="steps", save_steps=2)
+
+    def dies_after_five(run: tk.Run) -> bool:
+        drawing(parts)(run)
+        if run.step == 5:
+            raise KeyError("dies")
+        return False
+
+    with pytest.raises(KeyError):
+        train(config, dies_after_five)
+    del parts[4:]  # the checkpoint is that of step 4
+    torch.manual_seed(99), np.random.seed(99), random.seed(99)
+    train(replace(config, resume=True), drawing(parts))
+    assert parts == whole
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}, "dropout masks differ"),
+        ({"per_device_train_batch_size": 1}, "none is lost"),
+        ({"logging_steps": 2, "save_total_limit": 5, "run_name": "other"}, None),
+    ],
+)
+def test_what_changes_randomness_is_said_and_what_changes_nothing_is_not(tmp_path: Path, capsys, changed: dict, told: str | None) -> None:
+    """Fails when: SAID or FREE lose the setting, or the checkpoint doesn't hold the settings."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2)
+    train(config, lambda run: run.step == 4)
+    capsys.readouterr()
+    train(replace(config, resume=True, **changed))
+    lines = [line for line in capsys.readouterr().out.splitlines() if " was " in line and " is " in line]
+    assert (told in " ".join(lines)) if told else not lines
+
+
+def test_what_changes_the_mathematics_is_refused_by_name_and_allowed_by_name(tmp_path: Path) -> None:
+    """And nothing has changed when it is. Fails when: `changes_since` is called after apply_state, or a fixed setting is missed."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2)
+    train(config, lambda run: run.step == 4)
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    with pytest.raises(tk.Refusal, match=r"weight_decay was 0.0 and is 0.1; .*--allow-change .*weight_decay") as refused:
+        train(replace(config, resume=True, weight_decay=0.1, adam_beta1=0.8))
+    assert "adam_beta1 was 0.9 and is 0.8" in str(refused.value)
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+    _, run = train(replace(config, resume=True, weight_decay=0.1, allow_change=["weight_decay"]))
+    assert run.step == 11
+
+
+def test_every_setting_of_run_and_samples_is_known_to_a_resume() -> None:
+    """A new setting of these groups is either free to change, or said, or meant to be fixed: decide. Fails when: one is added."""
+    from dataclasses import fields
+
+    from toolkit.resume import FREE, SAID
+
+    groups = (tk.RunConfig, tk.SampleConfig)
+    assert {field.name for group in groups for field in fields(group)} - FREE - SAID.keys() == {"seed"}
+    known = {field.name for group in (tk.ModelConfig, tk.DataConfig, tk.OptimConfig, *groups) for field in fields(group)}
+    known |= {field.name for field in fields(tk.ClassificationConfig)}
+    assert known >= FREE
+
+
+def test_a_loss_far_above_those_before_is_said_with_its_rows(tmp_path: Path, capsys) -> None:
+    """Noise is not. Fails when: the spread is not robust, or the spike itself counts among those before."""
+    config = Config(output_dir=str(tmp_path / "run"), num_train_epochs=20.0)
+
+    def spiking(model: nn.Module, micro_batch: dict, totals: dict) -> tuple[torch.Tensor, dict]:
+        loss, metrics = loss_fn(model, micro_batch, totals)
+        spiking.calls += 1
+        return loss * (30 if spiking.calls in (181, 182, 183) else 1), metrics
+
+    spiking.calls = 0
+    _, run = train(config, step_loss=spiking)
+    assert run.summary.figures["loss_spikes"] == 1
+    (record,) = read_lines(tmp_path / "run/incidents/loss_spikes.jsonl")
+    assert record["step"] == 61
+    assert record["rows"][0]["origin"][0].startswith("rows.jsonl:")
+    assert capsys.readouterr().out.count("WARNING: step 61: loss") == 1

@@ -65,7 +65,7 @@ def open_trackers(accelerator: Any, config: RunConfig, ids: dict[str, str], step
     settings = {name: v if isinstance(v, plain) else str(v) for name, v in public_settings(config).items()}
     name = config.run_name or Path(config.output_dir).name
     wandb = {"name": name, "dir": os.path.join(config.output_dir, "trackers"), "id": ids["wandb"], "resume": "allow"}
-    arguments = {"wandb": wandb, "trackio": {"name": name, "resume": "allow"}}
+    arguments: dict[str, dict[str, Any]] = {"wandb": wandb, "trackio": {"name": name, "resume": "allow"}}
     if step:  # what was logged after the checkpoint, before the run was cut off, is shown no more
         arguments["tensorboard"] = {"purge_step": step + 1}
     known = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
