@@ -53,7 +53,7 @@ def token_roles(code: str) -> tuple[list[str], list[int]]:
             role = "PARAM"
         elif before == ".":
             role = "CALL" if after == "(" else "ATTR"
-        elif after == "=" and depth > 0:
+        elif after == "=" and before in ("(", ",") and depth > 0:  # not the annotation of a parameter with a default
             role = "KWARG"
         elif text in _BUILTINS:
             role = "BUILTIN"
