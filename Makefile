@@ -1,5 +1,6 @@
 # make demo     pretrain on real text, fine-tune, and open runs/demo/report.html (under five minutes on two cores)
 # make test     everything the tests prove
+# make chaos    faults caused on purpose, in the long form; their table is in docs/reliability.md
 # make lint     ruff and mypy
 # make install  the environment alone, in .venv
 
@@ -9,7 +10,7 @@ CORE := .venv/installed
 DEV := .venv/installed-dev
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test lint install clean
+.PHONY: demo test chaos lint install clean
 
 demo: $(CORE)
 	$(BIN)/python recipes/pretrain.py --output-dir runs/demo/pretrain --overwrite-output-dir
@@ -18,6 +19,11 @@ demo: $(CORE)
 
 test: $(DEV)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests $(PYTEST)
+
+# TRIALS is the share of the trials in percent; PYTEST="-k power" takes some of the faults.
+chaos: $(DEV)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false FAULT_TRIALS=$(or $(TRIALS),100) FAULT_TABLE=docs/reliability.md \
+		$(BIN)/python -m pytest tests/faults $(PYTEST)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ def load_best(run: Any) -> None:
     if not run.config.load_best_model_at_end or not run.best or run.best["step"] == run.step:
         return
     path = ckpt.read_pointer(run.checkpoints, "best")
-    if path is None:
+    if path is None or path.name != f"step-{run.best['step']}":
         run.say(f"WARNING: the best weights (step {run.best['step']}) were not saved; the last ones are kept")
         return
     ckpt.apply_state(ckpt.load_checkpoint(path), run.model, None)

@@ -3,6 +3,7 @@
 Weights after a resume equal those of a run never stopped as long as nothing below has changed.
 """
 
+import hashlib
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from toolkit.checkpoint import latest_checkpoint
 from toolkit.config import DataConfig, ModelConfig, Refusal
+from toolkit.tracking import public_settings
 
 # What changes no weight: where and what is written, shown, evaluated, and who reads the data.
 FREE = frozenset({
@@ -47,8 +49,14 @@ def run_layout(accelerator: Any, train: Any) -> dict[str, Any]:
 
 
 def plain_settings(config: Any) -> dict[str, Any]:
-    """A config as JSON has it."""
-    return json.loads(json.dumps(asdict(config), default=str))
+    """A config as JSON has it, for checkpoints; of what may be a key (`public_settings`) a digest, which tells a change too."""
+    public = public_settings(config)
+    values = {name: value if name in public else _digest(value) for name, value in asdict(config).items()}
+    return json.loads(json.dumps(values, default=str))
+
+
+def _digest(value: Any) -> str:
+    return f"sha256:{hashlib.sha256(repr(value).encode()).hexdigest()[:16]}"
 
 
 def checkpoint_to_resume(run: Any, config: Any) -> Path | None:

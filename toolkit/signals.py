@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,11 +33,11 @@ class StopSignal:
     def __init__(self, deadline: float | None = None) -> None:
         self.number: int | None = None
         self.deadline, self.seconds_to_save, self.busy_saving = deadline, 0.0, False
-        self.noted_at = 0.0
+        self.closed = False
 
     def disarm(self) -> None:
         """The loop is left: no deadline interrupts any more."""
-        self.busy_saving = True
+        self.closed = True
 
     def agreed(self, accelerator: Any) -> int | None:
         """The signal to stop for, if any rank has seen one: all ranks hear of it at the same step."""
@@ -54,7 +53,7 @@ def signals_noted(deadline: float | None = None) -> Iterator[StopSignal]:
     stop = StopSignal(deadline)
 
     def note(number: int, frame: Any) -> None:
-        stop.number, stop.noted_at = number, time.monotonic()
+        stop.number = number
         message = f"\n{signal.Signals(number).name}: finishing this step, then saving; once more to leave at once\n"
         os.write(2, message.encode())  # print is not safe inside a signal handler
         restore(signal.SIGTERM, signal.SIGINT)
@@ -62,7 +61,10 @@ def signals_noted(deadline: float | None = None) -> Iterator[StopSignal]:
             signal.setitimer(signal.ITIMER_REAL, max(deadline - 2 * stop.seconds_to_save - 1, 0.01))
 
     def late(number: int, frame: Any) -> None:
+        if stop.closed:
+            return
         if stop.busy_saving:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)  # as soon as that is done
             return
         raise OutOfTime
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 import secrets
 import sys
 import time
@@ -26,7 +27,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((PEAK_FLOPS[part] for part in sorted(PEAK_FLOPS, key=len, reverse=True) if part in name), None)
+    by_length = sorted(PEAK_FLOPS, key=len, reverse=True)
+    return next((PEAK_FLOPS[part] for part in by_length if re.search(rf"{part}(?![0-9A-Za-z])", name)), None)  # an L40 is no L4
 
 
 def flops_per_token(model: Any) -> float:

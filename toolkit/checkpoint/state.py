@@ -1,5 +1,6 @@
 """The state of a run as a value: taken from live objects, and put back into them all at once or not at all."""
 
+import copy
 import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -78,6 +79,8 @@ def copy_state(state: State, into: dict[str, torch.Tensor] | None = None) -> Sta
         model=copied("model/", state.model),
         optimizer=unflatten(copied("optimizer/", optimizer), skeleton),
         kept=copied("kept/", state.kept),
+        run=copy.deepcopy(state.run),  # the memory of user code is in here, which it goes on writing to
+        scaler=copy.deepcopy(state.scaler),
     )
 
 

@@ -170,6 +170,8 @@ def build_dataloaders(
     if not hasattr(train_split, "__len__"):
         if config.max_steps is None:
             raise Refusal("--streaming has no end of its own: give --max-steps.")
+        if augment is not None:
+            raise Refusal("--streaming: this recipe's augmentation needs examples with a number of their own. Read them whole.")
         consume = config.max_steps * global_batch_size
         return StreamLoader(train_split, examples_to_consume=consume, pack=pack, **common), evaluation
     rows = PackedRows(train_split, pack(column(train_split, "length"))) if pack else PlainRows(train_split)

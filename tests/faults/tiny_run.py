@@ -1,0 +1,176 @@
+"""A training of a second or less on the toolkit's public functions: what the fault tests kill, stop, fill and damage.
+
+    python tests/faults/tiny_run.py --max-steps 20 --output-dir /tmp/run
+
+The rows are made on the spot. Everything that a resume must bring back goes into result.json at the end: a digest of the
+weights, the examples of each step and a digest of every token the model saw. The variable TINY_RUN (JSON) makes it slow or
+ill: `step_seconds` (after `fast_steps`), `eval_seconds`, `eval_losses`, `nonfinite` ("loss", "gradient" or "row") at the steps
+(or rows) `at`, `out_of_memory_above` so many examples, `long_rows`.
+"""
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset
+
+import toolkit as tk
+from toolkit.config import setting
+
+ROWS, POISON = 30, 63
+ILLNESS: dict[str, Any] = json.loads(os.environ.get("TINY_RUN", "{}"))
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
+    model: str = "tiny-llama"
+    dataset: str = "made on the spot"
+    vocab_size: int = 260
+    hidden_size: int = 32
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 2
+    intermediate_size: int = 64
+    max_position_embeddings: int = 64
+    max_length: int = 24
+    learning_rate: float = 1e-2
+    per_device_train_batch_size: int = 2
+    max_steps: int = 20
+    logging_steps: int = 1
+    eval_strategy: str = "no"
+    save_strategy: str = "steps"
+    save_steps: int = 4
+    use_cpu: bool = True
+    output_dir: str = "out"
+    augmented: bool = setting(False, "Change each document at random, anew in each epoch.")
+    source: str = setting("same", "What a stream gives.", choices=("same", "changed", "other_order"))
+
+
+def make_rows(config: Config) -> list[dict[str, Any]]:
+    random_numbers = np.random.default_rng(0)
+    rows = []
+    for i in range(ROWS):
+        ids = random_numbers.integers(1, POISON, size=int(random_numbers.integers(4, 12))).tolist()
+        ids = np.resize(ids, ILLNESS.get("long_rows", len(ids))).tolist()
+        if ILLNESS.get("nonfinite") == "row" and i in ILLNESS["at"]:
+            ids[0] = POISON
+        row = {"input_ids": ids, "length": len(ids), "origin": f"rows.jsonl:{i + 1}"}
+        rows.append(row | ({"labels": ids[0] % 3} if config.model == "tiny-bert" else {"supervised_tokens": len(ids) - 1}))
+    return rows
+
+
+def make_splits(config: Config) -> Any:
+    rows = make_rows(config)
+    if config.streaming:
+        if config.source == "changed":
+            rows[7]["input_ids"] = rows[7]["input_ids"][::-1]
+        if config.source == "other_order":
+            np.random.default_rng(os.getpid()).shuffle(rows)
+        return {"train": IterableDataset.from_generator(lambda: iter(rows))}
+    return DatasetDict(train=Dataset.from_list(rows), validation=Dataset.from_list(rows[:6]))
+
+
+def replace_some(document: dict[str, Any], random_numbers: np.random.Generator) -> dict[str, Any]:
+    ids = np.array(document["input_ids"])
+    ids[random_numbers.random(len(ids)) < 0.3] = random_numbers.integers(1, POISON)
+    return {**document, "input_ids": ids}
+
+
+def ill(loss_fn: Any, current: dict[str, int]) -> Any:
+    """The loss function, made ill as TINY_RUN says."""
+
+    def loss(model: Any, micro_batch: dict[str, Any], totals: dict[str, float]) -> Any:
+        if len(micro_batch["input_ids"]) > ILLNESS.get("out_of_memory_above", 10**9):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        value, metrics = loss_fn(model, micro_batch, totals)
+        kind, now = ILLNESS.get("nonfinite"), current["step"] in ILLNESS.get("at", [])
+        if kind == "row" and bool((micro_batch["input_ids"] == POISON).any()):
+            value = value * float("inf")
+        elif kind == "loss" and now:
+            value = value * float("nan")
+        elif kind == "gradient" and now:
+            weight = next(model.parameters())
+            value = value + _InfiniteGradient.apply(weight)
+        return value, metrics
+
+    return loss
+
+
+class _InfiniteGradient(torch.autograd.Function):
+    """Zero, with one element of its gradient infinite."""
+
+    @staticmethod
+    def forward(context: Any, weight: torch.Tensor) -> torch.Tensor:
+        context.shape = weight.shape
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        result = gradient.new_zeros(context.shape)
+        result[0, 0] = float("inf")
+        return result
+
+
+def digest_of(model: Any) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def evaluate(accelerator: Any, model: Any, evaluation: Any, run: Any) -> dict[str, float]:
+    time.sleep(ILLNESS.get("eval_seconds", 0.0))
+    if "eval_losses" in ILLNESS:  # a made-up curve, for its best
+        return {"eval_loss": ILLNESS["eval_losses"][run.step % len(ILLNESS["eval_losses"])]}
+    return tk.eval_with_gather(accelerator, model, evaluation, tk.causal_lm_metrics)
+
+
+def main(config: Config) -> None:
+    accelerator = tk.build_accelerator(config)
+    splits = make_splits(config)
+    current, classes = {"step": 0}, config.model == "tiny-bert"
+    if classes:
+        model = tk.load_model("AutoModelForSequenceClassification", config, num_labels=3)
+        loss_fn = ill(tk.classification_loss, current)
+    else:
+        model = tk.load_model("AutoModelForCausalLM", config, packed=config.packing)
+        loss_fn = ill(tk.causal_lm_loss, current)
+    collate = tk.collate_packed if config.packing else partial(tk.collate_padded, pad_token_id=0)
+    train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator, augment=replace_some if config.augmented else None)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
+
+    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+        if run.due("eval_on_start"):
+            run.log(evaluate(accelerator, model, evaluation, run))
+        for batch in run:
+            current["step"] = run.step
+            if run.step > ILLNESS.get("fast_steps", 0):
+                time.sleep(ILLNESS.get("step_seconds", 0.0))
+            rates = schedule(run.progress)
+            figures = tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm)
+            seen = hashlib.sha256(run.memory.get("seen", "").encode())
+            for micro_batch in batch.micro_batches:
+                seen.update(micro_batch["input_ids"].numpy().tobytes())
+            run.memory["seen"] = seen.hexdigest()
+            run.memory["order"] = [*run.memory.get("order", []), batch.examples]
+            run.log(figures)
+            if run.due("eval"):
+                run.log(evaluate(accelerator, model, evaluation, run))
+        last = digest_of(run.model)
+        tk.load_best(run)
+    result = {"weights": last, "best": digest_of(run.model), "order": run.memory["order"], "seen": run.memory["seen"]}
+    finite = all(bool(torch.isfinite(parameter).all()) for parameter in run.model.parameters())
+    rank = os.environ.get("RANK", "0")
+    Path(config.output_dir, "result.json" if rank == "0" else f"result-{rank}.json").write_text(json.dumps({**result, "finite": finite, "applied": run.applied}))
+
+
+if __name__ == "__main__":
+    tk.run_recipe(main)
