@@ -183,13 +183,13 @@ def _model_class(auto: Any, auto_class: str, model_config: Any, config: ModelCon
     """The class that will be made; None when it is the repository's own code, which is not read yet."""
     if auto_class in (getattr(model_config, "auto_map", None) or {}) and config.trust_remote_code:
         return None
-    mapping = auto._model_mapping
-    if type(model_config) not in mapping.keys():  # noqa: SIM118  # a lazy mapping without __contains__ for classes
+    try:  # not `in mapping.keys()`, which imports the configurations of all models, more than a second
+        found = auto._model_mapping[type(model_config)]
+    except KeyError:
         raise Refusal(
             f"--model {config.model}: model type {model_config.model_type!r} has no {auto_class} in transformers. "
             "Name a model made for this task."
-        )
-    found = mapping[type(model_config)]
+        ) from None
     return found[0] if isinstance(found, (tuple, list)) else found
 
 

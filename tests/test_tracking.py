@@ -1,0 +1,154 @@
+"""What a run shows: throughput against formulas, progress on a terminal and in a file."""
+
+import io
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from toolkit import tracking
+from toolkit.tracking import PEAK_FLOPS, Progress, flops_per_token, peak_flops
+
+WIDTH, FEED, LAYERS, VOCABULARY, KEYS = 16, 24, 3, 48, 8
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_per_token_are_six_for_each_number_in_a_matrix_product(tied: bool) -> None:
+    """Counted from the dimensions of a Llama: each weight multiplies once forward and twice backward, and a product and a sum are
+    two operations. Norms are counted with them, a look-up is not. Fails when: a tied head is left out with the embedding, or an
+    untied embedding is counted."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=FEED, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    attention = 2 * WIDTH * WIDTH + 2 * WIDTH * KEYS  # query and output; key and value, half as wide
+    layer = attention + 3 * WIDTH * FEED + 2 * WIDTH
+    head = WIDTH * VOCABULARY
+    assert flops_per_token(LlamaForCausalLM(config)) == 6 * (LAYERS * layer + WIDTH + head)
+
+
+def test_flops_of_a_model_without_a_language_head_leave_its_embedding_out() -> None:
+    """Fails when: a model without output embeddings is taken for a tied one."""
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=FEED, num_hidden_layers=1, num_attention_heads=2)
+    )
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    assert flops_per_token(model) == 6 * (everything - VOCABULARY * WIDTH)
+
+
+# The names that drivers give (nvidia-smi -L), and dense bf16 of the makers' data sheets in TFLOP/s
+DEVICES = {
+    "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835, "NVIDIA H200": 989, "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312, "NVIDIA B200": 2250, "NVIDIA L40S": 362, "NVIDIA L4": 121, "NVIDIA A10G": 70, "NVIDIA A10": 125,
+    "Tesla T4": 65, "Tesla V100-SXM2-16GB": 125, "NVIDIA GeForce RTX 4090": 165, "NVIDIA GeForce RTX 3090": 71,
+    "NVIDIA GeForce GTX 1080 Ti": None, "NVIDIA L40": None, "NVIDIA A30": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_peak_of_a_device_is_that_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Fails when: a short name is found in a longer one (L4 in L40S, A10 in A100), or a device of no known peak gets one."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    teraflops = DEVICES[name]
+    assert peak_flops(torch.device("cuda")) == (None if teraflops is None else teraflops * 1e12)
+    assert peak_flops(torch.device("cpu")) is None
+
+
+def test_every_known_peak_is_tried_with_a_name_of_a_device() -> None:
+    """Fails when: a device is added and no name of it is tried."""
+    found = {part for name in DEVICES for part in sorted(PEAK_FLOPS, key=len, reverse=True)[:] if part in name}
+    assert found == set(PEAK_FLOPS)
+
+
+class Terminal(io.StringIO):
+    """Standard error that is a terminal, or a file."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+def shown_lines(stream: str) -> list[str]:
+    """What is left on the screen: `\\r` and ESC[2K begin the line anew."""
+    lines = [""]
+    for part in re.split(r"(\r|\x1b\[2K|\n)", stream):
+        if part == "\n":
+            lines.append("")
+        elif part in ("\r", "\x1b[2K"):
+            lines[-1] = ""
+        else:
+            lines[-1] += part
+    return lines
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(tracking.time, "monotonic", lambda: now[0])
+    return now
+
+
+def progress_on(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, **given: Any) -> tuple[Progress, Terminal, Terminal]:
+    screen, out = Terminal(is_terminal), Terminal(is_terminal)
+    monkeypatch.setattr(tracking.sys, "stderr", screen)
+    monkeypatch.setattr(tracking.sys, "stdout", out)
+    return Progress(**{"total_steps": 12, "first_step": 0, "shown": True, **given}), screen, out
+
+
+def test_a_terminal_has_one_moving_line_with_the_share_done_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    """After 3 of 12 steps in 30 seconds, a quarter of the bar and 90 seconds. Fails when: the line is not taken back before the next
+    one, or a figure that was logged is lost with the next step."""
+    progress, screen, out = progress_on(monkeypatch, True)
+    clock[0] += 30.0
+    progress.logged(3, {"loss": 1.25, "learning_rate": 1e-4, "grad_norm": 2.0, "unknown": 7.0})
+    progress.moved(3)
+    clock[0] += 10.0
+    progress.moved(4)
+    assert out.getvalue() == ""
+    assert shown_lines(screen.getvalue()) == ["━" * 8 + "─" * 16 + " 4/12  80 s left  loss 1.2500  lr 1.00e-04  norm 2"]
+    assert "━" * 6 + "─" * 18 + " 3/12  1.5 min left" in screen.getvalue()
+    progress.say("a line that stays")
+    assert shown_lines(screen.getvalue())[-1] == ""
+    assert out.getvalue() == "a line that stays\n"
+    progress.moved(12)
+    progress.close()
+    assert screen.getvalue().endswith("\n")
+    assert shown_lines(screen.getvalue())[-2].startswith("━" * 24 + " 12/12")
+
+
+def test_a_resumed_run_reckons_with_its_own_steps_alone(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    """Steps 9 and 10 took 5 seconds each, two are left. Fails when: the time of this process is divided by all steps."""
+    progress, screen, _ = progress_on(monkeypatch, True, first_step=8)
+    progress.moved(8)
+    assert "left" not in screen.getvalue()
+    clock[0] += 10.0
+    progress.moved(10)
+    assert "10/12  10 s left" in screen.getvalue()
+
+
+def test_a_log_file_has_plain_lines_and_no_control_characters(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    """Fails when: the moving line is written to a file, or a logging event is not."""
+    progress, screen, out = progress_on(monkeypatch, False)
+    clock[0] += 6.0
+    progress.moved(3)
+    progress.logged(3, {"loss": 1.25, "tokens_per_second": 12345.6})
+    progress.close()
+    assert screen.getvalue() == ""
+    assert out.getvalue() == "step 3/12  loss 1.2500  tokens/s 12,346  18 s left\n"
+
+
+def test_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    """Fails when: `shown` is asked in some of the four places only."""
+    progress, screen, out = progress_on(monkeypatch, True, shown=False)
+    progress.moved(3)
+    progress.logged(3, {"loss": 1.0})
+    progress.say("hello")
+    progress.close()
+    assert screen.getvalue() + out.getvalue() == ""
