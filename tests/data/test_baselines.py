@@ -123,3 +123,11 @@ def test_classes_are_judged_by_frequency_and_words() -> None:
     assert class_baselines(raw, ClassificationConfig()) == {"most frequent class": 0.25, "words": 1.0}
     assert class_baselines(raw, ClassificationConfig(problem_type="multi_label", metrics=["f1"])) == {}
     assert class_baselines({"train": raw["train"]}, ClassificationConfig()) == {}
+
+
+@pytest.mark.parametrize("texts", [["cat", "dog", "bird"], ["1", "2", "3"]])
+def test_what_no_classifier_of_words_can_be_fitted_to_is_compared_with_frequency_alone(texts: list[str]) -> None:
+    """One class, or no words: a baseline must not end a run. Fails when: scikit-learn's ValueError is let through."""
+    train = Dataset.from_list([{"text": text, "label": 0} for text in texts])
+    raw = {"train": train, "validation": Dataset.from_list([{"text": "cat", "label": 0}])}
+    assert class_baselines(raw, ClassificationConfig()) == {"most frequent class": 1.0}

@@ -1,0 +1,38 @@
+"""Recipes started by the launchers people use, as two processes on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "--hidden-size", "32", "--num-hidden-layers", "1", "--max-train-examples", "60", "--max-eval-examples", "12", "--max-length", "32",
+    "--max-steps", "3", "--logging-steps", "1", "--global-batch-size", "4", "--per-device-train-batch-size", "2", "--dropout", "0",
+]  # fmt: skip
+BIN = Path(sys.executable).parent
+LAUNCHERS = {
+    "accelerate": [str(BIN / "accelerate"), "launch", "--config_file", str(ROOT / "recipes/launch/cpu2.yaml")],
+    "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_processes_train_as_one_does(run_recipe, tmp_path: Path, launcher: str) -> None:
+    """Losses and evaluation of one process, whoever starts two. Fails when: build_accelerator leaves Accelerate alone without a GPU."""
+    one = run_recipe("accelerated", *SMALL)
+    assert one.code == 0, one.err
+    command = [*LAUNCHERS[launcher], str(ROOT / "recipes/accelerated.py"), *SMALL, "--output-dir", "two"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_LOG_LEVEL": "error"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "two/run.json").read_text())["layout"]["processes"] == 2
+    two = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("eval_loss", 1e-5)):
+        found, expected = ([event[name] for event in events if name in event] for events in (two, one.metrics))
+        assert len(expected) > 0
+        assert found == pytest.approx(expected, rel=tolerance)
