@@ -78,6 +78,10 @@ def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: 
         Refusal: the data, or a setting that the mathematics depends on, is another one, and `allow_change` doesn't name it.
     """
     now, before = plain_settings(config), record.get("settings", {})
+    public = public_settings(config)
+    before = {  # checkpoints did not always hold a digest of what may be a key
+        name: value if name in public or str(value).startswith("sha256:") else _digest(value) for name, value in before.items()
+    }
     changed = [name for name in now if name in before and now[name] != before[name] and name not in FREE]
     refused = [name for name in changed if name not in SAID and name not in config.allow_change]
     if refused:

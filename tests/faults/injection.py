@@ -292,7 +292,10 @@ def keep_durable(told: dict[str, str]) -> None:
             for entry in os.scandir(path):
                 if entry.is_dir():
                     names.setdefault(entry.inode(), {})
+                else:
+                    names.pop(entry.inode(), None)  # the number was that of a directory which is gone
         else:
+            names.pop(told_of.st_ino, None)
             contents[told_of.st_ino] = path.read_bytes()
 
     def rebuild(inode: int, target: Path) -> None:

@@ -63,6 +63,11 @@ class CheckpointWriter:
         self._join()
         return self.finished()
 
+    def prune(self) -> None:
+        """Remove the checkpoints that are too many; not those that the pointers show."""
+        pointed = [read_pointer(self.root, name) for name in ("best", "last")]
+        prune_checkpoints(self.root, self.keep, [path for path in pointed if path])
+
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
@@ -80,8 +85,7 @@ class CheckpointWriter:
             if best:
                 write_pointer(self.root, "best", path)
             write_pointer(self.root, "last", path)
-            pointed = [read_pointer(self.root, name) for name in ("best", "last")]
-            prune_checkpoints(self.root, self.keep, [path for path in pointed if path])
+            self.prune()
         except Exception as problem:  # in the background nobody else would see it
             error = problem
         self.seconds = time.monotonic() - began
