@@ -196,3 +196,22 @@ def test_a_copy_in_memory_stays_as_it_was_while_training_goes_on(tmp_path: Path)
         if number == 2:
             assert places == before
         before = places
+
+
+def test_a_file_that_can_not_be_read_is_damage_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad sector, or a manifest of another form. Fails when: verify_checkpoint lets the operating system's error through."""
+    older, newer = saved(tmp_path, 2), saved(tmp_path, 3)
+    digest = ckpt.directory._digest
+
+    def bad_sector(path: Path) -> str:
+        if path.parent.name == newer.name:
+            raise OSError(5, "Input/output error")
+        return digest(path)
+
+    monkeypatch.setattr(ckpt.directory, "_digest", bad_sector)
+    said: list[str] = []
+    assert ckpt.latest_checkpoint(tmp_path, said.append) == older
+    assert "Input/output error" in said[0]
+    monkeypatch.undo()
+    (newer / "MANIFEST.json").write_text("[1, 2]")
+    assert ckpt.latest_checkpoint(tmp_path, said.append) == older

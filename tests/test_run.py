@@ -386,3 +386,84 @@ def test_a_loss_far_above_those_before_is_said_with_its_rows(tmp_path: Path, cap
     assert record["step"] == 61
     assert record["rows"][0]["origin"][0].startswith("rows.jsonl:")
     assert capsys.readouterr().out.count("WARNING: step 61: loss") == 1
+
+
+def test_a_refusal_in_the_middle_keeps_what_was_saved(tmp_path: Path) -> None:
+    """Before anything was logged. Fails when: the directory of a refused run is removed unless metrics.jsonl is there."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, logging_strategy="no")
+
+    def refuses(run: tk.Run) -> bool:
+        if run.step == 5:
+            raise tk.Refusal("no such metric")
+        return False
+
+    with pytest.raises(tk.Refusal, match="no such metric"):
+        train(config, refuses)
+    assert [path.name for path in ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == ["step-2", "step-4"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 5])
+def test_a_run_continued_with_another_batch_ends_after_the_same_examples(tmp_path: Path, accumulation: int) -> None:
+    """--max-steps counts in the batches the run began with. Fails when: the examples to consume are counted anew at a resume."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, max_steps=10)
+    train(config, lambda run: run.step == 6)
+    _, run = train(replace(config, resume=True, gradient_accumulation_steps=accumulation))
+    assert run.position == 10 * 6
+    assert run.progress < 1
+    assert run.summary.figures["status"] == "finished"
+
+
+def test_an_evaluation_made_up_for_after_its_step_was_saved_can_be_the_best(tmp_path: Path) -> None:
+    """As after a deadline cut it off. Fails when: `best` is only pointed at while its step is saved."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, save_total_limit=1)
+    train(config, lambda run: run.step == 5)
+    accelerator = Accelerator(cpu=True)
+    model = Bigram()
+    config = replace(config, resume=True)
+    loader, _ = tk.build_dataloaders(rows(), tk.collate_padded, config, accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with tk.open_run(accelerator, config, model, optimizer, loader) as run:
+        assert run.step == 4
+        run.log({"eval_loss": 0.1})
+        for batch in run:
+            run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, [1e-3]))
+    best = ckpt.read_pointer(tmp_path / "run/checkpoints", "best")
+    assert best is not None
+    assert best.name == "step-4"
+
+
+def test_a_refused_resume_changes_nothing(tmp_path: Path) -> None:
+    """Not even config.yaml. Fails when: it is written before the checkpoint's settings are compared."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, max_steps=4)
+    train(config)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != ".owner.json"}
+    with pytest.raises(tk.Refusal, match="weight_decay"):
+        train(replace(config, resume=True, weight_decay=0.1))
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != ".owner.json"}
+    changed = [path.name for path in after if after[path] != before.get(path) and path.name != "summary.json"]
+    assert not changed
+
+
+@pytest.mark.parametrize(
+    ("typed", "saved", "overwrites", "expected"),
+    [
+        (["--resume", "true", "--max-steps", "4"], True, False, ["--max-steps", "4", "--resume"]),
+        (["--overwrite_output_dir=true", "--seed", "1"], True, True, ["--seed", "1", "--resume"]),
+        (["--resume-from", "a/step-4", "--seed", "1"], True, False, ["--seed", "1", "--resume"]),
+        (["--resume-from", "a/step-4", "--seed", "1"], False, False, ["--resume-from", "a/step-4", "--seed", "1"]),
+        (["--config", "c.yaml"], True, True, ["--config", "c.yaml", "--resume", "--no-overwrite-output-dir"]),
+    ],
+)
+def test_the_command_that_continues_says_what_was_typed_less_what_began_the_run(
+    monkeypatch: pytest.MonkeyPatch, typed: list[str], saved: bool, overwrites: bool, expected: list[str]
+) -> None:
+    """Fails when: a flag's value stays behind, or a file's overwrite_output_dir meets --resume."""
+    import shlex
+    import sys
+
+    from toolkit.signals import continuing_command
+
+    monkeypatch.setattr(sys, "argv", ["recipes/sft.py", *typed])
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert shlex.split(continuing_command(saved, overwrites)) == [sys.executable, "recipes/sft.py", *expected]

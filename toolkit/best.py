@@ -4,7 +4,9 @@ import math
 from typing import Any
 
 from toolkit import checkpoint as ckpt
-from toolkit.config import RunConfig
+from toolkit.config import Refusal, RunConfig
+from toolkit.ranks import on_all, on_main
+from toolkit.run_state import check_saves
 from toolkit.tracking import show_number
 
 
@@ -12,11 +14,17 @@ def load_best(run: Any) -> None:
     """Put the best evaluated weights into the run's model, when `load_best_model_at_end` asks for it."""
     if not run.config.load_best_model_at_end or not run.best or run.best["step"] == run.step:
         return
-    path = ckpt.read_pointer(run.checkpoints, "best")
+    check_saves(run, run.writer.wait())
+    run.accelerator.wait_for_everyone()
+    path = on_main(run.accelerator, lambda: ckpt.read_pointer(run.checkpoints, "best"))
     if path is None or path.name != f"step-{run.best['step']}":
         run.say(f"WARNING: the best weights (step {run.best['step']}) were not saved; the last ones are kept")
         return
-    ckpt.apply_state(ckpt.load_checkpoint(path), run.model, None)
+    try:
+        on_all(run.accelerator, lambda: ckpt.apply_state(ckpt.load_checkpoint(path), run.model, None))
+    except Refusal as refusal:
+        run.say(f"WARNING: the best weights can't be loaded ({refusal}); the last ones are kept")
+        return
     run.figures_of = run.best["step"]
     run.say(f"best {run.best['name']} {show_number(run.best['value'])} at step {run.best['step']}: its weights are loaded")
 

@@ -4,6 +4,8 @@ from typing import Any
 
 from toolkit.heartbeat import RankLost
 from toolkit.memory import WHAT_HELPS, OutOfMemory, is_out_of_memory
+from toolkit.signals import Interrupted
+from toolkit.stopping import how_to_continue
 
 _OF_COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset", "watchdog", "socket", "collective")
 
@@ -14,10 +16,12 @@ def explained(error: RuntimeError, run: Any) -> Exception | None:
     if is_out_of_memory(error):
         return OutOfMemory(
             f"out of memory in step {run.step}: {first_line}\nLower --per-device-train-batch-size (the result stays with the "
-            f"same --global-batch-size) or --per-device-eval-batch-size. {WHAT_HELPS} {run.how_to_continue()}"
+            f"same --global-batch-size) or --per-device-eval-batch-size. {WHAT_HELPS} {how_to_continue(run)}"
         )
     if run.heartbeat and any(word in str(error).lower() for word in _OF_COLLECTIVES):
         missing = run.heartbeat.missing()
+        if run.heartbeat.departed() and not missing:
+            return Interrupted(f"stopped after step {run.step}, since another rank has left. {how_to_continue(run)}")
         who = f"rank {', '.join(map(str, missing))} gives no sign of life" if missing else "another rank has ended"
-        return RankLost(f"{who}: a collective failed in step {run.step} ({first_line[:200]}). {run.how_to_continue()}")
+        return RankLost(f"{who}: a collective failed in step {run.step} ({first_line[:200]}). {how_to_continue(run)}")
     return None

@@ -73,6 +73,10 @@ class Heartbeat:
         time.sleep(seconds)
         return [rank for rank, seen in self._others.items() if seen.count == before[rank] != _FAREWELL]
 
+    def departed(self) -> bool:
+        """Whether another rank has said farewell."""
+        return any(seen.count == _FAREWELL for seen in self._others.values())
+
     def close(self) -> None:
         """Say farewell, so that nobody takes the end for silence, and end the threads; not held up by a store that is gone."""
         self._closing.set()

@@ -39,10 +39,12 @@ def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, lo
     asked, size = train.micro_batch_size, train.micro_batch_size
     plain, totals = accelerator.unwrap_model(model), {"examples": 1.0, "tokens": 1.0, "weight": 1.0}
     while not _fits(accelerator, plain, optimizer, dataclasses.replace(train, micro_batch_size=size), loss_fn, totals):
-        if size == 1:
-            raise Refusal(f"out of memory: not even one example of the longest fits. {WHAT_HELPS}")
-        size = -(-size // 2)
+        size = -(-size // 2) if size > 1 else 0
+        if not size:
+            break
     size = -largest(accelerator, -size)
+    if not size:
+        raise Refusal(f"out of memory: not even one example of the longest fits. {WHAT_HELPS}")
     if size == asked:
         return train
     if accelerator.is_main_process:

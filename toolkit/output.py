@@ -42,7 +42,7 @@ def check_output_dir(config: OutputConfig) -> None:
 
 @contextlib.contextmanager
 def claimed(config: OutputConfig, accelerator: Any = None) -> Iterator[Path]:
-    """Hold the output directory, with config.yaml in it, for as long as the block runs.
+    """Hold the output directory for as long as the block runs; without an accelerator, with config.yaml in it.
 
     The lock is the operating system's: it falls when its process dies, so a dead run blocks nobody. A refusal inside the
     block, before there is anything to keep, leaves no directory behind that was not there before. With an accelerator the
@@ -60,7 +60,8 @@ def claimed(config: OutputConfig, accelerator: Any = None) -> Iterator[Path]:
         _lock(lock, directory)
         if config.overwrite_output_dir:
             clear_output_dir(directory)
-        write_config_file(config, directory / "config.yaml")
+        if accelerator is None:
+            write_config(config)
 
     try:
         if accelerator is None:
@@ -69,11 +70,17 @@ def claimed(config: OutputConfig, accelerator: Any = None) -> Iterator[Path]:
             on_main(accelerator, claim)
         yield directory
     except Refusal:
-        if lock.is_locked and not existed and not (directory / "metrics.jsonl").exists():
+        kept = ("metrics.jsonl", "samples.jsonl", "checkpoints", "incidents", "model")
+        if lock.is_locked and not existed and not any((directory / name).exists() for name in kept):
             shutil.rmtree(directory, ignore_errors=True)
         raise
     finally:
         lock.release()  # the file stays: unlinking it could take it away from one who just locked it
+
+
+def write_config(config: OutputConfig) -> None:
+    """Write config.yaml: the settings of the run that is in the directory, once it is clear that it goes on."""
+    write_config_file(config, Path(config.output_dir) / "config.yaml")
 
 
 def _lock(lock: Any, directory: Path) -> None:

@@ -20,20 +20,37 @@ def largest(accelerator: Any, number: int) -> int:
     return int(numbers)
 
 
-def on_main(accelerator: Any, action: Callable[[], Result]) -> Result | None:
-    """What `action` returns on the main process, None on the others; what it refuses, every rank refuses."""
+def on_main(accelerator: Any, action: Callable[[], Result]) -> Result:
+    """What `action` returns on the main process, on every rank; what it refuses, every rank refuses. A small result."""
     if accelerator.num_processes == 1:
         return action()
-    result, refusal = None, [None]
+    told: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
-            result = action()
-        except Refusal as problem:
-            refusal = [str(problem)]  # type: ignore[list-item]
-    torch.distributed.broadcast_object_list(refusal, src=0, group=_cpu_group())
-    if refusal[0] is not None:
-        raise Refusal(refusal[0])
-    return result
+            told[0] = action()
+        except (Refusal, OSError) as problem:
+            told[1] = str(problem)
+    torch.distributed.broadcast_object_list(told, src=0, group=_cpu_group())
+    if told[1] is not None:
+        raise Refusal(told[1])
+    return told[0]
+
+
+def on_all(accelerator: Any, action: Callable[[], Result]) -> Result:
+    """What `action` returns, on each rank its own; what one rank refuses or can't read, every rank refuses."""
+    if accelerator.num_processes == 1:
+        return action()
+    result, problem = None, None
+    try:
+        result = action()
+    except (Refusal, OSError) as error:
+        problem = str(error)
+    problems: list[Any] = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(problems, problem, group=_cpu_group())
+    for rank, told in enumerate(problems):
+        if told is not None:
+            raise Refusal(told if rank == 0 else f"rank {rank}: {told}")
+    return result  # type: ignore[return-value]  # an action that returned nothing returns None
 
 
 @cache

@@ -104,3 +104,8 @@ def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: 
     allowed = "allowed by --allow-change"
     told = {name: f"{name} was {old} and is {new}: {SAID.get(name, allowed)}" for name, old, new in pairs}
     return list(told.values())
+
+
+def keeps_its_length(config: Any) -> bool:
+    """Whether a continued run ends where it was to end: no setting that its length depends on was allowed to change."""
+    return not _OF_DATA.intersection(config.allow_change)

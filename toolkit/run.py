@@ -5,7 +5,6 @@ It is data and one iterator. It knows no loss, no model type and no data format.
 
 import contextlib
 import math
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,8 @@ from toolkit.ranks import on_main
 from toolkit.resume import checkpoint_to_resume
 from toolkit.run_card import write_run_card
 from toolkit.run_state import check_saves, report_saves, restore_run, save_run
-from toolkit.signals import Interrupted, OutOfTime, StopSignal, continuing_command, signals_noted, stop_deadline
+from toolkit.signals import Interrupted, OutOfTime, StopSignal, signals_noted, stop_deadline
+from toolkit.stopping import how_to_continue, interrupt, leave_in_time
 from toolkit.summary import Summary, summarise
 from toolkit.tracking import Progress, open_trackers, show_number
 
@@ -62,7 +62,7 @@ class Run:
         self._opened, self.seconds_before = time.monotonic(), 0.0
         self._position_before, self._best_is_unsaved = 0, False
         self.base: dict[str, Any] = {}
-        self._between_steps, self.evaluation_is_owed = True, False
+        self.between_steps, self.evaluation_is_owed = True, False
 
     def __iter__(self) -> Iterator[Batch]:
         self._window.resume_clock()
@@ -71,18 +71,18 @@ class Run:
             self._batch, self._position_before = batch, batch.position
             self.step, self.position = self.step + 1, batch.position + batch.size
             self.tokens += batch.totals.get("tokens", 0.0)
-            self._between_steps = False
+            self.between_steps = False
             if self.heartbeat:
                 self.heartbeat.beat(self.step)
             yield batch
-            self._between_steps = True
+            self.between_steps = True
             self.display.moved(self.step)
             stop = self.stop.agreed(self.accelerator)
             if stop or self.due("save") or self._best_is_unsaved:
                 self.save()
             check_saves(self, self.writer.finished())
             if stop:
-                self._interrupt(stop)
+                interrupt(self, stop)
             self._window.resume_clock()
 
     @property
@@ -132,9 +132,9 @@ class Run:
         self._window.add(self.step, self._batch, figures)
         log_is_due = self.due("log") or (self.finished and self.config.logging_strategy == "no")
         if log_is_due or self.accelerator.device.type == "cpu":  # reading is free on the CPU: a bad step is seen at once
-            self._read_window()
+            self.read_window()
         self._window.stop_clock()
-        self._between_steps = True  # the update is done: evaluation and samples change nothing
+        self.between_steps = True  # the update is done: evaluation and samples change nothing
         if log_is_due:
             event = self._window.event(self.optimizer, self.model, self.accelerator)
             if "tokens_per_second" in event:
@@ -171,14 +171,14 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of this moment. When it fails, that costs a warning, or the run where `save_error` is stop."""
-        self._read_window()
+        self.read_window()
         save_run(self)
         self._best_is_unsaved = False
 
     def close(self) -> None:
         """Finish what is being written, and write summary.json."""
         report_saves(self, self.writer.wait())
-        self._read_window()
+        self.read_window()
         if self.accelerator.is_main_process:
             try:
                 output.write_summary(self.output_dir, self.summary)
@@ -186,25 +186,7 @@ class Run:
                 self.say(f"WARNING: no summary.json: {error}")
         self.display.close()
 
-    def leave_in_time(self) -> None:
-        """The deadline is near: save if the weights are those of a whole step, then leave; `Interrupted` is raised."""
-        if self._between_steps:
-            last = [event for event in self.events if event["step"] == self.step]
-            self.evaluation_is_owed = self.due("eval") and not any(name.startswith("eval_") for event in last for name in event)
-            self.save()
-        self._interrupt(self.stop.number or signal.SIGTERM)
-
-    def _interrupt(self, number: int) -> None:
-        report_saves(self, self.writer.wait())
-        raise Interrupted(f"stopped by {signal.Signals(number).name} after step {self.step}. {self.how_to_continue()}")
-
-    def how_to_continue(self) -> str:
-        """The newest checkpoint, and the command that goes on from it."""
-        newest = ckpt.read_pointer(self.checkpoints, "last")
-        kept = f"The newest checkpoint is {newest}" if newest else "There is NO checkpoint yet"
-        return f"{kept}. Continue with:\n  {continuing_command()}"
-
-    def _read_window(self) -> None:
+    def read_window(self) -> None:
         for step in self._window.read():
             self.applied += int(step.values.get("applied", 1))
             self.guard.check(step, self.train, self)
@@ -215,8 +197,14 @@ class Run:
         name = name if name in figures else f"eval_{name}"
         if name in figures and math.isfinite(figures[name]):
             sign = 1 if greater_is_better(name, self.config.greater_is_better) else -1
+            if self.best and (self.best["name"], self.best.get("sign", sign)) != (name, sign):
+                self.say(f"the best so far was judged by {self.best['name']}; from here on by {name}")
+                self.best = {}
             if not self.best or sign * figures[name] > sign * self.best["value"]:
-                self.best = {"name": name, "value": figures[name], "step": self.step}
+                self.best = {"name": name, "value": figures[name], "step": self.step, "sign": sign}
+                there = self.checkpoints / f"step-{self.step}"
+                if self.accelerator.is_main_process and there.is_dir():  # an evaluation made up for after its step was saved
+                    ckpt.write_pointer(self.checkpoints, "best", there)
                 self._best_is_unsaved = self.config.load_best_model_at_end and self.step > 0
         elif name not in figures and (self.config.load_best_model_at_end or self.config.early_stopping_patience):
             raise Refusal(f"--metric-for-best-model {name}: not a figure of the evaluation: {', '.join(figures)}")
@@ -249,19 +237,23 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
         Refusal: the directory is in use, the disk is too small, the checkpoint does not fit.
     """
     run = Run(accelerator, config, model, optimizer, train)
-    with output.claimed(config, accelerator):
+    run.heartbeat = start_heartbeat(accelerator, config.hang_timeout, lambda: how_to_continue(run))
+    with contextlib.ExitStack() as closing:
+        if run.heartbeat:
+            closing.callback(run.heartbeat.close)
+        closing.enter_context(output.claimed(config, accelerator))
         on_main(accelerator, lambda: _check_space(run, config))
         on_main(accelerator, lambda: ckpt.clean_leftovers(run.checkpoints))
-        source = checkpoint_to_resume(run, config)
+        source = on_main(accelerator, lambda: checkpoint_to_resume(run, config))
         if source is not None:
             restore_run(run, source)
         elif accelerator.is_main_process:
             output.clear_figures(run.output_dir)
         if accelerator.is_main_process:
+            output.write_config(config)
             write_run_card(run.output_dir / "run.json", accelerator, config, run.model, train)
         run.trackers = open_trackers(accelerator, config, run.trackers, run.step)
         run.status = "failed"
-        run.heartbeat = start_heartbeat(accelerator, config.hang_timeout, run.how_to_continue)
         with signals_noted(stop_deadline(config)) as run.stop:  # until all is closed: a late signal must not cut that short
             try:
                 yield run
@@ -272,7 +264,7 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
                 raise
             except OutOfTime:
                 run.status = "interrupted"
-                run.leave_in_time()
+                leave_in_time(run)
             except RuntimeError as error:
                 known = explained(error, run)
                 if known is None:

@@ -9,15 +9,21 @@ from toolkit import output
 from toolkit.data.batch import Batch
 from toolkit.figures import StepFigures
 from toolkit.guard import SaveFailed
-from toolkit.ranks import largest
-from toolkit.resume import changes_since, plain_settings, run_layout
+from toolkit.ranks import largest, on_all
+from toolkit.resume import changes_since, keeps_its_length, plain_settings, run_layout
 from toolkit.tracking import Progress
 
 FIGURES = ("metrics.jsonl", "samples.jsonl")
 
 
 def save_run(run: Any) -> None:
-    """Write a checkpoint of this moment, or begin to; whether it went well, `run.writer` tells."""
+    """Write a checkpoint of this moment, or begin to; whether it went well, `run.writer` tells. All ranks call it."""
+    write_checkpoint(run)
+    run.accelerator.wait_for_everyone()
+
+
+def write_checkpoint(run: Any) -> None:
+    """The main process's part of it, without a collective."""
     accelerator = run.accelerator
     if accelerator.is_main_process:
         record = run_record(run)
@@ -31,7 +37,6 @@ def save_run(run: Any) -> None:
             figures = [run.output_dir / name for name in FIGURES]
             run.writer.save(run.step, state, best=run.best.get("step") == run.step, beside=figures)
             run.stop.busy_saving, run.stop.seconds_to_save = False, run.writer.seconds
-    accelerator.wait_for_everyone()
 
 
 def restore_run(run: Any, path: Path) -> None:
@@ -41,11 +46,18 @@ def restore_run(run: Any, path: Path) -> None:
         Refusal: the checkpoint is damaged or of another model, or data or settings have changed that the result depends on.
     """
     accelerator, train = run.accelerator, run.train
-    state = ckpt.load_checkpoint(path)
+
+    def load() -> tuple[ckpt.State, list[str]]:
+        state = ckpt.load_checkpoint(path)
+        notes = changes_since(state.run, run.config, accelerator, train)
+        train.restore(state.run["source"], state.run["position"])
+        ckpt.apply_state(state, run.model, run.optimizer, accelerator.scaler)
+        return state, notes
+
+    state, notes = on_all(accelerator, load)
     record = state.run
-    notes = changes_since(record, run.config, accelerator, train)
-    ckpt.apply_state(state, run.model, run.optimizer, accelerator.scaler)
-    train.restore(record["source"])
+    if "examples_to_consume" in record and keeps_its_length(run.config):
+        train.examples_to_consume = record["examples_to_consume"]  # --max-steps counts in the batches the run began with
     run.step, run.applied, run.position = record["step"], record["applied"], record["position"]
     run.tokens, run.memory, run.best = record["tokens"], record["memory"], record["best"]
     run.baselines, run.seconds_before, run.kept = record["baselines"], record["seconds"], state.kept
@@ -55,7 +67,8 @@ def restore_run(run: Any, path: Path) -> None:
     run._window.steps = [_read_step(step) for step in record.get("window", [])]
     run._window.seconds = record.get("window_seconds", 0.0)
     if accelerator.is_main_process:
-        for later in ckpt.set_aside_later(run.checkpoints, run.step, run.best.get("step")):
+        own = path.resolve().parent == run.checkpoints.resolve()
+        for later in ckpt.set_aside_later(run.checkpoints, run.step if own else -1, run.best.get("step")):
             run.say(f"  set aside, as it is later than the one continued from: {later}")
         for name in FIGURES:
             output.truncate_lines(run.output_dir / name, run.step)
@@ -103,6 +116,7 @@ def report_saves(run: Any, outcomes: list[ckpt.Outcome]) -> None:
 def run_record(run: Any) -> dict[str, Any]:
     """What of a run is JSON: counts, position, history of the guards, and what a resume compares."""
     return {
+        "examples_to_consume": run.train.examples_to_consume,
         "step": run.step, "applied": run.applied, "position": run.position, "epoch": run.epoch, "tokens": run.tokens,
         "seconds": run.seconds, "best": run.best, "memory": run.memory, "baselines": run.baselines,
         "nonfinite_in_row": run.guard.in_row, "recent_losses": run.spikes.losses, "loss_spikes": run.loss_spikes,

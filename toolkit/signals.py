@@ -13,6 +13,10 @@ from toolkit.ranks import largest
 SAGEMAKER_DEADLINE = 120.0  # seconds from SIGTERM to SIGKILL in a SageMaker job
 
 
+# SIGUSR1 is what batch systems send ahead of the end; Windows has none.
+STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+
+
 class Interrupted(Exception):
     """A signal ended the run after a durable checkpoint; the message is the command that continues."""
 
@@ -46,7 +50,7 @@ class StopSignal:
 
 @contextlib.contextmanager
 def signals_noted(deadline: float | None = None) -> Iterator[StopSignal]:
-    """Note the first SIGTERM or SIGINT for the run to act on; the second one acts by itself.
+    """Note the first SIGTERM, SIGINT or SIGUSR1 for the run to act on; the second one acts by itself.
 
     With a deadline in seconds `OutOfTime` is raised in the main thread when there is just time left to save.
     """
@@ -56,9 +60,10 @@ def signals_noted(deadline: float | None = None) -> Iterator[StopSignal]:
         stop.number = number
         message = f"\n{signal.Signals(number).name}: finishing this step, then saving; once more to leave at once\n"
         os.write(2, message.encode())  # print is not safe inside a signal handler
-        restore(signal.SIGTERM, signal.SIGINT)
+        restore(*STOPPING)
         if deadline is not None:
-            signal.setitimer(signal.ITIMER_REAL, max(deadline - 2 * stop.seconds_to_save - 1, 0.01))
+            leaving = min(3.0, deadline / 3)  # what is left after a save: to tell other ranks, and to end
+            signal.setitimer(signal.ITIMER_REAL, max(deadline - 2 * stop.seconds_to_save - leaving, 0.01))
 
     def late(number: int, frame: Any) -> None:
         if stop.closed:
@@ -76,7 +81,7 @@ def signals_noted(deadline: float | None = None) -> Iterator[StopSignal]:
     before: dict[int, Any] = {}
     # ValueError: not the main thread; a notebook or a server owns the signals
     with contextlib.suppress(ValueError):
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPPING:
             before[number] = signal.signal(number, note)
         if deadline is not None and hasattr(signal, "SIGALRM"):  # Windows has no alarm
             before[signal.SIGALRM] = signal.signal(signal.SIGALRM, late)
@@ -95,17 +100,29 @@ def stop_deadline(config: Any) -> float | None:
     return SAGEMAKER_DEADLINE if "SM_HPS" in os.environ or "SM_TRAINING_ENV" in os.environ else None
 
 
-def continuing_command() -> str:
-    """The command that continues this process's run, with the program that started it."""
-    without, arguments, rest = ("resume-from", "resume-from-checkpoint"), [], list(sys.argv[1:])
+def continuing_command(saved: bool = True, overwrites: bool = False) -> str:
+    """The command that continues this process's run, with the program that started it.
+
+    `saved`: whether its directory holds a checkpoint; else a --resume-from stays. `overwrites`: whether its settings, perhaps
+    those of a file, throw away what is in the output directory.
+    """
+    arguments, rest, from_file = [], list(sys.argv[1:]), False
     while rest:
         word = rest.pop(0)
         name, equals, _ = word.removeprefix("--").partition("=")
-        name = name.replace("_", "-")
-        if word.startswith("--") and name in without:
+        name = name.replace("_", "-") if word.startswith("--") else ""
+        from_file |= name == "config"
+        if name in ("resume", "overwrite-output-dir", "no-overwrite-output-dir"):
+            if not equals and rest and rest[0].lower() in ("true", "false", "yes", "no", "1", "0"):
+                rest.pop(0)
+        elif saved and name in ("resume-from", "resume-from-checkpoint"):
             rest = rest if equals else rest[1:]
-        elif not (word.startswith("--") and name in ("resume", "overwrite-output-dir")):
+        else:
             arguments.append(word)
+    if saved:
+        arguments.append("--resume")
+    if overwrites and from_file:
+        arguments.append("--no-overwrite-output-dir")
     ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     starter = [sys.executable] if ranks == "1" else [sys.executable, "-m", "toolkit", "train", "--processes", ranks]
-    return shlex.join([*starter, sys.argv[0], *arguments, "--resume"])
+    return shlex.join([*starter, sys.argv[0], *arguments])

@@ -180,3 +180,45 @@ def test_a_directory_in_use_is_refused_by_all_ranks(tiny: Any) -> None:
         ranks = tiny.ranks(2, *FLAGS, timeout=60)
     assert [rank.code for rank in ranks] == [2, 2]
     assert "is writing there now" in ranks[0].out
+
+
+def test_a_deadline_in_the_middle_of_an_evaluation_is_kept_though_one_rank_alone_was_signalled(tiny: Any, tally: Any) -> None:
+    """Fails when: leave_in_time waits for the other rank, or that one takes the end for an error."""
+    line = tally("F9", "--stop-deadline 2 during an evaluation of 4 s, 2 ranks, one signalled")
+    with line.trial():
+        folder, began = tiny.fresh(), []
+        flags = [*FLAGS, "--eval-strategy", "steps", "--eval-steps", "4", "--stop-deadline", "2"]
+
+        def stop(pids: list[int]) -> None:
+            wait_until(logged(folder, 4))
+            time.sleep(0.5)  # the evaluation has begun
+            os.kill(pids[0], signal.SIGTERM)
+            began.append(time.monotonic())
+            wait_until(lambda: not _running(pids[0]), 20)
+            began.append(time.monotonic())
+
+        ranks = tiny.ranks(2, *flags, while_running=stop, ill={"eval_seconds": 4}, timeout=40)
+        assert [rank.code for rank in ranks] == [75, 75], ranks[0].out + ranks[1].out
+        assert began[1] - began[0] < 4
+        assert "--resume" in ranks[0].out
+        resumed = tiny.ranks(2, *flags, "--resume", "--eval-on-start")
+        assert [rank.code for rank in resumed] == [0, 0], resumed[0].out
+        steps = [event["step"] for event in resumed[0].metrics if "eval_loss" in event]
+        assert steps == [4, 8, 12, 16]
+    line.check()
+
+
+def test_the_ranks_resume_from_the_checkpoint_that_the_main_one_sees(tiny: Any) -> None:
+    """Or all refuse: here rank 1 cannot read it. Fails when: each rank looks for itself."""
+    folder = tiny.fresh()
+    begun = tiny.ranks(2, *FLAGS, ill={"step_seconds": 0.02})
+    assert [rank.code for rank in begun] == [0, 0]
+    (folder / "checkpoints").rename(folder / "elsewhere")
+    resumed = tiny.ranks(2, *FLAGS, "--resume", "--allow-change", "max_steps", "--max-steps", "18")
+    assert [rank.code for rank in resumed] == [0, 0], resumed[0].out
+    assert "starting fresh" in resumed[0].out
+    damaged = next((folder / "checkpoints").glob("step-18/state.json"))
+    damaged.write_text("{}")
+    refused = tiny.ranks(2, *FLAGS, "--resume-from", str(damaged.parent), "--max-steps", "18", timeout=60)
+    assert [rank.code for rank in refused] == [2, 2]
+    assert "damaged checkpoint" in refused[0].out

@@ -88,17 +88,21 @@ def verify_checkpoint(path: str | Path, *, contents: bool = True) -> list[str]:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest.pop("sha256", None) != _digest_of(manifest):
             return [f"{path / MANIFEST}: contents changed (SHA-256 differs)"]
-    except (OSError, ValueError, AttributeError) as error:
+        expected_files = dict(manifest["files"])
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         return [f"{path / MANIFEST}: {error.__class__.__name__}, no readable manifest"]
     problems = []
-    for name, expected in manifest["files"].items():
+    for name, expected in expected_files.items():
         file = path / name
-        if not file.exists():
-            problems.append(f"{file}: missing")
-        elif file.stat().st_size != expected["size"]:
-            problems.append(f"{file}: {file.stat().st_size} bytes, should be {expected['size']}")
-        elif contents and _digest(file) != expected["sha256"]:
-            problems.append(f"{file}: contents changed (SHA-256 differs)")
+        try:
+            if not file.exists():
+                problems.append(f"{file}: missing")
+            elif file.stat().st_size != expected["size"]:
+                problems.append(f"{file}: {file.stat().st_size} bytes, should be {expected['size']}")
+            elif contents and _digest(file) != expected["sha256"]:
+                problems.append(f"{file}: contents changed (SHA-256 differs)")
+        except OSError as error:  # a disk that can't be read there
+            problems.append(f"{file}: {error.strerror or error}")
     return problems
 
 
@@ -186,7 +190,7 @@ def set_aside_later(root: str | Path, step: int, best_step: int | None) -> list[
     The pointers that showed one of them are removed, and `best` too where it isn't that of `best_step`.
     """
     moved = []
-    for path in list_checkpoints(root):
+    for path in reversed(list_checkpoints(root)):  # the newest first: a kill in between leaves none newer than the chosen one
         if int(path.name[5:]) > step:
             number = next(n for n in range(1, 1_000_000) if not path.with_name(f"superseded-{n}-{path.name}").exists())
             moved.append(path.rename(path.with_name(f"superseded-{number}-{path.name}")))

@@ -64,7 +64,7 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
         if exit_code is None:
             raise
         if exit_code == EXIT_TRY_AGAIN:  # another rank's signal stopped this one; its own may still come
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)):
                 signal.signal(number, signal.SIG_IGN)
         if os.environ.get("RANK", "0") == "0" or getattr(error, "on_every_rank", False):
             print(error, file=sys.stderr, flush=True)

@@ -85,7 +85,7 @@ class TrainLoader:
         """What a resume needs beside the position: nothing."""
         return {}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any], position: int) -> None:
         """The position says it all."""
 
     def longest_micro_batch(self) -> dict[str, Any]:

@@ -46,14 +46,16 @@ class StreamLoader:
     def __post_init__(self) -> None:
         self._mark = _Mark()
         self._goal: dict[str, Any] = {}
+        self._resumed: tuple[int, Iterator[list[Document]]] | None = None
 
     def state(self) -> dict[str, Any]:
         """Where in the source the next example comes from, and a digest of those consumed; JSON."""
         return dataclasses.asdict(self._mark)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on, with the next call of `batches`, after the examples that this state counts."""
+    def restore(self, state: dict[str, Any], position: int) -> None:
+        """Go on, with the next call of `batches`, after the examples that this state counts; refuses a source that changed."""
         self._goal = state
+        self._resumed = (position, self._rows_from(position))
 
     @property
     def num_steps(self) -> int:
@@ -61,7 +63,8 @@ class StreamLoader:
 
     def batches(self, position: int = 0) -> Iterator[Batch]:
         """Yield the batch of each step from `position` (examples consumed) to the end of the run."""
-        rows = self._rows_from(position)
+        resumed, self._resumed = self._resumed, None
+        rows = resumed[1] if resumed and resumed[0] == position else self._rows_from(position)
         while position < self.examples_to_consume:
             size = min(self.global_batch_size, self.examples_to_consume - position)
             taken = list(islice(rows, size))

@@ -1,0 +1,41 @@
+"""The end of a run that a signal asked for: what is saved, what is said, and in time."""
+
+import os
+import signal
+import time
+from typing import Any
+
+from toolkit import checkpoint as ckpt
+from toolkit.run_state import report_saves, write_checkpoint
+from toolkit.signals import Interrupted, continuing_command
+
+
+def interrupt(run: Any, number: int) -> None:
+    """End the run, whose state is saved, for a signal: `Interrupted` is raised with the command that continues."""
+    report_saves(run, run.writer.wait())
+    raise Interrupted(f"stopped by {signal.Signals(number).name} after step {run.step}. {how_to_continue(run)}")
+
+
+def leave_in_time(run: Any) -> None:
+    """The deadline is near: save if the weights are those of a whole step, then leave, without waiting for another rank."""
+    if run.between_steps:
+        last = [event for event in run.events if event["step"] == run.step]
+        run.evaluation_is_owed = run.due("eval") and not any(name.startswith("eval_") for event in last for name in event)
+        run.read_window()
+        write_checkpoint(run)
+    try:
+        interrupt(run, run.stop.number or signal.SIGTERM)
+    except Interrupted as interrupted:
+        if run.heartbeat is None:
+            raise
+        run.heartbeat.close()
+        time.sleep(1.5 * run.heartbeat.interval)  # the others learn that this rank has left; it may hold the store
+        os.write(2, f"{interrupted}\n".encode())
+        os._exit(Interrupted.exit_code)
+
+
+def how_to_continue(run: Any) -> str:
+    """The newest checkpoint, and the command that goes on from it."""
+    newest = ckpt.read_pointer(run.checkpoints, "last")
+    kept = f"The newest checkpoint is {newest}" if newest else "There is NO checkpoint yet"
+    return f"{kept}. Continue with:\n  {continuing_command(newest is not None, run.config.overwrite_output_dir)}"
