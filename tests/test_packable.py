@@ -29,7 +29,7 @@ def with_field(config, name, value):
         (lambda t: t.Qwen3NextConfig(), "linear_attention"),
         (lambda t: t.Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]), "conv"),
         (lambda t: t.RwkvConfig(), "recurrent layers"),
-        (lambda t: t.RecurrentGemmaConfig(), "linear_attention"),
+        (lambda t: t.RecurrentGemmaConfig(), "(linear_attention|recurrent)"),  # transformers 5.17 says the latter
         (lambda t: t.FalconH1Config(), "hybrid"),
         (lambda t: t.Llama4TextConfig(), "chunked_attention"),
         (lambda t: t.LlamaConfig(**GROUPED, rope_parameters=DYNAMIC), "rope_type dynamic"),

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.tracking import peak_memory_gb
-
 
 @dataclass
 class Summary:
@@ -18,6 +16,8 @@ def summarise(run: Any) -> Summary:
 
     The model is the last one, or the best one once that is loaded.
     """
+    from toolkit.tracking import peak_memory_gb  # with torch: a recipe names Summary, and its help page must not wait
+
     evaluated = [(event["step"], {k: v for k, v in event.items() if k.startswith("eval_")}) for event in run.events]
     evaluations = [figures for _, figures in evaluated if figures]
     first = {f"first_{name}": value for name, value in evaluations[0].items()} if len(evaluations) > 1 else {}
