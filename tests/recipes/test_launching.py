@@ -36,3 +36,13 @@ def test_two_processes_train_as_one_does(run_recipe, tmp_path: Path, launcher: s
         found, expected = ([event[name] for event in events if name in event] for events in (two, one.metrics))
         assert len(expected) > 0
         assert found == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.py")))
+def test_the_help_page_of_a_recipe_waits_for_no_heavy_import(recipe: str) -> None:
+    """Fails when: the room of a name in the annotation of main imports torch at its top."""
+    command = [sys.executable, "-X", "importtime", str(ROOT / f"recipes/{recipe}.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "--learning-rate" in done.stdout
+    assert loaded.isdisjoint({"torch", "transformers", "accelerate", "datasets", "numpy"})
