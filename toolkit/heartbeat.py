@@ -69,6 +69,7 @@ class Heartbeat:
 
     def missing(self, seconds: float = 3.0) -> list[int]:
         """The ranks that give no sign of life for so many seconds from now on; not those that have said farewell."""
+        time.sleep(2 * self.interval)  # a last sign may still be on its way
         before = {other: seen.count for other, seen in self._others.items()}
         time.sleep(seconds)
         return [rank for rank, seen in self._others.items() if seen.count == before[rank] != _FAREWELL]
