@@ -73,7 +73,9 @@ def restore_run(run: Any, path: Path) -> None:
         for name in FIGURES:
             output.truncate_lines(run.output_dir / name, run.step)
         _point_to_best(run)
-        run.writer.prune()  # a kill may have come between the last save and this
+        if own:
+            ckpt.write_pointer(run.checkpoints, "last", path)  # a kill may have come between its commit and this
+        run.writer.prune()
     accelerator.wait_for_everyone()
     run.events = output.read_lines(run.output_dir / "metrics.jsonl")
     run.display = Progress(train.num_steps, run.step, accelerator.is_main_process)
