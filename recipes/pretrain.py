@@ -50,8 +50,7 @@ def main(config: Config) -> tk.Summary:
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
-        if run.step == 0:
-            run.compare_with("eval_bits_per_byte", tk.text_baselines(splits, tokenizer))
+        run.compare_with("eval_bits_per_byte", lambda: tk.text_baselines(splits, tokenizer))
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
         for batch in run:

@@ -40,8 +40,7 @@ def main(config: Config) -> tk.Summary:
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
-        if run.step == 0:
-            run.compare_with("eval_loss", tk.answer_baselines(splits, len(tokenizer)))
+        run.compare_with("eval_loss", lambda: tk.answer_baselines(splits, len(tokenizer)))
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, tk.causal_lm_metrics))
             run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))

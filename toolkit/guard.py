@@ -17,12 +17,6 @@ class Unstable(Exception):
     exit_code = 1
 
 
-class SaveFailed(Exception):
-    """A checkpoint could not be written, and `save_error` says stop."""
-
-    exit_code = 1
-
-
 class NonfiniteGuard:
     """Counts the skipped steps in a row. The update was already withheld, on the device; here it is said and written."""
 

@@ -28,8 +28,10 @@ def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, lo
     the micro-batch is halved and accumulation doubled: the global batch, the order and so the mean gradient stay the same.
     All ranks take the smallest that one of them needs. Streams, whose longest example nobody knows, are left as they are.
 
+    So are models that the engine shards, which a rank can't try alone.
+
     Raises:
-        Refusal: not even one example fits, or the engine shards the model (then a rank can't try alone).
+        Refusal: not even one example fits.
     """
     if not config.auto_find_batch_size or train.longest_micro_batch() is None:
         return train

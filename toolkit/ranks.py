@@ -21,16 +21,15 @@ def largest(accelerator: Any, number: int) -> int:
 
 
 def on_main(accelerator: Any, action: Callable[[], Result]) -> Result:
-    """What `action` returns on the main process, on every rank; what it refuses, every rank refuses. A small result."""
-    if accelerator.num_processes == 1:
-        return action()
+    """What `action` returns on the main process, on every rank; what it refuses or can't write, every rank refuses."""
     told: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
             told[0] = action()
         except (Refusal, OSError) as problem:
             told[1] = str(problem)
-    torch.distributed.broadcast_object_list(told, src=0, group=_cpu_group())
+    if accelerator.num_processes > 1:
+        torch.distributed.broadcast_object_list(told, src=0, group=_cpu_group())
     if told[1] is not None:
         raise Refusal(told[1])
     return told[0]

@@ -6,7 +6,7 @@ It is data and one iterator. It knows no loss, no model type and no data format.
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Run:
         self.heartbeat: Heartbeat | None = None
         self.writer = ckpt.CheckpointWriter(self.checkpoints, config.save_total_limit, background=config.async_save)
         self.display = Progress(train.num_steps, 0, accelerator.is_main_process)
-        self._window, self.guard = Window(), NonfiniteGuard(config, self.output_dir / "incidents")
+        self.window, self.guard = Window(), NonfiniteGuard(config, self.output_dir / "incidents")
         self.spikes = LossSpikes(self.output_dir / "incidents")
         self._metrics, self._samples = (output.LineFile(self.output_dir / f"{name}.jsonl") for name in ("metrics", "samples"))
         self._opened, self.seconds_before = time.monotonic(), 0.0
@@ -65,7 +65,7 @@ class Run:
         self.between_steps, self.evaluation_is_owed = True, False
 
     def __iter__(self) -> Iterator[Batch]:
-        self._window.resume_clock()
+        self.window.resume_clock()
         for batch in self.train.batches(self.position):
             self.progress = batch.position / self.train.examples_to_consume
             self._batch, self._position_before = batch, batch.position
@@ -83,7 +83,7 @@ class Run:
             check_saves(self, self.writer.finished())
             if stop:
                 interrupt(self, stop)
-            self._window.resume_clock()
+            self.window.resume_clock()
 
     @property
     def epoch(self) -> float:
@@ -129,14 +129,14 @@ class Run:
         if not any(isinstance(value, torch.Tensor) for value in figures.values()):
             self._log_evaluation(figures)
             return
-        self._window.add(self.step, self._batch, figures)
+        self.window.add(self.step, self._batch, figures)
         log_is_due = self.due("log") or (self.finished and self.config.logging_strategy == "no")
         if log_is_due or self.accelerator.device.type == "cpu":  # reading is free on the CPU: a bad step is seen at once
             self.read_window()
-        self._window.stop_clock()
+        self.window.stop_clock()
         self.between_steps = True  # the update is done: evaluation and samples change nothing
         if log_is_due:
-            event = self._window.event(self.optimizer, self.model, self.accelerator)
+            event = self.window.event(self.optimizer, self.model, self.accelerator)
             if "tokens_per_second" in event:
                 event["supervised_tokens"] = self.tokens
             self.display.logged(self.step, event)
@@ -151,8 +151,12 @@ class Run:
         """Print a line, on the main process."""
         self.display.say(text)
 
-    def compare_with(self, name: str, baselines: dict[str, float]) -> None:
-        """Say what an evaluation figure has to beat; the summary and the report show them side by side."""
+    def compare_with(self, name: str, find_baselines: Callable[[], dict[str, float]]) -> None:
+        """Say what an evaluation figure has to beat; the summary and the report show them side by side.
+
+        Asked for once in a run, before its first step, and on the main process alone: it may take seconds.
+        """
+        baselines = find_baselines() if self.step == 0 and self.accelerator.is_main_process else {}
         if not baselines:
             return
         self.baselines = {"figure": name, **baselines}
@@ -187,7 +191,7 @@ class Run:
         self.display.close()
 
     def read_window(self) -> None:
-        for step in self._window.read():
+        for step in self.window.read():
             self.applied += int(step.values.get("applied", 1))
             self.guard.check(step, self.train, self)
             self.loss_spikes += self.spikes.check(step, self)

@@ -8,12 +8,17 @@ from toolkit import checkpoint as ckpt
 from toolkit import output
 from toolkit.data.batch import Batch
 from toolkit.figures import StepFigures
-from toolkit.guard import SaveFailed
-from toolkit.ranks import largest, on_all
+from toolkit.ranks import largest, on_all, on_main
 from toolkit.resume import changes_since, keeps_its_length, plain_settings, run_layout
 from toolkit.tracking import Progress
 
 FIGURES = ("metrics.jsonl", "samples.jsonl")
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be written, and `save_error` says stop."""
+
+    exit_code = 1
 
 
 def save_run(run: Any) -> None:
@@ -64,19 +69,9 @@ def restore_run(run: Any, path: Path) -> None:
     run.trackers, run.loss_spikes = record["trackers"], record["loss_spikes"]
     run.guard.in_row, run.spikes.losses = record["nonfinite_in_row"], record["recent_losses"]
     run.base, run.evaluation_is_owed = state.base, record["evaluation_is_owed"]
-    run._window.steps = [_read_step(step) for step in record.get("window", [])]
-    run._window.seconds = record.get("window_seconds", 0.0)
-    if accelerator.is_main_process:
-        own = path.resolve().parent == run.checkpoints.resolve()
-        for later in ckpt.set_aside_later(run.checkpoints, run.step if own else -1, run.best.get("step")):
-            run.say(f"  set aside, as it is later than the one continued from: {later}")
-        for name in FIGURES:
-            output.truncate_lines(run.output_dir / name, run.step)
-        _point_to_best(run)
-        if own:
-            ckpt.write_pointer(run.checkpoints, "last", path)  # a kill may have come between its commit and this
-        run.writer.prune()
-    accelerator.wait_for_everyone()
+    run.window.steps = [_read_step(step) for step in record.get("window", [])]
+    run.window.seconds = record.get("window_seconds", 0.0)
+    on_main(accelerator, lambda: _settle(run, path))
     run.events = output.read_lines(run.output_dir / "metrics.jsonl")
     run.display = Progress(train.num_steps, run.step, accelerator.is_main_process)
     run.say(f"resumed from {path}: step {run.step} of {train.num_steps}")
@@ -85,8 +80,21 @@ def restore_run(run: Any, path: Path) -> None:
     ckpt.restore_random_state(state.random)
 
 
+def _settle(run: Any, path: Path) -> None:
+    """Make the output directory that of a run whose newest checkpoint is this one: a kill may have come at any moment."""
+    own = path.resolve().parent == run.checkpoints.resolve()
+    for moved in ckpt.set_aside_later(run.checkpoints, run.step if own else -1, run.best.get("step")):
+        run.say(f"  set aside, as it is {'later than the one continued from' if own else 'of another run'}: {moved}")
+    for name in FIGURES:
+        output.truncate_lines(run.output_dir / name, run.step)
+    _point_to_best(run)
+    if own:
+        ckpt.write_pointer(run.checkpoints, "last", path)
+    run.writer.prune()
+
+
 def _point_to_best(run: Any) -> None:
-    """Let the pointer say what the run's own record says: it moves after the checkpoint, and a kill may come between."""
+    """Let the pointer say what the run's own record says: it moves after the checkpoint."""
     best = run.checkpoints / f"step-{run.best.get('step')}"
     if best.is_dir():
         ckpt.write_pointer(run.checkpoints, "best", best)
@@ -125,7 +133,7 @@ def run_record(run: Any) -> dict[str, Any]:
         "fingerprint": run.train.fingerprint, "source": run.train.state(), "settings": plain_settings(run.config),
         "layout": run_layout(run.accelerator, run.train), "trackers": run.trackers,
         "evaluation_is_owed": run.evaluation_is_owed,
-        "window": [_step_record(step) for step in run._window.steps], "window_seconds": run._window.seconds,
+        "window": [_step_record(step) for step in run.window.steps], "window_seconds": run.window.seconds,
     }  # fmt: skip
 
 

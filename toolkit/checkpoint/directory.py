@@ -179,7 +179,7 @@ def read_pointer(root: str | Path, name: str) -> Path | None:
     """The checkpoint that `best` or `last` names, if it is there."""
     try:
         target = Path(root) / json.loads((Path(root) / f"{name}.json").read_text())["checkpoint"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return target if target.is_dir() else None
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from toolkit.config import ClassificationConfig, Refusal
 from toolkit.data.baselines import compression_baselines, label_baselines, ngram_bits_per_byte
+from toolkit.data.collate import IGNORED
 from toolkit.data.tokenising.columns import label_column
 
 TOKENIZER_ROWS = 200_000  # rows of a stream that a tokenizer is trained on: more change it little
 NGRAM_TOKENS = 4_000_000  # training tokens that n-grams are counted on: a few seconds
 LABELLED_ROWS = 20_000  # training rows that a classifier of words is fitted to: a few seconds
-IGNORED = -100
 
 
 def texts_of(split: Any) -> Iterator[str]:
@@ -36,16 +36,16 @@ def texts_of(split: Any) -> Iterator[str]:
         yield text
 
 
-def texts_of_tokens(split: Any, tokenizer: Any) -> list[str]:
+def texts_of_tokens(documents: list[Any], tokenizer: Any) -> list[str]:
     """The text that the tokens of each document stand for: what is left of it after truncation, splitting and dropping."""
-    return tokenizer.batch_decode(list(split["input_ids"]), skip_special_tokens=True)
+    return tokenizer.batch_decode(documents, skip_special_tokens=True)
 
 
 def text_size(tokenised: Any, tokenizer: Any) -> dict[str, int]:
     """UTF-8 bytes and tokens of the validation split, and the size of the vocabulary: what bits per byte are counted with."""
-    ids = [row["input_ids"] for row in tokenised.get("validation", [])]
-    num_bytes = sum(len(text.encode()) for text in tokenizer.batch_decode(ids, skip_special_tokens=True))
-    return {"num_bytes": num_bytes, "num_tokens": sum(map(len, ids)), "vocab_size": len(tokenizer)}
+    held_out = [row["input_ids"] for row in tokenised.get("validation", [])]
+    num_bytes = sum(len(text.encode()) for text in texts_of_tokens(held_out, tokenizer))
+    return {"num_bytes": num_bytes, "num_tokens": sum(map(len, held_out)), "vocab_size": len(tokenizer)}
 
 
 def text_baselines(tokenised: Any, tokenizer: Any) -> dict[str, float]:
@@ -56,7 +56,7 @@ def text_baselines(tokenised: Any, tokenizer: Any) -> dict[str, float]:
     """
     if "validation" not in tokenised or not all(hasattr(tokenised[name], "__len__") for name in ("train", "validation")):
         return {}
-    vocab_size, texts = len(tokenizer), texts_of_tokens(tokenised["validation"], tokenizer)
+    vocab_size, texts = len(tokenizer), texts_of_tokens(list(tokenised["validation"]["input_ids"]), tokenizer)
     num_bytes = sum(len(text.encode()) for text in texts)
     baselines = {name: bits for name, bits in compression_baselines(texts).items() if name != "bz2"}
     if vocab_size**3 < 2**63:
