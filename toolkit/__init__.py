@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _ROOMS = {
     "config": (
-        "CausalLMConfig", "ClassificationConfig", "DataConfig", "ModelConfig", "OptimConfig", "OutputConfig",
+        "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "ModelConfig", "OptimConfig", "OutputConfig",
         "Refusal", "RunConfig", "SampleConfig", "SeedConfig", "Settings", "setting",
     ),
     "cli.recipe": ("run_recipe",),

@@ -33,7 +33,8 @@ SAID = {
     "per_device_train_batch_size": _OTHER_MASKS, "gradient_accumulation_steps": "steps hold other examples; none is lost",
     "global_batch_size": "steps hold other examples; none is lost", "torch_compile": _OTHER_MASKS,
     "attn_implementation": _OTHER_ROUNDING, "gradient_checkpointing": _OTHER_ROUNDING, "bf16": _OTHER_ROUNDING,
-    "fp16": _OTHER_ROUNDING, "tf32": _OTHER_ROUNDING, "use_cpu": _OTHER_ROUNDING,
+    "fp16": _OTHER_ROUNDING, "tf32": _OTHER_ROUNDING, "use_cpu": _OTHER_ROUNDING, "zero_stage": _OTHER_ROUNDING,
+    "fsdp": _OTHER_ROUNDING, "offload": _OTHER_ROUNDING, "deepspeed": _OTHER_ROUNDING, "ddp_backend": _OTHER_ROUNDING,
     # of the layout, not of the settings
     "micro_batch_size": _OTHER_MASKS, "processes": _OTHER_ROUNDING, "threads": _OTHER_ROUNDING, "device": _OTHER_ROUNDING,
     "torch": _OTHER_ROUNDING,

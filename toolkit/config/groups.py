@@ -190,7 +190,26 @@ class OutputConfig(Settings):
 
 
 @dataclass(frozen=True)
-class RunConfig(OutputConfig, SeedConfig):
+class DevicesConfig(Settings):
+    """Devices"""
+
+    zero_stage: int | None = setting(
+        None, "DeepSpeed ZeRO over all ranks: 1 shards the optimiser's state, 2 gradients as well, 3 parameters as well.",
+        least=1, most=3,
+    )
+    fsdp: bool = setting(False, "Shard parameters, gradients and optimiser state with torch's FSDP2.")
+    offload: str = setting(
+        "none", "What of the shards waits in the CPU's memory. parameters: the optimiser's state as well.",
+        choices=("none", "optimizer", "parameters"),
+    )
+    deepspeed: str | None = setting(None, "Your own DeepSpeed configuration, such as ds_config.json.")
+    ddp_backend: str = setting(
+        "auto", "How ranks communicate. auto: nccl between GPUs, gloo between CPUs.", choices=("auto", "nccl", "gloo", "mpi")
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig(OutputConfig, DevicesConfig, SeedConfig):
     """Run"""
 
     resume: bool = setting(False, "Continue from the newest valid checkpoint; start fresh where there is none.")
