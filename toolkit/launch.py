@@ -13,16 +13,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import IO, Any
+
+from toolkit.interface import interface_towards
 
 REFUSED, TRY_AGAIN = 2, 75
 MAIN_PORT = 29500  # where several nodes meet, unless told otherwise
+TRAIN_OPTIONS = "TOOLKIT_TRAIN_OPTIONS"  # the variable that tells a rank how `toolkit train` was told to start it
 POLL_SECONDS = 0.02
 # After the first rank ended badly, in seconds: a rank may be writing a message or a checkpoint, or wait for the dead one.
 PATIENCE = ((10.0, signal.SIGTERM), (15.0, signal.SIGKILL))
 _FORWARDED = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGUSR1": signal.SIGTERM}
+_GROUPS_OF_ONE = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"}  # engines that want a process group in any case
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -40,11 +45,13 @@ class Nodes:
 
 
 ONE_MACHINE = Nodes()
+NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 
 
 def launch(
-    command: Sequence[str], processes: int = 1, nodes: Nodes = ONE_MACHINE, *, log: IO[bytes] | None = None
-) -> int:
+    command: Sequence[str], processes: int = 1, nodes: Nodes = ONE_MACHINE, *, environment: Mapping[str, str] = NOTHING_MORE,
+    log: IO[bytes] | None = None,
+) -> int:  # fmt: skip
     """Run a command as so many ranks, and return when all of them have ended and nothing of them is left.
 
     While it runs, SIGTERM, SIGINT and SIGUSR1 (as SIGTERM) go on to every rank, the second one too; a third ends them with
@@ -54,6 +61,7 @@ def launch(
         command: the program and its arguments, such as [sys.executable, "recipes/sft.py"].
         processes: ranks on this machine, the same number on each.
         nodes: the machines, where there are several; each starts its own ranks.
+        environment: variables that every rank has besides this process's own, such as those of an Accelerate config file.
         log: takes what the ranks print, in place of this process's standard output and error.
 
     Returns:
@@ -61,24 +69,25 @@ def launch(
         try again); else the code of the rank that ended badly first, 128 + n for a signal n.
     """
     received: list[int] = []
-    with _signals_collected(received), started_ranks(command, processes, nodes, log=log) as ranks:
+    with _signals_collected(received), started_ranks(command, processes, nodes, environment=environment, log=log) as ranks:
         return _wait_for(ranks, received)
 
 
 @contextlib.contextmanager
 def started_ranks(
-    command: Sequence[str], processes: int = 1, nodes: Nodes = ONE_MACHINE, *, log: IO[bytes] | None = None
-) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    command: Sequence[str], processes: int = 1, nodes: Nodes = ONE_MACHINE, *, environment: Mapping[str, str] = NOTHING_MORE,
+    log: IO[bytes] | None = None,
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:  # fmt: skip
     """The running ranks by name; those that still run when the block ends are killed. Arguments as for `launch`.
 
     Each has a session of its own, so that a terminal's Ctrl-C reaches this process alone, which decides what they hear.
     """
     ranks: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for environment in rank_environments(processes, nodes):
-            name = f"rank {environment['RANK']}" if environment else "the process"
+        for place in rank_environments(processes, nodes, alone=not _GROUPS_OF_ONE & environment.keys()):
+            name = f"rank {place['RANK']}" if place else "the process"
             ranks[name] = subprocess.Popen(
-                command, env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True,
+                command, env={**os.environ, **environment, **place}, stdout=log, stderr=log, start_new_session=True,
                 preexec_fn=_death_with_this_process(),
             )  # fmt: skip
         yield ranks
@@ -90,21 +99,32 @@ def started_ranks(
             rank.wait()
 
 
-def rank_environments(processes: int, nodes: Nodes = ONE_MACHINE) -> list[dict[str, str]]:
-    """The variables by which torch.distributed knows a rank, one dictionary a rank; empty for the only process there is."""
-    if processes * nodes.count == 1:
+def rank_environments(processes: int, nodes: Nodes = ONE_MACHINE, *, alone: bool = True) -> list[dict[str, str]]:
+    """The variables by which torch.distributed knows a rank, one dictionary a rank.
+
+    Empty for the only process there is, unless it is not to be `alone`, but the one rank of a group.
+    """
+    if processes * nodes.count == 1 and alone:
         return [{}]
-    shared = {
+    shared: dict[str, object] = {
         "WORLD_SIZE": processes * nodes.count,
         "LOCAL_WORLD_SIZE": processes,
         "GROUP_RANK": nodes.this,
         "MASTER_ADDR": nodes.main_address,
         "MASTER_PORT": nodes.main_port or (_free_port() if nodes.count == 1 else MAIN_PORT),
         # Every rank would otherwise start a thread for each core of the machine.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or max(1, _cores() // processes),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or threads_of_a_rank(processes),
     }
+    if nodes.count > 1 and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        interface = interface_towards(nodes.main_address, nodes.main_port or MAIN_PORT)
+        shared |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     ranks = [{"RANK": nodes.this * processes + local, "LOCAL_RANK": local, **shared} for local in range(processes)]
     return [{name: str(value) for name, value in rank.items()} for rank in ranks]
+
+
+def threads_of_a_rank(processes: int) -> int:
+    """Its share of the cores, where so many processes share this machine."""
+    return max(1, _cores() // processes)
 
 
 def _wait_for(ranks: dict[str, subprocess.Popen[bytes]], received: list[int]) -> int:

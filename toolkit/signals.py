@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from toolkit.launch import TRAIN_OPTIONS
 from toolkit.ranks import largest
 
 SAGEMAKER_DEADLINE = 120.0  # seconds from SIGTERM to SIGKILL in a SageMaker job
@@ -123,6 +124,17 @@ def continuing_command(saved: bool = True, overwrites: bool = False) -> str:
         arguments.append("--resume")
     if overwrites and from_file:
         arguments.append("--no-overwrite-output-dir")
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
-    starter = [sys.executable] if ranks == "1" else [sys.executable, "-m", "toolkit", "train", "--processes", ranks]
-    return shlex.join([*starter, sys.argv[0], *arguments])
+    return shlex.join([sys.executable, *_starter(), sys.argv[0], *arguments])
+
+
+def _starter() -> list[str]:
+    """What stands between Python and the recipe: nothing, or `toolkit train` as it was typed or would start as many ranks."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    options = shlex.split(os.environ.get(TRAIN_OPTIONS, ""))
+    if not options and world > 1:
+        options = ["--processes", str(here)]
+        if here < world:
+            this = os.environ.get("GROUP_RANK") or str(int(os.environ["RANK"]) // here)
+            options += ["--nodes", str(world // here), "--node-rank", this, "--main-address", os.environ["MASTER_ADDR"]]
+    return ["-m", "toolkit", "train", *options] if options else []

@@ -106,7 +106,8 @@ def test_the_number_of_processes_may_stand_before_or_among_the_recipes_flags(rec
     ran = toolkit("train", *words, cwd=recipe.parents[1])
     assert ran.returncode == 0
     assert sorted(ran.stdout.splitlines()) == ["0 ['--a', '1']", "1 ['--a', '1']"]
-    assert "torchrun --standalone --nproc-per-node 2 recipes/mine.py --a 1" in ran.stderr
+    line = "starting 2 processes, as would: accelerate launch --multi_gpu --mixed_precision no --dynamo_backend no --num_processes 2"
+    assert ran.stderr.startswith(f"{line} --num_machines 1 recipes/mine.py --a 1\n")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,12 @@ def test_the_number_of_processes_may_stand_before_or_among_the_recipes_flags(rec
         (["train", "stf"], "Did you mean sft?"),
         (["train", "recipes/stf.py"], "recipes/sft.py"),
         (["train", "qqq"], "pretrain"),
-        (["train", "sft", "--processes", "none"], "at least 1"),
+        (["train", "sft", "--processes", "none"], "--processes"),
+        (["train", "sft", "--processes", "0"], "--processes"),
+        (["train", "sft", "--processes"], "a value must follow"),
+        (["train", "sft", "--accelerate-config", "zreo2"], "Did you mean zero2?"),
+        (["train", "sft", "--accelerate-config", "qqq"], "fsdp2"),
+        (["train", "sft", "--accelerate-config", "launch/zero3.yml"], "recipes/launch/zero3.yaml"),
         (["train", "--procesess", "2", "sft"], "No such option"),
         (["verify-resume", "stf"], "Did you mean sft?"),
         (["verify-resume", "sft", "--output-dir", "here"], "temporary directories"),

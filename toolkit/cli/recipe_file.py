@@ -1,15 +1,14 @@
-"""From what is typed after `toolkit train` to a recipe's file, and to the options that are not the recipe's own."""
+"""From what is typed after `toolkit train` to files, and to the options that are not the recipe's own."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
 import toolkit
 from toolkit.config.setting import nearest
-
-_FLAG = "--processes"
 
 
 def find_recipe(written: str) -> str:
@@ -18,39 +17,50 @@ def find_recipe(written: str) -> str:
     Raises:
         typer.BadParameter: there is none; the message names the nearest one, or all.
     """
-    if Path(written).is_file():
-        return written
-    named = {path.stem: path for folder in reversed(_folders()) for path in sorted(folder.glob("[!_]*.py"))}
-    if written in named:
-        return os.path.relpath(named[written])
-    if written.endswith(".py") or os.sep in written:
-        near = nearest(Path(written).stem, named)
-        hint = f" Did you mean {near}, which is {os.path.relpath(named[near])}?" if near else ""
-        raise typer.BadParameter(f"{written}: no such file.{hint}", param_hint="RECIPE")
-    near = nearest(written, named)
-    hint = f"Did you mean {near}?" if near else f"There are {', '.join(named)}; or give the path of a file."
-    raise typer.BadParameter(f"{written}: no recipe of that name. {hint}", param_hint="RECIPE")
+    return _find(written, "[!_]*.py", "recipe", "RECIPE", _folders())
 
 
-def split_processes(words: Sequence[str], processes: int) -> tuple[list[str], int]:
-    """The words after RECIPE without --processes, which may stand among them, and the number it gives.
+def find_accelerate_config(written: str) -> str:
+    """The same for an Accelerate config file; the named ones lie in recipes/launch."""
+    folders = [folder / "launch" for folder in _folders()]
+    return _find(written, "*.yaml", "Accelerate config", "--accelerate-config", folders)
+
+
+def split_options(context: typer.Context, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The words after RECIPE without the command's own options, which may stand among them, and the values of all of these.
+
+    An option among the words wins over the same one before RECIPE.
 
     Raises:
-        typer.BadParameter: it gives none.
+        typer.BadParameter: a value is missing, or isn't one that the option takes.
     """
-    kept: list[str] = []
-    rest = list(words)
+    options = {flag: option for option in context.command.params for flag in option.opts if flag.startswith("--")}
+    values, kept, rest = dict(context.params), list[str](), list(words)
     while rest:
         word = rest.pop(0)
         flag, equals, text = word.partition("=")
-        if flag != _FLAG:
+        option = options.get(flag.replace("_", "-"))
+        if option is None or option.name is None:
             kept.append(word)
             continue
-        text = text if equals else rest.pop(0) if rest else ""
-        if not text.isdecimal() or int(text) < 1:
-            raise typer.BadParameter(f"{text or 'nothing'}: must be a whole number of at least 1.", param_hint=_FLAG)
-        processes = int(text)
-    return kept, processes
+        if not equals and not rest:
+            raise typer.BadParameter("a value must follow.", param_hint=flag)
+        values[option.name] = option.process_value(context, text if equals else rest.pop(0))
+    return kept, values
+
+
+def _find(written: str, pattern: str, kind: str, hint: str, folders: list[Path]) -> str:
+    if Path(written).is_file():
+        return written
+    named: Mapping[str, Path] = {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob(pattern))}
+    if written in named:
+        return os.path.relpath(named[written])
+    near = nearest(Path(written).stem, named)
+    if Path(written).suffix in (".py", ".yaml", ".yml", ".json") or os.sep in written:
+        meant = f" Did you mean {near}, which is {os.path.relpath(named[near])}?" if near else ""
+        raise typer.BadParameter(f"{written}: no such file.{meant}", param_hint=hint)
+    meant = f"Did you mean {near}?" if near else f"There are {', '.join(sorted(named))}; or give the path of a file."
+    raise typer.BadParameter(f"{written}: no {kind} of that name. {meant}", param_hint=hint)
 
 
 def _folders() -> list[Path]:

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 import yaml
 
-from toolkit.cli.recipe_file import find_recipe, split_processes
+from toolkit.cli.placement import ConfigFile, Placement, Processes, placement_of
+from toolkit.cli.recipe_file import find_recipe, split_options
 from toolkit.config import Refusal
 from toolkit.config.values import flag_of
 from toolkit.launch import launch, started_ranks
@@ -27,11 +28,13 @@ _POLL_SECONDS = 0.002
 
 
 def verify_resume(
+    context: typer.Context,
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="The name of a recipe, such as sft, or the path of one.")],
     flags: Annotated[
         list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own: the model and the data to verify with.")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes on this machine, one for each GPU.")] = 1,
+    processes: Processes = None,
+    accelerate_config: ConfigFile = None,
 ) -> None:
     """Run a recipe twice in temporary directories, once uninterrupted and once killed and resumed, and compare the bits.
 
@@ -43,23 +46,24 @@ def verify_resume(
     """
     from toolkit.run_differences import logged_losses
 
-    words, processes = split_processes(flags or [], processes)
+    words, values = split_options(context, flags or [])
     script = find_recipe(recipe)
     if {"-h", "--help"} & set(words):
         raise typer.Exit(launch([sys.executable, script, "--help"]))
+    placement = placement_of(values)
     command = [sys.executable, script, *_with_defaults(words)]
     folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
     whole, resumed = folder / "uninterrupted", folder / "resumed"
     kept = False
     try:
         _say("1 of 3: uninterrupted")
-        _run([*command, "--output-dir", str(whole)], processes, folder / "uninterrupted.txt")
+        _run([*command, "--output-dir", str(whole)], placement, folder / "uninterrupted.txt")
         step = _step_to_kill_at(whole)
         _say(f"2 of 3: the same, killed after step {step}")
-        _run_and_kill([*command, "--output-dir", str(resumed)], processes, folder / "killed.txt", resumed, step)
+        _run_and_kill([*command, "--output-dir", str(resumed)], placement, folder / "killed.txt", resumed, step)
         start = _newest_whole_step(resumed)
         _say(f"3 of 3: resumed from step {start}")
-        _run([*command, "--output-dir", str(resumed), "--resume"], processes, folder / "resumed.txt")
+        _run([*command, "--output-dir", str(resumed), "--resume"], placement, folder / "resumed.txt")
         differences = _differences(whole, resumed, start)
         if not differences:
             _say(f"identical: the final checkpoints bit for bit, and {len(logged_losses(whole))} logged losses")
@@ -81,14 +85,14 @@ def _with_defaults(words: list[str]) -> list[str]:
     return [*words, *defaults]
 
 
-def _run(command: list[str], processes: int, log: Path) -> None:
+def _run(command: list[str], placement: Placement, log: Path) -> None:
     with open(log, "wb") as file:
-        code = launch(command, processes, log=file)
+        code = launch(command, placement.processes, placement.nodes, environment=placement.environment, log=file)
     if code != 0:
         _fail(log, code)
 
 
-def _run_and_kill(command: list[str], processes: int, log: Path, output_dir: Path, step: int) -> None:
+def _run_and_kill(command: list[str], placement: Placement, log: Path, output_dir: Path, step: int) -> None:
     """Start the recipe, and kill every rank once the step is in metrics.jsonl and some checkpoint is there to resume from."""
     from toolkit.checkpoint import list_checkpoints
     from toolkit.run_differences import logged_losses
@@ -97,7 +101,10 @@ def _run_and_kill(command: list[str], processes: int, log: Path, output_dir: Pat
         losses = logged_losses(output_dir)
         return bool(losses) and losses[-1][0] >= step and bool(list_checkpoints(output_dir / "checkpoints"))
 
-    with open(log, "wb") as file, started_ranks(command, processes, log=file) as ranks:
+    with (
+        open(log, "wb") as file,
+        started_ranks(command, placement.processes, placement.nodes, environment=placement.environment, log=file) as ranks,
+    ):
         while not is_time() and not any(rank.poll() is not None for rank in ranks.values()):
             time.sleep(_POLL_SECONDS)
         codes = [rank.poll() for rank in ranks.values()]
