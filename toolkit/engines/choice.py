@@ -19,7 +19,6 @@ from toolkit.engines.deepspeed_config import (
     accumulation,
     agreed,
     deepspeed_config,
-    device_of_file,
     offload_of_file,
     precision_of_file,
     read_deepspeed_file,
@@ -48,19 +47,23 @@ class EngineChoice:
     fsdp: FsdpChoice | None = None
 
 
-def choose_engine(config: Any, environment: Mapping[str, str] = os.environ) -> EngineChoice:
+def choose_engine(
+    config: Any, environment: Mapping[str, str] = os.environ, in_code: Mapping[str, Any] | None = None
+) -> EngineChoice:
     """The engine of a run.
 
     Args:
         config: a recipe's settings; groups it lacks say nothing.
         environment: the variables of this rank, as `accelerate launch`, torchrun or nobody set them.
+        in_code: a DeepSpeed configuration that the recipe itself made, in place of a file.
 
     Raises:
         Refusal: settings, the accelerate config and a DeepSpeed file contradict each other, or ask for what is not
             supported.
     """
     _refuse_unsupported(environment)
-    engine = _CHOICES[_asked_for(config, environment)](config, environment)
+    asked = _asked_for(config, environment, in_code)
+    engine = _choose_zero(config, environment, in_code) if asked == "zero" else _CHOICES[asked](config, environment)
     agreed(accumulation(config, _world_size(environment)), _accumulation_of_launcher(environment))
     _check_compilation(config, environment)
     return engine
@@ -69,12 +72,13 @@ def choose_engine(config: Any, environment: Mapping[str, str] = os.environ) -> E
 # -- one engine each -------------------------------------------------------------------------------------------------
 
 
-def _asked_for(config: Any, environment: Mapping[str, str]) -> str:
+def _asked_for(config: Any, environment: Mapping[str, str], in_code: Mapping[str, Any] | None) -> str:
     """none, zero or fsdp."""
     stage, file = getattr(config, "zero_stage", None), getattr(config, "deepspeed", None)
     asked = {
         f"--zero-stage {stage}": stage is not None and "zero",
         f"--deepspeed {file}": file is not None and "zero",
+        "the recipe's DeepSpeedPlugin": in_code is not None and "zero",
         "DeepSpeed in the accelerate config": _is_true(environment, "ACCELERATE_USE_DEEPSPEED") and "zero",
         "--fsdp": getattr(config, "fsdp", False) and "fsdp",
         "FSDP in the accelerate config": _is_true(environment, "ACCELERATE_USE_FSDP") and "fsdp",
@@ -127,11 +131,13 @@ def _choose_fsdp(config: Any, environment: Mapping[str, str]) -> EngineChoice:
     )
 
 
-def _choose_zero(config: Any, environment: Mapping[str, str]) -> EngineChoice:
-    fields = environment if _is_true(environment, "ACCELERATE_USE_DEEPSPEED") else {}
+def _choose_zero(config: Any, environment: Mapping[str, str], in_code: Mapping[str, Any] | None) -> EngineChoice:
+    fields = environment if _is_true(environment, "ACCELERATE_USE_DEEPSPEED") and in_code is None else {}
     path = _deepspeed_file(config, fields)
-    written = read_deepspeed_file(path) if path else None
-    source = path or "the DeepSpeed file"
+    if path and in_code is not None:
+        raise Refusal(f"--deepspeed {path} and the recipe's DeepSpeedPlugin both configure DeepSpeed: give one of the two.")
+    written = read_deepspeed_file(path) if path else in_code
+    source = path or "the recipe's DeepSpeedPlugin"
     stage = _zero_stage(
         said_by_setting(config, "zero_stage"),
         _said_by_launcher(fields, "ACCELERATE_DEEPSPEED_ZERO_STAGE", "zero_stage", int),
@@ -154,11 +160,7 @@ def _choose_zero(config: Any, environment: Mapping[str, str]) -> EngineChoice:
     return EngineChoice("zero", zero_stage=stage, offload=offload, mixed_precision=precision, deepspeed=complete)
 
 
-_CHOICES: dict[str, Callable[[Any, Mapping[str, str]], EngineChoice]] = {
-    "none": _choose_none,
-    "zero": _choose_zero,
-    "fsdp": _choose_fsdp,
-}
+_CHOICES: dict[str, Callable[[Any, Mapping[str, str]], EngineChoice]] = {"none": _choose_none, "fsdp": _choose_fsdp}
 
 
 # -- parts of the choice ---------------------------------------------------------------------------------------------
@@ -216,12 +218,12 @@ def _zero_offload(config: Any, fields: Mapping[str, str], written: Mapping[str, 
                 f"{device.text}: accelerate launch does not hand on the path that belongs to it. Write a DeepSpeed file with "
                 f'"{part}": {{"device": "nvme", "nvme_path": "/path"}} in zero_optimization, and give it with --deepspeed.'
             )
-        agreed(device, device_of_file(written, part, source))
+        agreed(device, said_by_file(written, f"zero_optimization.{part}.device", source))
         devices[part] = device
     optimizer, parameters = (said.value not in SILENT for said in devices.values())
     if parameters and not optimizer:
         raise Refusal(
-            f"{devices['offload_param'].text}: DeepSpeed offloads parameters only together with the optimiser's state. Write "
+            f"{devices['offload_param'].text}: parameters are offloaded only together with the optimiser's state. Write "
             "offload_optimizer_device: cpu beside it."
         )
     words = {"optimizer": "offload_optimizer_device: cpu alone", "parameters": "offload_param_device: cpu"}

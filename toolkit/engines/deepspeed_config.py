@@ -60,6 +60,20 @@ def said_by_file(written: Mapping[str, Any] | None, key: str, source: str) -> Sa
     return Said(_look_up(written or {}, key), lambda value: f"{key}: {json.dumps(value)}", f" in {source}")
 
 
+def accumulation(config: Any, world_size: int) -> Said:
+    """Micro-batches in a step on each device, as the settings say; derived where they give the global batch size."""
+    whole = getattr(config, "global_batch_size", None)
+    if not whole:
+        return said_by_setting(config, "gradient_accumulation_steps")
+    width = config.per_device_train_batch_size * world_size
+    steps = -(-whole // width)
+    return Said(
+        steps,
+        lambda value: f"--global-batch-size {value * width}",
+        shown=f"--global-batch-size {whole} (ranks: {world_size}, accumulation: {steps})",
+    )
+
+
 def read_deepspeed_file(path: str) -> dict[str, Any]:
     """The content of a DeepSpeed configuration file.
 
@@ -69,11 +83,11 @@ def read_deepspeed_file(path: str) -> dict[str, Any]:
     try:
         written = json.loads(Path(path).expanduser().read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except FileNotFoundError:
-        raise Refusal(f"--deepspeed {path}: no such file.") from None
+        raise Refusal(f"DeepSpeed configuration {path}: no such file.") from None
     except UnicodeDecodeError as error:
-        raise Refusal(f"--deepspeed {path}: byte {error.start} is not UTF-8; save the file as UTF-8.") from None
+        raise Refusal(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8.") from None
     except OSError as error:
-        raise Refusal(f"--deepspeed {path}: cannot be read ({error.strerror}).") from None
+        raise Refusal(f"DeepSpeed configuration {path}: cannot be read ({error.strerror}).") from None
     except json.JSONDecodeError as error:
         raise Refusal(f"{path}:{error.lineno}: is not JSON ({error.msg}, column {error.colno}).") from None
     except _Duplicate as error:
@@ -99,23 +113,19 @@ def offload_of_file(written: Mapping[str, Any] | None, source: str) -> Said:
     """What a DeepSpeed file offloads, in the words of --offload, whatever the device.
 
     Raises:
-        Refusal: parameters without the optimiser's state, which DeepSpeed does not do.
+        Refusal: parameters without the optimiser's state: --offload has no word for it.
     """
-    parts = [part for part in _OFFLOADED["parameters"] if device_of_file(written, part, source).value not in SILENT]
+    zero = (written or {}).get("zero_optimization") or {}
+    parts = [part for part in _OFFLOADED["parameters"] if (zero.get(part) or {}).get("device") not in SILENT]
     if parts == ["offload_param"]:
         raise Refusal(
-            f"zero_optimization.offload_param in {source}: DeepSpeed offloads parameters only together with the "
-            'optimiser\'s state. Write "offload_optimizer": {"device": "cpu"} beside it.'
+            f"zero_optimization.offload_param in {source}: parameters are offloaded only together with the optimiser's state. "
+            'Write "offload_optimizer": {"device": "cpu"} beside it.'
         )
     value = "parameters" if "offload_param" in parts else "optimizer" if parts else None
     words = {level: " and ".join(f"zero_optimization.{part}" for part in parts) for level, parts in _OFFLOADED.items()}
     words["none"] = "no offload"
     return Said(value, words.__getitem__, f" in {source}")
-
-
-def device_of_file(written: Mapping[str, Any] | None, part: str, source: str) -> Said:
-    """The device of `offload_optimizer` or `offload_param` in a DeepSpeed file."""
-    return said_by_file(written, f"zero_optimization.{part}.device", source)
 
 
 def deepspeed_config(
@@ -212,7 +222,6 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
     "bfloat16": (None, "an old name, the section is called bf16"),
     "zero_optimization.cpu_offload": (False, "an old name for an offload_optimizer section"),
     "zero_optimization.cpu_offload_param": (False, "an old name for an offload_param section"),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (True, "without it the model could not be saved"),
     "zero_optimization.compute_grad_norm": (True, "the gradient norm is logged, clipped and guarded by the toolkit"),
     "zero_optimization.zenflow": (None, "its updates lag behind the gradients"),
     "zero_optimization.offload_optimizer.ratio": (1.0, "the part that stays on the GPU would be AdamW's whatever --optim says"),
@@ -233,21 +242,6 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
 }
 
 
-def accumulation(config: Any, world_size: int) -> Said:
-    """Micro-batches in a step on each device, as the settings say; derived where they give the global batch size."""
-    whole = getattr(config, "global_batch_size", None)
-    if not whole:
-        return said_by_setting(config, "gradient_accumulation_steps")
-    width = config.per_device_train_batch_size * world_size
-    steps = -(-whole // width)
-    return Said(
-        steps,
-        lambda value: f"--global-batch-size {value * width}",
-        shown=f"--global-batch-size {whole} (accumulation {steps} with {_ranks(world_size)} of "
-        f"--per-device-train-batch-size {config.per_device_train_batch_size})",
-    )
-
-
 def _global_batch(config: Any, world_size: int) -> Said:
     size = getattr(config, "per_device_train_batch_size", None)
     if size is None or getattr(config, "global_batch_size", None):
@@ -256,12 +250,8 @@ def _global_batch(config: Any, world_size: int) -> Said:
     return Said(
         size * steps * world_size,
         lambda value: f"--global-batch-size {value}",
-        shown=f"--per-device-train-batch-size {size} times --gradient-accumulation-steps {steps} on {_ranks(world_size)}",
+        shown=f"--per-device-train-batch-size {size} times --gradient-accumulation-steps {steps}, ranks: {world_size}",
     )
-
-
-def _ranks(world_size: int) -> str:
-    return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
 # Keys of a file that repeat a setting.
@@ -291,7 +281,6 @@ _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "Wa
 def _check_optimizer(section: Mapping[str, Any], config: Any, source: str) -> None:
     """Refuse an `optimizer` section that describes another optimiser than the settings."""
     name = section.get("type", "auto")
-    remove = "the optimiser is --optim's: remove the section"
     if name != "auto":
         same = _OPTIMIZERS.get(str(name).lower())
         chosen = getattr(config, "optim", None)
@@ -311,7 +300,7 @@ def _check_optimizer(section: Mapping[str, Any], config: Any, source: str) -> No
         elif key in _OPTIMIZER_SETTINGS:
             agreed(said_by_setting(config, _OPTIMIZER_SETTINGS[key]), said)
         elif value not in _OPTIMIZER_FACTS.get(key, ()):
-            raise Refusal(f"{said.text}: {remove}.")
+            raise Refusal(f"{said.text}: the optimiser is --optim's: remove the section.")
 
 
 def _check_scheduler(section: Mapping[str, Any], config: Any, source: str) -> None:
