@@ -2,11 +2,15 @@
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from toolkit.cli.placement import Placement, what_is_started
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -14,20 +18,32 @@ SMALL = [
     "--max-steps", "3", "--logging-steps", "1", "--global-batch-size", "4", "--per-device-train-batch-size", "2", "--dropout", "0",
 ]  # fmt: skip
 BIN = Path(sys.executable).parent
+SHOWN_BY_TRAIN = what_is_started(Placement(processes=2), "recipe.py", []).partition("as would: ")[2]
 LAUNCHERS = {
     "accelerate": [str(BIN / "accelerate"), "launch", "--config_file", str(ROOT / "recipes/launch/cpu2.yaml")],
+    "as toolkit train shows": [str(BIN / word) if word == "accelerate" else word for word in shlex.split(SHOWN_BY_TRAIN)[:-1]],
     "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"],
+    "mpirun": ["mpirun", "-np", "2", sys.executable],
 }
+# Open MPI refuses root, and more ranks than cores, unless told otherwise.
+AS_IN_A_CONTAINER = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_processes_train_as_one_does(run_recipe, tmp_path: Path, launcher: str) -> None:
-    """Losses and evaluation of one process, whoever starts two. Fails when: build_accelerator leaves Accelerate alone without a GPU."""
+    """Losses and evaluation of one process, whoever starts two. Fails when: build_accelerator leaves Accelerate alone without a GPU,
+    toolkit train shows a line with --cpu (one process), or a rank of mpirun isn't told that it is one (two runs of one process)."""
+    if shutil.which(LAUNCHERS[launcher][0]) is None:
+        pytest.skip(f"{launcher} is not installed here; on Debian and Ubuntu: apt-get install openmpi-bin")
     one = run_recipe("accelerated", *SMALL)
     assert one.code == 0, one.err
     command = [*LAUNCHERS[launcher], str(ROOT / "recipes/accelerated.py"), *SMALL, "--output-dir", "two"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_LOG_LEVEL": "error"}
+    environment |= AS_IN_A_CONTAINER
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "two/run.json").read_text())["layout"]["processes"] == 2

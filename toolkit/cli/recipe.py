@@ -26,6 +26,7 @@ from toolkit.config import (
     show_value,
 )
 from toolkit.config.values import split_list
+from toolkit.mpi import adopt_mpi_ranks
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 EXIT_REFUSED, EXIT_TRY_AGAIN, EXIT_STOPPED = 2, 75, 130  # the last as shells have it for SIGINT
@@ -40,6 +41,7 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
     config_class = config_class_of(main)
     description = sys.modules[main.__module__].__doc__ or ""
     try:
+        adopt_mpi_ranks()
         config, given = read_command_line(config_class, sys.argv[1:], os.environ, description)
         check_together(config, given)
     except Refusal as refusal:
