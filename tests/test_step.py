@@ -158,7 +158,8 @@ def test_the_search_of_the_loss_scale_is_no_incident_but_an_infinite_loss_is() -
     """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     accelerator = SimpleNamespace(
-        scaler=scaler, num_processes=1, device=torch.device("cpu"), no_sync=lambda model: torch.autograd.set_grad_enabled(True)
+        scaler=scaler, num_processes=1, device=torch.device("cpu"), no_sync=lambda model: torch.autograd.set_grad_enabled(True),
+        distributed_type=SimpleNamespace(value="NO"),
     )
 
     def loud_loss(model: nn.Module, micro_batch: dict, totals: dict) -> tuple[torch.Tensor, dict]:

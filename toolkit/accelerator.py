@@ -10,39 +10,47 @@ from toolkit.config import Refusal, RunConfig
 TRACKERS = ("wandb", "tensorboard", "trackio")
 
 
-def build_accelerator(config: RunConfig) -> Any:
+def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
     """The `accelerate.Accelerator` for these settings; seeds every generator and checks that output_dir is free.
 
-    Accumulation stays ours (`train_step` divides by the global totals), so Accelerate is told of one step a batch.
+    What shards the run is chosen by the settings and by what `accelerate launch` was told (`toolkit.engines.choice`), or by
+    a `DeepSpeedPlugin` made in code, whose "auto" values the settings fill. Accumulation stays ours (`train_step` divides by
+    the global totals), so Accelerate is told of one step a batch.
 
     Raises:
-        Refusal: a precision the device lacks, a tracker whose library is missing, an output directory in use.
+        Refusal: settings and the launcher's configuration contradict each other, a precision the device lacks, an optimiser
+            that can't be sharded, a tracker whose library is missing, an output directory in use.
     """
+    from toolkit.engines.choice import choose_engine
+    from toolkit.engines.start import START, check_optimizer
+    from toolkit.mpi import adopt_mpi_ranks
     from toolkit.output import check_output_dir
     from toolkit.ranks import on_main
 
+    adopt_mpi_ranks()
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not several:
         check_output_dir(config)  # before the imports below: they take seconds
     trackers = tracker_names(config)
+    choice = choose_engine(config, in_code=deepspeed_plugin and deepspeed_plugin.hf_ds_config.config)
+    check_optimizer(choice, config)
 
     import torch
-    from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs, set_seed
+    from accelerate.utils import set_seed
 
     if config.fp16 and (config.use_cpu or not (torch.cuda.is_available() or torch.backends.mps.is_available())):
         raise Refusal("--fp16 needs a GPU: on the CPU use --bf16, or full precision.")
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
         torch.backends.cudnn.allow_tf32 = config.tf32
-    precision = "bf16" if config.bf16 else "fp16" if config.fp16 else None
     # Ranks without a GPU: unless told to stay on the CPU, Accelerate (1.15) takes each of them for a run of one process.
     on_cpu = config.use_cpu or (several and not torch.accelerator.is_available())
-    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=max(10 * config.hang_timeout, 1800)))
-    accelerator = Accelerator(
-        mixed_precision=precision, cpu=on_cpu or None, kwargs_handlers=[timeout] if several else None,
-        log_with=trackers or None, project_dir=os.path.join(config.output_dir, "trackers"),
-        gradient_accumulation_steps=1,
+    backend = None if config.ddp_backend == "auto" else config.ddp_backend
+    accelerator = START[choice.name](
+        choice, on_cpu, backend or ("gloo" if on_cpu else None), timedelta(seconds=max(10 * config.hang_timeout, 1800)), {
+            "mixed_precision": choice.mixed_precision, "log_with": trackers or None, "gradient_accumulation_steps": 1,
+            "project_dir": os.path.join(config.output_dir, "trackers"),
+        },
     )  # fmt: skip
     on_main(accelerator, lambda: check_output_dir(config))  # by one rank, for all: another may be writing there already
     set_seed(config.seed)

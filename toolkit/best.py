@@ -5,6 +5,7 @@ from typing import Any
 
 from toolkit import checkpoint as ckpt
 from toolkit.config import Refusal, RunConfig
+from toolkit.engines import engine_of
 from toolkit.ranks import on_all, on_main
 from toolkit.run_state import check_saves
 from toolkit.tracking import show_number
@@ -21,12 +22,20 @@ def load_best(run: Any) -> None:
         run.say(f"WARNING: the best weights (step {run.best['step']}) were not saved; the last ones are kept")
         return
     try:
-        on_all(run.accelerator, lambda: ckpt.apply_state(ckpt.load_checkpoint(path), run.model, None))
+        state = on_all(run.accelerator, lambda: ckpt.load_checkpoint(path))
+        _put_model(run, state)
     except Refusal as refusal:
         run.say(f"WARNING: the best weights can't be loaded ({refusal}); the last ones are kept")
         return
     run.figures_of = run.best["step"]
     run.say(f"best {run.best['name']} {show_number(run.best['value'])} at step {run.best['step']}: its weights are loaded")
+
+
+def _put_model(run: Any, state: ckpt.State) -> None:
+    if engine_of(run.accelerator).shards:
+        ckpt.apply_sharded_state(run.accelerator, state, run.model, run.optimizer, only_model=True)
+    else:
+        on_all(run.accelerator, lambda: ckpt.apply_state(state, run.model, None))
 
 
 def stopped_improving(values: list[float], config: RunConfig) -> bool:

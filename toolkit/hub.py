@@ -7,28 +7,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toolkit.data.tokenising.masks import turn_end_ids
+from toolkit.engines.pieces import whole_state_dict
 from toolkit.tracking import show_number
 
 
 def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summary: Any = None) -> Path:
     """Write the trained model, its tokenizer and a model card to `output_dir/model` and return that directory.
 
-    It is written beside and then takes its place whole: a reader sees the old model or the new one. Without an accelerator
-    (None) the model is taken as it is.
+    A sharded model comes together on the main process, a tensor at a time. It is written beside, read again and checked, and
+    then takes its place whole: a reader sees the old model or the new one. Without an accelerator (None) the model is taken
+    as it is.
+
+    Raises:
+        BadModel: a tensor that was written is missing, empty, of another shape or not finite; the old model stays.
     """
     directory = Path(config.output_dir) / "model"
-    if accelerator is None or accelerator.is_main_process:
-        plain = model if accelerator is None else accelerator.unwrap_model(model)
+    plain = model if accelerator is None else accelerator.unwrap_model(model)
+    state = whole_state_dict(accelerator, plain)
+    if state is not None and (accelerator is None or accelerator.is_main_process):
         temporary, old = directory.with_name(".model.tmp"), directory.with_name(".model.old")
         for leftover in (temporary, old):
             shutil.rmtree(leftover, ignore_errors=True)
         if plain.can_generate():  # a chat ends its turn with a token of its own, which generate must know
             plain.generation_config.eos_token_id = turn_end_ids(tokenizer) or plain.generation_config.eos_token_id
         with _no_progress_bar():
-            plain.save_pretrained(temporary)
+            plain.save_pretrained(temporary, state_dict=state)
             tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(model_card(config, summary), encoding="utf-8")
+        check_model_directory(temporary, state)
         if directory.exists():
             os.rename(directory, old)
         os.rename(temporary, directory)
@@ -36,6 +45,36 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
     if accelerator is not None:
         accelerator.wait_for_everyone()
     return directory
+
+
+class BadModel(Exception):
+    """A model directory that was just written and doesn't hold the model."""
+
+    exit_code = 1
+
+
+def check_model_directory(directory: Path, state: dict[str, torch.Tensor]) -> None:
+    """Read a model directory again, a tensor at a time, and compare it with what was to be written.
+
+    Names may differ, as libraries write some models otherwise than they hold them; of an adapter only itself is written.
+    """
+    from safetensors import safe_open
+
+    elements = 0
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+                written = tensors.get_tensor(name)
+                elements += written.numel()
+                wanted = state.get(name)
+                if written.numel() == 0 or (wanted is not None and written.shape != wanted.shape):
+                    shape = "" if wanted is None else f", not {list(wanted.shape)}"
+                    raise BadModel(f"{file}: {name} was written with shape {list(written.shape)}{shape}. The old model stays.")
+                if written.is_floating_point() and not bool(torch.isfinite(written).all()):
+                    raise BadModel(f"{file}: {name} holds numbers that are not finite. The old model stays.")
+    whole = sum(tensor.numel() for tensor in state.values())
+    if elements == 0 or (elements != whole and not (directory / "adapter_config.json").exists()):
+        raise BadModel(f"{directory}: {elements} numbers were written, and the model has {whole}. The old model stays.")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from toolkit.config import OptimConfig, Refusal
-from toolkit.muon import muon_step
+from toolkit.engines.engine import Piece
+from toolkit.muon import muon_step, sharded_muon_step
 from toolkit.parameter_groups import Group, parameter_groups
 from toolkit.schedules import build_schedule
 
@@ -59,6 +60,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         adamw = _adamw(rest, config, fused=_can_fuse(rest)) if rest else None
         self.rules: dict[str, torch.optim.Optimizer] = {"muon": muon} | ({"adamw": adamw} if adamw else {})
         super().__init__([group for rule in self.rules.values() for group in rule.param_groups], {"lr": config.learning_rate})
+        # An engine that shards sets these before the first step: Newton and Schulz's iteration is over a whole matrix.
+        self.needs_pieces, self.device = True, torch.device("cpu")
+        self.pieces: list[Piece] = []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -75,7 +79,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 rule.step()
         for group in self.rules["muon"].param_groups:
             with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
-            muon_step(with_gradient, self.state, group["lr"], group["momentum"], group["weight_decay"])
+            rates = (group["lr"], group["momentum"], group["weight_decay"])
+            if self.pieces:
+                owners = {id(parameter) for parameter in with_gradient}
+                sharded_muon_step([p for p in self.pieces if id(p.owner) in owners], self.state, *rates, self.device)
+            else:
+                muon_step(with_gradient, self.state, *rates)
         return loss
 
 

@@ -13,6 +13,7 @@ import torch
 
 from toolkit.checkpoint import latest_checkpoint
 from toolkit.config import DataConfig, ModelConfig, Refusal
+from toolkit.engines import engine_of
 from toolkit.tracking import public_settings
 
 # What changes no weight: where and what is written, shown, evaluated, and who reads the data.
@@ -36,16 +37,17 @@ SAID = {
     "fp16": _OTHER_ROUNDING, "tf32": _OTHER_ROUNDING, "use_cpu": _OTHER_ROUNDING, "zero_stage": _OTHER_ROUNDING,
     "fsdp": _OTHER_ROUNDING, "offload": _OTHER_ROUNDING, "deepspeed": _OTHER_ROUNDING, "ddp_backend": _OTHER_ROUNDING,
     # of the layout, not of the settings
-    "micro_batch_size": _OTHER_MASKS, "processes": _OTHER_ROUNDING, "threads": _OTHER_ROUNDING, "device": _OTHER_ROUNDING,
-    "torch": _OTHER_ROUNDING,
+    "micro_batch_size": _OTHER_MASKS, "engine": _OTHER_ROUNDING, "processes": _OTHER_ROUNDING, "threads": _OTHER_ROUNDING,
+    "device": _OTHER_ROUNDING, "torch": _OTHER_ROUNDING,
 }  # fmt: skip
 
 
 def run_layout(accelerator: Any, train: Any) -> dict[str, Any]:
     """What the world decided, as far as random numbers and rounding depend on it."""
     return {
-        "processes": accelerator.num_processes, "micro_batch_size": train.micro_batch_size, "device": accelerator.device.type,
-        "global_batch_size": train.global_batch_size, "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "engine": engine_of(accelerator).name, "processes": accelerator.num_processes, "device": accelerator.device.type,
+        "micro_batch_size": train.micro_batch_size, "global_batch_size": train.global_batch_size,
+        "threads": torch.get_num_threads(), "torch": torch.__version__,
     }  # fmt: skip
 
 

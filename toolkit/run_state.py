@@ -7,6 +7,7 @@ from typing import Any
 from toolkit import checkpoint as ckpt
 from toolkit import output
 from toolkit.data.batch import Batch
+from toolkit.engines import engine_of
 from toolkit.figures import StepFigures
 from toolkit.ranks import largest, on_all, on_main
 from toolkit.resume import changes_since, keeps_its_length, plain_settings, run_layout
@@ -23,25 +24,33 @@ class SaveFailed(Exception):
 
 def save_run(run: Any) -> None:
     """Write a checkpoint of this moment, or begin to; whether it went well, `run.writer` tells. All ranks call it."""
-    write_checkpoint(run)
+    if engine_of(run.accelerator).shards:
+        state = ckpt.capture_sharded_state(run.accelerator, run.model, run.optimizer, run_record(run), run.kept, run.base)
+        if state is not None:
+            _write_state(run, state)
+    else:
+        write_checkpoint(run)
     run.accelerator.wait_for_everyone()
 
 
 def write_checkpoint(run: Any) -> None:
-    """The main process's part of it, without a collective."""
+    """The main process's part of it, without a collective. Where the state is sharded, nothing is written."""
     accelerator = run.accelerator
-    if accelerator.is_main_process:
+    if accelerator.is_main_process and not engine_of(accelerator).shards:
         record = run_record(run)
-        state = ckpt.capture_state(run.model, run.optimizer, record, accelerator.scaler, run.kept, run.base)
-        run.base = state.base
-        broken = ckpt.nonfinite_parameter(state)
-        if broken:
-            run.say(f"WARNING: no checkpoint at step {run.step}: {broken} is not finite. The last good one is kept.")
-        else:
-            run.stop.busy_saving = True
-            figures = [run.output_dir / name for name in FIGURES]
-            run.writer.save(run.step, state, best=run.best.get("step") == run.step, beside=figures)
-            run.stop.busy_saving, run.stop.seconds_to_save = False, run.writer.seconds
+        _write_state(run, ckpt.capture_state(run.model, run.optimizer, record, accelerator.scaler, run.kept, run.base))
+
+
+def _write_state(run: Any, state: ckpt.State) -> None:
+    run.base = state.base
+    broken = ckpt.nonfinite_parameter(state)
+    if broken:
+        run.say(f"WARNING: no checkpoint at step {run.step}: {broken} is not finite. The last good one is kept.")
+        return
+    run.stop.busy_saving = True
+    figures = [run.output_dir / name for name in FIGURES]
+    run.writer.save(run.step, state, best=run.best.get("step") == run.step, beside=figures)
+    run.stop.busy_saving, run.stop.seconds_to_save = False, run.writer.seconds
 
 
 def restore_run(run: Any, path: Path) -> None:
@@ -56,10 +65,14 @@ def restore_run(run: Any, path: Path) -> None:
         state = ckpt.load_checkpoint(path)
         notes = changes_since(state.run, run.config, accelerator, train)
         train.restore(state.run["source"], state.run["position"])
-        ckpt.apply_state(state, run.model, run.optimizer, accelerator.scaler)
+        if not shards:
+            ckpt.apply_state(state, run.model, run.optimizer, accelerator.scaler)
         return state, notes
 
+    shards = engine_of(accelerator).shards
     state, notes = on_all(accelerator, load)
+    if shards:  # with collectives, which a refusal of one rank alone must not leave open: all read the same file
+        ckpt.apply_sharded_state(accelerator, state, run.model, run.optimizer)
     record = state.run
     if "examples_to_consume" in record and keeps_its_length(run.config):
         train.examples_to_consume = record["examples_to_consume"]  # --max-steps counts in the batches the run began with

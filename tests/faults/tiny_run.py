@@ -23,6 +23,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 import toolkit as tk
 from toolkit.config import setting
+from toolkit.engines.pieces import whole_state_dict
 
 ROWS, POISON = 30, 63
 ILLNESS: dict[str, Any] = json.loads(os.environ.get("TINY_RUN", "{}"))
@@ -117,9 +118,9 @@ class _InfiniteGradient(torch.autograd.Function):
         return result
 
 
-def digest_of(model: Any) -> str:
+def digest_of(accelerator: Any, model: Any) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted((whole_state_dict(accelerator, model) or {}).items()):
         digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
@@ -164,9 +165,10 @@ def main(config: Config) -> None:
             run.log(figures)
             if run.due("eval"):
                 run.log(evaluate(accelerator, model, evaluation, run))
-        last = digest_of(run.model)
+        last = digest_of(accelerator, run.model)
         tk.load_best(run)
-    result = {"weights": last, "best": digest_of(run.model), "order": run.memory["order"], "seen": run.memory["seen"]}
+        best = digest_of(accelerator, run.model)
+    result = {"weights": last, "best": best, "order": run.memory["order"], "seen": run.memory["seen"]}
     finite = all(bool(torch.isfinite(parameter).all()) for parameter in run.model.parameters())
     rank = os.environ.get("RANK", "0")
     Path(config.output_dir, "result.json" if rank == "0" else f"result-{rank}.json").write_text(json.dumps({**result, "finite": finite, "applied": run.applied}))

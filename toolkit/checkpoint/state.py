@@ -91,16 +91,14 @@ def apply_state(state: State, model: Any, optimizer: Any, scaler: Any = None) ->
         Refusal: names, shapes or the order of parameters differ, or the frozen parameters are not those it was trained on.
     """
     live = _saved_tensors(model)
-    _compare("model", {name: tuple(t.shape) for name, t in live.items()}, {n: tuple(t.shape) for n, t in state.model.items()})
-    if state.base and state.base["sha256"] != (found := base_identity(model))["sha256"]:
-        raise Refusal(
-            f"the checkpoint holds what was trained on top of {_named(state.base)}; the frozen parameters here are others: "
-            f"{_named(found)}. Name the model it began from, and its revision."
-        )
+    compare_shapes("model", _shapes(live), _shapes(state.model))
+    if state.base:
+        refuse_other_base(state.base, base_identity(model))
     if optimizer is not None:
         if state.parameter_names != _parameter_names(model, optimizer):
             raise Refusal("the checkpoint's optimiser holds other parameters, or another order of them, than this model's.")
-        _check_optimizer(state, model, optimizer)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        check_optimizer_state(state, optimizer.state_dict()["param_groups"], shapes)
     # What can still raise comes first: a scaler and an optimiser compare before they change anything.
     if scaler is not None and state.scaler:
         scaler.load_state_dict(state.scaler)
@@ -113,17 +111,34 @@ def apply_state(state: State, model: Any, optimizer: Any, scaler: Any = None) ->
 
 def base_identity(model: Any) -> dict[str, Any]:
     """Name, commit and SHA-256 of the frozen parameters of a model: what an adapter's checkpoint is worthless without."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if not parameter.requires_grad:
-            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    frozen = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return identity_of(model, {name: digest_of(name, parameter) for name, parameter in frozen})
+
+
+def identity_of(model: Any, digests: dict[str, str]) -> dict[str, Any]:
+    """The identity that the digests of a model's frozen parameters make."""
     config = getattr(model, "config", None)
     return {
         "model": getattr(config, "_name_or_path", None) or type(model).__name__,
         "revision": getattr(config, "_commit_hash", None),
-        "sha256": digest.hexdigest(),
+        "sha256": hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest(),
     }
+
+
+def digest_of(name: str, parameter: torch.Tensor) -> str:
+    """SHA-256 of a parameter's name, type, shape and bits."""
+    digest = hashlib.sha256(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+    digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def refuse_other_base(stored: dict[str, Any], found: dict[str, Any]) -> None:
+    """Refuse to put trained parameters on top of others than they were trained on."""
+    if stored["sha256"] != found["sha256"]:
+        raise Refusal(
+            f"the checkpoint holds what was trained on top of {_named(stored)}; the frozen parameters here are others: "
+            f"{_named(found)}. Name the model it began from, and its revision."
+        )
 
 
 def nonfinite_parameter(state: State) -> str | None:
@@ -154,14 +169,16 @@ def _parameter_names(model: Any, optimizer: Any) -> list[list[str]]:
     return [[name[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _check_optimizer(state: State, model: Any, optimizer: Any) -> None:
-    """torch's own load_state_dict looks at numbers of parameters only: a moment of another shape would fail steps later."""
-    live, stored = optimizer.state_dict(), state.optimizer
-    keys = [[sorted(set(group) - {"params"}) for group in each["param_groups"]] for each in (live, stored)]
-    sizes = [[len(group["params"]) for group in each["param_groups"]] for each in (live, stored)]
+def check_optimizer_state(state: State, live_groups: list[dict[str, Any]], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Refuse an optimiser's state of another kind, or with a moment of another shape than its parameter's.
+
+    torch's own load_state_dict looks at numbers of parameters only: a moment of another shape would fail steps later.
+    """
+    stored = state.optimizer
+    keys = [[sorted(set(group) - {"params"}) for group in groups] for groups in (live_groups, stored["param_groups"])]
+    sizes = [[len(group["params"]) for group in groups] for groups in (live_groups, stored["param_groups"])]
     if keys[0] != keys[1] or sizes[0] != sizes[1]:
         raise Refusal("the checkpoint's optimiser is of another kind than this one.")
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = [name for group in state.parameter_names for name in group]
     for index, moments in stored["state"].items():
         for kind in _FULL_MOMENTS:
@@ -175,7 +192,12 @@ def _check_optimizer(state: State, model: Any, optimizer: Any) -> None:
 _FULL_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 
 
-def _compare(what: str, live: dict[str, Any], stored: dict[str, Any]) -> None:
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def compare_shapes(what: str, live: dict[str, Any], stored: dict[str, Any]) -> None:
+    """Refuse what has not exactly these shapes under these names."""
     if live == stored:
         return
     wrong = [name for name in sorted(live.keys() | stored.keys()) if live.get(name) != stored.get(name)]

@@ -22,8 +22,8 @@ from toolkit.config.setting import Refusal, Setting, Settings, check_value, chec
 from toolkit.config.values import read_values
 
 __all__ = [
-    "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "ModelConfig", "OptimConfig", "OutputConfig", "Refusal",
-    "RunConfig", "SampleConfig", "SeedConfig", "Setting", "Settings", "changed_settings", "check_together",
+    "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "ModelConfig", "OptimConfig", "OutputConfig",
+    "Refusal", "RunConfig", "SampleConfig", "SeedConfig", "Setting", "Settings", "changed_settings", "check_together",
     "check_value", "check_values", "implied_settings", "read_config_file", "read_values", "setting", "settings_of",
     "show_value", "write_config_file",
 ]  # fmt: skip

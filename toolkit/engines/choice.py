@@ -284,7 +284,7 @@ _PARALLELISM = {
 # FSDP fields with the values that are supported (small letters), their name in the accelerate config, and what to do.
 _FSDP_FIELDS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "FSDP_AUTO_WRAP_POLICY": (
-        ("transformer_based_wrap", "no_wrap", "none"), "fsdp_auto_wrap_policy",
+        ("transformer_based_wrap",), "fsdp_auto_wrap_policy",
         "layers are wrapped by their class. Write TRANSFORMER_BASED_WRAP",
     ),
     "FSDP_RESHARD_AFTER_FORWARD": (

@@ -1,0 +1,24 @@
+"""What trains a model over several devices: plain data parallelism, DeepSpeed ZeRO, or FSDP2.
+
+`choice` decides which one, `plain`, `zero` and `fsdp` say how each does a step and where it keeps what, `pieces` brings a
+sharded tensor together and takes it apart. Nothing here imports a heavy library until an engine is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.engines.engine import Engine
+
+
+def engine_of(accelerator: Any) -> Engine:
+    """The engine of a prepared model."""
+    kind = str(accelerator.distributed_type.value)
+    if kind == "DEEPSPEED":
+        from toolkit.engines.zero import ENGINE
+    elif kind == "FSDP":
+        from toolkit.engines.fsdp import ENGINE
+    else:
+        from toolkit.engines.plain import ENGINE
+    return ENGINE

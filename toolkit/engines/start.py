@@ -1,0 +1,150 @@
+"""The Accelerator of each engine, on GPUs and on CPU ranks."""
+
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from toolkit.config import Refusal
+from toolkit.engines.choice import EngineChoice
+from toolkit.engines.deepspeed_config import fit_buckets
+
+# Optimisers that are wrong, or unproven, on shards of a parameter, and why.
+_UNSHARDED_ONLY = {
+    "adafactor": "its second moment is kept by rows and columns of a whole matrix",
+    "adagrad": "torch makes its state before the parameters are sharded",
+    "adamw_bnb_8bit": "bitsandbytes' states in blocks are not proven on shards",
+    "lion_8bit": "bitsandbytes' states in blocks are not proven on shards",
+    "lion_32bit": "bitsandbytes' optimisers are not proven on shards",
+}
+
+
+def check_optimizer(choice: EngineChoice, config: Any) -> None:
+    """Refuse an optimiser, or a type of weights, that the engine would make wrong."""
+    optim, reason = getattr(config, "optim", ""), _UNSHARDED_ONLY.get(getattr(config, "optim", ""))
+    if choice.name != "none" and reason:
+        raise Refusal(f"--optim {optim} with {engine_name(choice)}: {reason}. Take --optim adamw_torch, or muon.")
+    dtype = getattr(config, "dtype", "float32")
+    if choice.name == "zero" and dtype != "float32" and choice.mixed_precision == "no":
+        raise Refusal(
+            f"--dtype {dtype} with {engine_name(choice)}: DeepSpeed keeps float32 weights beside those it computes with. Take "
+            "--bf16 and --dtype float32: the weights of forward and backward are bfloat16 then."
+        )
+
+
+def engine_name(choice: EngineChoice) -> str:
+    """As it's said to people: "ZeRO-2", "FSDP2"."""
+    return {"zero": f"ZeRO-{choice.zero_stage}", "fsdp": "FSDP2"}.get(choice.name, "data parallelism")
+
+
+def make_group_of_one() -> None:
+    """The variables of a world of one rank, for an engine that needs a process group in any case."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+
+
+def start_plain(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout: Any, common: dict[str, Any]) -> Any:
+    """One device, or data parallelism."""
+    from accelerate import Accelerator
+
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    _forget_what_was_read()
+    return Accelerator(cpu=on_cpu or None, kwargs_handlers=[_group(backend, timeout)] if several else None, **common)
+
+
+def start_zero(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout: Any, common: dict[str, Any]) -> Any:
+    """DeepSpeed."""
+    make_group_of_one()
+    if on_cpu:  # else it takes a GPU that is there
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    _quiet_deepspeed()
+    _forget_what_was_read()
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    plugin = DeepSpeedPlugin(hf_ds_config=choice.deepspeed, zero3_init_flag=False)
+    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[_group(backend or "nccl", timeout)], **common)
+    # While transformers knows of stage 3 it makes models in shards, with other random weights than one process would.
+    unset_hf_deepspeed_config()
+    plugin.dschf = None
+    accelerator._prepare_deepspeed = _with_fitting_buckets(accelerator._prepare_deepspeed, plugin)
+    return accelerator
+
+
+def start_fsdp(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout: Any, common: dict[str, Any]) -> Any:
+    """FSDP2."""
+    make_group_of_one()
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    assert choice.fsdp is not None
+    offload = CPUOffloadPolicy(pin_memory=not on_cpu) if choice.offload == "parameters" else None
+    half = choice.mixed_precision == "bf16"
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=choice.fsdp.reshard_after_forward, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=list(choice.fsdp.wrapped_layers) or None, cpu_ram_efficient_loading=False,
+        cpu_offload=offload, activation_checkpointing=False,  # the model's own, as under every engine
+        # Gradients are added up in float32, as everywhere.
+        mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else None,
+    )  # fmt: skip
+    _forget_what_was_read()
+    group = _group(backend or "cuda:nccl,cpu:gloo", timeout)
+    accelerator = Accelerator(fsdp_plugin=plugin, cpu=on_cpu or None, kwargs_handlers=[group], **common)
+    if accelerator.distributed_type != DistributedType.FSDP:
+        # Accelerate (1.15, state.py) takes FSDP for accelerators only. torch shards over CPU ranks as well.
+        accelerator.state.fsdp_plugin = plugin
+        for state in (AcceleratorState, PartialState):
+            state._shared_state["distributed_type"] = DistributedType.FSDP
+    return accelerator
+
+
+START: dict[str, Callable[..., Any]] = {"none": start_plain, "zero": start_zero, "fsdp": start_fsdp}
+
+
+def _forget_what_was_read() -> None:
+    """What the choice of the engine has read and settled, Accelerate (1.15) would take up a second time, or refuse."""
+    for name in (
+        "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING",
+        "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DEEPSPEED_CONFIG_FILE", "FSDP_ACTIVATION_CHECKPOINTING",
+    ):  # fmt: skip
+        os.environ.pop(name, None)
+
+
+def _group(backend: str | None, timeout: Any) -> Any:
+    from accelerate.utils import InitProcessGroupKwargs
+
+    return InitProcessGroupKwargs(backend=backend, timeout=timeout)
+
+
+def _with_fitting_buckets(prepare: Callable[..., Any], plugin: Any) -> Callable[..., Any]:
+    """`accelerator.prepare` for DeepSpeed, once the size of the model is known."""
+
+    def sized(*objects: Any) -> Any:
+        models = [each for each in objects if hasattr(each, "parameters")]
+        if models:
+            count = sum(parameter.numel() for parameter in models[0].parameters())
+            plugin.deepspeed_config.update(fit_buckets(plugin.deepspeed_config, count))
+        return prepare(*objects)
+
+    return sized
+
+
+def _quiet_deepspeed() -> None:
+    """Warnings and errors only, without the lines about each file it compiles."""
+    import logging
+
+    # DeepSpeed (0.19) on torch 2.13, in every all-gather
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
