@@ -31,13 +31,14 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
         temporary, old = directory.with_name(".model.tmp"), directory.with_name(".model.old")
         for leftover in (temporary, old):
             shutil.rmtree(leftover, ignore_errors=True)
+        shapes = {name: tensor.shape for name, tensor in state.items()}  # save_pretrained empties the dictionary
         if plain.can_generate():  # a chat ends its turn with a token of its own, which generate must know
             plain.generation_config.eos_token_id = turn_end_ids(tokenizer) or plain.generation_config.eos_token_id
         with _no_progress_bar():
             plain.save_pretrained(temporary, state_dict=state)
             tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(model_card(config, summary), encoding="utf-8")
-        check_model_directory(temporary, state)
+        check_model_directory(temporary, shapes)
         if directory.exists():
             os.rename(directory, old)
         os.rename(temporary, directory)
@@ -53,7 +54,7 @@ class BadModel(Exception):
     exit_code = 1
 
 
-def check_model_directory(directory: Path, state: dict[str, torch.Tensor]) -> None:
+def check_model_directory(directory: Path, shapes: dict[str, torch.Size]) -> None:
     """Read a model directory again, a tensor at a time, and compare it with what was to be written.
 
     Names may differ, as libraries write some models otherwise than they hold them; of an adapter only itself is written.
@@ -66,13 +67,13 @@ def check_model_directory(directory: Path, state: dict[str, torch.Tensor]) -> No
             for name in tensors.keys():  # noqa: SIM118 - not a dictionary
                 written = tensors.get_tensor(name)
                 elements += written.numel()
-                wanted = state.get(name)
-                if written.numel() == 0 or (wanted is not None and written.shape != wanted.shape):
-                    shape = "" if wanted is None else f", not {list(wanted.shape)}"
+                wanted = shapes.get(name)
+                if written.numel() == 0 or (wanted is not None and written.shape != wanted):
+                    shape = "" if wanted is None else f", not {list(wanted)}"
                     raise BadModel(f"{file}: {name} was written with shape {list(written.shape)}{shape}. The old model stays.")
                 if written.is_floating_point() and not bool(torch.isfinite(written).all()):
                     raise BadModel(f"{file}: {name} holds numbers that are not finite. The old model stays.")
-    whole = sum(tensor.numel() for tensor in state.values())
+    whole = sum(shape.numel() for shape in shapes.values())
     if elements == 0 or (elements != whole and not (directory / "adapter_config.json").exists()):
         raise BadModel(f"{directory}: {elements} numbers were written, and the model has {whole}. The old model stays.")
 

@@ -194,8 +194,9 @@ def fit_buckets(deepspeed: Mapping[str, Any], num_parameters: int) -> dict[str, 
     DeepSpeed fills buffers of its default 5e8 elements whatever the model: on a toy model that takes longer than the step.
     """
     zero = dict(deepspeed["zero_optimization"])
+    fitting = max(10_000, 1000 * -(-num_parameters // 1000))  # even: DeepSpeed aligns its buffers
     for key, default in _BUCKETS.items():
-        zero.setdefault(key, min(default, max(10_000, num_parameters)))
+        zero.setdefault(key, min(default, fitting))
     return {**deepspeed, "zero_optimization": zero}
 
 

@@ -37,7 +37,17 @@ def _local(tensor: Any) -> torch.Tensor:
 
 def pieces(accelerator: Any, model: Any, optimizer: Any) -> list[Piece]:
     """The rows of each parameter that are this rank's."""
-    return [_piece_of(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [_piece_of(name, parameter) for name, parameter in _sharded_parameters(model) if parameter.requires_grad]
+
+
+def _sharded_parameters(model: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters as shards: after a forward pass without a backward, FSDP2 leaves some of them gathered."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    yield from model.named_parameters()
 
 
 def _piece_of(name: str, parameter: Any) -> Piece:
@@ -51,14 +61,14 @@ def _piece_of(name: str, parameter: Any) -> Piece:
 
 def whole_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """One at a time."""
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach().full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+    for name, parameter in _sharded_parameters(model):
+        yield name, parameter.detach().full_tensor()
 
 
 @torch.no_grad()
 def put_whole(accelerator: Any, model: Any, tensors: dict[str, torch.Tensor]) -> None:
     """Every rank has the whole tensors, and takes its own rows."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in _sharded_parameters(model):
         if name in tensors:
             piece = _piece_of(name, parameter)
             piece.of(parameter).copy_(piece.of_whole(tensors[name]))

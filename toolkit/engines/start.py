@@ -106,6 +106,8 @@ def start_fsdp(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout:
         accelerator.state.fsdp_plugin = plugin
         for state in (AcceleratorState, PartialState):
             state._shared_state["distributed_type"] = DistributedType.FSDP
+    if not choice.fsdp.wrapped_layers:
+        accelerator._prepare_fsdp2 = _with_layers_of_the_model(accelerator._prepare_fsdp2, plugin)
     return accelerator
 
 
@@ -140,11 +142,28 @@ def _with_fitting_buckets(prepare: Callable[..., Any], plugin: Any) -> Callable[
     return sized
 
 
+def _with_layers_of_the_model(prepare: Callable[..., Any], plugin: Any) -> Callable[..., Any]:
+    """`accelerator.prepare` for FSDP2, with the classes of layers that are sharded one by one.
+
+    Accelerate (1.15, fsdp2_prepare_model) shards the input embedding by itself, and fails where one of the model's own list
+    (BERT's) holds it and has been sharded before.
+    """
+
+    def named(*objects: Any) -> Any:
+        for model in (each for each in objects if hasattr(each, "_no_split_modules")):
+            embedding = model.get_input_embeddings()
+            holding = {type(module).__name__ for module in model.modules() if embedding in module.modules()}
+            plugin.transformer_cls_names_to_wrap = sorted(set(model._no_split_modules or ()) - holding)
+        return prepare(*objects)
+
+    return named
+
+
 def _quiet_deepspeed() -> None:
     """Warnings and errors only, without the lines about each file it compiles."""
     import logging
 
-    # DeepSpeed (0.19) on torch 2.13, in every all-gather
-    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+    # DeepSpeed (0.19) calls collectives by the names they had before torch 2.13.
+    warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated.*", category=FutureWarning)
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
