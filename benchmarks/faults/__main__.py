@@ -4,7 +4,7 @@
     python -m benchmarks.faults --only F4 F9
     python -m benchmarks.faults --write docs/reliability.md
 
-The model and the rows are those of tests/faults/tiny_run.py. A checkpoint every 4 of 20 steps, save_total_limit=1 (2 where
+The model and the rows are those of tests/tiny_run.py. A checkpoint every 4 of 20 steps, save_total_limit=1 (2 where
 damage is tried, so that an older one is there; save_strategy="no" at SIGTERM, so that the signal alone can lead to a save), and
 resume_from_checkpoint=True when there is a checkpoint. What counts as survived is said for each fault. With
 --write the peers' column of that file's table is filled, and what was seen is written below it.

@@ -1,4 +1,4 @@
-"""The tiny training of tests/faults/tiny_run.py with transformers' Trainer and TRL's SFTTrainer.
+"""The tiny training of tests/tiny_run.py with transformers' Trainer and TRL's SFTTrainer.
 
 Rows and the model's configuration are those of that script, with attention dropout of 0.1. What is run is what a user starts
 again and again: it resumes from the newest checkpoint when there is one.
@@ -36,7 +36,7 @@ from toolkit.shapes import built_in_config
 from .runs import Told
 
 FAULT_TESTS = Path(__file__).resolve().parents[2] / "tests/faults"
-TINY = runpy.run_path(str(FAULT_TESTS / "tiny_run.py"))
+TINY = runpy.run_path(str(FAULT_TESTS.parent / "tiny_run.py"))
 POISON: int = TINY["POISON"]
 
 

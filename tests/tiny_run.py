@@ -1,13 +1,14 @@
 """A training of a second or less on the toolkit's public functions: what the fault tests kill, stop, fill and damage.
 
-    python tests/faults/tiny_run.py --max-steps 20 --output-dir /tmp/run
+    python tests/tiny_run.py --max-steps 20 --output-dir /tmp/run
 
 The rows are made on the spot. Everything that a resume must bring back goes into result.json at the end: a digest of the
 weights, the examples of each step and a digest of every token the model saw. The variable TINY_RUN (JSON) makes it slow or
 ill: `step_seconds` (after `fast_steps`), `eval_seconds`, `eval_losses`, `nonfinite` ("loss", "gradient" or "row") at the steps
-(or rows) `at`, `out_of_memory_above` so many examples, `long_rows`.
+(or rows) `at`, `out_of_memory_above` so many examples, `long_rows`; and `mistake` plants one of MISTAKES.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from toolkit.config import setting
 from toolkit.engines.pieces import whole_state_dict
 
 ROWS, POISON = 30, 63
+MISTAKES = ("mean of means", "schedule stepped by every rank", "contaminated packing", "duplicated evaluation rows")
 ILLNESS: dict[str, Any] = json.loads(os.environ.get("TINY_RUN", "{}"))
 
 
@@ -42,7 +44,7 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
     max_length: int = 24
     learning_rate: float = 1e-2
     per_device_train_batch_size: int = 2
-    max_steps: int = 20
+    max_steps: int | None = 20
     logging_steps: int = 1
     eval_strategy: str = "no"
     save_strategy: str = "steps"
@@ -50,6 +52,7 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
     use_cpu: bool = True
     output_dir: str = "out"
     augmented: bool = setting(False, "Change each document at random, anew in each epoch.")
+    pairs: bool = setting(False, "Train on pairs of answers (DPO), not on tokens.")
     source: str = setting("same", "What a stream gives.", choices=("same", "changed", "other_order"))
 
 
@@ -62,6 +65,9 @@ def make_rows(config: Config) -> list[dict[str, Any]]:
         if ILLNESS.get("nonfinite") == "row" and i in ILLNESS["at"]:
             ids[0] = POISON
         row = {"input_ids": ids, "length": len(ids), "origin": f"rows.jsonl:{i + 1}"}
+        if config.pairs:  # the chosen answer and the rejected one, told apart by their kind
+            chosen = 1 + i % (len(ids) - 1)
+            row["token_type_ids"] = [0] * chosen + [1] * (len(ids) - chosen)
         rows.append(row | ({"labels": ids[0] % 3} if config.model == "tiny-bert" else {"supervised_tokens": len(ids) - 1}))
     return rows
 
@@ -118,6 +124,42 @@ class _InfiniteGradient(torch.autograd.Function):
         return result
 
 
+def collate_pairs(documents: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Chosen answers, then rejected ones, `[2 * pairs, longest]`."""
+    answers = [np.asarray(each["input_ids"])[np.asarray(each["token_type_ids"]) == kind] for kind in (0, 1) for each in documents]
+    return tk.collate_padded([{"input_ids": np.concatenate([[POISON + 1], answer])} for answer in answers])
+
+
+def pair_loss(model: Any, micro_batch: dict[str, Any], totals: dict[str, float]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """-log sigmoid(0.1 * (log p(chosen) - log p(rejected) - the reference's)), Rafailov et al. 2023, equation 7; reference: 0."""
+    ids, mask = micro_batch["input_ids"], micro_batch["attention_mask"]
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    tokens = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    chosen, rejected = (tokens * mask[:, 1:]).sum(-1).chunk(2)
+    return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).sum() / totals["examples"], {}
+
+
+def with_mistake(loss_fn: Any, current: dict[str, Any]) -> Any:
+    """The loss as accumulation that averages averages makes it: each micro-batch's own mean, divided by their number."""
+
+    def loss(model: Any, micro_batch: dict[str, Any], totals: dict[str, float]) -> Any:
+        value, metrics = loss_fn(model, micro_batch, totals)
+        unit = "tokens" if "supervised_positions" in micro_batch else "examples"
+        here = len(micro_batch["supervised_positions" if unit == "tokens" else "labels"])
+        return value * totals[unit] / here / current["pieces"], metrics
+
+    return loss
+
+
+def contaminated(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """A packed row whose documents see each other."""
+    row = tk.collate_packed(documents)
+    length = row["input_ids"].shape[1]
+    bounds = torch.tensor([0, length], dtype=torch.int32)
+    row["position_ids"] = torch.arange(length)[None]
+    return {**row, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": length, "max_length_k": length}
+
+
 def digest_of(accelerator: Any, model: Any) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted((whole_state_dict(accelerator, model) or {}).items()):
@@ -125,10 +167,14 @@ def digest_of(accelerator: Any, model: Any) -> str:
     return digest.hexdigest()
 
 
-def evaluate(accelerator: Any, model: Any, evaluation: Any, run: Any) -> dict[str, float]:
+def evaluate(accelerator: Any, model: Any, evaluation: Any, run: Any, config: Config) -> dict[str, float]:
     time.sleep(ILLNESS.get("eval_seconds", 0.0))
     if "eval_losses" in ILLNESS:  # a made-up curve, for its best
         return {"eval_loss": ILLNESS["eval_losses"][run.step % len(ILLNESS["eval_losses"])]}
+    if ILLNESS.get("mistake") == "duplicated evaluation rows":
+        evaluation = [dataclasses.replace(batch, real=[True]) for batch in evaluation]
+    if config.model == "tiny-bert":
+        return tk.eval_with_gather(accelerator, model, evaluation, tk.classification_metrics(["accuracy"], 3, "single_label"))
     return tk.eval_with_gather(accelerator, model, evaluation, tk.causal_lm_metrics)
 
 
@@ -142,7 +188,12 @@ def main(config: Config) -> None:
     else:
         model = tk.load_model("AutoModelForCausalLM", config, packed=config.packing)
         loss_fn = ill(tk.causal_lm_loss, current)
-    collate = tk.collate_packed if config.packing else partial(tk.collate_padded, pad_token_id=0)
+    if config.pairs:
+        loss_fn = ill(pair_loss, current)
+    mistake = ILLNESS.get("mistake")
+    loss_fn = with_mistake(loss_fn, current) if mistake == "mean of means" else loss_fn
+    collate = collate_pairs if config.pairs else tk.collate_packed if config.packing else partial(tk.collate_padded, pad_token_id=0)
+    collate = contaminated if mistake == "contaminated packing" else collate
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator, augment=replace_some if config.augmented else None)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -150,12 +201,13 @@ def main(config: Config) -> None:
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
         if run.due("eval_on_start"):
-            run.log(evaluate(accelerator, model, evaluation, run))
+            run.log(evaluate(accelerator, model, evaluation, run, config))
         for batch in run:
             current["step"] = run.step
             if run.step > ILLNESS.get("fast_steps", 0):
                 time.sleep(ILLNESS.get("step_seconds", 0.0))
-            rates = schedule(run.progress)
+            rates = schedule(min(1.0, run.progress * (accelerator.num_processes if mistake == MISTAKES[1] else 1)))
+            current["pieces"] = len(batch.micro_batches) * accelerator.num_processes
             figures = tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm)
             seen = hashlib.sha256(run.memory.get("seen", "").encode())
             for micro_batch in batch.micro_batches:
@@ -164,7 +216,7 @@ def main(config: Config) -> None:
             run.memory["order"] = [*run.memory.get("order", []), batch.examples]
             run.log(figures)
             if run.due("eval"):
-                run.log(evaluate(accelerator, model, evaluation, run))
+                run.log(evaluate(accelerator, model, evaluation, run, config))
         last = digest_of(accelerator, run.model)
         tk.load_best(run)
         best = digest_of(accelerator, run.model)

@@ -1,0 +1,249 @@
+"""Tiny runs in processes of their own, forked from one that has the heavy imports done: a run costs what it trains.
+
+`tests/tiny_run.py` is what they run; the fixture `tiny` starts it, as one process or as ranks.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+TINY_RUN = str(HERE / "tiny_run.py")
+PRELOADED = [
+    "torch", "transformers", "datasets", "accelerate", "transformers.models.llama.modeling_llama",
+    "transformers.models.bert.modeling_bert", "toolkit.run", "toolkit.cli.recipe", "toolkit.models", "toolkit.optim",
+    "toolkit.data.loaders", "toolkit.losses.causal_lm", "toolkit.losses.classification", "safetensors.torch",
+    "toolkit.cli.help_page", "typer._adapters", "filelock", "toolkit.checkpoint", "toolkit.engines.start", "toolkit.engines.zero",
+    "toolkit.engines.fsdp", "torch.distributed.fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else []),
+]  # fmt: skip
+
+
+def _configurations() -> list[str]:
+    """transformers' modules of configurations: looking up a model's class imports most of them, which takes a second."""
+    folder = Path(importlib.util.find_spec("transformers").origin).parent / "models"  # type: ignore[union-attr,arg-type]
+    return [f"transformers.models.{path.parent.name}.{path.stem}" for path in folder.glob("*/configuration_*.py")]
+
+
+@dataclass
+class Finished:
+    """A run that has ended. `code` is negative where a signal ended it."""
+
+    code: int | None  # None: it was still running at the time limit
+    out: str
+    seconds: float
+    folder: Path
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.folder / "result.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+    @property
+    def curve(self) -> list[tuple[int, float, float]]:
+        return [(event["step"], event["loss"], event["grad_norm"]) for event in self.metrics if "loss" in event]
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """What must not depend on having been interrupted."""
+        return {**self.result, "curve": self.curve}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def wait_for(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def resumed_from(finished: Finished) -> int:
+    """The step a run was resumed from; 0 when it began anew."""
+    found = re.search(r"resumed from .*: step (\d+) of", finished.out)
+    return int(found[1]) if found else 0
+
+
+def _child(script: str, arguments: list[str], out: str, folder: str, environment: dict[str, str], plan: dict[str, Any]) -> None:
+    os.setpgid(0, 0)
+    multiprocessing.set_start_method("fork", force=True)  # a loader's workers start as they do in a user's process
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number in (1, 2):
+        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.argv = [script, *arguments]
+    code: Any = 1
+    try:
+        if plan:
+            runpy.run_path(str(HERE / "faults" / "injection.py"))["inject"](plan)
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as exit_:
+        code = exit_.code or 0
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+@dataclass
+class Runner:
+    """Starts tiny runs in `folder`; an uninterrupted one of each kind is made once and kept."""
+
+    folder: Path
+    forks: Any
+    references: dict[str, Finished]
+    number: int = 0
+
+    def __call__(
+        self, *flags: str, output_dir: str | Path = "out", plan: dict[str, Any] | None = None, ill: dict[str, Any] | None = None,
+        while_running: Callable[[int], None] | None = None, timeout: float = 120, script: str = TINY_RUN,
+    ) -> Finished:  # fmt: skip
+        self.number += 1
+        out = self.folder / f"{self.number}.txt"
+        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TINY_RUN": json.dumps(ill or {})}
+        arguments = [*flags, "--output-dir", str(output_dir)]
+        began = time.monotonic()
+        process = self.forks.Process(target=_child, args=(script, arguments, str(out), str(self.folder), environment, plan or {}))
+        process.start()
+        try:
+            if while_running is not None:
+                while_running(process.pid)
+            process.join(timeout)
+            assert not process.is_alive(), f"no end in {timeout} s: {out.read_text()[-2000:]}"
+        finally:
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return Finished(process.exitcode, out.read_text() if out.exists() else "", time.monotonic() - began, self.folder / output_dir)
+
+    def ranks(
+        self, world_size: int, *flags: str, output_dir: str | Path = "out", ill: dict[str, Any] | None = None,
+        while_running: Callable[[list[int]], None] | None = None, timeout: float = 120, script: str = TINY_RUN,
+        plan: dict[str, Any] | None = None,
+    ) -> list[Finished]:  # fmt: skip
+        """The same run as so many ranks; `while_running` is given their process ids, in the order of the ranks."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        processes, outs = [], []
+        for rank in range(world_size):
+            self.number += 1
+            outs.append(self.folder / f"{self.number}.txt")
+            environment = {
+                "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TINY_RUN": json.dumps(ill or {}), "RANK": str(rank),
+                "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+            arguments = (script, [*flags, "--output-dir", str(output_dir)], str(outs[-1]), str(self.folder), environment, plan or {})
+            processes.append(self.forks.Process(target=_child, args=arguments))
+        began = time.monotonic()
+        try:
+            for process in processes:
+                process.start()
+            if while_running is not None:
+                while_running([process.pid for process in processes])
+            for process in processes:
+                process.join(max(began + timeout - time.monotonic(), 0.1))
+            seconds = time.monotonic() - began
+            codes = [process.exitcode if not process.is_alive() else None for process in processes]
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.join(10)
+        folder = self.folder / output_dir
+        return [Finished(code, out.read_text(), seconds, folder) for code, out in zip(codes, outs, strict=True)]
+
+    def reference(self, *flags: str, plan: dict[str, Any] | None = None, ill: dict[str, Any] | None = None) -> Finished:
+        """The same run, uninterrupted."""
+        told = {name: value for name, value in (ill or {}).items() if not name.endswith("_seconds")}
+        key = json.dumps([flags, plan, told])
+        if key not in self.references:
+            folder = self.folder / "reference" / hashlib.sha256(key.encode()).hexdigest()[:12]
+            finished = self(*flags, output_dir=folder, plan=plan, ill=told)
+            assert finished.code == 0, finished.out
+            self.references[key] = finished
+        return self.references[key]
+
+    def killed(self, *flags: str, after: float, **more: Any) -> Finished:
+        """A run whose process is killed (SIGKILL, no process but that one) so many seconds after its directory was claimed."""
+        folder = self.folder / more.get("output_dir", "out")
+
+        def kill(pid: int) -> None:
+            wait_for(lambda: (folder / "config.yaml").exists() or not alive(pid))
+            time.sleep(after)
+            with contextlib.suppress(ProcessLookupError):  # done already: then what is resumed is a finished run
+                os.kill(pid, signal.SIGKILL)
+
+        return self(*flags, while_running=kill, **more)
+
+    def seconds_in_run(self, reference: Finished) -> float:
+        """From the claim of the directory to the result, in an uninterrupted run."""
+        return (reference.folder / "result.json").stat().st_mtime - (reference.folder / "config.yaml").stat().st_mtime
+
+    def fresh(self, output_dir: str = "out") -> Path:
+        """The path of an output directory in which nothing is."""
+        shutil.rmtree(self.folder / output_dir, ignore_errors=True)
+        return self.folder / output_dir
+
+
+@pytest.fixture(scope="session")
+def forks() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *_configurations()])
+    return context
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[str, Finished]:
+    return {}
+
+
+@pytest.fixture
+def tiny(tmp_path_factory: pytest.TempPathFactory, forks: Any, references: dict[str, Finished]) -> Iterator[Runner]:
+    folder = tmp_path_factory.mktemp("faults")
+    yield Runner(folder, forks, references)
+    for path in folder.iterdir():  # hundreds of runs would fill a small disk
+        if path.is_dir() and path.name != "reference":
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", name="resumed_from")
+def resumed_from_fixture() -> Callable[[Finished], int]:
+    return resumed_from
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
