@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 LAYOUTS = {
     "ddp": [],
@@ -38,9 +40,51 @@ def assert_same_training(found: Any, expected: Any, steps: int = 20) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("task", TASKS)
 def test_a_layout_trains_as_one_process_does(tiny: Any, task: str, layout: str) -> None:
+    """Loss and norm of 20 steps, order, evaluation before and after. Fails when: a rank's last micro-batch is counted as real
+    where it is a filler, `accumulating` synchronises nothing, or the clipping sees a rank's own shard alone.
+    """
     one = tiny.reference(*TASKS[task], *RAGGED)
     ranks = tiny.ranks(2, *TASKS[task], *RAGGED, *LAYOUTS[layout])
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].out[-3000:]
     assert_same_training(ranks[0], one)
     first, last = curve(ranks[0], "eval_loss"), curve(one, "eval_loss")
     assert first[0] == pytest.approx(last[0], rel=1e-6)
+
+
+# The ways to cut a step of 7 examples: ranks, and examples in a micro-batch.
+SPLITS = {
+    "one process, micro-batches of 1": (1, ["--per-device-train-batch-size", "1"]),
+    "one process, one micro-batch": (1, ["--per-device-train-batch-size", "7"]),
+    "2 DDP ranks": (2, []),
+    "3 DDP ranks, micro-batches of 1": (3, ["--per-device-train-batch-size", "1"]),
+    "ZeRO-1": (2, LAYOUTS["zero1"]),
+    "ZeRO-2, micro-batches of 3": (2, [*LAYOUTS["zero2"], "--per-device-train-batch-size", "3"]),
+    "ZeRO-3, 3 ranks": (3, LAYOUTS["zero3"]),
+    "FSDP2, micro-batches of 1": (2, [*LAYOUTS["fsdp2"], "--per-device-train-batch-size", "1"]),
+}
+ONE_STEP_OF_SGD = [
+    "--dropout", "0", "--optim", "sgd", "--momentum", "0", "--max-grad-norm", "0", "--lr-scheduler-type", "constant",
+    "--global-batch-size", "7", "--max-steps", "1", "--save-steps", "1",
+]  # fmt: skip
+
+
+def weights(finished: Any) -> torch.Tensor:
+    """All parameters after the only step, in float64, one behind the other by name."""
+    tensors = load_file(finished.folder / "checkpoints/step-1/model.safetensors")
+    return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("task", TASKS)
+def test_the_gradient_does_not_depend_on_the_layout(tiny: Any, task: str, split: str) -> None:
+    """As a vector, from identical weights: what one step of SGD at rate 1 takes away. Fails when: `num_processes` is left out."""
+    flags = [*TASKS[task], *ONE_STEP_OF_SGD]
+    start = weights(tiny.reference(*flags, "--learning-rate", "1e-30"))
+    gradient = start - weights(tiny.reference(*flags, "--learning-rate", "1"))
+    world_size, more = SPLITS[split]
+    flags += ["--learning-rate", "1", *more]
+    ranks = tiny.ranks(world_size, *flags) if world_size > 1 else [tiny(*flags)]
+    assert ranks[0].code == 0, ranks[0].out[-3000:]
+    error = (start - weights(ranks[0]) - gradient).norm() / gradient.norm()
+    assert float(error) < 1e-5
