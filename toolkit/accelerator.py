@@ -22,7 +22,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
             that can't be sharded, a tracker whose library is missing, an output directory in use.
     """
     from toolkit.engines.choice import choose_engine
-    from toolkit.engines.start import START, check_optimizer
+    from toolkit.engines.start import START, check_backend, check_engine
     from toolkit.mpi import adopt_mpi_ranks
     from toolkit.output import check_output_dir
     from toolkit.ranks import on_main
@@ -33,24 +33,26 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
         check_output_dir(config)  # before the imports below: they take seconds
     trackers = tracker_names(config)
     choice = choose_engine(config, in_code=deepspeed_plugin and deepspeed_plugin.hf_ds_config.config)
-    check_optimizer(choice, config)
+    check_engine(choice, config)
 
     import torch
-    from accelerate.utils import set_seed
+    from accelerate.utils import check_cuda_p2p_ib_support, set_seed
 
-    if config.fp16 and (config.use_cpu or not (torch.cuda.is_available() or torch.backends.mps.is_available())):
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    if choice.mixed_precision == "fp16" and (config.use_cpu or not has_gpu):
         raise Refusal("--fp16 needs a GPU: on the CPU use --bf16, or full precision.")
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
         torch.backends.cudnn.allow_tf32 = config.tf32
     # Ranks without a GPU: unless told to stay on the CPU, Accelerate (1.15) takes each of them for a run of one process.
     on_cpu = config.use_cpu or (several and not torch.accelerator.is_available())
-    backend = None if config.ddp_backend == "auto" else config.ddp_backend
+    if several and not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 cards: Accelerate asks for these two
+        os.environ.update(NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1")
+    timeout = timedelta(seconds=max(10 * config.hang_timeout, 1800))
     accelerator = START[choice.name](
-        choice, on_cpu, backend or ("gloo" if on_cpu else None), timedelta(seconds=max(10 * config.hang_timeout, 1800)), {
-            "mixed_precision": choice.mixed_precision, "log_with": trackers or None, "gradient_accumulation_steps": 1,
-            "project_dir": os.path.join(config.output_dir, "trackers"),
-        },
+        choice, on_cpu, check_backend(config.ddp_backend, on_cpu), timeout,
+        {"mixed_precision": choice.mixed_precision, "log_with": trackers or None, "gradient_accumulation_steps": 1,
+         "project_dir": os.path.join(config.output_dir, "trackers")},
     )  # fmt: skip
     on_main(accelerator, lambda: check_output_dir(config))  # by one rank, for all: another may be writing there already
     set_seed(config.seed)

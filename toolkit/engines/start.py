@@ -1,5 +1,6 @@
 """The Accelerator of each engine, on GPUs and on CPU ranks."""
 
+import importlib.util
 import os
 import socket
 import warnings
@@ -20,8 +21,10 @@ _UNSHARDED_ONLY = {
 }
 
 
-def check_optimizer(choice: EngineChoice, config: Any) -> None:
-    """Refuse an optimiser, or a type of weights, that the engine would make wrong."""
+def check_engine(choice: EngineChoice, config: Any) -> None:
+    """Refuse an engine that isn't installed, and an optimiser, or a type of weights, that it would make wrong."""
+    if choice.name == "zero" and importlib.util.find_spec("deepspeed") is None:
+        raise Refusal(f"{engine_name(choice)} needs the library DeepSpeed: pip install deepspeed. Or shard with --fsdp.")
     optim, reason = getattr(config, "optim", ""), _UNSHARDED_ONLY.get(getattr(config, "optim", ""))
     if choice.name != "none" and reason:
         raise Refusal(f"--optim {optim} with {engine_name(choice)}: {reason}. Take --optim adamw_torch, or muon.")
@@ -111,6 +114,23 @@ def start_fsdp(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout:
     return accelerator
 
 
+def check_backend(backend: str, on_cpu: bool) -> str | None:
+    """The backend as torch knows it, None where Accelerate's own choice is right.
+
+    Raises:
+        Refusal: torch has no such backend here.
+    """
+    import torch
+
+    if backend == "mpi" and not torch.distributed.is_mpi_available():
+        raise Refusal("--ddp-backend mpi: this torch was built without it. Take gloo: mpirun may start the ranks all the same.")
+    if backend == "nccl" and (on_cpu or not torch.distributed.is_nccl_available()):
+        raise Refusal("--ddp-backend nccl is for NVIDIA GPUs, and none is used here. Take gloo.")
+    if backend == "auto":
+        return "gloo" if on_cpu else None
+    return backend
+
+
 START: dict[str, Callable[..., Any]] = {"none": start_plain, "zero": start_zero, "fsdp": start_fsdp}
 
 
@@ -118,7 +138,8 @@ def _forget_what_was_read() -> None:
     """What the choice of the engine has read and settled, Accelerate (1.15) would take up a second time, or refuse."""
     for name in (
         "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING",
-        "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DEEPSPEED_CONFIG_FILE", "FSDP_ACTIVATION_CHECKPOINTING",
+        "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        "FSDP_ACTIVATION_CHECKPOINTING",
     ):  # fmt: skip
         os.environ.pop(name, None)
 
