@@ -28,6 +28,7 @@ _ROOMS = {
     "tokenizer": ("is_built_in", "load_tokenizer", "train_tokenizer"),
     "models": ("load_model",),
     "accelerator": ("build_accelerator",),
+    "engines.memory_table": ("memory_table", "used_memory", "zero_memory_table"),
     "optim": ("build_optimizer", "build_schedule"),
     "losses.causal_lm": ("causal_lm_loss", "causal_lm_metrics", "causal_lm_metrics_with_bytes"),
     "losses.classification": ("classification_loss", "classification_task", "multi_label_loss", "regression_loss"),

@@ -1,0 +1,72 @@
+"""Sequence classification with DeepSpeed ZeRO: optimiser state, gradients, parameters shared out over the ranks.
+
+    python recipes/zero.py
+    accelerate launch --num_processes 8 recipes/zero.py --zero-stage 3 --offload parameters
+
+`accelerated.py` is the same job: the difference between the two files is a DeepSpeedPlugin of one's own, and what it saves.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import toolkit as tk
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.ClassificationConfig, tk.RunConfig):
+    model: str = "tiny-bert"
+    dataset: str = "stdlib:classify"
+    max_length: int = 128
+    optim: str = "muon"
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.01
+    warmup_steps: float = 0.1
+    per_device_train_batch_size: int = 16
+    per_device_eval_batch_size: int = 32
+    num_train_epochs: float = 2.0
+    group_by_length: bool = True
+    zero_stage: int | None = 2
+    output_dir: str = "runs/zero"
+
+
+def main(config: Config) -> tk.Summary:
+    from accelerate.utils import DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(
+        zero_stage=config.zero_stage,
+        offload_optimizer_device="none" if config.offload == "none" else "cpu",
+        offload_param_device="cpu" if config.offload == "parameters" else "none",
+    )
+    accelerator = tk.build_accelerator(config, deepspeed_plugin=plugin)
+    tokenizer = tk.load_tokenizer(config)
+    raw = tk.load_splits(config)
+    splits = tk.tokenize_for_classification(raw, tokenizer, config)
+    model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, **tk.label_settings(raw, config))
+
+    collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id)
+    train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    loss_fn, metrics = tk.classification_task(config, model.config.num_labels)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
+
+    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+        run.compare_with("eval_accuracy", lambda: tk.class_baselines(raw, config))
+        if run.due("eval_on_start"):
+            run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
+        for batch in run:
+            rates = schedule(run.progress)
+            run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
+            if run.due("eval"):
+                run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
+                if tk.stopped_improving(run.history(config.metric_for_best_model), config):
+                    break
+        run.say(tk.memory_table(accelerator, model, optimizer, config))
+        tk.load_best(run)
+        tk.save_model(accelerator, model, tokenizer, config, run.summary)
+
+    return run.summary
+
+
+if __name__ == "__main__":
+    tk.run_recipe(main)
