@@ -163,7 +163,7 @@ def contaminated(documents: list[dict[str, Any]]) -> dict[str, Any]:
 def digest_of(accelerator: Any, model: Any) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted((whole_state_dict(accelerator, model) or {}).items()):
-        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        digest.update(name.encode() + tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

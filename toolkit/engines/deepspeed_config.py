@@ -182,6 +182,8 @@ def deepspeed_config(
         "steps_per_print": 10**12,
         "wall_clock_breakdown": result.get("wall_clock_breakdown", False),
     }
+    if mixed_precision == "bf16" and stage > 1:  # parts of a mean would lose digits in each addition
+        result["data_types"] = {"grad_accum_dtype": "fp32", **(result.get("data_types") or {})}
     unfilled = _first_auto(result)
     if unfilled:
         raise Refusal(f'{unfilled}: "auto" in {source}: nothing here knows its value: write one, or remove it.')
