@@ -79,7 +79,7 @@ def start_zero(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout:
     with contextlib.redirect_stdout(io.StringIO()):  # on CPU ranks each says that it built its communication
         accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[_group(backend or "nccl", timeout)], **common)
     if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true" and accelerator.is_main_process:
-        print("zero3_init_flag of the accelerate config: each rank makes the model whole on the CPU all the same, then shards it.")
+        print("zero3_init_flag of the accelerate config: each rank makes the model whole on the CPU all the same.")
     # While transformers knows of stage 3 it makes models in shards, with other random weights than one process would.
     unset_hf_deepspeed_config()
     plugin.dschf = None
