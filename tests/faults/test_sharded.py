@@ -126,3 +126,48 @@ def test_another_layout_goes_on_from_a_checkpoint_as_one_process_would(tiny: Any
 def start(tiny: Any, ranks: int, flags: list[str], output_dir: str) -> list[Any]:
     """So many ranks; one of the plain engine is a process like any."""
     return tiny.ranks(ranks, *flags, output_dir=output_dir) if ranks > 1 else [tiny(*flags, output_dir=output_dir)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ZeRO-3", "FSDP2"])
+def test_a_signal_to_one_rank_stops_a_sharded_run_after_a_checkpoint(
+    tiny: Any, tally: Any, uninterrupted: dict[str, Any], engine: str
+) -> None:
+    """All ranks end with 75 at one step, and go on to the same bits. Fails when: a save gathers on the main process alone."""
+    line = tally("F10", f"SIGTERM to rank 1 of 2 under {engine}, resumed")
+    flags = [*FLAGS, "--optim", "muon", *ENGINES[engine]]
+    outcome, _ = reference(tiny, uninterrupted, engine, "muon")
+    with line.trial():
+        folder = tiny.fresh()
+
+        def stop(pids: list[int]) -> None:
+            metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
+            while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 5):
+                time.sleep(0.002)
+            os.kill(pids[1], signal.SIGTERM)
+
+        stopped = tiny.ranks(2, *flags, while_running=stop, ill={"step_seconds": 0.05})
+        assert [rank.code for rank in stopped] == [75, 75], stopped[0].out
+        resumed = tiny.ranks(2, *flags, "--resume")
+        assert [rank.code for rank in resumed] == [0, 0], resumed[0].out
+        assert resumed[0].outcome == outcome
+    line.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ZeRO-2", "FSDP2"])
+def test_a_sharded_save_that_fails_costs_that_checkpoint_alone(
+    tiny: Any, tally: Any, uninterrupted: dict[str, Any], engine: str
+) -> None:
+    """Training goes on to the same bits. Fails when: the main process raises where the other ranks go on."""
+    line = tally("F7", f"a file of a checkpoint can't be written, 2 ranks under {engine}")
+    flags = [*FLAGS, "--optim", "muon", *ENGINES[engine]]
+    outcome, _ = reference(tiny, uninterrupted, engine, "muon")
+    with line.trial():
+        folder = tiny.fresh()
+        ranks = tiny.ranks(2, *flags, plan={"fail_save": {"number": 2}})
+        assert [rank.code for rank in ranks] == [0, 0], ranks[0].out
+        assert "no checkpoint at step 8" in ranks[0].out
+        assert {path.name for path in (folder / "checkpoints").glob("step-*")} == {"step-4", "step-12"}
+        assert ranks[0].outcome == outcome
+    line.check()

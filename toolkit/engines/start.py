@@ -1,8 +1,7 @@
 """The Accelerator of each engine, on GPUs and on CPU ranks."""
 
-import contextlib
+import importlib
 import importlib.util
-import io
 import os
 import socket
 import warnings
@@ -69,6 +68,7 @@ def start_zero(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout:
     make_group_of_one()
     if on_cpu:  # else it takes a GPU that is there
         os.environ["DS_ACCELERATOR"] = "cpu"
+        _leave_communication_to_gloo()
     _quiet_deepspeed()
     _forget_what_was_read()
     from accelerate import Accelerator
@@ -76,8 +76,7 @@ def start_zero(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     plugin = DeepSpeedPlugin(hf_ds_config=choice.deepspeed, zero3_init_flag=False)
-    with contextlib.redirect_stdout(io.StringIO()):  # on CPU ranks each says that it built its communication
-        accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[_group(backend or "nccl", timeout)], **common)
+    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[_group(backend or "nccl", timeout)], **common)
     if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true" and accelerator.is_main_process:
         print("zero3_init_flag of the accelerate config: each rank makes the model whole on the CPU all the same.")
     # While transformers knows of stage 3 it makes models in shards, with other random weights than one process would.
@@ -183,6 +182,16 @@ def _with_layers_of_the_model(prepare: Callable[..., Any], plugin: Any) -> Calla
         return prepare(*objects)
 
     return named
+
+
+def _leave_communication_to_gloo() -> None:
+    """Without DeepSpeed's (0.19) own exchange between CPU ranks, which it compiles at the first start.
+
+    That takes a compiler and half a minute, and a process that is killed meanwhile leaves torch's lock (torch.utils.file_baton)
+    behind, for which every later run waits for ever.
+    """
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
 
 
 def _quiet_deepspeed() -> None:
