@@ -32,7 +32,7 @@ ILLNESS: dict[str, Any] = json.loads(os.environ.get("TINY_RUN", "{}"))
 
 
 @dataclass(frozen=True)
-class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.ClassificationConfig, tk.RunConfig):
     model: str = "tiny-llama"
     dataset: str = "made on the spot"
     vocab_size: int = 260
@@ -68,8 +68,14 @@ def make_rows(config: Config) -> list[dict[str, Any]]:
         if config.pairs:  # the chosen answer and the rejected one, told apart by their kind
             chosen = 1 + i % (len(ids) - 1)
             row["token_type_ids"] = [0] * chosen + [1] * (len(ids) - chosen)
-        rows.append(row | ({"labels": ids[0] % 3} if config.model == "tiny-bert" else {"supervised_tokens": len(ids) - 1}))
+        rows.append(row | (label(ids, config) if config.model == "tiny-bert" else {"supervised_tokens": len(ids) - 1}))
     return rows
+
+
+def label(ids: list[int], config: Config) -> dict[str, Any]:
+    kinds = {"single_label": ids[0] % 3, "multi_label": [ids[0] % 2, ids[1] % 2, 1], "regression": ids[0] / 10}
+    weight = {"weight": config.class_weights[ids[0] % 3]} if config.class_weights else {}
+    return {"labels": kinds[config.problem_type], **weight}
 
 
 def make_splits(config: Config) -> Any:
@@ -183,11 +189,13 @@ def main(config: Config) -> None:
     splits = make_splits(config)
     current, classes = {"step": 0}, config.model == "tiny-bert"
     if classes:
-        model = tk.load_model("AutoModelForSequenceClassification", config, num_labels=3)
-        loss_fn = ill(tk.classification_loss, current)
+        num_labels = 1 if config.problem_type == "regression" else 3
+        model = tk.load_model("AutoModelForSequenceClassification", config, num_labels=num_labels)
+        loss_fn = ill(tk.classification_task(config, num_labels)[0], current)
     else:
         model = tk.load_model("AutoModelForCausalLM", config, packed=config.packing)
-        loss_fn = ill(tk.causal_lm_loss, current)
+        plain = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)
+        loss_fn = ill(plain, current)
     if config.pairs:
         loss_fn = ill(pair_loss, current)
     mistake = ILLNESS.get("mistake")

@@ -68,6 +68,16 @@ ONE_STEP_OF_SGD = [
 ]  # fmt: skip
 
 
+# The losses that are not among the tasks above.
+OTHER_LOSSES = {
+    "label smoothing and z-loss": ["--label-smoothing-factor", "0.1", "--z-loss", "0.1"],
+    "class weights": [*TASKS["classification"], "--class-weights", "1,2,5"],
+    "label smoothing of classes": [*TASKS["classification"], "--label-smoothing-factor", "0.1"],
+    "several classes": [*TASKS["classification"], "--problem-type", "multi_label"],
+    "a number": [*TASKS["classification"], "--problem-type", "regression", "--metrics", "mse"],
+}
+
+
 def weights(finished: Any) -> torch.Tensor:
     """All parameters after the only step, in float64, one behind the other by name."""
     tensors = load_file(finished.folder / "checkpoints/step-1/model.safetensors")
@@ -79,11 +89,22 @@ def weights(finished: Any) -> torch.Tensor:
 @pytest.mark.parametrize("task", TASKS)
 def test_the_gradient_does_not_depend_on_the_layout(tiny: Any, task: str, split: str) -> None:
     """As a vector, from identical weights: what one step of SGD at rate 1 takes away. Fails when: `num_processes` is left out."""
-    flags = [*TASKS[task], *ONE_STEP_OF_SGD]
+    assert_same_gradient(tiny, TASKS[task], *SPLITS[split])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["3 DDP ranks, micro-batches of 1", "ZeRO-2, micro-batches of 3"])
+@pytest.mark.parametrize("loss", OTHER_LOSSES)
+def test_the_gradient_of_every_loss_is_that_of_one_process(tiny: Any, loss: str, split: str) -> None:
+    """Fails when: a loss divides by what its own micro-batch holds."""
+    assert_same_gradient(tiny, OTHER_LOSSES[loss], *SPLITS[split])
+
+
+def assert_same_gradient(tiny: Any, task: list[str], world_size: int, split: list[str]) -> None:
+    flags = [*task, *ONE_STEP_OF_SGD]
     start = weights(tiny.reference(*flags, "--learning-rate", "1e-30"))
     gradient = start - weights(tiny.reference(*flags, "--learning-rate", "1"))
-    world_size, more = SPLITS[split]
-    flags += ["--learning-rate", "1", *more]
+    flags += ["--learning-rate", "1", *split]
     ranks = tiny.ranks(world_size, *flags) if world_size > 1 else [tiny(*flags)]
     assert ranks[0].code == 0, ranks[0].out[-3000:]
     error = (start - weights(ranks[0]) - gradient).norm() / gradient.norm()
