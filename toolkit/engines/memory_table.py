@@ -79,16 +79,19 @@ def memory_of_stage(
     """ZeRO's formula (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 3 and figure 1).
 
     Moments are divided by the number of ranks from stage 1 on, gradients from 2, weights from 3. A weight takes 4 bytes, a
-    gradient 4, a moment 4. With bf16 the weights and gradients of ZeRO take 2, beside masters of 4; plain data parallelism
-    computes in bfloat16 under autocast, from float32 weights: 16 bytes with AdamW either way. Not in the paper: DeepSpeed
-    (0.19, single_partition_of_fp32_groups and fp32_partitioned_groups_flat) keeps masters in float32 training as well, a
-    divided copy of the weights; and stage 3 keeps small parameters whole, beside their shards.
+    gradient 4, a moment 4. With bf16 the weights of ZeRO take 2, beside masters of 4; plain data parallelism computes in
+    bfloat16 under autocast, from float32 weights. Not as in the paper:
+
+    - DeepSpeed (0.19, single_partition_of_fp32_groups and fp32_partitioned_groups_flat) keeps masters in float32 training as
+      well, a divided copy of the weights.
+    - With bf16 the gradients take 2 bytes in stage 1, as there, and 4 in stages 2 and 3, where micro-batches are added up.
+    - Stage 3 keeps small parameters whole, beside their shards.
     """
     half = 2 if stage and mixed_precision == "bf16" else 4
     moved = offload if stage >= (3 if offload == "parameters" else 1) else "none"
     share = [1 / world_size if stage >= first else 1.0 for first in (3, 2, 1)]
     weights = half * elements.parameters * share[0]
-    gradients = half * elements.trained * share[1]
+    gradients = (half if stage == 1 else 4) * elements.trained * share[1]
     masters, moments = (4 * count * share[2] for count in (elements.trained if stage else 0, elements.moments))
     on_cpu = 0.0
     if moved != "none":
@@ -125,12 +128,10 @@ def used_memory(accelerator: Any, model: nn.Module, optimizer: Any) -> Memory:
     unwrapped, engine = accelerator.unwrap_model(model), engine_of(accelerator)
     pieces = engine.pieces(accelerator, unwrapped, optimizer) if engine.pieces else []
     owners = [piece.owner for piece in pieces]
-    sharding = getattr(accelerator.deepspeed_engine_wrapped, "engine", None)
+    zero = _deepspeed_engine(accelerator)
     parameters = list(unwrapped.parameters())
     gradients = [each.grad for each in chain(parameters, owners)]
-    gradients.append(getattr(getattr(sharding, "optimizer", None), "grad_partitions_flat_buffer", None))
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+    gradients.append(getattr(zero.optimizer, "grad_partitions_flat_buffer", None) if zero else None)
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
     seen: dict[int, torch.UntypedStorage] = {}
     weights = chain(parameters, (p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")))
@@ -138,6 +139,11 @@ def used_memory(accelerator: Any, model: nn.Module, optimizer: Any) -> Memory:
     on_cpu = sum(each.nbytes() for each in seen.values() if each.device.type != accelerator.device.type)
     gathered = [parameter.data for parameter in parameters if not getattr(parameter, "ds_persist", True)]
     return Memory(held[0], held[1], held[2], held[3], on_cpu, _new_bytes(gathered, {}))
+
+
+def _deepspeed_engine(accelerator: Any) -> Any:
+    """DeepSpeed's engine of a prepared model, or None: an Accelerator has the attribute only under DeepSpeed."""
+    return getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
 
 
 def _new_bytes(tensors: Iterable[torch.Tensor | None], seen: dict[int, torch.UntypedStorage]) -> int:
@@ -156,7 +162,7 @@ def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
 
 def memory_table(accelerator: Any, model: nn.Module, optimizer: Any, config: OptimConfig) -> str:
     """Both side by side, for people: the table of the stages, and what this rank holds."""
-    engine = getattr(accelerator.deepspeed_engine_wrapped, "engine", None)
+    engine = _deepspeed_engine(accelerator)
     zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"] if engine else {}
     offload = "parameters" if "offload_param" in zero else "optimizer" if "offload_optimizer" in zero else "none"
     half = accelerator.mixed_precision == "bf16"
