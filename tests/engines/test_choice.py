@@ -18,7 +18,7 @@ import yaml
 
 import toolkit as tk
 from toolkit.config import OutputConfig, Refusal
-from toolkit.engines import choice, deepspeed_config
+from toolkit.engines import agreement, choice, deepspeed_config, deepspeed_file
 from toolkit.engines.choice import EngineChoice, FsdpChoice, choose_engine
 
 NOBODY: dict[str, str] = {}
@@ -304,10 +304,10 @@ def test_two_deepspeed_files_are_refused(launched: Launched, tmp_path: Path) -> 
     assert f"--deepspeed {tmp_path}/ds_config.json contradicts deepspeed_config_file: {other}" in str(refusal.value)
 
 
-@pytest.mark.parametrize("module", [choice, deepspeed_config], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [choice, deepspeed_config, deepspeed_file, agreement], ids=lambda module: module.__name__)
 def test_engine_is_chosen_without_a_heavy_import(module: ModuleType) -> None:
     """Fails when choice.py or deepspeed_config.py imports torch, accelerate or deepspeed at its top."""
     imports = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {str(node.module) if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
-    light = {"toolkit.config", "toolkit.engines.deepspeed_config"}
+    light = {"toolkit.config", *(f"toolkit.engines.{name}" for name in ("agreement", "deepspeed_config", "deepspeed_file"))}
     assert {name for name in names - light if name.partition(".")[0] not in sys.stdlib_module_names} == set()

@@ -14,7 +14,8 @@ import pytest
 
 import toolkit as tk
 from toolkit.config import Refusal
-from toolkit.engines.deepspeed_config import deepspeed_config, fit_buckets, read_deepspeed_file
+from toolkit.engines.deepspeed_config import deepspeed_config, fit_buckets
+from toolkit.engines.deepspeed_file import read_deepspeed_file
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.config import Refusal, show_value
-from toolkit.engines.deepspeed_config import (
-    SILENT,
-    Said,
-    accumulation,
-    agreed,
-    deepspeed_config,
+from toolkit.engines.agreement import SILENT, Said, accumulation, agreed, said_by_setting
+from toolkit.engines.deepspeed_config import deepspeed_config
+from toolkit.engines.deepspeed_file import (
     offload_of_file,
     precision_of_file,
     read_deepspeed_file,
     said_by_file,
-    said_by_setting,
 )
 
 

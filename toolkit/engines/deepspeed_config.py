@@ -7,125 +7,13 @@ https://www.deepspeed.ai/docs/config-json/. Nothing here imports a heavy library
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from toolkit.config import Refusal, show_value
-
-SILENT = (None, "none", "auto")
-
-
-class Said(NamedTuple):
-    """A value as one source says it; `write` puts any value in that source's own words. None, none and auto say nothing."""
-
-    value: Any
-    write: Callable[[Any], str]
-    place: str = ""  # " in ds_config.json"; nothing for a setting, which is typed
-    shown: str = ""  # where the value is not written as `write` would write it
-
-    @property
-    def text(self) -> str:
-        return (self.shown or self.write(self.value)) + self.place
-
-    def asking_for(self, value: Any) -> str:
-        return f"{'write' if self.place else 'take'} {self.write(value)}{self.place}"
-
-
-def agreed(*sources: Said) -> Any:
-    """The one value that all sources say, or None where none of them says any.
-
-    Raises:
-        Refusal: two sources say different values.
-    """
-    said = [each for each in sources if each.value not in SILENT]
-    for one, other in itertools.pairwise(said):
-        if one.value != other.value:
-            raise Refusal(
-                f"{one.text} contradicts {other.text}: {one.asking_for(other.value)}, or {other.asking_for(one.value)}."
-            )
-    return said[0].value if said else None
-
-
-def said_by_setting(config: Any, name: str) -> Said:
-    """What a setting says; nothing where the recipe does not have it."""
-    flag = "--" + name.replace("_", "-")
-    return Said(getattr(config, name, None), lambda value: f"{flag} {show_value(value)}")
-
-
-def said_by_file(written: Mapping[str, Any] | None, key: str, source: str) -> Said:
-    """What a DeepSpeed file says under a key such as `zero_optimization.stage`."""
-    return Said(_look_up(written or {}, key), lambda value: f"{key}: {json.dumps(value)}", f" in {source}")
-
-
-def accumulation(config: Any, world_size: int) -> Said:
-    """Micro-batches in a step on each device, as the settings say; derived where they give the global batch size."""
-    whole = getattr(config, "global_batch_size", None)
-    if not whole:
-        return said_by_setting(config, "gradient_accumulation_steps")
-    width = config.per_device_train_batch_size * world_size
-    steps = -(-whole // width)
-    return Said(
-        steps,
-        lambda value: f"--global-batch-size {value * width}",
-        shown=f"--global-batch-size {whole} (ranks: {world_size}, accumulation: {steps})",
-    )
-
-
-def read_deepspeed_file(path: str) -> dict[str, Any]:
-    """The content of a DeepSpeed configuration file.
-
-    Raises:
-        Refusal: no such file, not readable, no JSON object, a key that stands there twice, or a section that is none.
-    """
-    try:
-        written = json.loads(Path(path).expanduser().read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-    except FileNotFoundError:
-        raise Refusal(f"DeepSpeed configuration {path}: no such file.") from None
-    except UnicodeDecodeError as error:
-        raise Refusal(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8.") from None
-    except OSError as error:
-        raise Refusal(f"DeepSpeed configuration {path}: cannot be read ({error.strerror}).") from None
-    except json.JSONDecodeError as error:
-        raise Refusal(f"{path}:{error.lineno}: is not JSON ({error.msg}, column {error.colno}).") from None
-    except _Duplicate as error:
-        raise Refusal(f"{path}: {error.args[0]} stands twice in one section: keep one.") from None
-    if not isinstance(written, dict):
-        raise Refusal(f'{path}: must hold one JSON object, such as {{"zero_optimization": {{"stage": 2}}}}.')
-    for key in _SECTIONS:
-        section = _look_up(written, key)
-        if section is not None and not isinstance(section, dict):
-            raise Refusal(f"{key}: {json.dumps(section)} in {path}: must be a section in braces.")
-    return written
-
-
-def precision_of_file(written: Mapping[str, Any] | None, source: str) -> Said:
-    """The mixed precision that a DeepSpeed file asks for: bf16, fp16, or "no" where it turns bf16 off."""
-    half, brain = _look_up(written or {}, "fp16.enabled"), _look_up(written or {}, "bf16.enabled")
-    value = "fp16" if half is True else "bf16" if brain is True else "no" if brain is False else None
-    words = {"bf16": "bf16.enabled: true", "fp16": "fp16.enabled: true", "no": "bf16.enabled: false"}
-    return Said(value, words.__getitem__, f" in {source}")
-
-
-def offload_of_file(written: Mapping[str, Any] | None, source: str) -> Said:
-    """What a DeepSpeed file offloads, in the words of --offload, whatever the device.
-
-    Raises:
-        Refusal: parameters without the optimiser's state: --offload has no word for it.
-    """
-    zero = (written or {}).get("zero_optimization") or {}
-    parts = [part for part in _OFFLOADED["parameters"] if (zero.get(part) or {}).get("device") not in SILENT]
-    if parts == ["offload_param"]:
-        raise Refusal(
-            f"zero_optimization.offload_param in {source}: parameters are offloaded only together with the optimiser's state. "
-            'Write "offload_optimizer": {"device": "cpu"} beside it.'
-        )
-    value = "parameters" if "offload_param" in parts else "optimizer" if parts else None
-    words = {level: " and ".join(f"zero_optimization.{part}" for part in parts) for level, parts in _OFFLOADED.items()}
-    words["none"] = "no offload"
-    return Said(value, words.__getitem__, f" in {source}")
+from toolkit.config import Refusal
+from toolkit.engines.agreement import SILENT, Said, accumulation, agreed, said_by_setting
+from toolkit.engines.deepspeed_file import OFFLOADED, look_up, said_by_file
 
 
 def deepspeed_config(
@@ -159,7 +47,7 @@ def deepspeed_config(
     """
     result = copy.deepcopy(dict(written or {}))
     for key, (value, why) in _MUST_BE.items():
-        found = _look_up(result, key)
+        found = look_up(result, key)
         if found is not None and found != "auto" and found != value:
             instead = "remove it" if value is None else f"write {json.dumps(value)}, or remove it"
             raise Refusal(f"{key}: {json.dumps(found)} in {source}: {why}: {instead}.")
@@ -203,13 +91,6 @@ def fit_buckets(deepspeed: Mapping[str, Any], num_parameters: int) -> dict[str, 
 
 
 # -- details ---------------------------------------------------------------------------------------------------------
-
-_OFFLOADED = {"none": (), "optimizer": ("offload_optimizer",), "parameters": ("offload_optimizer", "offload_param")}
-
-_SECTIONS = (
-    "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "fp16", "optimizer",
-    "optimizer.params", "scheduler", "scheduler.params",
-)  # fmt: skip
 
 _BUCKETS = {
     "reduce_bucket_size": 500_000_000,
@@ -328,9 +209,10 @@ def _check_scheduler(section: Mapping[str, Any], config: Any, source: str) -> No
 def _zero_section(written: Mapping[str, Any], stage: int, offload: str) -> dict[str, Any]:
     zero = {key: value for key, value in written.items() if not (key in _FILLED and value == "auto")}
     zero["stage"] = stage
-    for part in _OFFLOADED["parameters"]:
+    zero.setdefault("overlap_comm", True)  # gradients travel while backward goes on; DeepSpeed's default for stage 3 alone
+    for part in OFFLOADED["parameters"]:
         section = zero.pop(part, None) or {}
-        if part in _OFFLOADED[offload]:
+        if part in OFFLOADED[offload]:
             device = section.get("device")
             # Where there is no GPU, DeepSpeed's CPU accelerator pins nothing.
             zero[part] = {"pin_memory": True} | section | {"device": "cpu" if device in SILENT else device}
@@ -345,14 +227,6 @@ _FILLED = (
 )  # fmt: skip
 
 
-def _look_up(written: Any, key: str) -> Any:
-    for name in key.split("."):
-        if not isinstance(written, Mapping):
-            return None
-        written = written.get(name)
-    return written
-
-
 def _first_auto(section: Mapping[str, Any], before: str = "") -> str | None:
     """The key of the first "auto" in a configuration, or None."""
     for key, value in section.items():
@@ -361,14 +235,3 @@ def _first_auto(section: Mapping[str, Any], before: str = "") -> str | None:
         if isinstance(value, Mapping) and (found := _first_auto(value, f"{before}{key}.")):
             return found
     return None
-
-
-class _Duplicate(Exception):
-    """A key that stands twice in one JSON object; Python's reader lets the last one win in silence."""
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for index, (key, _) in enumerate(pairs):
-        if key in (earlier for earlier, _ in pairs[:index]):
-            raise _Duplicate(key)
-    return dict(pairs)

@@ -1,0 +1,97 @@
+"""A user's own DeepSpeed configuration, as it is written: reading it, and what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.config import Refusal
+from toolkit.engines.agreement import SILENT, Said
+
+OFFLOADED = {"none": (), "optimizer": ("offload_optimizer",), "parameters": ("offload_optimizer", "offload_param")}
+
+_SECTIONS = (
+    "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "fp16", "optimizer",
+    "optimizer.params", "scheduler", "scheduler.params",
+)  # fmt: skip
+
+
+def said_by_file(written: Mapping[str, Any] | None, key: str, source: str) -> Said:
+    """What a DeepSpeed file says under a key such as `zero_optimization.stage`."""
+    return Said(look_up(written or {}, key), lambda value: f"{key}: {json.dumps(value)}", f" in {source}")
+
+
+def read_deepspeed_file(path: str) -> dict[str, Any]:
+    """The content of a DeepSpeed configuration file.
+
+    Raises:
+        Refusal: no such file, not readable, no JSON object, a key that stands there twice, or a section that is none.
+    """
+    try:
+        written = json.loads(Path(path).expanduser().read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except FileNotFoundError:
+        raise Refusal(f"DeepSpeed configuration {path}: no such file.") from None
+    except UnicodeDecodeError as error:
+        raise Refusal(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8.") from None
+    except OSError as error:
+        raise Refusal(f"DeepSpeed configuration {path}: cannot be read ({error.strerror}).") from None
+    except json.JSONDecodeError as error:
+        raise Refusal(f"{path}:{error.lineno}: is not JSON ({error.msg}, column {error.colno}).") from None
+    except _Duplicate as error:
+        raise Refusal(f"{path}: {error.args[0]} stands twice in one section: keep one.") from None
+    if not isinstance(written, dict):
+        raise Refusal(f'{path}: must hold one JSON object, such as {{"zero_optimization": {{"stage": 2}}}}.')
+    for key in _SECTIONS:
+        section = look_up(written, key)
+        if section is not None and not isinstance(section, dict):
+            raise Refusal(f"{key}: {json.dumps(section)} in {path}: must be a section in braces.")
+    return written
+
+
+def precision_of_file(written: Mapping[str, Any] | None, source: str) -> Said:
+    """The mixed precision that a DeepSpeed file asks for: bf16, fp16, or "no" where it turns bf16 off."""
+    half, brain = look_up(written or {}, "fp16.enabled"), look_up(written or {}, "bf16.enabled")
+    value = "fp16" if half is True else "bf16" if brain is True else "no" if brain is False else None
+    words = {"bf16": "bf16.enabled: true", "fp16": "fp16.enabled: true", "no": "bf16.enabled: false"}
+    return Said(value, words.__getitem__, f" in {source}")
+
+
+def offload_of_file(written: Mapping[str, Any] | None, source: str) -> Said:
+    """What a DeepSpeed file offloads, in the words of --offload, whatever the device.
+
+    Raises:
+        Refusal: parameters without the optimiser's state: --offload has no word for it.
+    """
+    zero = (written or {}).get("zero_optimization") or {}
+    parts = [part for part in OFFLOADED["parameters"] if (zero.get(part) or {}).get("device") not in SILENT]
+    if parts == ["offload_param"]:
+        raise Refusal(
+            f"zero_optimization.offload_param in {source}: parameters are offloaded only together with the optimiser's state. "
+            'Write "offload_optimizer": {"device": "cpu"} beside it.'
+        )
+    value = "parameters" if "offload_param" in parts else "optimizer" if parts else None
+    words = {level: " and ".join(f"zero_optimization.{part}" for part in parts) for level, parts in OFFLOADED.items()}
+    words["none"] = "no offload"
+    return Said(value, words.__getitem__, f" in {source}")
+
+
+def look_up(written: Any, key: str) -> Any:
+    """The value under a key such as `zero_optimization.stage`, None where there is none."""
+    for name in key.split("."):
+        if not isinstance(written, Mapping):
+            return None
+        written = written.get(name)
+    return written
+
+
+class _Duplicate(Exception):
+    """A key that stands twice in one JSON object; Python's reader lets the last one win in silence."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for index, (key, _) in enumerate(pairs):
+        if key in (earlier for earlier, _ in pairs[:index]):
+            raise _Duplicate(key)
+    return dict(pairs)
