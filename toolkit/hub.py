@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,14 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
         for leftover in (temporary, old):
             shutil.rmtree(leftover, ignore_errors=True)
         shapes = {name: tensor.shape for name, tensor in state.items()}  # save_pretrained empties the dictionary
+        trained = [name for name, parameter in plain.named_parameters() if parameter.requires_grad]
         if plain.can_generate():  # a chat ends its turn with a token of its own, which generate must know
             plain.generation_config.eos_token_id = turn_end_ids(tokenizer) or plain.generation_config.eos_token_id
         with _no_progress_bar():
             plain.save_pretrained(temporary, state_dict=state)
             tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(model_card(config, summary), encoding="utf-8")
-        check_model_directory(temporary, shapes)
+        check_model_directory(temporary, shapes, trained)
         if directory.exists():
             os.rename(directory, old)
         os.rename(temporary, directory)
@@ -54,10 +55,11 @@ class BadModel(Exception):
     exit_code = 1
 
 
-def check_model_directory(directory: Path, shapes: dict[str, torch.Size]) -> None:
+def check_model_directory(directory: Path, shapes: dict[str, torch.Size], trained: Collection[str] = ()) -> None:
     """Read a model directory again, a tensor at a time, and compare it with what was to be written.
 
-    Names may differ, as libraries write some models otherwise than they hold them; of an adapter only itself is written.
+    Names may differ, as libraries write some models otherwise than they hold them; of an adapter only itself is written:
+    at least what was `trained`.
     """
     from safetensors import safe_open
 
@@ -67,15 +69,17 @@ def check_model_directory(directory: Path, shapes: dict[str, torch.Size]) -> Non
             for name in tensors.keys():  # noqa: SIM118 - not a dictionary
                 written = tensors.get_tensor(name)
                 elements += written.numel()
-                wanted = shapes.get(name)
-                if written.numel() == 0 or (wanted is not None and written.shape != wanted):
-                    shape = "" if wanted is None else f", not {list(wanted)}"
+                expected = shapes.get(name)
+                if written.numel() == 0 or (expected is not None and written.shape != expected):
+                    shape = "" if expected is None else f", not {list(expected)}"
                     raise BadModel(f"{file}: {name} was written with shape {list(written.shape)}{shape}. The old model stays.")
                 if written.is_floating_point() and not bool(torch.isfinite(written).all()):
                     raise BadModel(f"{file}: {name} holds numbers that are not finite. The old model stays.")
-    whole = sum(shape.numel() for shape in shapes.values())
-    if elements == 0 or (elements != whole and not (directory / "adapter_config.json").exists()):
-        raise BadModel(f"{directory}: {elements} numbers were written, and the model has {whole}. The old model stays.")
+    of_adapter = (directory / "adapter_config.json").exists()
+    wanted = sum(shapes[name].numel() for name in (trained if of_adapter else shapes))
+    if elements == 0 or elements < wanted or (elements > wanted and not of_adapter):
+        what = "adapter" if of_adapter else "model"
+        raise BadModel(f"{directory}: {elements} numbers were written, and the {what} has {wanted}. The old model stays.")
 
 
 @contextlib.contextmanager
