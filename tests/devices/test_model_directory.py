@@ -87,8 +87,7 @@ def assert_held_once(finished: Any) -> None:
 def test_a_model_directory_is_what_was_trained(tiny: Any, layout: str) -> None:
     """Two ranks, four steps; the tied head is stored once.
 
-    Fails when: shards are written in the place of wholes; the optimiser's float32 weights are behind those of forward; every
-    rank keeps the whole; a tied weight is written twice.
+    Fails when: shards are written in the place of wholes; every rank keeps the whole; a tied weight is written twice.
     """
     finished = train(tiny, layout, *SHAPE)
     assert_is_the_trained_model(finished, tied=True)
@@ -149,7 +148,7 @@ def test_an_adapter_under_zero3_is_that_of_one_process_and_resumes_anywhere(tiny
     """LoRA: losses and tensors to 1e-5; the checkpoint holds what was trained and whose it is; resumed under ZeRO-3 bit for bit.
 
     Fails when: the identity of the frozen parameters, a collective, is worked out by one rank alone; frozen parameters are
-    stored; a gathered tensor is written after it was let go.
+    stored.
     """
     one, zero = train(tiny, "ddp", *SHAPE, "--lora", ranks=1, output_dir="one"), train(tiny, "zero3", *SHAPE, "--lora")
     assert len(zero.curve) == 4
