@@ -4,8 +4,9 @@
 
 The rows are made on the spot. Everything that a resume must bring back goes into result.json at the end: a digest of the
 weights, the examples of each step and a digest of every token the model saw. The variable TINY_RUN (JSON) makes it slow or
-ill: `step_seconds` (after `fast_steps`), `eval_seconds`, `eval_losses`, `nonfinite` ("loss", "gradient" or "row") at the steps
-(or rows) `at`, `out_of_memory_above` so many examples, `long_rows`; and `mistake` plants one of MISTAKES.
+ill: `step_seconds` (after `fast_steps`), `eval_seconds`, `eval_losses`, `nonfinite` ("loss", "constant", "gradient",
+"gradients" or "row") at the steps (or rows) `at`, or another by step in `kinds`, on all or some `ranks`; `out_of_memory_above`
+so many examples, `long_rows`; and `mistake` plants one of MISTAKES.
 """
 
 import dataclasses
@@ -103,16 +104,35 @@ def ill(loss_fn: Any, current: dict[str, int]) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         value, metrics = loss_fn(model, micro_batch, totals)
         kind, now = ILLNESS.get("nonfinite"), current["step"] in ILLNESS.get("at", [])
+        kind, now = (ILLNESS["kinds"].get(str(current["step"])), True) if "kinds" in ILLNESS else (kind, now)
+        if int(os.environ.get("RANK", 0)) not in ILLNESS.get("ranks", range(10**9)):
+            return value, metrics
         if kind == "row" and bool((micro_batch["input_ids"] == POISON).any()):
             value = value * float("inf")
         elif kind == "loss" and now:
             value = value * float("nan")
+        elif kind == "constant" and now:
+            value = value + float("inf")
+        elif kind == "gradients" and now:
+            value = _InfiniteGradients.apply(value)
         elif kind == "gradient" and now:
             weight = next(model.parameters())
             value = value + _InfiniteGradient.apply(weight)
         return value, metrics
 
     return loss
+
+
+class _InfiniteGradients(torch.autograd.Function):
+    """The same number; whatever it came from gets gradients that are not finite."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("inf")
 
 
 class _InfiniteGradient(torch.autograd.Function):
@@ -187,7 +207,7 @@ def evaluate(accelerator: Any, model: Any, evaluation: Any, run: Any, config: Co
 def main(config: Config) -> None:
     accelerator = tk.build_accelerator(config)
     splits = make_splits(config)
-    current, classes = {"step": 0}, config.model == "tiny-bert"
+    current, classes = {"step": 0, "pieces": 1}, config.model == "tiny-bert"
     if classes:
         num_labels = 1 if config.problem_type == "regression" else 3
         model = tk.load_model("AutoModelForSequenceClassification", config, num_labels=num_labels)

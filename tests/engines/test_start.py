@@ -1,0 +1,53 @@
+"""What an engine would make wrong is refused before anything starts, with the reason."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import toolkit as tk
+from toolkit.config import Refusal
+from toolkit.engines.choice import EngineChoice, FsdpChoice
+from toolkit.engines.start import _UNSHARDED_ONLY, check_engine
+
+PLAIN = EngineChoice("none")
+ZERO, FSDP = EngineChoice("zero", zero_stage=3), EngineChoice("fsdp", fsdp=FsdpChoice())
+
+
+@pytest.mark.parametrize(("optim", "reason"), _UNSHARDED_ONLY.items())
+def test_an_optimizer_that_shards_would_make_wrong_is_refused_with_its_reason(optim: str, reason: str) -> None:
+    """Fails when: check_engine looks at ZeRO alone, or refuses without an engine that shards."""
+    config = tk.OptimConfig(optim=optim)
+    for choice, name in ((ZERO, "ZeRO-3"), (replace(ZERO, zero_stage=1), "ZeRO-1"), (FSDP, "FSDP2")):
+        with pytest.raises(Refusal) as refusal:
+            check_engine(choice, config)
+        assert str(refusal.value) == f"--optim {optim} with {name}: {reason}. Take --optim adamw_torch, or muon."
+    check_engine(PLAIN, config)
+
+
+def test_every_optimizer_is_either_refused_or_trains_on_shards() -> None:
+    """The others are those of tests/devices/test_optimizers.py. Fails when: an optimiser is added and shards it unproven."""
+    proven = {"adamw_torch", "adamw_torch_fused", "sgd", "nadam", "radam", "rmsprop", "muon"}
+    assert proven | set(_UNSHARDED_ONLY) == set(tk.OptimConfig.__dataclass_fields__["optim"].metadata["choices"])
+    assert proven.isdisjoint(_UNSHARDED_ONLY)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_of_half_precision_are_refused_by_zero_alone(dtype: str) -> None:
+    """DeepSpeed would make float32 weights of them. Fails when: bf16's mixed precision is not let through."""
+    config = tk.ModelConfig(dtype=dtype)
+    with pytest.raises(Refusal, match=f"--dtype {dtype} with ZeRO-3: .* Take --bf16 and --dtype float32"):
+        check_engine(ZERO, config)
+    check_engine(replace(ZERO, mixed_precision="bf16"), config)
+    check_engine(FSDP, config)
+    check_engine(PLAIN, config)
+
+
+@pytest.mark.slow
+def test_a_refused_run_ends_with_code_2_on_every_rank_before_it_has_a_directory(tiny: Any) -> None:
+    """Fails when: build_accelerator does not ask check_engine, or asks it after the engine has started."""
+    ranks = tiny.ranks(2, "--optim", "adagrad", "--fsdp")
+    assert [rank.code for rank in ranks] == [2, 2], ranks[0].out[-3000:]
+    assert "--optim adagrad with FSDP2: torch makes its state before the parameters are sharded" in ranks[0].out
+    assert "Traceback" not in ranks[0].out
+    assert not ranks[0].folder.exists()
