@@ -44,8 +44,9 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
         torch.backends.cudnn.allow_tf32 = config.tf32
-    # Ranks without a GPU: unless told to stay on the CPU, Accelerate (1.15) takes each of them for a run of one process.
-    on_cpu = config.use_cpu or (several and not torch.accelerator.is_available())
+    # Unless told to stay on the CPU, Accelerate (1.15) takes each of several ranks without a GPU for a run of one process.
+    told = config.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
+    on_cpu = told or not torch.accelerator.is_available()
     if several and not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 cards: Accelerate asks for these two
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1")
     timeout = timedelta(seconds=max(10 * config.hang_timeout, 1800))

@@ -10,6 +10,7 @@ import torch
 from toolkit.config import SampleConfig
 from toolkit.data.tokenising.encoder import build_encoder
 from toolkit.data.tokenising.masks import turn_end_ids
+from toolkit.engines import unwrapped
 
 Prompt = dict[str, str]  # "prompt" as the model reads it, perhaps "reference": what follows in the data
 
@@ -45,7 +46,7 @@ def sample_texts(
         return []
     from transformers import GenerationConfig
 
-    inner = accelerator.unwrap_model(model)
+    inner = unwrapped(model)
     encoder = build_encoder(tokenizer)
     starts = [encoder.add_start(encoding.ids) for encoding in encoder.encode([prompt["prompt"] for prompt in prompts])]
     new_tokens, room = _lengths(inner, config)

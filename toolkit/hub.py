@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from toolkit.data.tokenising.masks import turn_end_ids
+from toolkit.engines import unwrapped
 from toolkit.engines.pieces import whole_state_dict
 from toolkit.tracking import show_number
 
@@ -25,7 +26,7 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
         BadModel: a tensor that was written is missing, empty, of another shape or not finite; the old model stays.
     """
     directory = Path(config.output_dir) / "model"
-    plain = model if accelerator is None else accelerator.unwrap_model(model)
+    plain = unwrapped(model)
     state = whole_state_dict(accelerator, plain)
     if state is not None and (accelerator is None or accelerator.is_main_process):
         temporary, old = directory.with_name(".model.tmp"), directory.with_name(".model.old")

@@ -7,6 +7,7 @@ import torch
 
 from toolkit.config import Refusal
 from toolkit.data.order import seed_micro_batch
+from toolkit.engines import unwrapped
 from toolkit.ranks import largest
 from toolkit.step import LossFn, to_device
 
@@ -39,7 +40,7 @@ def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, lo
     if sharded:
         return train
     asked, size = train.micro_batch_size, train.micro_batch_size
-    plain, totals = accelerator.unwrap_model(model), {"examples": 1.0, "tokens": 1.0, "weight": 1.0}
+    plain, totals = unwrapped(model), {"examples": 1.0, "tokens": 1.0, "weight": 1.0}
     while not _fits(accelerator, plain, optimizer, dataclasses.replace(train, micro_batch_size=size), loss_fn, totals):
         size = -(-size // 2) if size > 1 else 0
         if not size:

@@ -17,6 +17,7 @@ from toolkit import output
 from toolkit.best import greater_is_better
 from toolkit.config import Refusal
 from toolkit.data.batch import Batch
+from toolkit.engines import unwrapped
 from toolkit.failures import explained
 from toolkit.figures import Window
 from toolkit.guard import LossSpikes, NonfiniteGuard
@@ -39,7 +40,7 @@ class Run:
 
     def __init__(self, accelerator: Any, config: Any, model: Any, optimizer: Any, train: Any) -> None:
         self.accelerator, self.config, self.train = accelerator, config, train
-        self.model, self.optimizer = accelerator.unwrap_model(model), getattr(optimizer, "optimizer", optimizer)
+        self.model, self.optimizer = unwrapped(model), getattr(optimizer, "optimizer", optimizer)
         self.output_dir = Path(config.output_dir)
         self.checkpoints = self.output_dir / "checkpoints"
         self.step = self.applied = self.position = 0

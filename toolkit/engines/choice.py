@@ -128,7 +128,7 @@ def _choose_fsdp(config: Any, environment: Mapping[str, str]) -> EngineChoice:
 
 
 def _choose_zero(config: Any, environment: Mapping[str, str], in_code: Mapping[str, Any] | None) -> EngineChoice:
-    fields = environment if _is_true(environment, "ACCELERATE_USE_DEEPSPEED") and in_code is None else {}
+    fields = environment if _is_true(environment, "ACCELERATE_USE_DEEPSPEED") else {}
     path = _deepspeed_file(config, fields)
     if path and in_code is not None:
         raise Refusal(f"--deepspeed {path} and the recipe's DeepSpeedPlugin both configure DeepSpeed: give one of the two.")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from toolkit.config import OptimConfig
-from toolkit.engines import engine_of
+from toolkit.engines import engine_of, unwrapped
 from toolkit.parameter_groups import parameter_groups
 
 # State of the optimisers that can be sharded: float32 values for an element.
@@ -125,11 +125,11 @@ def used_memory(accelerator: Any, model: nn.Module, optimizer: Any) -> Memory:
 
     Between two steps the gradients have been freed: what counts as such then is memory that the engine keeps for them.
     """
-    unwrapped, engine = accelerator.unwrap_model(model), engine_of(accelerator)
-    pieces = engine.pieces(accelerator, unwrapped, optimizer) if engine.pieces else []
+    inner, engine = unwrapped(model), engine_of(accelerator)
+    pieces = engine.pieces(accelerator, inner, optimizer) if engine.pieces else []
     owners = [piece.owner for piece in pieces]
     zero = _deepspeed_engine(accelerator)
-    parameters = list(unwrapped.parameters())
+    parameters = list(inner.parameters())
     gradients = [each.grad for each in chain(parameters, owners)]
     gradients.append(getattr(zero.optimizer, "grad_partitions_flat_buffer", None) if zero else None)
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
@@ -166,7 +166,7 @@ def memory_table(accelerator: Any, model: nn.Module, optimizer: Any, config: Opt
     zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"] if engine else {}
     offload = "parameters" if "offload_param" in zero else "optimizer" if "offload_optimizer" in zero else "none"
     half = accelerator.mixed_precision == "bf16"
-    whole, ranks = accelerator.unwrap_model(model), accelerator.num_processes
+    whole, ranks = unwrapped(model), accelerator.num_processes
     table = zero_memory_table(whole, config, ranks, mixed_precision=accelerator.mixed_precision, offload=offload)
     used = used_memory(accelerator, model, optimizer)
     unit, name = (1e9, "GB") if table[0].total >= 1e9 else (1e6, "MB")

@@ -29,12 +29,29 @@ def check_engine(choice: EngineChoice, config: Any) -> None:
     optim, reason = getattr(config, "optim", ""), _UNSHARDED_ONLY.get(getattr(config, "optim", ""))
     if choice.name != "none" and reason:
         raise Refusal(f"--optim {optim} with {engine_name(choice)}: {reason}. Take --optim adamw_torch, or muon.")
+    _check_nvme(choice, config)
     dtype = getattr(config, "dtype", "float32")
     if choice.name == "zero" and dtype != "float32" and choice.mixed_precision == "no":
         raise Refusal(
             f"--dtype {dtype} with {engine_name(choice)}: DeepSpeed keeps float32 weights beside those it computes with. Take "
             "--bf16 and --dtype float32: the weights of forward and backward are bfloat16 then."
         )
+
+
+def _check_nvme(choice: EngineChoice, config: Any) -> None:
+    """Refuse what needs the optimiser's state in memory when it is on a disk between the steps."""
+    sections = (choice.deepspeed or {}).get("zero_optimization", {})
+    if "nvme" not in [sections.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")]:
+        return
+    for setting, value, instead in (
+        ("save_strategy", "no", "--save-strategy no"), ("load_best_model_at_end", False, "--no-load-best-model-at-end"),
+        ("optim", "adamw_torch", "--optim adamw_torch"),
+    ):  # fmt: skip
+        if getattr(config, setting, value) != value:
+            raise Refusal(
+                f"offload to nvme: checkpoints, and optimisers of whole matrices, need the state in memory. Take {instead}, or "
+                "the device cpu."
+            )
 
 
 def engine_name(choice: EngineChoice) -> str:
@@ -57,17 +74,26 @@ def make_group_of_one() -> None:
 def start_plain(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout: Any, common: dict[str, Any]) -> Any:
     """One device, or data parallelism."""
     from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
 
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if on_cpu:  # transformers imports DeepSpeed, where it is installed, to save a model; it would say what it looked for
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _forget_what_was_read()
-    return Accelerator(cpu=on_cpu or None, kwargs_handlers=[_group(backend, timeout)] if several else None, **common)
+    # Gradients lie in the buckets they travel in: one copy of them less.
+    handlers = [_group(backend, timeout), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    return Accelerator(cpu=on_cpu or None, kwargs_handlers=handlers if several else None, **common)
 
 
 def start_zero(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout: Any, common: dict[str, Any]) -> Any:
     """DeepSpeed."""
+    import torch
+
     make_group_of_one()
-    if on_cpu:  # else it takes a GPU that is there
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    if on_cpu and torch.accelerator.is_available():
+        raise Refusal("--use-cpu with ZeRO: DeepSpeed takes the GPU that is there. Put CUDA_VISIBLE_DEVICES='' before it all.")
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # it would say that it looked for others
         _leave_communication_to_gloo()
     _quiet_deepspeed()
     _forget_what_was_read()
@@ -143,7 +169,7 @@ def _forget_what_was_read() -> None:
     for name in (
         "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING",
         "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-        "FSDP_ACTIVATION_CHECKPOINTING",
+        "FSDP_ACTIVATION_CHECKPOINTING", "ACCELERATE_USE_CPU",
     ):  # fmt: skip
         os.environ.pop(name, None)
 

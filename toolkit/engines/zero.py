@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from toolkit.config import Refusal
 from toolkit.engines.engine import Engine, Piece
 from toolkit.engines.pieces import bring_pieces
 
@@ -75,7 +76,10 @@ def _piece_of_shard(sharded: Any, name: str, parameter: Any, _: int) -> Piece:
     group, offset, length = sharded.grad_position[sharded.get_param_id(parameter)]
     start = torch.distributed.get_rank(parameter.ds_process_group) * length
     count = max(0, min(length, parameter.ds_numel - start))  # the last shards are padded
-    return Piece(name, parameter.ds_shape, start, sharded.fp32_partitioned_groups_flat[group], offset, count)
+    owner = sharded.fp32_partitioned_groups_flat[group]
+    if owner.numel() == 0:
+        raise Refusal("the optimiser's state is on NVMe, where no checkpoint can read it: take the device cpu.")
+    return Piece(name, parameter.ds_shape, start, owner, offset, count)
 
 
 def whole_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from toolkit.engines import unwrapped
 from toolkit.losses.chunked_sums import Sums, sums_in_chunks
 from toolkit.metrics.evaluation_mode import evaluation_mode
 
@@ -40,9 +41,7 @@ def supervised_sums(
 
     `positions` `[P]`: flat indices into `[batch, length]`; `targets` `[P]`: the token to predict at each.
     """
-    from accelerate.utils import extract_model_from_parallel
-
-    base = extract_model_from_parallel(model, keep_torch_compile=False)
+    base = unwrapped(model)
     if model not in _HEAD_COMES_LAST:
         _HEAD_COMES_LAST[model] = head_comes_last(model, base, inputs["input_ids"])
     if "use_cache" in _forward_parameters(base):
