@@ -64,7 +64,10 @@ def _observe_rows(accelerator: Any, model: Any, loader: Iterable[Batch], metrics
 def _from_all_ranks(accelerator: Any, rows: torch.Tensor) -> np.ndarray:
     """Rows of all ranks, one behind the other; ranks may have different numbers of them, also none."""
     if _ranks(accelerator):
-        counts = accelerator.gather(torch.tensor([len(rows)], device=rows.device)).tolist()
+        width = rows.shape[1:].numel()
+        counts, widths = accelerator.gather(torch.tensor([[len(rows), width]], device=rows.device)).T.tolist()
+        if len(set(widths)) > 1:
+            raise Refusal(f"The metric's rows are of different widths on the ranks ({sorted(set(widths))}): cut or fill them.")
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
         everyone = accelerator.gather(padded).split(max(counts))

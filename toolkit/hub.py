@@ -12,6 +12,7 @@ import torch
 from toolkit.data.tokenising.masks import turn_end_ids
 from toolkit.engines import unwrapped
 from toolkit.engines.pieces import whole_state_dict
+from toolkit.ranks import on_main
 from toolkit.tracking import show_number
 
 
@@ -28,26 +29,39 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
     directory = Path(config.output_dir) / "model"
     plain = unwrapped(model)
     state = whole_state_dict(accelerator, plain)
-    if state is not None and (accelerator is None or accelerator.is_main_process):
-        temporary, old = directory.with_name(".model.tmp"), directory.with_name(".model.old")
-        for leftover in (temporary, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        shapes = {name: tensor.shape for name, tensor in state.items()}  # save_pretrained empties the dictionary
-        trained = [name for name, parameter in plain.named_parameters() if parameter.requires_grad]
-        if plain.can_generate():  # a chat ends its turn with a token of its own, which generate must know
-            plain.generation_config.eos_token_id = turn_end_ids(tokenizer) or plain.generation_config.eos_token_id
-        with _no_progress_bar():
-            plain.save_pretrained(temporary, state_dict=state)
-            tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(model_card(config, summary), encoding="utf-8")
-        check_model_directory(temporary, shapes, trained)
-        if directory.exists():
-            os.rename(directory, old)
-        os.rename(temporary, directory)
-        shutil.rmtree(old, ignore_errors=True)
-    if accelerator is not None:
-        accelerator.wait_for_everyone()
+
+    def write() -> None:
+        assert state is not None  # on the main process it is there
+        _write_model_directory(directory, plain, state, tokenizer, model_card(config, summary))
+
+    if accelerator is None:
+        write()
+    else:
+        on_main(accelerator, write, BadModel)
     return directory
+
+
+def _write_model_directory(directory: Path, model: Any, state: dict[str, torch.Tensor], tokenizer: Any, card: str) -> None:
+    temporary, old = directory.with_name(".model.tmp"), directory.with_name(".model.old")
+    for leftover in (temporary, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    shapes = {name: tensor.shape for name, tensor in state.items()}  # save_pretrained empties the dictionary
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if model.can_generate():  # a chat ends its turn with a token of its own, which generate must know
+        model.generation_config.eos_token_id = turn_end_ids(tokenizer) or model.generation_config.eos_token_id
+    try:
+        with _no_progress_bar():
+            model.save_pretrained(temporary, state_dict=state)
+            tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        check_model_directory(temporary, shapes, trained)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if directory.exists():
+        os.rename(directory, old)
+    os.rename(temporary, directory)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 class BadModel(Exception):

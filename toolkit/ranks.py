@@ -20,18 +20,18 @@ def largest(accelerator: Any, number: int) -> int:
     return int(numbers)
 
 
-def on_main(accelerator: Any, action: Callable[[], Result]) -> Result:
-    """What `action` returns on the main process, on every rank; what it refuses or can't write, every rank refuses."""
+def on_main(accelerator: Any, action: Callable[[], Result], problem: type[Exception] = Refusal) -> Result:
+    """What `action` returns on the main process, on every rank; what it refuses or can't write, every rank raises."""
     told: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
             told[0] = action()
-        except (Refusal, OSError) as problem:
-            told[1] = str(problem)
+        except (Refusal, problem, OSError) as error:
+            told[1] = str(error)
     if accelerator.num_processes > 1:
         torch.distributed.broadcast_object_list(told, src=0, group=_cpu_group())
     if told[1] is not None:
-        raise Refusal(told[1])
+        raise problem(told[1])
     return told[0]
 
 

@@ -25,6 +25,8 @@ class SaveFailed(Exception):
 def save_run(run: Any) -> None:
     """Write a checkpoint of this moment, or begin to; whether it went well, `run.writer` tells. All ranks call it."""
     if engine_of(run.accelerator).shards:
+        if not run.base and any(not parameter.requires_grad for parameter in run.model.parameters()):
+            run.base = ckpt.sharded_base_identity(run.accelerator, run.model)  # on every rank: finding it is a collective
         state = ckpt.capture_sharded_state(run.accelerator, run.model, run.optimizer, run_record(run), run.kept, run.base)
         if state is not None:
             _write_state(run, state)

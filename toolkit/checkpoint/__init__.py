@@ -13,7 +13,7 @@ from toolkit.checkpoint.directory import (
     write_pointer,
 )
 from toolkit.checkpoint.random_state import capture_random_state, restore_random_state
-from toolkit.checkpoint.sharded import apply_sharded_state, capture_sharded_state
+from toolkit.checkpoint.sharded import apply_sharded_state, capture_sharded_state, sharded_base_identity
 from toolkit.checkpoint.state import State, apply_state, base_identity, capture_state, copy_state, nonfinite_parameter
 from toolkit.checkpoint.trees import flatten, unflatten
 from toolkit.checkpoint.writer import CheckpointWriter, Outcome
@@ -23,5 +23,5 @@ __all__ = [
     "capture_sharded_state", "capture_state",
     "clean_leftovers", "copy_state", "flatten", "latest_checkpoint", "list_checkpoints", "load_checkpoint",
     "nonfinite_parameter", "prune_checkpoints", "read_pointer", "restore_random_state", "save_checkpoint",
-    "set_aside_later", "unflatten", "verify_checkpoint", "write_pointer",
+    "set_aside_later", "sharded_base_identity", "unflatten", "verify_checkpoint", "write_pointer",
 ]

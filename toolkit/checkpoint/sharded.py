@@ -19,7 +19,10 @@ from toolkit.engines.pieces import whole_tensor
 def capture_sharded_state(
     accelerator: Any, model: Any, optimizer: Any, run: dict[str, Any], kept: Any = None, base: dict[str, Any] | None = None
 ) -> State | None:
-    """The state of live objects (unwrapped): on the main process, None on the others. A collective."""
+    """The state of live objects (unwrapped): on the main process, None on the others. A collective.
+
+    `base`: what `sharded_base_identity` found on every rank, for a model with frozen parameters.
+    """
     torch_optimizer = _torch_optimizer(optimizer)
     found, names = _pieces(accelerator, model, optimizer), _names(torch_optimizer)
     tensors, states = {}, {}
@@ -29,8 +32,6 @@ def capture_sharded_state(
             key: whole_tensor(piece, value, accelerator.device) if _is_laid_out(value, piece.owner) else _scalar(value)
             for key, value in torch_optimizer.state.get(piece.owner, {}).items()
         }
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    base = (base or sharded_base_identity(accelerator, model)) if frozen else {}
     if not accelerator.is_main_process:
         return None
     tensors |= _buffers(model)
@@ -45,7 +46,7 @@ def capture_sharded_state(
         run=run,
         kept=dict(kept or {}),
         random=capture_random_state(),
-        base=base,
+        base=base or {},
     )
 
 

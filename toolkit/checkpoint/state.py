@@ -118,8 +118,9 @@ def base_identity(model: Any) -> dict[str, Any]:
 def identity_of(model: Any, digests: dict[str, str]) -> dict[str, Any]:
     """The identity that the digests of a model's frozen parameters make."""
     config = getattr(model, "config", None)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return {
-        "model": getattr(config, "_name_or_path", None) or type(model).__name__,
+        "model": getattr(config, "_name_or_path", None) or type(inner).__name__,
         "revision": getattr(config, "_commit_hash", None),
         "sha256": hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest(),
     }
