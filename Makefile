@@ -18,7 +18,7 @@ demo: $(CORE)
 	$(BIN)/python -m toolkit.report runs/demo/pretrain runs/demo/sft --output runs/demo/report.html
 
 test: $(DEV)
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests $(PYTEST)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests -n 2 --dist loadfile $(PYTEST)
 
 # TRIALS is the share of the trials in percent; PYTEST="-k power" takes some of the faults.
 chaos: $(DEV)

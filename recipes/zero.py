@@ -25,7 +25,6 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.ClassificationCon
     per_device_eval_batch_size: int = 32
     num_train_epochs: float = 2.0
     group_by_length: bool = True
-    zero_stage: int | None = 2
     output_dir: str = "runs/zero"
 
 
@@ -33,9 +32,9 @@ def main(config: Config) -> tk.Summary:
     from accelerate.utils import DeepSpeedPlugin
 
     plugin = DeepSpeedPlugin(
-        zero_stage=config.zero_stage,
-        offload_optimizer_device="none" if config.offload == "none" else "cpu",
-        offload_param_device="cpu" if config.offload == "parameters" else "none",
+        zero_stage=config.zero_stage,  # where nothing is said, what accelerate launch was told, else 2
+        offload_optimizer_device=None if config.offload == "none" else "cpu",
+        offload_param_device="cpu" if config.offload == "parameters" else None,
     )
     accelerator = tk.build_accelerator(config, deepspeed_plugin=plugin)
     tokenizer = tk.load_tokenizer(config)

@@ -22,7 +22,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
             that can't be sharded, a tracker whose library is missing, an output directory in use.
     """
     from toolkit.engines.choice import choose_engine
-    from toolkit.engines.start import START, check_backend, check_engine
+    from toolkit.engines.start import START, check_backend, check_engine, engine_label
     from toolkit.mpi import adopt_mpi_ranks
     from toolkit.output import check_output_dir
     from toolkit.ranks import on_main
@@ -47,6 +47,8 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
     # Unless told to stay on the CPU, Accelerate (1.15) takes each of several ranks without a GPU for a run of one process.
     told = config.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
     on_cpu = told or not torch.accelerator.is_available()
+    if on_cpu:  # DeepSpeed, which transformers imports where it is installed, would say that it looked for others
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if several and not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 cards: Accelerate asks for these two
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1")
     timeout = timedelta(seconds=max(10 * config.hang_timeout, 1800))
@@ -55,6 +57,9 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
         {"mixed_precision": choice.mixed_precision, "log_with": trackers or None, "gradient_accumulation_steps": 1,
          "project_dir": os.path.join(config.output_dir, "trackers")},
     )  # fmt: skip
+    accelerator.engine_label = engine_label(choice)
+    if choice.name != "none" and accelerator.is_main_process:
+        print(f"sharded over {accelerator.num_processes} rank(s): {accelerator.engine_label}", flush=True)
     on_main(accelerator, lambda: check_output_dir(config))  # by one rank, for all: another may be writing there already
     set_seed(config.seed)
     return accelerator

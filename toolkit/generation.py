@@ -10,7 +10,7 @@ import torch
 from toolkit.config import SampleConfig
 from toolkit.data.tokenising.encoder import build_encoder
 from toolkit.data.tokenising.masks import turn_end_ids
-from toolkit.engines import unwrapped
+from toolkit.engines import engine_of, unwrapped
 
 Prompt = dict[str, str]  # "prompt" as the model reads it, perhaps "reference": what follows in the data
 
@@ -61,7 +61,8 @@ def sample_texts(
     input_ids, attention_mask = _pad_left(ids, padding, accelerator.device)
     with _as_for_inference(inner), accelerator.autocast():
         output = inner.generate(
-            input_ids=input_ids, attention_mask=attention_mask, generation_config=settings, logits_processor=draw
+            input_ids=input_ids, attention_mask=attention_mask, generation_config=settings, logits_processor=draw,
+            synced_gpus=engine_of(accelerator).shards,  # a rank that ended earlier would leave the others waiting
         )
     texts = tokenizer.batch_decode(output[:, input_ids.shape[1] :], skip_special_tokens=True)
     return [

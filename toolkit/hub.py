@@ -1,6 +1,7 @@
 """What comes out of a run: a model directory that `from_pretrained` reads."""
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Collection, Iterator
@@ -29,10 +30,14 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
     directory = Path(config.output_dir) / "model"
     plain = unwrapped(model)
     state = whole_state_dict(accelerator, plain)
+    dtype = getattr(torch, config.dtype if config.dtype != "auto" else str(plain.dtype).removeprefix("torch."))
+    if state is not None and plain.dtype != dtype:  # ZeRO computes with bfloat16 weights beside those that were trained
+        state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
     def write() -> None:
         assert state is not None  # on the main process it is there
-        _write_model_directory(directory, plain, state, tokenizer, model_card(config, summary))
+        card = model_card(config, summary)
+        _write_model_directory(directory, plain, state, tokenizer, card, str(dtype).removeprefix("torch."))
 
     if accelerator is None:
         write()
@@ -41,7 +46,16 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
     return directory
 
 
-def _write_model_directory(directory: Path, model: Any, state: dict[str, torch.Tensor], tokenizer: Any, card: str) -> None:
+def _say_dtype(path: Path, dtype: str) -> None:
+    """Of the weights that were written; transformers says that of the live ones."""
+    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if written.get("dtype", dtype) != dtype:
+        path.write_text(json.dumps({**written, "dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_model_directory(
+    directory: Path, model: Any, state: dict[str, torch.Tensor], tokenizer: Any, card: str, dtype: str
+) -> None:
     temporary, old = directory.with_name(".model.tmp"), directory.with_name(".model.old")
     for leftover in (temporary, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -49,12 +63,18 @@ def _write_model_directory(directory: Path, model: Any, state: dict[str, torch.T
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if model.can_generate():  # a chat ends its turn with a token of its own, which generate must know
         model.generation_config.eos_token_id = turn_end_ids(tokenizer) or model.generation_config.eos_token_id
+    from safetensors import SafetensorError
+
     try:
         with _no_progress_bar():
             model.save_pretrained(temporary, state_dict=state)
             tokenizer.save_pretrained(temporary)
+        _say_dtype(temporary / "config.json", dtype)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         check_model_directory(temporary, shapes, trained)
+    except SafetensorError as error:  # it wraps the operating system's errors in its own words
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(str(error)) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -23,6 +23,7 @@ FREE = frozenset({
     "save_total_limit", "save_error", "async_save", "stop_deadline", "hang_timeout", "load_best_model_at_end",
     "metric_for_best_model", "greater_is_better", "early_stopping_patience", "num_samples", "sample_max_new_tokens",
     "sample_temperature", "per_device_eval_batch_size", "eval_split", "max_eval_examples", "dataloader_num_workers", "metrics",
+    "zero_stage", "fsdp", "offload", "deepspeed",  # said as the engine of the layout
     "trust_remote_code", "auto_find_batch_size", "nonfinite", "max_nonfinite_steps",
 })  # fmt: skip
 
@@ -34,8 +35,7 @@ SAID = {
     "per_device_train_batch_size": _OTHER_MASKS, "gradient_accumulation_steps": "steps hold other examples; none is lost",
     "global_batch_size": "steps hold other examples; none is lost", "torch_compile": _OTHER_MASKS,
     "attn_implementation": _OTHER_ROUNDING, "gradient_checkpointing": _OTHER_ROUNDING, "bf16": _OTHER_ROUNDING,
-    "fp16": _OTHER_ROUNDING, "tf32": _OTHER_ROUNDING, "use_cpu": _OTHER_ROUNDING, "zero_stage": _OTHER_ROUNDING,
-    "fsdp": _OTHER_ROUNDING, "offload": _OTHER_ROUNDING, "deepspeed": _OTHER_ROUNDING, "ddp_backend": _OTHER_ROUNDING,
+    "fp16": _OTHER_ROUNDING, "tf32": _OTHER_ROUNDING, "use_cpu": _OTHER_ROUNDING, "ddp_backend": _OTHER_ROUNDING,
     # of the layout, not of the settings
     "micro_batch_size": _OTHER_MASKS, "engine": _OTHER_ROUNDING, "processes": _OTHER_ROUNDING, "threads": _OTHER_ROUNDING,
     "device": _OTHER_ROUNDING, "torch": _OTHER_ROUNDING,
@@ -45,9 +45,9 @@ SAID = {
 def run_layout(accelerator: Any, train: Any) -> dict[str, Any]:
     """What the world decided, as far as random numbers and rounding depend on it."""
     return {
-        "engine": engine_of(accelerator).name, "processes": accelerator.num_processes, "device": accelerator.device.type,
-        "micro_batch_size": train.micro_batch_size, "global_batch_size": train.global_batch_size,
-        "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "engine": getattr(accelerator, "engine_label", engine_of(accelerator).name), "processes": accelerator.num_processes,
+        "device": accelerator.device.type, "micro_batch_size": train.micro_batch_size,
+        "global_batch_size": train.global_batch_size, "threads": torch.get_num_threads(), "torch": torch.__version__,
     }  # fmt: skip
 
 
@@ -106,6 +106,8 @@ def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: 
     pairs += [(name, old_layout[name], layout[name]) for name in of_world if old_layout[name] != layout[name]]
     allowed = "allowed by --allow-change"
     told = {name: f"{name} was {old} and is {new}: {SAID.get(name, allowed)}" for name, old, new in pairs}
+    if old_layout.get("global_batch_size", layout["global_batch_size"]) != layout["global_batch_size"]:
+        told["global_batch_size"] += f" (--global-batch-size {old_layout['global_batch_size']} keeps the steps as they were)"
     return list(told.values())
 
 

@@ -17,7 +17,7 @@ from toolkit import output
 from toolkit.best import greater_is_better
 from toolkit.config import Refusal
 from toolkit.data.batch import Batch
-from toolkit.engines import unwrapped
+from toolkit.engines import element_count, unwrapped
 from toolkit.failures import explained
 from toolkit.figures import Window
 from toolkit.guard import LossSpikes, NonfiniteGuard
@@ -93,6 +93,12 @@ class Run:
     @property
     def finished(self) -> bool:
         return self.position >= self.train.examples_to_consume
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in all: those taken, and as many as the examples left over fill at the global batch of now."""
+        left = max(0, self.train.examples_to_consume - self.position)
+        return self.step + math.ceil(left / self.train.global_batch_size)
 
     @property
     def seconds(self) -> float:
@@ -215,7 +221,7 @@ class Run:
             raise Refusal(f"--metric-for-best-model {name}: not a figure of the evaluation: {', '.join(figures)}")
         self._write(figures)
         shown = "  ".join(f"{key} {show_number(value)}" for key, value in figures.items())
-        self.say(f"step {self.step}/{self.train.num_steps}  {shown}")
+        self.say(f"step {self.step}/{self.num_steps}  {shown}")
 
     def _write(self, figures: dict[str, Any]) -> None:
         where = {"step": self.step, "epoch": round(self.epoch, 6), "examples": self.position, "time": round(self.seconds, 3)}
@@ -285,7 +291,7 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
 
 def _check_space(run: Run, config: Any) -> None:
     """Room for the model and the checkpoints that are kept, beside the one being written: weights and two moments each."""
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
+    weights = sum(element_count(parameter) * 4 for parameter in run.model.parameters())
     kept = 0 if config.save_strategy == "no" else (config.save_total_limit or 1) + 1
     what = f"this run (a model{f' and {kept} checkpoints' if kept else ''})"
     output.check_disk_space(run.output_dir, int(1.1 * weights * (1 + 3 * kept)), what)

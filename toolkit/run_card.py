@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from toolkit.engines import element_count
 from toolkit.output import write_atomically
 from toolkit.tracking import public_settings
 
@@ -28,12 +29,12 @@ def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train:
         "model": {
             "name": getattr(config, "model", None),
             "commit": getattr(model.config, "_commit_hash", None),
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "parameters": sum(element_count(p) for p in model.parameters()),
+            "trainable": sum(element_count(p) for p in model.parameters() if p.requires_grad),
         },
         "layout": {
             "processes": accelerator.num_processes,
-            "engine": str(accelerator.distributed_type.value),
+            "engine": getattr(accelerator, "engine_label", str(accelerator.distributed_type.value)),
             "precision": accelerator.mixed_precision,
             "global_batch_size": train.global_batch_size,
             "micro_batch_size": train.micro_batch_size,

@@ -1,6 +1,7 @@
 """A run's state on its way to a checkpoint and back."""
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ class SaveFailed(Exception):
 def save_run(run: Any) -> None:
     """Write a checkpoint of this moment, or begin to; whether it went well, `run.writer` tells. All ranks call it."""
     if engine_of(run.accelerator).shards:
+        began, run.stop.busy_saving = time.monotonic(), True  # on every rank: a deadline must not part them in the middle
         if not run.base and any(not parameter.requires_grad for parameter in run.model.parameters()):
             run.base = ckpt.sharded_base_identity(run.accelerator, run.model)  # on every rank: finding it is a collective
         state = ckpt.capture_sharded_state(run.accelerator, run.model, run.optimizer, run_record(run), run.kept, run.base)
         if state is not None:
             _write_state(run, state)
+        run.accelerator.wait_for_everyone()
+        run.stop.busy_saving, run.stop.seconds_to_save = False, time.monotonic() - began
     else:
         write_checkpoint(run)
     run.accelerator.wait_for_everyone()
@@ -88,8 +92,8 @@ def restore_run(run: Any, path: Path) -> None:
     run.window.seconds = record.get("window_seconds", 0.0)
     on_main(accelerator, lambda: _settle(run, path))
     run.events = output.read_lines(run.output_dir / "metrics.jsonl")
-    run.display = Progress(train.num_steps, run.step, accelerator.is_main_process)
-    run.say(f"resumed from {path}: step {run.step} of {train.num_steps}")
+    run.display = Progress(run.num_steps, run.step, accelerator.is_main_process)
+    run.say(f"resumed from {path}: step {run.step} of {run.num_steps}")
     for note in notes:
         run.say(f"  {note}")
     ckpt.restore_random_state(state.random)

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from toolkit import checkpoint as ckpt
+from toolkit.engines import engine_of
 from toolkit.run_state import report_saves, write_checkpoint
 from toolkit.signals import Interrupted, continuing_command
 
@@ -23,6 +24,8 @@ def leave_in_time(run: Any) -> None:
         run.evaluation_is_owed = run.due("eval") and not any(name.startswith("eval_") for event in last for name in event)
         run.read_window()
         write_checkpoint(run)
+        if engine_of(run.accelerator).shards:
+            run.say(f"no time to gather a checkpoint of step {run.step} from all ranks: what followed the newest one is lost")
     try:
         interrupt(run, run.stop.number or signal.SIGTERM)
     except Interrupted as interrupted:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from toolkit.config import RunConfig, groups
+from toolkit.engines import element_count
 
 # Dense bf16 products without sparsity, in FLOP/s, from the makers' data sheets; longest name first, so that
 # "H100 PCIe" is found before "H100".
@@ -36,7 +37,7 @@ def flops_per_token(model: Any) -> float:
 
     A tied embedding counts once, since it is used once as a matrix; an untied input embedding is a look-up and counts not.
     """
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(element_count(p) for p in model.parameters())
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     embeddings = model.get_input_embeddings().weight
     tied = head is not None and head.weight is embeddings

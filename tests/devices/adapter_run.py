@@ -9,7 +9,6 @@ memory-RANK.json: the bytes of all tensors that it held while the model came tog
 import gc
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 
 import toolkit as tk
 from toolkit.config import setting
-from toolkit.engines import engine_of
+from toolkit.engines import pieces
 
 VOCABULARY = 260
 
@@ -75,20 +74,16 @@ def bytes_of_tensors() -> int:
     return sum(storages.values())
 
 
-def watch_memory(accelerator: Any) -> list[int]:
-    """Bytes of tensors that are alive each time the engine hands out a whole parameter; first, before anything is."""
-    engine, seen = engine_of(accelerator), []
-    whole_parameters = engine.whole_parameters
+def watch_memory() -> list[int]:
+    """Bytes of tensors that are alive each time a whole parameter comes together; first, before anything does."""
+    gc.collect()
+    seen, add_up = [bytes_of_tensors()], pieces.add_up
 
-    def watched(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        gc.collect()
+    def watched(parts: torch.Tensor, *, everywhere: bool) -> None:
         seen.append(bytes_of_tensors())
-        for name, whole in whole_parameters(model):
-            seen.append(bytes_of_tensors())
-            yield name, whole
+        add_up(parts, everywhere=everywhere)
 
-    if whole_parameters is not None:
-        object.__setattr__(engine, "whole_parameters", watched)  # it is frozen, and this process's own
+    pieces.add_up = watched
     return seen
 
 
@@ -120,7 +115,7 @@ def main(config: Config) -> None:
             save_file({"logits": logits}, Path(config.output_dir, "live.safetensors"))
         if config.spoiled:
             spoil(accelerator.unwrap_model(model))
-        seen = watch_memory(accelerator)
+        seen = watch_memory()
         tk.save_model(accelerator, model, tokenizer, config, run.summary)
         more = [size - seen[0] for size in seen]
         Path(config.output_dir, f"memory-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(more))

@@ -210,6 +210,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({}, {"sequence_parallel_size": 2}, ["sequence_parallel_size: 2", "write 1, or remove it."]),
     ({}, {"elasticity": {"enabled": True}}, ["elasticity.enabled: true", "batch size"]),
     ({}, {"data_efficiency": {"enabled": True}}, ["data_efficiency.enabled: true", "order of examples"]),
+    ({}, {"communication_data_type": "fp16"}, ['communication_data_type: "fp16"', "exchanged in float32"]),
+    ({}, {"data_types": {"grad_accum_dtype": "bf16"}}, ['data_types.grad_accum_dtype: "bf16"', "added up in float32"]),
+    ({}, {"prescale_gradients": True}, ["prescale_gradients: true", "scaled the loss"]),
+    ({}, {"bf16": {"check_grad_overflow": False}}, ["bf16.check_grad_overflow: false", "change nothing"]),
+    ({}, {ZERO: {"zero_quantized_gradients": True}}, ["zero_quantized_gradients: true"]),
+    ({}, {ZERO: {"mics_shard_size": 1}}, ["mics_shard_size: 1"]),
     ({}, {"flops_profiler": {"profile_step": "auto"}}, ['flops_profiler.profile_step: "auto" in ds.json', "write one, or remove it."]),
 ]  # fmt: skip
 

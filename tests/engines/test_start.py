@@ -7,8 +7,8 @@ import pytest
 
 import toolkit as tk
 from toolkit.config import Refusal
-from toolkit.engines.choice import EngineChoice, FsdpChoice
-from toolkit.engines.start import _UNSHARDED_ONLY, check_engine
+from toolkit.engines.choice import EngineChoice, FsdpChoice, choose_engine
+from toolkit.engines.start import _UNSHARDED_ONLY, check_engine, check_known_keys
 
 PLAIN = EngineChoice("none")
 ZERO, FSDP = EngineChoice("zero", zero_stage=3), EngineChoice("fsdp", fsdp=FsdpChoice())
@@ -51,3 +51,20 @@ def test_a_refused_run_ends_with_code_2_on_every_rank_before_it_has_a_directory(
     assert "--optim adagrad with FSDP2: torch makes its state before the parameters are sharded" in ranks[0].out
     assert "Traceback" not in ranks[0].out
     assert not ranks[0].folder.exists()
+
+
+@pytest.mark.parametrize(("written", "said"), [
+    ({"gradient_cliping": 1.0, "zero_optimization": {"stage": 2}}, "gradient_cliping is not a key of DeepSpeed's. Did you mean gradient_clipping?"),
+    ({"zero_optimization": {"stage": 2, "reduce_bucket_sise": 1}}, "zero_optimization.reduce_bucket_sise is not a key of DeepSpeed's. Did you mean reduce_bucket_size?"),
+])  # fmt: skip
+def test_a_misspelt_key_of_a_deepspeed_file_is_refused_with_the_nearest(written: dict[str, Any], said: str) -> None:
+    """Fails when: `check_known_keys` looks at the top level alone, or at zero_optimization alone."""
+    with pytest.raises(Refusal) as refusal:
+        check_known_keys(written)
+    assert said in str(refusal.value)
+
+
+def test_every_key_that_the_choice_itself_writes_is_known() -> None:
+    """Fails when: a key of `deepspeed_config` is missing from KNOWN_KEYS."""
+    for settings in (tk.RunConfig(zero_stage=2, bf16=True), tk.RunConfig(zero_stage=3, offload="parameters")):
+        check_known_keys(choose_engine(settings, {}).deepspeed or {})

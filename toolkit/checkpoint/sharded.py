@@ -27,7 +27,7 @@ def capture_sharded_state(
     found, names = _pieces(accelerator, model, optimizer), _names(torch_optimizer)
     tensors, states = {}, {}
     for piece in found:
-        tensors[piece.parameter] = whole_tensor(piece, _plain(piece.owner), accelerator.device)
+        tensors[piece.parameter] = whole_tensor(piece, piece.laid_out, accelerator.device)
         states[piece.parameter] = {
             key: whole_tensor(piece, value, accelerator.device) if _is_laid_out(value, piece.owner) else _scalar(value)
             for key, value in torch_optimizer.state.get(piece.owner, {}).items()
@@ -71,7 +71,7 @@ def apply_sharded_state(accelerator: Any, state: State, model: Any, optimizer: A
         check_optimizer_state(state, _groups(torch_optimizer, names), shapes)
         _put_optimizer(state, found, torch_optimizer)
     for piece in found:
-        piece.of(_plain(piece.owner)).copy_(piece.of_whole(state.model[piece.parameter]))
+        piece.of(piece.owner).copy_(piece.of_whole(state.model[piece.parameter]))
     engine.put_whole(accelerator, model, {name: state.model[name] for name in shapes})
     for name, buffer in buffers.items():
         buffer.copy_(state.model[name])
@@ -124,7 +124,7 @@ def _put_optimizer(state: State, found: list[Piece], torch_optimizer: Any) -> No
         for key, value in moments.items():
             if isinstance(value, torch.Tensor) and value.shape == piece.shape and value.dim():
                 laid_out = live.setdefault(key, torch.zeros_like(piece.owner, dtype=value.dtype))
-                piece.of(_plain(laid_out)).copy_(piece.of_whole(value))
+                piece.of(laid_out).copy_(piece.of_whole(value))
             else:
                 live[key] = value.clone() if isinstance(value, torch.Tensor) else value
     for group, stored in zip(torch_optimizer.param_groups, state.optimizer["param_groups"], strict=True):
@@ -133,10 +133,6 @@ def _put_optimizer(state: State, found: list[Piece], torch_optimizer: Any) -> No
             for owner in {id(piece_of[name].owner): piece_of[name].owner for name in group["param_names"]}.values():
                 live = torch_optimizer.state.get(owner, {})
                 live.update({key: value.to(owner.device) for key, value in live.items() if key == "step"})
-
-
-def _plain(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _is_laid_out(value: Any, owner: torch.Tensor) -> bool:

@@ -127,8 +127,9 @@ def identity_of(model: Any, digests: dict[str, str]) -> dict[str, Any]:
 
 
 def digest_of(name: str, parameter: torch.Tensor) -> str:
-    """SHA-256 of a parameter's name, type, shape and bits."""
-    digest = hashlib.sha256(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+    """SHA-256 of a parameter's name, shape and bits: those of bfloat16, in which ZeRO may hold what others hold in float32."""
+    digest = hashlib.sha256(f"{name} {tuple(parameter.shape)}".encode())
+    parameter = parameter.bfloat16() if parameter.is_floating_point() else parameter
     digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

@@ -24,6 +24,11 @@ def engine_of(accelerator: Any) -> Engine:
     return ENGINE
 
 
+def element_count(parameter: Any) -> int:
+    """Numbers in a whole parameter: ZeRO-3 leaves an empty tensor where it was."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def unwrapped(model: Any) -> Any:
     """The model inside DDP's, DeepSpeed's or torch.compile's wrapper.
 

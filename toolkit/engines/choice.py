@@ -131,7 +131,10 @@ def _choose_zero(config: Any, environment: Mapping[str, str], in_code: Mapping[s
     fields = environment if _is_true(environment, "ACCELERATE_USE_DEEPSPEED") else {}
     path = _deepspeed_file(config, fields)
     if path and in_code is not None:
-        raise Refusal(f"--deepspeed {path} and the recipe's DeepSpeedPlugin both configure DeepSpeed: give one of the two.")
+        raise Refusal(
+            f"--deepspeed {path} and the recipe's DeepSpeedPlugin both configure DeepSpeed: a recipe without one, such as "
+            "accelerated, takes the file."
+        )
     written = read_deepspeed_file(path) if path else in_code
     source = path or "the recipe's DeepSpeedPlugin"
     stage = _zero_stage(

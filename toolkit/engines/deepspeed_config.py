@@ -123,6 +123,21 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
     "curriculum_learning.enabled": (False, "the order of examples is the toolkit's"),
     "progressive_layer_drop.enabled": (False, "not supported"),
     "compression_training": (None, "not supported"),
+    "communication_data_type": ("fp32", "gradients are exchanged in float32"),
+    "seq_parallel_communication_data_type": ("fp32", "gradients are exchanged in float32"),
+    "data_types.grad_accum_dtype": ("fp32", "gradients are added up in float32"),
+    "prescale_gradients": (False, "the step has scaled the loss already"),
+    "gradient_predivide_factor": (1.0, "the step has scaled the loss already"),
+    "sparse_gradients": (False, "not supported"),
+    "quantize_training": (None, "not supported"),
+    "bf16.check_grad_overflow": (True, "a step that is not finite must change nothing"),
+    "bf16.bf16_master_weights_and_grads": (False, "the weights that are trained are float32"),
+    "bf16.bf16_optimizer_states": (False, "moments are float32"),
+    "zero_optimization.zero_quantized_weights": (False, "not supported"),
+    "zero_optimization.zero_quantized_gradients": (False, "not supported"),
+    "zero_optimization.zero_quantized_nontrainable_weights": (False, "not supported"),
+    "zero_optimization.zero_hpz_partition_size": (1, "not supported"),
+    "zero_optimization.mics_shard_size": (-1, "not supported"),
 }
 
 

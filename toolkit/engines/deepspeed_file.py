@@ -18,6 +18,21 @@ _SECTIONS = (
 )  # fmt: skip
 
 
+# Sections and keys at the top of a configuration (deepspeed.ai/docs/config-json, DeepSpeed 0.19).
+KNOWN_KEYS = frozenset({
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
+    "communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency",
+    "data_types", "dataloader_drop_last",
+    "disable_allgather", "dump_state", "elasticity", "eigenvalue", "flops_profiler", "fp16", "gradient_accumulation_steps",
+    "gradient_clipping", "gradient_predivide_factor", "graph_harvesting", "hybrid_engine", "memory_breakdown", "monitor_config",
+    "nebula", "optimizer", "pld_enabled", "prescale_gradients", "progressive_layer_drop", "quantize_training", "scheduler",
+    "seq_parallel_communication_data_type", "sequence_parallel_size", "sparse_attention", "sparse_gradients", "steps_per_print",
+    "tensor_parallel", "tensorboard", "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "use_data_before_expert_parallelism", "use_node_local_storage", "wall_clock_breakdown", "wandb", "weight_quantization",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+})  # fmt: skip
+
+
 def said_by_file(written: Mapping[str, Any] | None, key: str, source: str) -> Said:
     """What a DeepSpeed file says under a key such as `zero_optimization.stage`."""
     return Said(look_up(written or {}, key), lambda value: f"{key}: {json.dumps(value)}", f" in {source}")

@@ -24,6 +24,11 @@ class Piece:
     offset: int
     count: int
 
+    @property
+    def laid_out(self) -> torch.Tensor:
+        """The owner as a plain tensor."""
+        return self.owner.to_local() if hasattr(self.owner, "to_local") else self.owner
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same run in the owner, or in any tensor laid out like it: a view `[count]`."""
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

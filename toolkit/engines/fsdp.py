@@ -7,7 +7,7 @@ import torch
 
 from toolkit.engines.engine import Engine, Piece
 from toolkit.engines.pieces import bring_pieces
-from toolkit.engines.plain import accumulating, backward
+from toolkit.engines.plain import accumulating, backward, squared_norm
 
 
 @torch.no_grad()
@@ -17,7 +17,7 @@ def clip_and_update(
     """The norm is over all shards; every rank gets the same one."""
     plain = getattr(optimizer, "optimizer", optimizer)
     gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
-    squares = torch.stack([gradient.float().square().sum().double() for gradient in gradients]).sum().to(accelerator.device)
+    squares = squared_norm(gradients).to(accelerator.device)
     torch.distributed.all_reduce(squares)
     norm = squares.sqrt()
     finite = torch.isfinite(norm) & torch.isfinite(loss)

@@ -23,7 +23,7 @@ def whole_tensor(piece: Piece, laid_out: torch.Tensor, device: torch.device) -> 
 
 
 def whole_state_dict(accelerator: Any, model: Any) -> dict[str, torch.Tensor] | None:
-    """Parameters and persistent buffers by name, as the forward pass sees them, a tied parameter under its first name.
+    """Parameters and persistent buffers by name: trained ones as the optimiser has them, a tied one under its first name.
 
     Of a sharded model on the CPU of the main process, gathered one by one, and None on the others: a collective. Of any
     other the live tensors, on every rank. `model` is the unwrapped one.
@@ -35,9 +35,17 @@ def whole_state_dict(accelerator: Any, model: Any) -> dict[str, torch.Tensor] | 
         first = {name for name, _ in model.named_parameters()}
         later = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
         return {name: tensor for name, tensor in model.state_dict().items() if name not in later}
-    keeps = accelerator.is_main_process
-    # Copied: what the engine gathered is gone as soon as the next one is.
-    state = {name: whole.to("cpu", copy=True) for name, whole in engine.whole_parameters(model) if keeps}
+    assert engine.pieces is not None
+    keeps, state = accelerator.is_main_process, {}
+    trained = {piece.parameter: piece for piece in engine.pieces(accelerator, model, None)}
+    for name, piece in trained.items():
+        whole = whole_tensor(piece, piece.laid_out, accelerator.device)
+        if whole is not None:
+            state[name] = whole
+    if len(trained) < sum(1 for _ in model.named_parameters()):
+        # Copied: what the engine gathered is gone as soon as the next one is.
+        frozen = ((name, whole) for name, whole in engine.whole_parameters(model) if name not in trained)
+        state |= {name: whole.to("cpu", copy=True) for name, whole in frozen if keeps}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state |= {name: buffer.cpu() for name, buffer in model.state_dict().items() if name not in parameters and keeps}
     return state if keeps else None

@@ -5,12 +5,14 @@ import importlib.util
 import os
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from toolkit.config import Refusal
+from toolkit.config.setting import nearest
 from toolkit.engines.choice import EngineChoice
 from toolkit.engines.deepspeed_config import fit_buckets
+from toolkit.engines.deepspeed_file import KNOWN_KEYS
 
 # Optimisers that are wrong, or unproven, on shards of a parameter, and why.
 _UNSHARDED_ONLY = {
@@ -59,6 +61,13 @@ def engine_name(choice: EngineChoice) -> str:
     return {"zero": f"ZeRO-{choice.zero_stage}", "fsdp": "FSDP2"}.get(choice.name, "data parallelism")
 
 
+def engine_label(choice: EngineChoice) -> str:
+    """The engine, what waits on the CPU, and the precision: "ZeRO-2, optimizer on the CPU, bf16"."""
+    words = [engine_name(choice)]
+    words += [f"{choice.offload} on the CPU"] if choice.offload != "none" else []
+    return ", ".join(words + ([choice.mixed_precision] if choice.mixed_precision != "no" else []))
+
+
 def make_group_of_one() -> None:
     """The variables of a world of one rank, for an engine that needs a process group in any case."""
     if "RANK" in os.environ:
@@ -77,8 +86,6 @@ def start_plain(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout
     from accelerate.utils import DistributedDataParallelKwargs
 
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if on_cpu:  # transformers imports DeepSpeed, where it is installed, to save a model; it would say what it looked for
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _forget_what_was_read()
     # Gradients lie in the buckets they travel in: one copy of them less.
     handlers = [_group(backend, timeout), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
@@ -93,7 +100,6 @@ def start_zero(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout:
     if on_cpu and torch.accelerator.is_available():
         raise Refusal("--use-cpu with ZeRO: DeepSpeed takes the GPU that is there. Put CUDA_VISIBLE_DEVICES='' before it all.")
     if on_cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # it would say that it looked for others
         _leave_communication_to_gloo()
     _quiet_deepspeed()
     _forget_what_was_read()
@@ -101,6 +107,7 @@ def start_zero(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout:
     from accelerate.utils import DeepSpeedPlugin
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    check_known_keys(choice.deepspeed or {})
     plugin = DeepSpeedPlugin(hf_ds_config=choice.deepspeed, zero3_init_flag=False)
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[_group(backend or "nccl", timeout)], **common)
     if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true" and accelerator.is_main_process:
@@ -110,6 +117,20 @@ def start_zero(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout:
     plugin.dschf = None
     accelerator._prepare_deepspeed = _with_fitting_buckets(accelerator._prepare_deepspeed, plugin)
     return accelerator
+
+
+def check_known_keys(written: Mapping[str, Any]) -> None:
+    """Refuse keys that DeepSpeed doesn't have: at the top it takes them in silence, below with a traceback."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    in_zero = {*fields, *(str(field.alias) for field in fields.values() if field.alias)}
+    for place, keys, known in (("", written, KNOWN_KEYS), ("zero_optimization.", written["zero_optimization"], in_zero)):
+        for key in keys:
+            if key not in known:
+                near = nearest(key, known)
+                hint = f" Did you mean {near}?" if near else ""
+                raise Refusal(f"DeepSpeed configuration: {place}{key} is not a key of DeepSpeed's.{hint}")
 
 
 def start_fsdp(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout: Any, common: dict[str, Any]) -> Any:
@@ -132,7 +153,8 @@ def start_fsdp(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout:
         mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else None,
     )  # fmt: skip
     _forget_what_was_read()
-    group = _group(backend or "cuda:nccl,cpu:gloo", timeout)
+    # Shards that wait on the CPU are exchanged there.
+    group = _group("cuda:nccl,cpu:gloo" if backend in (None, "nccl") else backend, timeout)
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=on_cpu or None, kwargs_handlers=[group], **common)
     if accelerator.distributed_type != DistributedType.FSDP:
         # Accelerate (1.15, state.py) takes FSDP for accelerators only. torch shards over CPU ranks as well.
