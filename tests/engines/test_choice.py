@@ -311,3 +311,12 @@ def test_engine_is_chosen_without_a_heavy_import(module: ModuleType) -> None:
     names = {str(node.module) if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
     light = {"toolkit.config", *(f"toolkit.engines.{name}" for name in ("agreement", "deepspeed_config", "deepspeed_file"))}
     assert {name for name in names - light if name.partition(".")[0] not in sys.stdlib_module_names} == set()
+
+
+@pytest.mark.parametrize(("offload", "part", "stage"), [("optimizer", "offload_optimizer", 2), ("parameters", "offload_param", 3)])
+def test_an_offload_that_a_file_turns_off_is_refused(tmp_path: Path, offload: str, part: str, stage: int) -> None:
+    """Fails when: "none" in a file is taken for silence."""
+    path = written(tmp_path, {"zero_optimization": {"stage": stage, part: {"device": "none"}}})
+    with pytest.raises(Refusal) as refusal:
+        choose_engine(Config(deepspeed=path, offload=offload), {})
+    assert f'--offload {offload} contradicts zero_optimization.{part}.device: "none" in {path}' in str(refusal.value)

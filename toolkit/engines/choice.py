@@ -16,6 +16,8 @@ from toolkit.config import Refusal, show_value
 from toolkit.engines.agreement import SILENT, Said, accumulation, agreed, said_by_setting
 from toolkit.engines.deepspeed_config import deepspeed_config
 from toolkit.engines.deepspeed_file import (
+    OFFLOADED,
+    look_up,
     offload_of_file,
     precision_of_file,
     read_deepspeed_file,
@@ -144,6 +146,12 @@ def _choose_zero(config: Any, environment: Mapping[str, str], in_code: Mapping[s
         path,
     )
     offload = _zero_offload(config, fields, written, source)
+    for part in OFFLOADED[offload]:
+        if look_up(written or {}, f"zero_optimization.{part}.device") == "none":
+            raise Refusal(
+                f'--offload {offload} contradicts zero_optimization.{part}.device: "none" in {source}: take --offload none, or '
+                'write "cpu" there.'
+            )
     if offload == "parameters" and stage < 3:
         raise Refusal(
             f"--offload parameters with ZeRO stage {stage}: parameters are sharded from stage 3 on. Take --zero-stage 3, or "
