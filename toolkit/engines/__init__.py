@@ -35,7 +35,7 @@ def unwrapped(model: Any) -> Any:
     Accelerate's own unwrap_model (1.15) imports DeepSpeed to look for it: three seconds in every run where it is installed.
     """
     while True:
-        if type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
+        if type(model).__name__ in ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
             model = model.module
         elif type(model).__name__ == "OptimizedModule":
             model = model._orig_mod

@@ -25,7 +25,9 @@ def clip_and_update(
     if scaler is not None:
         scaler.unscale_(plain)
     parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = squared_norm([p.grad for p in parameters if p.grad is not None]).sqrt().float()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = squared_norm(gradients).sqrt()
+    norm = norm if any(gradient.dtype == torch.float64 for gradient in gradients) else norm.float()
     if max_grad_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     finite = torch.isfinite(norm) & torch.isfinite(loss)
