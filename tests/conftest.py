@@ -89,13 +89,15 @@ def resumed_from(finished: Finished) -> int:
     return int(found[1]) if found else 0
 
 
-def _child(script: str, arguments: list[str], out: str, folder: str, environment: dict[str, str], plan: dict[str, Any]) -> None:
+def _child(
+    script: str, arguments: list[str], out: str, err: str, folder: str, environment: dict[str, str], plan: dict[str, Any]
+) -> None:
     os.setpgid(0, 0)
     multiprocessing.set_start_method("fork", force=True)  # a loader's workers start as they do in a user's process
     os.environ.update(environment)
     os.chdir(folder)
-    for number in (1, 2):
-        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = [script, *arguments]
@@ -121,7 +123,7 @@ class Runner:
     """Starts tiny runs in `folder`; an uninterrupted one of each kind is made once and kept."""
 
     folder: Path
-    forks: Any
+    fork_run: Callable[..., Any]
     references: dict[str, Finished]
     number: int = 0
 
@@ -131,10 +133,10 @@ class Runner:
     ) -> Finished:  # fmt: skip
         self.number += 1
         out = self.folder / f"{self.number}.txt"
-        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TINY_RUN": json.dumps(ill or {})}
+        environment = {"TINY_RUN": json.dumps(ill or {})}
         arguments = [*flags, "--output-dir", str(output_dir)]
         began = time.monotonic()
-        process = self.forks.Process(target=_child, args=(script, arguments, str(out), str(self.folder), environment, plan or {}))
+        process = self.fork_run(script, arguments, out, self.folder, environment, plan=plan)
         process.start()
         try:
             if while_running is not None:
@@ -161,12 +163,12 @@ class Runner:
             self.number += 1
             outs.append(self.folder / f"{self.number}.txt")
             environment = {
-                "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TINY_RUN": json.dumps(ill or {}), "RANK": str(rank),
+                "TINY_RUN": json.dumps(ill or {}), "RANK": str(rank),
                 "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             }  # fmt: skip
-            arguments = (script, [*flags, "--output-dir", str(output_dir)], str(outs[-1]), str(self.folder), environment, plan or {})
-            processes.append(self.forks.Process(target=_child, args=arguments))
+            arguments = [*flags, "--output-dir", str(output_dir)]
+            processes.append(self.fork_run(script, arguments, outs[-1], self.folder, environment, plan=plan))
         began = time.monotonic()
         try:
             for process in processes:
@@ -208,6 +210,11 @@ class Runner:
 
         return self(*flags, while_running=kill, **more)
 
+    def wait_for_lines(self, lines: int, output_dir: str = "out") -> None:
+        """Until so many lines of figures have been written."""
+        path = self.folder / output_dir / "metrics.jsonl"
+        wait_for(lambda: path.exists() and path.read_text().count("\n") >= lines)
+
     def seconds_in_run(self, reference: Finished) -> float:
         """From the claim of the directory to the result, in an uninterrupted run."""
         return (reference.folder / "result.json").stat().st_mtime - (reference.folder / "config.yaml").stat().st_mtime
@@ -219,10 +226,19 @@ class Runner:
 
 
 @pytest.fixture(scope="session")
-def forks() -> Any:
+def fork_run() -> Callable[..., Any]:
+    """A process, not started yet, that runs a script as a user would, in a process group of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *_configurations()])
-    return context
+
+    def prepare(
+        script: str, arguments: list[str], out: Path, folder: Path, environment: dict[str, str], *,
+        err: Path | None = None, plan: dict[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
+        return context.Process(target=_child, args=(script, arguments, str(out), str(err or out), str(folder), environment, plan or {}))
+
+    return prepare
 
 
 @pytest.fixture(scope="session")
@@ -231,9 +247,9 @@ def references() -> dict[str, Finished]:
 
 
 @pytest.fixture
-def tiny(tmp_path_factory: pytest.TempPathFactory, forks: Any, references: dict[str, Finished]) -> Iterator[Runner]:
+def tiny(tmp_path_factory: pytest.TempPathFactory, fork_run: Callable[..., Any], references: dict[str, Finished]) -> Iterator[Runner]:
     folder = tmp_path_factory.mktemp("faults")
-    yield Runner(folder, forks, references)
+    yield Runner(folder, fork_run, references)
     for path in folder.iterdir():  # hundreds of runs would fill a small disk
         if path.is_dir() and path.name != "reference":
             shutil.rmtree(path, ignore_errors=True)

@@ -404,10 +404,21 @@ def test_a_refusal_in_the_middle_keeps_what_was_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 5])
 def test_a_run_continued_with_another_batch_ends_after_the_same_examples(tmp_path: Path, accumulation: int) -> None:
-    """--max-steps counts in the batches the run began with. Fails when: the examples to consume are counted anew at a resume."""
+    """--max-steps counts in the batches the run began with; the steps that are shown, in those of now.
+
+    Fails when: the examples to consume are counted anew at a resume; `num_steps` takes all of them for batches of now.
+    """
     config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, max_steps=10)
     train(config, lambda run: run.step == 6)
-    _, run = train(replace(config, resume=True, gradient_accumulation_steps=accumulation))
+    totals = set()
+
+    def look(run: tk.Run) -> bool:
+        totals.add(run.num_steps)
+        return False
+
+    _, run = train(replace(config, resume=True, gradient_accumulation_steps=accumulation), look)
+    assert totals == {run.step}
+    assert run.step == 4 + -(-6 * 6 // (2 * accumulation))  # from step 4's checkpoint
     assert run.position == 10 * 6
     assert run.progress < 1
     assert run.summary.figures["status"] == "finished"

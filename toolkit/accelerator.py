@@ -22,7 +22,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
             that can't be sharded, a tracker whose library is missing, an output directory in use.
     """
     from toolkit.engines.choice import choose_engine
-    from toolkit.engines.start import START, check_backend, check_engine, engine_label
+    from toolkit.engines.start import START, check_backend, check_engine, engine_label, settled_apart
     from toolkit.mpi import adopt_mpi_ranks
     from toolkit.output import check_output_dir
     from toolkit.ranks import on_main
@@ -52,14 +52,16 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
     if several and not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 cards: Accelerate asks for these two
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1")
     timeout = timedelta(seconds=max(10 * config.hang_timeout, 1800))
-    accelerator = START[choice.name](
-        choice, on_cpu, check_backend(config.ddp_backend, on_cpu), timeout,
-        {"mixed_precision": choice.mixed_precision, "log_with": trackers or None, "gradient_accumulation_steps": 1,
-         "project_dir": os.path.join(config.output_dir, "trackers")},
-    )  # fmt: skip
+    common = {
+        "mixed_precision": choice.mixed_precision, "log_with": trackers or None, "gradient_accumulation_steps": 1,
+        "project_dir": os.path.join(config.output_dir, "trackers"),
+    }  # fmt: skip
+    with settled_apart():
+        accelerator = START[choice.name](choice, on_cpu, check_backend(config.ddp_backend, on_cpu), timeout, common)
     accelerator.engine_label = engine_label(choice)
     if choice.name != "none" and accelerator.is_main_process:
-        print(f"sharded over {accelerator.num_processes} rank(s): {accelerator.engine_label}", flush=True)
+        half = f", {choice.mixed_precision}" if choice.mixed_precision != "no" else ""
+        print(f"sharded over {accelerator.num_processes} rank(s): {accelerator.engine_label}{half}", flush=True)
     on_main(accelerator, lambda: check_output_dir(config))  # by one rank, for all: another may be writing there already
     set_seed(config.seed)
     return accelerator

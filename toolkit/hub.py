@@ -13,6 +13,7 @@ import torch
 from toolkit.data.tokenising.masks import turn_end_ids
 from toolkit.engines import unwrapped
 from toolkit.engines.pieces import whole_state_dict
+from toolkit.output import written_beside
 from toolkit.ranks import on_main
 from toolkit.tracking import show_number
 
@@ -63,21 +64,13 @@ def _write_model_directory(
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if model.can_generate():  # a chat ends its turn with a token of its own, which generate must know
         model.generation_config.eos_token_id = turn_end_ids(tokenizer) or model.generation_config.eos_token_id
-    from safetensors import SafetensorError
-
-    try:
+    with written_beside(temporary):
         with _no_progress_bar():
             model.save_pretrained(temporary, state_dict=state)
             tokenizer.save_pretrained(temporary)
         _say_dtype(temporary / "config.json", dtype)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         check_model_directory(temporary, shapes, trained)
-    except SafetensorError as error:  # it wraps the operating system's errors in its own words
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(str(error)) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     if directory.exists():
         os.rename(directory, old)
     os.rename(temporary, directory)

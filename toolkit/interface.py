@@ -1,4 +1,4 @@
-"""The network interface by which this machine reaches another one."""
+"""This machine on the network: the interface by which it reaches another one, and a free port."""
 
 import contextlib
 import socket
@@ -6,6 +6,13 @@ import struct
 import sys
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def interface_towards(host: str, port: int) -> str | None:

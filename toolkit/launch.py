@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import IO, Any
 
-from toolkit.interface import interface_towards
+from toolkit.interface import free_port, interface_towards
 
 REFUSED, TRY_AGAIN = 2, 75
 MAIN_PORT = 29500  # where several nodes meet, unless told otherwise
@@ -111,7 +110,7 @@ def rank_environments(processes: int, nodes: Nodes = ONE_MACHINE, *, alone: bool
         "LOCAL_WORLD_SIZE": processes,
         "GROUP_RANK": nodes.this,
         "MASTER_ADDR": nodes.main_address,
-        "MASTER_PORT": nodes.main_port or (_free_port() if nodes.count == 1 else MAIN_PORT),
+        "MASTER_PORT": nodes.main_port or (free_port() if nodes.count == 1 else MAIN_PORT),
         # Every rank would otherwise start a thread for each core of the machine.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or threads_of_a_rank(processes),
     }
@@ -228,12 +227,6 @@ def _say_how_it_ended(name: str, code: int) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _cores() -> int:

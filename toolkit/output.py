@@ -205,6 +205,25 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def written_beside(temporary: Path) -> Iterator[None]:
+    """A block that fills a temporary directory; when it fails nothing of that stays.
+
+    Raises:
+        OSError: also for safetensors' errors, which wrap the operating system's in their own words.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(str(error)) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file so that a reader, or a crash, sees the old text or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")

@@ -17,7 +17,7 @@ from toolkit import output
 from toolkit.best import greater_is_better
 from toolkit.config import Refusal
 from toolkit.data.batch import Batch
-from toolkit.engines import element_count, unwrapped
+from toolkit.engines import unwrapped
 from toolkit.failures import explained
 from toolkit.figures import Window
 from toolkit.guard import LossSpikes, NonfiniteGuard
@@ -25,7 +25,7 @@ from toolkit.heartbeat import Heartbeat, start_heartbeat
 from toolkit.ranks import on_main
 from toolkit.resume import checkpoint_to_resume
 from toolkit.run_card import write_run_card
-from toolkit.run_state import check_saves, report_saves, restore_run, save_run
+from toolkit.run_state import check_room, check_saves, report_saves, restore_run, save_run
 from toolkit.signals import Interrupted, OutOfTime, StopSignal, signals_noted, stop_deadline
 from toolkit.stopping import how_to_continue, interrupt, leave_in_time
 from toolkit.summary import Summary, summarise
@@ -230,7 +230,6 @@ class Run:
             self._keep_line(self._metrics, self.events[-1])
         self.accelerator.log(figures, step=self.step)
 
-
     def _keep_line(self, file: output.LineFile, record: dict[str, Any]) -> None:
         error = file.append(record)
         if error:
@@ -253,7 +252,7 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
         if run.heartbeat:
             closing.callback(run.heartbeat.close)
         closing.enter_context(output.claimed(config, accelerator))
-        on_main(accelerator, lambda: _check_space(run, config))
+        on_main(accelerator, lambda: check_room(run))
         on_main(accelerator, lambda: ckpt.clean_leftovers(run.checkpoints))
         source = on_main(accelerator, lambda: checkpoint_to_resume(run, config))
         if source is not None:
@@ -287,14 +286,6 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
                 if run.heartbeat:
                     run.heartbeat.close()
                 accelerator.end_training()
-
-
-def _check_space(run: Run, config: Any) -> None:
-    """Room for the model and the checkpoints that are kept, beside the one being written: weights and two moments each."""
-    weights = sum(element_count(parameter) * 4 for parameter in run.model.parameters())
-    kept = 0 if config.save_strategy == "no" else (config.save_total_limit or 1) + 1
-    what = f"this run (a model{f' and {kept} checkpoints' if kept else ''})"
-    output.check_disk_space(run.output_dir, int(1.1 * weights * (1 + 3 * kept)), what)
 
 
 def _one_line(text: str, width: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit import checkpoint as ckpt
 from toolkit import output
 from toolkit.data.batch import Batch
-from toolkit.engines import engine_of
+from toolkit.engines import element_count, engine_of
 from toolkit.figures import StepFigures
 from toolkit.ranks import largest, on_all, on_main
 from toolkit.resume import changes_since, keeps_its_length, plain_settings, run_layout
@@ -23,20 +23,29 @@ class SaveFailed(Exception):
     exit_code = 1
 
 
+def check_room(run: Any) -> None:
+    """Refuse a disk without room for the model and the checkpoints that are kept, beside the one being written."""
+    weights = sum(element_count(parameter) * 4 for parameter in run.model.parameters())
+    kept = 0 if run.config.save_strategy == "no" else (run.config.save_total_limit or 1) + 1
+    what = f"this run (a model{f' and {kept} checkpoints' if kept else ''})"
+    output.check_disk_space(run.output_dir, int(1.1 * weights * (1 + 3 * kept)), what)  # a checkpoint has two moments as well
+
+
 def save_run(run: Any) -> None:
     """Write a checkpoint of this moment, or begin to; whether it went well, `run.writer` tells. All ranks call it."""
-    if engine_of(run.accelerator).shards:
-        began, run.stop.busy_saving = time.monotonic(), True  # on every rank: a deadline must not part them in the middle
+    shards, began = engine_of(run.accelerator).shards, time.monotonic()
+    if shards:
+        run.stop.busy_saving = True  # on every rank: a deadline must not part them in the middle
         if not run.base and any(not parameter.requires_grad for parameter in run.model.parameters()):
             run.base = ckpt.sharded_base_identity(run.accelerator, run.model)  # on every rank: finding it is a collective
         state = ckpt.capture_sharded_state(run.accelerator, run.model, run.optimizer, run_record(run), run.kept, run.base)
         if state is not None:
             _write_state(run, state)
-        run.accelerator.wait_for_everyone()
-        run.stop.busy_saving, run.stop.seconds_to_save = False, time.monotonic() - began
     else:
         write_checkpoint(run)
     run.accelerator.wait_for_everyone()
+    if shards:
+        run.stop.busy_saving, run.stop.seconds_to_save = False, time.monotonic() - began
 
 
 def write_checkpoint(run: Any) -> None:

@@ -175,6 +175,26 @@ def test_an_adapter_under_zero3_is_that_of_one_process_and_resumes_anywhere(tiny
     assert_same_tensors(load_file(elsewhere.folder / "model/adapter_model.safetensors"), expected, 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_bf16_rounds_neither_the_model_that_is_saved_nor_an_adapter_out_of_its_place(tiny: Any, stage: str) -> None:
+    """ZeRO computes with bfloat16 weights: float32 ones are written, and an adapter's checkpoint goes on in one process.
+
+    Fails when: the model directory has the live weights, or their dtype in its config.json; the base is told by float32 bits.
+    """
+    whole = train(tiny, stage, *SHAPE, "--bf16")
+    written = load_file(whole.folder / "model/model.safetensors")
+    assert json.loads((whole.folder / "model/config.json").read_text())["dtype"] == "float32"
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+    assert_same_tensors(written, load_file(whole.folder / "checkpoints/step-4/model.safetensors"), 0.0)
+
+    adapter = train(tiny, stage, *SHAPE, "--bf16", "--lora", output_dir="adapter")
+    half = ["--resume-from", str(adapter.folder / "checkpoints/step-2")]
+    one = train(tiny, "ddp", *SHAPE, "--bf16", "--lora", *half, ranks=1, output_dir="one")
+    found, expected = (load_file(each.folder / "model/adapter_model.safetensors") for each in (one, adapter))
+    assert_same_tensors(found, expected, 1e-2)  # four AdamW steps of 1e-2 made them
+
+
 def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():

@@ -1,5 +1,6 @@
 """What an engine would make wrong is refused before anything starts, with the reason."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import toolkit as tk
 from toolkit.config import Refusal
 from toolkit.engines.choice import EngineChoice, FsdpChoice, choose_engine
-from toolkit.engines.start import _UNSHARDED_ONLY, check_engine, check_known_keys
+from toolkit.engines.start import _UNSHARDED_ONLY, check_engine, check_known_keys, engine_label, settled_apart
 
 PLAIN = EngineChoice("none")
 ZERO, FSDP = EngineChoice("zero", zero_stage=3), EngineChoice("fsdp", fsdp=FsdpChoice())
@@ -68,3 +69,24 @@ def test_every_key_that_the_choice_itself_writes_is_known() -> None:
     """Fails when: a key of `deepspeed_config` is missing from KNOWN_KEYS."""
     for settings in (tk.RunConfig(zero_stage=2, bf16=True), tk.RunConfig(zero_stage=3, offload="parameters")):
         check_known_keys(choose_engine(settings, {}).deepspeed or {})
+
+
+def test_a_second_accelerator_of_a_process_reads_the_launcher_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the choice has read is away while Accelerate starts, and back afterwards.
+
+    Fails when: the variables are popped for good.
+    """
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    with settled_apart():
+        assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert "ACCELERATE_USE_CPU" not in os.environ
+
+
+@pytest.mark.parametrize(("choice", "label"), [
+    (PLAIN, "plain"), (ZERO, "ZeRO-3"), (replace(ZERO, zero_stage=2, offload="optimizer"), "ZeRO-2, optimizer on the CPU"), (FSDP, "FSDP2"),
+])  # fmt: skip
+def test_an_engine_is_recorded_without_the_precision(choice: EngineChoice, label: str) -> None:
+    """That is a setting of its own, which a resume compares. Fails when: it stands in both."""
+    assert engine_label(replace(choice, mixed_precision="bf16")) == label

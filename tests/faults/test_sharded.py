@@ -49,12 +49,10 @@ def test_a_killed_sharded_run_resumes_to_the_same_bits(
     for _ in range(count(2, 10)):
         stop = chance.randrange(1, 10)
         with line.trial(f"after step {stop}"):
-            folder = tiny.fresh()
+            tiny.fresh()
 
-            def kill(pids: list[int], folder: Any = folder, stop: int = stop) -> None:
-                metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
-                while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= stop):
-                    time.sleep(0.002)
+            def kill(pids: list[int], stop: int = stop) -> None:
+                tiny.wait_for_lines(stop)
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -141,12 +139,10 @@ def test_a_signal_to_one_rank_stops_a_sharded_run_after_a_checkpoint(
     flags = [*FLAGS, "--optim", "muon", *ENGINES[engine]]
     outcome, _ = reference(tiny, uninterrupted, engine, "muon")
     with line.trial():
-        folder = tiny.fresh()
+        tiny.fresh()
 
         def stop(pids: list[int]) -> None:
-            metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
-            while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 5):
-                time.sleep(0.002)
+            tiny.wait_for_lines(5)
             os.kill(pids[1], signal.SIGTERM)
 
         stopped = tiny.ranks(2, *flags, while_running=stop, ill={"step_seconds": 0.05})
@@ -185,12 +181,10 @@ def test_a_deadline_within_an_evaluation_ends_a_sharded_run_that_goes_on_from_it
     flags = [*FLAGS, "--optim", "muon", *ENGINES["ZeRO-3"]]
     outcome, _ = reference(tiny, uninterrupted, "ZeRO-3", "muon")
     with line.trial():
-        folder = tiny.fresh()
+        tiny.fresh()
 
         def stop(pids: list[int]) -> None:
-            metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
-            while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 6):
-                time.sleep(0.002)
+            tiny.wait_for_lines(6)
             time.sleep(0.5)
             for pid in pids:
                 os.kill(pid, signal.SIGTERM)

@@ -18,7 +18,7 @@ import torch
 from toolkit.checkpoint.state import State
 from toolkit.checkpoint.trees import flatten, unflatten
 from toolkit.config import Refusal
-from toolkit.output import make_folder, sync, write_atomically
+from toolkit.output import make_folder, sync, write_atomically, written_beside
 
 MANIFEST, SCHEMA = "MANIFEST.json", 1
 
@@ -31,7 +31,6 @@ def save_checkpoint(root: str | Path, step: int, state: State) -> Path:
     Raises:
         OSError: no space, no permission, a broken disk ... What was there before is as it was.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     root, final = Path(root), Path(root) / f"step-{step}"
@@ -39,7 +38,7 @@ def save_checkpoint(root: str | Path, step: int, state: State) -> Path:
         return final
     temporary = root / f".tmp-step-{step}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with written_beside(temporary):
         make_folder(root)
         temporary.mkdir()
         _check_space(root, state.size)
@@ -56,12 +55,6 @@ def save_checkpoint(root: str | Path, step: int, state: State) -> Path:
         for name in files:  # safetensors lets only the owner read
             shutil.copymode(temporary / "state.json", temporary / f"{name}.safetensors")
         _commit(temporary, final, step)
-    except SafetensorError as error:  # it wraps the operating system's errors in its own words
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(str(error)) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return final
 
 

@@ -8,6 +8,11 @@ from typing import Any
 import torch
 
 
+def local_part(tensor: Any) -> torch.Tensor:
+    """What this rank has of a DTensor, and any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 @dataclass(frozen=True)
 class Piece:
     """A run of a parameter's elements that this rank keeps, in the optimiser's own precision.
@@ -27,12 +32,11 @@ class Piece:
     @property
     def laid_out(self) -> torch.Tensor:
         """The owner as a plain tensor."""
-        return self.owner.to_local() if hasattr(self.owner, "to_local") else self.owner
+        return local_part(self.owner)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same run in the owner, or in any tensor laid out like it: a view `[count]`."""
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        return local.detach().reshape(-1)[self.offset : self.offset + self.count]
+        return local_part(tensor).detach().reshape(-1)[self.offset : self.offset + self.count]
 
     def of_whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same run in a whole tensor of the parameter's shape."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from toolkit.engines.engine import Engine, Piece
+from toolkit.engines.engine import Engine, Piece, local_part
 from toolkit.engines.pieces import bring_pieces
 from toolkit.engines.plain import accumulating, backward, squared_norm
 
@@ -16,7 +16,7 @@ def clip_and_update(
 ) -> dict[str, torch.Tensor]:
     """The norm is over all shards; every rank gets the same one."""
     plain = getattr(optimizer, "optimizer", optimizer)
-    gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
     squares = squared_norm(gradients).to(accelerator.device)
     torch.distributed.all_reduce(squares)
     norm = squares.sqrt()
@@ -29,10 +29,6 @@ def clip_and_update(
         plain.step()
     model.zero_grad(set_to_none=True)
     return {"grad_norm": norm.float(), "applied": finite.float(), "nonfinite": (~finite).float()}
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def pieces(accelerator: Any, model: Any, optimizer: Any) -> list[Piece]:

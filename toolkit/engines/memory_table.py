@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from toolkit.config import OptimConfig
-from toolkit.engines import engine_of, unwrapped
+from toolkit.engines import element_count, engine_of, unwrapped
+from toolkit.engines.engine import local_part
 from toolkit.parameter_groups import parameter_groups
 
 # State of the optimisers that can be sharded: float32 values for an element.
@@ -105,19 +106,15 @@ def memory_of_stage(
 
 def count_elements(model: nn.Module, config: OptimConfig) -> Elements:
     """Of a model, also of one that an engine has sharded."""
-    parameters = [_count(parameter) for parameter in model.parameters()]
+    parameters = [element_count(parameter) for parameter in model.parameters()]
     trained = moments = 0
     for group in parameter_groups(model, config):
-        size = sum(_count(parameter) for _, parameter in group["params"])
+        size = sum(element_count(parameter) for _, parameter in group["params"])
         rule = "adamw_torch" if group.get("rule") == "adamw" else config.optim
         more = rule in _WITH_MOMENTUM and config.momentum > 0
         trained += size
         moments += size * (1 if rule == "muon" else _MOMENTS[rule] + more)
     return Elements(sum(parameters), trained, moments, sum(count for count in parameters if count <= _STAYS_WHOLE))
-
-
-def _count(parameter: torch.Tensor) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty tensor where the parameter was
 
 
 def used_memory(accelerator: Any, model: nn.Module, optimizer: Any) -> Memory:
@@ -155,8 +152,7 @@ def _new_bytes(tensors: Iterable[torch.Tensor | None], seen: dict[int, torch.Unt
 
 def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local is not None and local.numel():
+        if tensor is not None and (local := local_part(tensor)).numel():
             yield local.untyped_storage()
 
 

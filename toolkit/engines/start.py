@@ -1,11 +1,11 @@
 """The Accelerator of each engine, on GPUs and on CPU ranks."""
 
+import contextlib
 import importlib
 import importlib.util
 import os
-import socket
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from toolkit.config import Refusal
@@ -13,6 +13,7 @@ from toolkit.config.setting import nearest
 from toolkit.engines.choice import EngineChoice
 from toolkit.engines.deepspeed_config import fit_buckets
 from toolkit.engines.deepspeed_file import KNOWN_KEYS
+from toolkit.interface import free_port
 
 # Optimisers that are wrong, or unproven, on shards of a parameter, and why.
 _UNSHARDED_ONLY = {
@@ -57,26 +58,21 @@ def _check_nvme(choice: EngineChoice, config: Any) -> None:
 
 
 def engine_name(choice: EngineChoice) -> str:
-    """As it's said to people: "ZeRO-2", "FSDP2"."""
-    return {"zero": f"ZeRO-{choice.zero_stage}", "fsdp": "FSDP2"}.get(choice.name, "data parallelism")
+    """As it's said to people: "ZeRO-2", "FSDP2", and "plain" for one device and for data parallelism."""
+    return {"zero": f"ZeRO-{choice.zero_stage}", "fsdp": "FSDP2"}.get(choice.name, "plain")
 
 
 def engine_label(choice: EngineChoice) -> str:
-    """The engine, what waits on the CPU, and the precision: "ZeRO-2, optimizer on the CPU, bf16"."""
-    words = [engine_name(choice)]
-    words += [f"{choice.offload} on the CPU"] if choice.offload != "none" else []
-    return ", ".join(words + ([choice.mixed_precision] if choice.mixed_precision != "no" else []))
+    """The engine, and what waits on the CPU: "ZeRO-2, optimizer on the CPU"."""
+    return engine_name(choice) + (f", {choice.offload} on the CPU" if choice.offload != "none" else "")
 
 
 def make_group_of_one() -> None:
     """The variables of a world of one rank, for an engine that needs a process group in any case."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
     )
 
 
@@ -86,7 +82,6 @@ def start_plain(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout
     from accelerate.utils import DistributedDataParallelKwargs
 
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    _forget_what_was_read()
     # Gradients lie in the buckets they travel in: one copy of them less.
     handlers = [_group(backend, timeout), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     return Accelerator(cpu=on_cpu or None, kwargs_handlers=handlers if several else None, **common)
@@ -102,7 +97,6 @@ def start_zero(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout:
     if on_cpu:
         _leave_communication_to_gloo()
     _quiet_deepspeed()
-    _forget_what_was_read()
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -152,7 +146,6 @@ def start_fsdp(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout:
         # Gradients are added up in float32, as everywhere.
         mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else None,
     )  # fmt: skip
-    _forget_what_was_read()
     # Shards that wait on the CPU are exchanged there.
     group = _group("cuda:nccl,cpu:gloo" if backend in (None, "nccl") else backend, timeout)
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=on_cpu or None, kwargs_handlers=[group], **common)
@@ -186,14 +179,22 @@ def check_backend(backend: str, on_cpu: bool) -> str | None:
 START: dict[str, Callable[..., Any]] = {"none": start_plain, "zero": start_zero, "fsdp": start_fsdp}
 
 
-def _forget_what_was_read() -> None:
-    """What the choice of the engine has read and settled, Accelerate (1.15) would take up a second time, or refuse."""
-    for name in (
+@contextlib.contextmanager
+def settled_apart() -> Iterator[None]:
+    """What the choice of the engine has read from the environment is out of it while the block runs.
+
+    Accelerate (1.15) would take it up a second time, or refuse it. A second Accelerator of this process reads it again.
+    """
+    read = (
         "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING",
         "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DEEPSPEED_CONFIG_FILE",
         "FSDP_ACTIVATION_CHECKPOINTING", "ACCELERATE_USE_CPU",
-    ):  # fmt: skip
-        os.environ.pop(name, None)
+    )  # fmt: skip
+    kept = {name: os.environ.pop(name) for name in read if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
 
 
 def _group(backend: str | None, timeout: Any) -> Any:
