@@ -5,7 +5,9 @@ Each test names the one-line change under which it was seen to fail.
 
 import dataclasses
 import inspect
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,11 +34,15 @@ GROUPS: list[type[tk.Settings]] = [
 
 @dataclass(frozen=True)
 class Everything(
-    tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.ClassificationConfig, tk.SampleConfig, tk.RunConfig
-):
+    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.ClassificationConfig, tk.PairsConfig,
+    tk.PreferenceConfig,
+    tk.RewardConfig,
+    tk.SampleConfig,
+    tk.RunConfig,
+):  # fmt: skip
     dataset: str = "stdlib:pretrain"
     metrics: list[str] = tk.setting(["accuracy"])  # noqa: RUF009 - a dataclass field, not a shared default
-    beta: float = tk.setting(0.1, "Strength of the penalty.", above=0.0)
+    strength: float = tk.setting(0.1, "Strength of the penalty.", above=0.0)
 
 
 # -- what is declared ------------------------------------------------------------------------------------------------
@@ -66,7 +72,7 @@ def test_redeclared_setting_keeps_the_help_rules_and_panel_of_its_group() -> Non
     assert settings["dataset"].panel == "Data"
     assert settings["dataset"].help == settings_of(tk.DataConfig)["dataset"].help
     assert settings["metrics"].help == settings_of(tk.ClassificationConfig)["metrics"].help
-    assert settings["beta"].panel == "Recipe"
+    assert settings["strength"].panel == "Recipe"
     assert settings["seed"].panel == "Reproducibility"
 
 
@@ -167,6 +173,14 @@ def test_key_or_value_that_cannot_be_meant_is_refused_naming_its_file(written: d
 
 # -- values together -------------------------------------------------------------------------------------------------
 
+ADAPTER = tempfile.mkdtemp()
+Path(ADAPTER, "adapter_config.json").write_text("{}")
+OF_THE_ADAPTER: dict[str, Any] = {
+    "lora_r": 4, "lora_alpha": 8.0, "lora_dropout": 0.1, "lora_target_modules": ["q_proj"], "lora_modules_to_save": ["score"],
+    "lora_rank_pattern": ["q_proj=2"], "lora_alpha_pattern": ["q_proj=2"], "lora_layers_to_transform": [1], "use_rslora": True,
+    "use_dora": True, "init_lora_weights": "gaussian",
+}  # fmt: skip
+
 # (setting of a no-effect rule, or "" for a contradiction; words of the message; values that break it; values that mend it)
 RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("", "--bf16 and --fp16", {"bf16": True, "fp16": True}, {"fp16": False}),
@@ -183,10 +197,37 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("", "--max-length 512 needs", {"max_length": 512, "max_position_embeddings": 256}, {"max_position_embeddings": 512}),
     ("", "--warmup-steps 2.5", {"warmup_steps": 2.5}, {"warmup_steps": 2.0}),
     ("", "regex=factor", {"lr_patterns": ["embed=0.1", "(=0.1"]}, {"lr_patterns": ["embed=0.1"]}),
+    ("", "--loss-type", {"loss_type": []}, {"loss_type": ["sigmoid"]}),
+    ("", "--loss-weights 1,2 beside --loss-type sigmoid", {"loss_weights": [1.0, 2.0]}, {"loss_type": ["sigmoid", "sft"]}),
+    ("", "--label-smoothing 0.001", {"loss_type": ["exo_pair"]}, {"label_smoothing": 1e-3}),
+    ("", "rewards one by one", {"f_divergence_type": "forward_kl", "loss_type": ["sigmoid", "apo_zero"]}, {"loss_type": ["robust"]}),
+    ("", "--ld-alpha 0.5 weighs", {"ld_alpha": 0.5, "loss_type": ["sigmoid", "sft"]}, {"loss_type": ["sigmoid", "ipo"]}),
     ("", "--load-best-model-at-end", {"load_best_model_at_end": True, "eval_strategy": "no"}, {"eval_strategy": "steps"}),
     ("", "counts evaluations", {"early_stopping_patience": 2, "eval_strategy": "no"}, {"eval_strategy": "epoch"}),
     ("", "--metric-for-best-model eval_f1 is never measured with --metrics accuracy",
      {"metric_for_best_model": "eval_f1"}, {"metrics": ["accuracy", "f1"]}),
+    ("", "add --use-peft", {"load_in_4bit": True, "model": "org/m"}, {"use_peft": True}),
+    ("", "tiny-llama is made here", {"load_in_4bit": True, "use_peft": True}, {"model": "org/m"}),
+    ("", "would be sharded", {"load_in_4bit": True, "use_peft": True, "model": "org/m", "zero_stage": 3}, {"zero_stage": 2}),
+    ("", "which --load-in-4bit has rounded",
+     {"load_in_4bit": True, "use_peft": True, "model": "org/m", "init_lora_weights": "olora"}, {"init_lora_weights": "gaussian"}),
+    ("", "pissa_niter_16", {"use_peft": True, "init_lora_weights": "pissa_niter_0"}, {"init_lora_weights": "pissa_niter_4"}),
+    ("", "regex=rank", {"use_peft": True, "lora_rank_pattern": ["q_proj=1.5"]}, {"lora_rank_pattern": ["q_proj=2"]}),
+    ("", "regex=alpha", {"use_peft": True, "lora_alpha_pattern": ["q_proj=0"]}, {"lora_alpha_pattern": ["q_proj=0.5"]}),
+    *[(name, "without --use-peft", {name: value}, {"use_peft": True})
+      for name, value in {**OF_THE_ADAPTER, "loraplus_lr_ratio": 16.0}.items()],
+    *[(name, "its shape already", {name: value, "use_peft": True, "model": ADAPTER}, {"model": "org/m"})
+      for name, value in OF_THE_ADAPTER.items()],
+    ("", "has none: take --reference model", {"sync_ref_model": True, "reference": "cache"}, {"reference": "model"}),
+    ("", "mixes whole models", {"sync_ref_model": True, "use_peft": True}, {"use_peft": False}),
+    ("", "take --zero-stage 2, or DDP", {"sync_ref_model": True, "zero_stage": 3}, {"zero_stage": 2}),
+    ("", "has no rows", {"streaming": True, "reference": "cache", "max_steps": 1}, {"reference": "auto"}),
+    *[(name, "which has no reference model", {name: value, "loss_type": ["simpo", "sft"]}, {"loss_type": ["simpo", "ipo"]})
+      for name, value in [("reference", "model"), ("sync_ref_model", True)]],
+    *[(name, "without --sync-ref-model", {name: value}, {"sync_ref_model": True})
+      for name, value in [("ref_model_mixup_alpha", 0.5), ("ref_model_sync_steps", 4)]],
+    *[(name, "without --load-in-4bit", {name: value, "use_peft": True, "model": "org/m"}, {"load_in_4bit": True})
+      for name, value in [("bnb_4bit_quant_type", "fp4"), ("bnb_4bit_use_double_quant", True)]],
     ("warmup_steps", "constant_with_warmup", {"warmup_steps": 0.1, "lr_scheduler_type": "constant"},
      {"lr_scheduler_type": "constant_with_warmup"}),
     ("min_lr_ratio", "never falls", {"min_lr_ratio": 0.1, "lr_scheduler_type": "constant_with_warmup"},
@@ -203,6 +244,16 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("class_weights", "regression", {"class_weights": [1.0], "problem_type": "regression"}, {"problem_type": "single_label"}),
     ("label_smoothing_factor", "regression", {"label_smoothing_factor": 0.1, "problem_type": "regression"},
      {"problem_type": "multi_label"}),
+    ("beta", "compares with nothing", {"beta": 0.2, "loss_type": ["sft"]}, {"loss_type": ["sft", "orpo"]}),
+    ("label_smoothing", "with --loss-type hinge,orpo", {"label_smoothing": 0.1, "loss_type": ["hinge", "orpo"]},
+     {"loss_type": ["hinge", "aot"]}),
+    ("f_divergence_type", "no reference model", {"f_divergence_type": "forward_kl", "loss_type": ["cpo"]},
+     {"f_divergence_type": "reverse_kl"}),
+    ("f_alpha_divergence_coef", "take alpha_divergence", {"f_alpha_divergence_coef": 0.2},
+     {"f_divergence_type": "alpha_divergence"}),
+    ("discopop_tau", "take discopop", {"discopop_tau": 0.1}, {"loss_type": ["discopop"]}),
+    ("simpo_gamma", "take simpo", {"simpo_gamma": 1.0, "loss_type": ["cpo"]}, {"loss_type": ["simpo"]}),
+    ("cpo_alpha", "take cpo", {"cpo_alpha": 0.5, "loss_type": ["simpo"]}, {"loss_type": ["sigmoid", "cpo"]}),
     *[(name, "whose shape is fixed", {name: value, "model": "org/m"}, {"model": "tiny-llama"})
       for name, value in [("vocab_size", 512), ("hidden_size", 64), ("num_hidden_layers", 2), ("num_attention_heads", 4),
                           ("num_key_value_heads", 2), ("intermediate_size", 64), ("max_position_embeddings", 2048),

@@ -219,6 +219,9 @@ def test_chat_prompt_is_everything_before_the_last_answer(tokenizer):
     assert sample_prompts(held_out([pair]), tokenizer, CONFIG) == expected
     preference = {"prompt": messages[:3], "chosen": messages[3:], "rejected": messages[1:2]}
     assert sample_prompts(held_out([preference]), tokenizer, CONFIG) == expected
+    assert sample_prompts(held_out([{"chosen": messages, "rejected": messages[:2]}]), tokenizer, CONFIG) == expected
+    answer = {"prompt": "hi", "chosen": messages[3:], "rejected": messages[1:2]}
+    assert sample_prompts(held_out([answer]), tokenizer, CONFIG) == [{"prompt": "<user>hi<end><assistant>", "reference": "so"}]
 
 
 @pytest.mark.parametrize("text", ["one two three four five six", "x", "abc" * 300, "a line\nanother\n" * 30, " \n lead"])

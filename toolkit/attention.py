@@ -21,7 +21,7 @@ ATTENTION_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn
 
 # Keyword arguments of transformers that reach an attention function and change nothing in it.
 _HARMLESS = {
-    "cache_position", "cu_seq_lens_k", "deterministic", "layer_idx", "logits_to_keep", "max_length_k", "num_items_in_batch",
+    "cache_position", "deterministic", "layer_idx", "logits_to_keep", "max_length_k", "num_items_in_batch",
     "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict",
     "token_type_ids", "use_cache",
 }  # fmt: skip
@@ -129,10 +129,14 @@ def _attend(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
     *, kernel: Callable[..., torch.Tensor], dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
     sliding_window: int | None = None, softcap: float | None = None, cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None, **kwargs: Any,
+    cu_seq_lens_k: torch.Tensor | None = None, shared_keys: torch.Tensor | None = None, max_length_q: int | None = None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attention of one layer as transformers calls it: query `[batch, heads, length, head_dim]`, key and value with the
     model's key/value heads; returns `[batch, length, heads, head_dim]`.
+
+    With `shared_keys`, indices into the row, documents share tokens: their keys and values, bounded by `cu_seq_lens_k`, are
+    the row's at these places, and `cu_seq_lens_q` bounds the tokens that are a document's own, its last ones.
     """
     who = type(module).__name__
     if kwargs.get("s_aux") is not None:
@@ -156,7 +160,10 @@ def _attend(
         raise Refusal(f"--packing: {who}'s mask and its call disagree about its sliding window. Use --no-packing.")
     bounds = cu_seq_lens_q if cu_seq_lens_q is not None else _bounds_of(numbers)
     batch, heads, length, _ = query.shape
-    output = kernel(*(_as_one_row(states) for states in (query, key, value)), bounds, rules)
+    query, key, value = (_as_one_row(states) for states in (query, key, value))
+    if shared_keys is not None:
+        key, value = key.index_select(2, shared_keys), value.index_select(2, shared_keys)
+    output = kernel(query, key, value, bounds, rules, None if shared_keys is None else cu_seq_lens_k)
     return output.reshape(batch, length, heads, -1).contiguous(), None
 
 

@@ -1,7 +1,8 @@
 """Attention within each document of a packed row, by whatever the device does best.
 
 Every kernel takes query `[1, heads, tokens, head_dim]`, key and value with the model's key/value heads, and the documents'
-bounds int32 `[documents + 1]`, and returns `[tokens, heads, head_dim]`.
+bounds int32 `[documents + 1]`, and returns `[tokens, heads, head_dim]`. With `key_bounds` the keys are others than the
+queries: of each document the queries are the last tokens, and the keys before them were computed elsewhere in the row.
 """
 
 import functools
@@ -30,16 +31,17 @@ class Rules(NamedTuple):
 
 
 def fastest_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, rules: Rules
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, rules: Rules,
+    key_bounds: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """torch's variable-length flash attention or flex attention on CUDA, else a loop over the documents."""
     if query.is_cuda and not rules.dropout:  # neither of the two has dropout
         half = value.dtype in (torch.bfloat16, torch.float16)
         if half and rules.softcap is None and query.shape[-1] == value.shape[-1] <= 256 and _varlen_is_there(query.device):
-            return varlen_kernel(query, key, value, bounds, rules)
+            return varlen_kernel(query, key, value, bounds, rules, key_bounds)
         if value.dtype != torch.float64:
-            return flex_kernel(query, key, value, bounds, rules)
-    return loop_kernel(query, key, value, bounds, rules)
+            return flex_kernel(query, key, value, bounds, rules, key_bounds)
+    return loop_kernel(query, key, value, bounds, rules, key_bounds)
 
 
 @functools.cache
@@ -49,17 +51,19 @@ def _varlen_is_there(device: torch.device) -> bool:
 
 
 def varlen_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, rules: Rules
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, rules: Rules,
+    key_bounds: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """torch.nn.attention.varlen: bfloat16 and float16 on CUDA, Ampere or later."""
     from torch.nn.attention.varlen import varlen_attn
 
-    longest = rules.longest if rules.longest is not None else int(bounds.diff().max())
+    key_bounds = bounds if key_bounds is None else key_bounds
+    longest = rules.longest if rules.longest is not None else int(key_bounds.diff().max())
     before = -1 if rules.window is None else rules.window - 1
     # Norms on q and k (Qwen3) return float32 under autocast, which a custom operator does not cast back.
     q, k, v = query[0].transpose(0, 1).to(value.dtype), key[0].transpose(0, 1).to(value.dtype), value[0].transpose(0, 1)
     output = varlen_attn(
-        q, k, v, bounds, bounds, longest, longest, scale=rules.scaling, window_size=(before, 0 if rules.causal else before),
+        q, k, v, bounds, key_bounds, longest, longest, scale=rules.scaling, window_size=(before, 0 if rules.causal else before),
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     assert isinstance(output, torch.Tensor)  # a pair only when more is asked for
@@ -67,8 +71,9 @@ def varlen_kernel(
 
 
 def flex_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, rules: Rules
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, rules: Rules,
+    key_bounds: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """torch.nn.attention.flex_attention, which also has soft-capping and float32. torch has no backward for it on a CPU."""
     if rules.dropout:
         raise Refusal("--attn-implementation flex_attention: has no attention dropout. Use auto, or --dropout 0.")
@@ -77,8 +82,9 @@ def flex_kernel(
     def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap) if softcap is not None else score
 
+    block_mask = _block_mask(bounds, key_bounds, query.shape[2], key.shape[2], rules)
     output = _flex_attention(query.is_cuda)(
-        query.to(value.dtype), key.to(value.dtype), value, block_mask=_block_mask(bounds, query.shape[2], rules),
+        query.to(value.dtype), key.to(value.dtype), value, block_mask=block_mask,
         scale=rules.scaling, score_mod=None if softcap is None else capped, enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     return output[0].transpose(0, 1)
@@ -96,7 +102,9 @@ _block_masks: dict[tuple[int | None, bool], tuple[weakref.ref[torch.Tensor], Any
 
 
 @torch.compiler.disable  # it looks at the identity of a tensor
-def _block_mask(bounds: torch.Tensor, length: int, rules: Rules) -> Any:
+def _block_mask(
+    bounds: torch.Tensor, key_bounds: torch.Tensor | None, length: int, key_length: int, rules: Rules
+) -> Any:
     """Flex attention's block mask of a row: made by the first layer of each kind, kept for the others and for the backward."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -104,25 +112,29 @@ def _block_mask(bounds: torch.Tensor, length: int, rules: Rules) -> Any:
     kept = _block_masks.get(kind)
     if kept is not None and kept[0]() is bounds:
         return kept[1]
+    key_bounds = bounds if key_bounds is None else key_bounds
     document = torch.bucketize(torch.arange(length, device=bounds.device), bounds[1:], right=True)
+    document_of_key = torch.bucketize(torch.arange(key_length, device=bounds.device), key_bounds[1:], right=True)
+    place = (torch.arange(length, device=bounds.device) - bounds[1:][document]) + key_bounds[1:][document]  # among the keys
 
     def sees(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        visible = document[q] == document[k]
+        visible = document[q] == document_of_key[k]
         if rules.causal:
-            visible = visible & (k <= q)
+            visible = visible & (k <= place[q])
         if rules.window is not None:
-            visible = visible & ((q - k).abs() < rules.window)
+            visible = visible & ((place[q] - k).abs() < rules.window)
         return visible
 
-    made = create_block_mask(sees, None, None, length, length, device=bounds.device, _compile=bounds.is_cuda)
+    made = create_block_mask(sees, None, None, length, key_length, device=bounds.device, _compile=bounds.is_cuda)
     _block_masks[kind] = (weakref.ref(bounds), made)
     return made
 
 
 @torch.compiler.disable  # the number of documents is data: a graph of the loop would fit one row
 def loop_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, rules: Rules
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, rules: Rules,
+    key_bounds: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """One call for each document: any device, any type, dropout.
 
     Split, not sliced: the backward of a slice fills a tensor of the whole row, which made 431 documents of 19 tokens 11 to
@@ -131,23 +143,26 @@ def loop_kernel(
     if query.device.type == "mps":  # no grouped heads under a mask there before torch 2.13
         key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
     lengths = bounds.diff().tolist()
-    documents = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    key_lengths = lengths if key_bounds is None else key_bounds.diff().tolist()
+    documents = zip(query.split(lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2), strict=True)
     return torch.cat([_one_document(*document, rules) for document in documents], dim=2)[0].transpose(0, 1)
 
 
 def _one_document(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules) -> torch.Tensor:
     length, window = query.shape[2], rules.window
-    if window is not None and window >= length:
+    before = key.shape[2] - length  # keys before the first query's own
+    if window is not None and window >= before + length:
         window = None
-    if window is None and rules.softcap is None and not rules.dropout:
+    if window is None and rules.softcap is None and not rules.dropout and not before:
         return scaled_dot_product_attention(query, key, value, is_causal=rules.causal, scale=rules.scaling, enable_gqa=True)
     outputs = []
     for start in range(0, length, CHUNK):
         end = min(start + CHUNK, length)
-        first = 0 if window is None else max(0, start - window + 1)
-        last = end if rules.causal else length if window is None else min(length, end + window - 1)
-        seen = band(range(start, end), range(first, last), window, rules.causal, query.device)
-        states = query[:, :, start:end], key[:, :, first:last], value[:, :, first:last]
+        places = range(before + start, before + end)
+        first = 0 if window is None else max(0, places.start - window + 1)
+        last = key.shape[2] if window is None else min(key.shape[2], places.stop + window - 1)
+        seen = band(places, range(first, places.stop if rules.causal else last), window, rules.causal, query.device)
+        states = query[:, :, start:end], key[:, :, first : first + seen.shape[1]], value[:, :, first : first + seen.shape[1]]
         outputs.append(masked_attention(*states, seen, rules))
     return torch.cat(outputs, dim=2)
 

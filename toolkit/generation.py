@@ -91,6 +91,9 @@ def _prompt_of(row: dict[str, Any], tokenizer: Any) -> Prompt | None:
     if isinstance(row.get("prompt"), list):
         answer = row.get("completion") or row.get("chosen")
         messages = [*row["prompt"], *(answer if isinstance(answer, list) else [])]
+    elif isinstance(row.get("chosen"), list):  # chats that begin with their prompt, or answers behind a prompt of text
+        begins = row["chosen"] and row["chosen"][0]["role"] != "assistant"
+        messages = [*([] if begins else [{"role": "user", "content": row.get("prompt") or ""}]), *row["chosen"]]
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if messages:
         if not tokenizer.chat_template:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from toolkit.adapter_files import is_adapted, save_adapter
 from toolkit.data.tokenising.masks import turn_end_ids
 from toolkit.engines import unwrapped
 from toolkit.engines.pieces import whole_state_dict
@@ -38,7 +39,7 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
     def write() -> None:
         assert state is not None  # on the main process it is there
         card = model_card(config, summary)
-        _write_model_directory(directory, plain, state, tokenizer, card, str(dtype).removeprefix("torch."))
+        write_model_directory(directory, plain, state, tokenizer, card, str(dtype).removeprefix("torch."))
 
     if accelerator is None:
         write()
@@ -54,10 +55,20 @@ def _say_dtype(path: Path, dtype: str) -> None:
         path.write_text(json.dumps({**written, "dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_model_directory(
+def write_model_directory(
     directory: Path, model: Any, state: dict[str, torch.Tensor], tokenizer: Any, card: str, dtype: str
 ) -> None:
-    temporary, old = directory.with_name(".model.tmp"), directory.with_name(".model.old")
+    """Write a model beside its place, read it again, and put it there whole.
+
+    Args:
+        state: all tensors by name, whole; emptied on the way.
+        card: the text of README.md.
+        dtype: the type of those tensors, for config.json.
+
+    Raises:
+        BadModel: as `save_model` says.
+    """
+    temporary, old = (directory.with_name(f".{directory.name}.{end}") for end in ("tmp", "old"))
     for leftover in (temporary, old):
         shutil.rmtree(leftover, ignore_errors=True)
     shapes = {name: tensor.shape for name, tensor in state.items()}  # save_pretrained empties the dictionary
@@ -65,8 +76,11 @@ def _write_model_directory(
     if model.can_generate():  # a chat ends its turn with a token of its own, which generate must know
         model.generation_config.eos_token_id = turn_end_ids(tokenizer) or model.generation_config.eos_token_id
     with written_beside(temporary):
-        with _no_progress_bar():
-            model.save_pretrained(temporary, state_dict=state)
+        with no_progress_bar():
+            if is_adapted(model):
+                save_adapter(model, temporary, state)
+            else:
+                model.save_pretrained(temporary, state_dict=state)
             tokenizer.save_pretrained(temporary)
         _say_dtype(temporary / "config.json", dtype)
         (temporary / "README.md").write_text(card, encoding="utf-8")
@@ -111,7 +125,8 @@ def check_model_directory(directory: Path, shapes: dict[str, torch.Size], traine
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
+    """A block in which transformers shows no bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -40,7 +40,7 @@ def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, lo
     if sharded:
         return train
     asked, size = train.micro_batch_size, train.micro_batch_size
-    plain, totals = unwrapped(model), {"examples": 1.0, "tokens": 1.0, "weight": 1.0}
+    plain, totals = unwrapped(model), dict.fromkeys(("examples", "tokens", "weight", "pairs", "chosen_tokens"), 1.0)
     while not _fits(accelerator, plain, optimizer, dataclasses.replace(train, micro_batch_size=size), loss_fn, totals):
         size = -(-size // 2) if size > 1 else 0
         if not size:

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from toolkit.adapter_files import settings_of_base
 from toolkit.attention import choose_attention
 from toolkit.config import ModelConfig, Refusal
+from toolkit.config.rules import is_adapter
 from toolkit.network import stay_offline_without_network
-from toolkit.packable import PROVEN, check_no_contamination
+from toolkit.packable import PROVEN, NotPackable, check_no_contamination, check_packable
+from toolkit.quantised import in_4_bits
 from toolkit.shapes import DIMENSIONS, built_in_config
 from toolkit.tokenizer import hub_problem, is_built_in
 
@@ -29,7 +32,7 @@ _POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "roberta", "xlm-robert
 
 
 def load_model(
-    auto_class: str, config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None, *, packed: bool = False,
+    auto_class: str, config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None, *, packed: bool | None = False,
     **head_settings: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """The model that the settings name, on the CPU, ready for `accelerator.prepare`.
@@ -40,7 +43,9 @@ def load_model(
         auto_class: transformers' class by task, such as "AutoModelForCausalLM".
         tokenizer: gives a built-in shape its vocabulary, and any model its pad token; a larger one than the model's
             embedding enlarges the embedding.
-        packed: whether the model will see packed rows; then it is made sure that each document gets what it has alone.
+        packed: whether the model will see packed rows; then it is made sure that each document gets what it has alone. None:
+            it gets the attention for packed rows where its architecture allows them, and its user decides (see
+            `choose_pair_layout`).
         head_settings: fields of the model's config that the task decides: num_labels, id2label, problem_type ...
 
     Raises:
@@ -48,6 +53,8 @@ def load_model(
     """
     import transformers
 
+    if is_adapter(config.model):
+        config = settings_of_base(config)
     auto = getattr(transformers, auto_class)
     built_in = is_built_in(config.model)
     model_config = built_in_config(config, tokenizer) if built_in else _pretrained_config(config)
@@ -58,25 +65,35 @@ def load_model(
     if getattr(config, "max_length", None) is not None:
         check_context(model_config, config.max_length)  # type: ignore[attr-defined]  # a recipe's Config is a DataConfig too
     model_class = _model_class(auto, auto_class, model_config, config)
+    is_undecided, packed = packed is None, _may_be_packed(model_config, model_class, config) if packed is None else packed
     attention = choose_attention(model_config, config.attn_implementation, packed, _device(config), model_class)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         if built_in:  # made in float32 and rounded after, so that --dtype changes the rounding and nothing else
             model = auto.from_config(model_config, attn_implementation=attention, dtype=torch.float32)
             model = model.to(getattr(torch, "float32" if config.dtype == "auto" else config.dtype))
+            model.new_modules = _modules_with_random_weights(model)
         else:
             model = _pretrained_model(auto, config, model_config, attention)
         _fit_to_tokenizer(model, tokenizer)
     _check_direction(model, auto_class, config)
     if getattr(model_config.get_text_config(), "output_router_logits", False):
         _say(f"WARNING: {config.model}: its auxiliary loss of the router (output_router_logits) is not part of the loss here.")
-    if packed and model_config.model_type not in PROVEN and attention != "flash_attention_2":
+    if packed and not is_undecided and model_config.model_type not in PROVEN and attention != "flash_attention_2":
         check_no_contamination(model)
     if config.torch_compile:
         _compile_layers(model, config.gradient_checkpointing)
     elif config.gradient_checkpointing:
         _checkpoint_layers(model)
     return model.train()  # also what from_pretrained made, which would train without dropout
+
+
+def _may_be_packed(model_config: Any, model_class: type | None, config: ModelConfig) -> bool:
+    try:
+        check_packable(model_config, model_class)
+    except NotPackable:
+        return False
+    return config.attn_implementation not in ("sdpa", "eager")
 
 
 def model_identity(model: PreTrainedModel, config: ModelConfig) -> dict[str, Any]:
@@ -137,7 +154,7 @@ def _pretrained_model(auto: Any, config: ModelConfig, model_config: Any, attenti
             _name(config), config=model_config, revision=getattr(model_config, "_commit_hash", None) or config.model_revision,
             dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype), attn_implementation=attention,
             trust_remote_code=config.trust_remote_code, use_safetensors=True, output_loading_info=True,
-            ignore_mismatched_sizes=True,
+            ignore_mismatched_sizes=True, **in_4_bits(config, _device(config)),
         )  # fmt: skip
     mismatched = {name for name, *_ in report["mismatched_keys"]}
     in_body = sorted(name for name in mismatched | set(report["missing_keys"]) if _is_in_body(model, name))
@@ -147,11 +164,20 @@ def _pretrained_model(auto: Any, config: ModelConfig, model_config: Any, attenti
     new_head = sorted((mismatched | set(report["missing_keys"])).difference(in_body))
     if new_head:
         _say(f"{config.model}: new, random weights (seed {config.seed}) for the head: {_shortened(new_head)}")
+    model.new_modules = sorted({name.rpartition(".")[0] for name in new_head})  # an adapter's training takes them along
     if in_body:
         _say(f"WARNING: {config.model} lacks {len(in_body)} tensors of its body, which are random now: {_shortened(in_body)}")
     if report["unexpected_keys"]:
         _say(f"{config.model}: not used by {type(model).__name__}: {_shortened(sorted(report['unexpected_keys']))}")
     return model
+
+
+def _modules_with_random_weights(model: Any) -> list[str]:
+    """Of a built-in shape: embeddings and what stands outside the body. Its layers are random too, but get the adapter."""
+    body = f"{model.base_model_prefix}."
+    outside = [name for name, _ in model.named_parameters() if not name.startswith(body) or ".pooler." in name]
+    embeddings = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
+    return sorted({name.rpartition(".")[0] for name in outside} | embeddings)
 
 
 def _is_in_body(model: Any, name: str) -> bool:
@@ -221,6 +247,8 @@ def _fit_to_tokenizer(model: Any, tokenizer: Any) -> None:
             _say(f"The tokenizer has {len(tokenizer)} tokens, the model {embedding.num_embeddings}: its embedding is enlarged.")
             model.resize_token_embeddings(len(tokenizer))
             embedding = model.get_input_embeddings()
+            enlarged = (embedding, model.get_output_embeddings())
+            model.new_modules += [name for name, module in model.named_modules() if any(module is each for each in enlarged)]
         for settings in (model.config, model.config.get_text_config(), getattr(model, "generation_config", None)):
             if settings is not None:
                 settings.pad_token_id = tokenizer.pad_token_id

@@ -21,8 +21,16 @@ _SINKS = {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "h
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
+class NotPackable(Refusal):
+    """A model whose packed rows would not be exact; `reason` says why in words that follow the model's name."""
+
+    def __init__(self, who: str, reason: str) -> None:
+        super().__init__(f"--packing: {who} {reason}. Train it on padded rows: --no-packing.")
+        self.who, self.reason = who, reason
+
+
 def check_packable(model_config: Any, model_class: type | None = None) -> None:
-    """Raise Refusal, with the reason by name, for a model whose packed rows could not be exact.
+    """Raise NotPackable, with the reason by name, for a model whose packed rows could not be exact.
 
     What a config and a class tell is judged here, before any weight is read; `check_no_contamination` looks at the rest.
     """
@@ -30,7 +38,7 @@ def check_packable(model_config: Any, model_class: type | None = None) -> None:
     name = f"model type {model_config.model_type!r}"
 
     def refuse(reason: str) -> None:
-        raise Refusal(f"--packing: {name} {reason}. Train it on padded rows: --no-packing.")
+        raise NotPackable(name, reason)
 
     if model_config.is_encoder_decoder:
         refuse("has an encoder and a decoder, whose rows cannot be packed together")
@@ -67,7 +75,7 @@ def _rope_types(text_config: Any) -> set[str]:
 
 @torch.no_grad()
 def check_no_contamination(model: Any) -> None:
-    """Put two short documents through a model and raise Refusal when one of them can tell that the other is there.
+    """Put two short documents through a model and raise NotPackable when one of them can tell that the other is there.
 
     It catches what no list knows: a layer that mixes neighbours, positions that are not taken from `position_ids`, bounds
     that do not reach the attention. Compared are the outputs of a document beside two different neighbours (equal bit for
@@ -89,11 +97,11 @@ def check_no_contamination(model: Any) -> None:
         model.train(was_training)
     scale = together.abs().max()
     changes = (together[8:] - beside_others[0]).abs().max(), (together[:8] - beside_others[1]).abs().max()
-    refused = f"--packing: model type {model.config.model_type!r}"
+    name = f"model type {model.config.model_type!r}"
     if max(changes) > (rounding * scale if mixed_batches else 0):
-        raise Refusal(f"{refused} lets documents of one row see each other. Train it on padded rows: --no-packing.")
+        raise NotPackable(name, "lets documents of one row see each other")
     if (together[8:] - alone).abs().max() > rounding * scale:
-        raise Refusal(f"{refused} gives a document another result in a row than alone. Train it on padded rows: --no-packing.")
+        raise NotPackable(name, "gives a document another result in a row than alone")
 
 
 def _packed_output(model: Any, *documents: torch.Tensor) -> torch.Tensor:

@@ -87,9 +87,11 @@ def _is_hidden_matrix(name: str, parameter: nn.Parameter, owner: nn.Module) -> b
 
 
 def _rate_factors(parameters: dict[str, nn.Parameter], owners: dict[str, nn.Module], config: OptimConfig) -> dict[str, float]:
+    """Of layers and patterns, and of LoRA+ (https://arxiv.org/abs/2402.12354): an adapter's matrices B learn faster than A."""
     by_layer = _layer_factors(parameters, owners, config.layer_lr_decay)
     by_pattern = _pattern_factors(parameters, config.lr_patterns)
-    return {name: by_layer[name] * by_pattern[name] for name in parameters}
+    ratio = getattr(config, "loraplus_lr_ratio", 1.0)  # another group's setting: recipes without adapters don't have it
+    return {name: by_layer[name] * by_pattern[name] * (ratio if ".lora_B." in name else 1.0) for name in parameters}
 
 
 def _layer_factors(parameters: dict[str, nn.Parameter], owners: dict[str, nn.Module], decay: float) -> dict[str, float]:

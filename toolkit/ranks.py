@@ -1,5 +1,6 @@
 """Small agreements between the ranks. They travel on the CPU, so nobody waits for a device."""
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
@@ -58,3 +59,9 @@ def _cpu_group() -> Any:
     if torch.distributed.get_backend() == "gloo":
         return None
     return torch.distributed.new_group(backend="gloo")
+
+
+def say_once(line: str) -> None:
+    """Print a line on the first rank, also before there is an accelerator to ask."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)

@@ -17,6 +17,8 @@ RECIPES = {
     "accelerated": [],
     "sft": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "512"],
     "pretrain": ["--max-train-examples", "8", "--vocab-size", "300", "--num-samples", "1", "--sample-max-new-tokens", "4"],
+    "dpo": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "256"],
+    "dpo with a second model": ["--num-samples", "0", "--max-length", "256", "--reference", "model", "--pair-layout", "padded"],
 }
 
 
@@ -28,7 +30,7 @@ def test_a_recipe_on_shards_is_the_recipe(tiny: Any, recipe: str, engine: str) -
 
     Fails when: `apply_sharded_state` puts the best weights into the masters alone, or a save outlives its gathered tensors.
     """
-    flags, script = [*SMALL, *RECIPES[recipe]], str(ROOT / f"recipes/{recipe}.py")
+    flags, script = [*SMALL, *RECIPES[recipe]], str(ROOT / f"recipes/{recipe.split()[0]}.py")
     one = tiny(*flags, script=script, output_dir="one")
     assert one.code == 0, one.out[-3000:]
     ranks = tiny.ranks(2, *flags, *ENGINES[engine], script=script, output_dir="two")

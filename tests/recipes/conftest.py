@@ -34,7 +34,8 @@ class Finished:
     def weights(self) -> dict[str, Any]:
         from safetensors.torch import load_file
 
-        return load_file(self.output_dir / "model/model.safetensors")
+        model = self.output_dir / "model/model.safetensors"
+        return load_file(model if model.exists() else model.with_name("adapter_model.safetensors"))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ CONFIGS = sorted((ROOT / "recipes/configs").glob("*.yaml"))
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 8192}
 ARCHITECTURES = {
     "Qwen/Qwen3-0.6B": ("Qwen3", {**SMALL, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}),
+    "Qwen/Qwen3-4B": ("Qwen3", {**SMALL, "num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}),
     "meta-llama/Llama-3.2-1B-Instruct": (
         "Llama",
         {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_parameters": {
@@ -46,19 +47,31 @@ def test_every_config_has_its_architecture_here() -> None:
     assert {yaml.safe_load(path.read_text())["model"] for path in CONFIGS} == set(ARCHITECTURES)
 
 
+def recipe_of(path: Path) -> str:
+    """The recipe that the file's own comment starts."""
+    return path.read_text().split("recipes/", 1)[1].split(".py", 1)[0]
+
+
+def make_rows(recipe: str) -> list[dict]:
+    def said(role: str, text: str) -> list[dict]:
+        return [{"role": role, "content": text}]
+
+    makers = {
+        "accelerated": lambda i: {"text": f"number {i} is {'even' if i % 2 == 0 else 'odd'}", "label": "even" if i % 2 == 0 else "odd"},
+        "dpo": lambda i: {"chosen": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")],
+                          "rejected": [*said("user", f"say {i}"), *said("assistant", f"no, {i + 1}")]},
+        "sft": lambda i: {"messages": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")]},
+    }  # fmt: skip
+    return [makers.get(recipe, makers["sft"])(i) for i in range(80)]
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_config_trains_its_architecture(run_recipe, tmp_path: Path, path: Path) -> None:
     """Settings as in the file but for the model's place, the data's and the number of steps."""
     name = yaml.safe_load(path.read_text())["model"]
     make_model(tmp_path / "model", name)
-    recipe = "accelerated" if "classify" in path.stem else "sft"
-    rows = (
-        [{"text": f"number {i} is {'even' if i % 2 == 0 else 'odd'}", "label": "even" if i % 2 == 0 else "odd"} for i in range(80)]
-        if recipe == "accelerated"
-        else [
-            {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"it is {i}"}]} for i in range(80)
-        ]
-    )
+    recipe = recipe_of(path)
+    rows = make_rows(recipe)
     folder = tmp_path / "data"
     folder.mkdir()
     for split, part in (("train", rows[:64]), ("test", rows[64:])):
@@ -68,4 +81,4 @@ def test_the_config_trains_its_architecture(run_recipe, tmp_path: Path, path: Pa
     losses = [event["loss"] for event in run.metrics if "loss" in event]
     assert len(losses) == 2
     assert all(0 < loss < 20 for loss in losses)
-    assert (run.output_dir / "model/model.safetensors").exists()
+    assert run.weights()

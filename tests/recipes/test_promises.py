@@ -10,12 +10,15 @@ import pytest
 import torch
 import yaml
 
-RECIPES = ["basic", "accelerated", "sft", "pretrain"]
+RECIPES = ["basic", "accelerated", "sft", "lora", "dpo", "reward", "pretrain"]
 SMALL = ["--hidden-size", "32", "--num-hidden-layers", "2", "--max-train-examples", "120", "--max-eval-examples", "24"]
 SMALL_OF = {
     "basic": [*SMALL, "--max-length", "64"],
     "accelerated": [*SMALL, "--max-length", "64"],
     "sft": [*SMALL, "--max-length", "128", "--num-samples", "1", "--sample-max-new-tokens", "4"],
+    "lora": [*SMALL, "--max-length", "128", "--num-samples", "1", "--sample-max-new-tokens", "4", "--lora-dropout", "0.1"],
+    "dpo": [*SMALL, "--max-length", "128", "--num-samples", "1", "--sample-max-new-tokens", "4", "--pair-layout", "auto"],
+    "reward": [*SMALL, "--max-length", "128", "--center-rewards-coefficient", "0.01"],
     "pretrain": [
         "--hidden-size", "32", "--num-hidden-layers", "2", "--max-train-examples", "12", "--max-eval-examples", "1", "--max-length", "64",
         "--vocab-size", "300", "--num-samples", "1", "--sample-max-new-tokens", "4", "--eval-steps", "100",
@@ -35,7 +38,8 @@ def test_two_runs_give_bit_identical_weights_and_write_what_they_promise(run_rec
     assert first.code == 0, first.err
     second = run_recipe(recipe, *flags, output_dir="again")
     assert same(first.weights(), second.weights())
-    for name in ("config.yaml", "metrics.jsonl", "summary.json", "model/config.json", "model/README.md", "model/tokenizer.json"):
+    model_config = "model/adapter_config.json" if recipe == "lora" else "model/config.json"
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", model_config, "model/README.md", "model/tokenizer.json"):
         assert (first.output_dir / name).exists(), name
     steps = [event for event in first.metrics if "loss" in event]
     assert [event["step"] for event in steps] == list(range(1, 7))
@@ -55,7 +59,7 @@ def test_config_yaml_fed_back_repeats_the_run(run_recipe, tmp_path: Path, recipe
     assert {**settings[0], "output_dir": 0} == {**settings[1], "output_dir": 0}
 
 
-EPOCHS = {"accelerated": "1.34", "sft": "1.5", "pretrain": "0.13"}
+EPOCHS = {"accelerated": "1.34", "sft": "1.5", "lora": "1.5", "dpo": "0.84", "reward": "0.84", "pretrain": "0.13"}
 
 
 @pytest.mark.parametrize("recipe", EPOCHS)

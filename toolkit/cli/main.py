@@ -1,10 +1,11 @@
-"""The `toolkit` command: train, look at checkpoints, verify that a recipe resumes exactly."""
+"""The `toolkit` command: train, look at checkpoints, verify that a recipe resumes exactly, merge an adapter."""
 
 import sys
 
 import typer
 
 from toolkit.cli.checkpoints import checkpoints
+from toolkit.cli.merge import merge
 from toolkit.cli.train import train
 from toolkit.cli.verify_resume import verify_resume
 from toolkit.config import Refusal
@@ -18,6 +19,7 @@ app = typer.Typer(
 )  # fmt: skip
 app.command(context_settings=_RECIPE_FLAGS)(train)
 app.command()(checkpoints)
+app.command()(merge)
 app.command("verify-resume", context_settings=_RECIPE_FLAGS)(verify_resume)
 
 

@@ -6,6 +6,7 @@
 
 from toolkit.config.files import changed_settings, read_config_file, write_config_file
 from toolkit.config.groups import (
+    AdapterConfig,
     CausalLMConfig,
     ClassificationConfig,
     DataConfig,
@@ -13,6 +14,9 @@ from toolkit.config.groups import (
     ModelConfig,
     OptimConfig,
     OutputConfig,
+    PairsConfig,
+    PreferenceConfig,
+    RewardConfig,
     RunConfig,
     SampleConfig,
     SeedConfig,
@@ -22,8 +26,8 @@ from toolkit.config.setting import Refusal, Setting, Settings, check_value, chec
 from toolkit.config.values import read_values
 
 __all__ = [
-    "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "ModelConfig", "OptimConfig", "OutputConfig",
-    "Refusal", "RunConfig", "SampleConfig", "SeedConfig", "Setting", "Settings", "changed_settings", "check_together",
-    "check_value", "check_values", "implied_settings", "read_config_file", "read_values", "setting", "settings_of",
-    "show_value", "write_config_file",
+    "AdapterConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "ModelConfig", "OptimConfig",
+    "OutputConfig", "PairsConfig", "PreferenceConfig", "Refusal", "RewardConfig", "RunConfig", "SampleConfig", "SeedConfig",
+    "Setting", "Settings", "changed_settings", "check_together", "check_value", "check_values", "implied_settings",
+    "read_config_file", "read_values", "setting", "settings_of", "show_value", "write_config_file",
 ]  # fmt: skip

@@ -109,6 +109,22 @@ def _is_pattern(text: str) -> bool:
         return False
 
 
+def is_adapter(model: str) -> bool:
+    """Whether a model is a directory that holds an adapter and not the weights it belongs on."""
+    directory = os.path.expanduser(model)
+    return os.path.exists(os.path.join(directory, "adapter_config.json")) and not os.path.exists(
+        os.path.join(directory, "config.json")
+    )
+
+
+def _are_patterns(texts: list[str], whole: bool) -> bool:
+    """Whether all texts are regex=number with a number above 0, a whole one where asked."""
+    numbers = [float(text.rpartition("=")[2]) for text in texts if _is_pattern(text)]
+    return len(numbers) == len(texts) and all(number > 0 and (number == int(number) or not whole) for number in numbers)
+
+
+_INITIALISATION = re.compile(r"true|gaussian|olora|pissa(_niter_[1-9]\d*)?")
+
 # Metrics whose figures bear their names; what an `evaluate` module calls its figures is known only when it has run.
 _PLAIN_METRIC = re.compile(r"accuracy|balanced_accuracy|matthews_correlation|(f1|precision|recall)(_\w+)?")
 
@@ -123,6 +139,14 @@ def _never_measured(metric: str, metrics: list[str]) -> bool:
 _WITH_ADAM = ("adamw_torch", "adamw_torch_fused", "nadam", "radam", "adamw_bnb_8bit", "muon")
 _WITH_BETAS = (*_WITH_ADAM, "lion_32bit", "lion_8bit")
 _WITH_MOMENTUM = ("sgd", "rmsprop", "muon")
+_WITH_DIVERGENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop")
+_WITHOUT_DIVERGENCE = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "aot", "aot_unpaired")
+_WITH_SMOOTHING = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired", "simpo", "cpo")
+_WITH_LIKELIHOOD = ("sft", "cpo", "orpo")
+_OF_THE_ADAPTER = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "lora_rank_pattern",
+    "lora_alpha_pattern", "lora_layers_to_transform", "use_rslora", "use_dora", "init_lora_weights",
+)  # fmt: skip
 
 CONTRADICTIONS = (
     # Precision
@@ -169,6 +193,52 @@ CONTRADICTIONS = (
         lambda max_position_embeddings, max_length: max_position_embeddings and max_position_embeddings < max_length,
         "{max_position_embeddings} is shorter than an example may be: {max_length} needs a context as long.",
     ),
+    # Adapter
+    Contradiction(
+        lambda load_in_4bit, use_peft: load_in_4bit and not use_peft,
+        "--load-in-4bit freezes the model, and without --use-peft nothing is left to train: add --use-peft.",
+    ),
+    Contradiction(
+        lambda load_in_4bit, model: load_in_4bit and is_built_in(model),
+        "--load-in-4bit is for weights that are read from files, and {model} is made here: name another model.",
+    ),
+    Contradiction(
+        lambda load_in_4bit, zero_stage, fsdp, deepspeed: load_in_4bit and (zero_stage == 3 or fsdp or deepspeed),
+        "--load-in-4bit needs the whole frozen model on each device, and here it would be sharded: take --zero-stage 2.",
+    ),
+    Contradiction(
+        lambda load_in_4bit, init_lora_weights: load_in_4bit and init_lora_weights not in ("true", "gaussian"),
+        "{init_lora_weights} changes the frozen weights, which --load-in-4bit has rounded: take --init-lora-weights gaussian.",
+    ),
+    Contradiction(
+        lambda init_lora_weights: not _INITIALISATION.fullmatch(init_lora_weights),
+        "{init_lora_weights}: must be one of true, gaussian, pissa, pissa_niter_16 (or another number), olora.",
+    ),
+    Contradiction(
+        lambda lora_rank_pattern: not _are_patterns(lora_rank_pattern, whole=True),
+        "{lora_rank_pattern}: must be regex=rank, as in --lora-rank-pattern 'down_proj=32'.",
+    ),
+    Contradiction(
+        lambda lora_alpha_pattern: not _are_patterns(lora_alpha_pattern, whole=False),
+        "{lora_alpha_pattern}: must be regex=alpha, as in --lora-alpha-pattern 'down_proj=64'.",
+    ),
+    # Reference
+    Contradiction(
+        lambda sync_ref_model, reference: sync_ref_model and reference not in ("auto", "model"),
+        "--sync-ref-model moves a second model, and {reference} has none: take --reference model.",
+    ),
+    Contradiction(
+        lambda sync_ref_model, use_peft: sync_ref_model and use_peft,
+        "--sync-ref-model mixes whole models, and --use-peft trains an adapter: leave one of the two out.",
+    ),
+    Contradiction(
+        lambda sync_ref_model, zero_stage, fsdp, deepspeed: sync_ref_model and (zero_stage == 3 or fsdp or deepspeed),
+        "--sync-ref-model needs whole models on each device, and here they would be sharded: take --zero-stage 2, or DDP.",
+    ),
+    Contradiction(
+        lambda streaming, reference: streaming and reference == "cache",
+        "{reference} finds pairs again by their row, and {streaming} has no rows: take --reference auto.",
+    ),
     # Optimiser
     Contradiction(
         lambda warmup_steps: warmup_steps > 1 and warmup_steps != int(warmup_steps),
@@ -178,6 +248,29 @@ CONTRADICTIONS = (
         lambda lr_patterns: not all(_is_pattern(text) for text in lr_patterns),
         "{lr_patterns}: must be regex=factor, as in --lr-patterns 'embed=0.1'. One with a comma in it goes into JSON: "
         """--lr-patterns '["layers.(1,2)=0.5"]'.""",
+    ),
+    # Preferences
+    Contradiction(
+        lambda loss_type: not loss_type,
+        "--loss-type is empty: name one loss or several, such as sigmoid.",
+    ),
+    Contradiction(
+        lambda loss_type, loss_weights: loss_weights and len(loss_weights) != len(loss_type),
+        "{loss_weights} beside {loss_type}: must be one weight for each loss.",
+    ),
+    Contradiction(
+        lambda loss_type, label_smoothing: "exo_pair" in loss_type and label_smoothing == 0,
+        "exo_pair divides by {label_smoothing}: must be above 0, as in --label-smoothing 0.001.",
+    ),
+    Contradiction(
+        lambda loss_type, f_divergence_type: f_divergence_type != "reverse_kl" and set(_WITHOUT_DIVERGENCE) & set(loss_type),
+        f"{{f_divergence_type}} is defined for differences of rewards, as in {', '.join(_WITH_DIVERGENCE)}; {{loss_type}} "
+        "takes rewards one by one.",
+    ),
+    Contradiction(
+        lambda loss_type, ld_alpha: ld_alpha is not None and set(_WITH_LIKELIHOOD) & set(loss_type),
+        f"{{ld_alpha}} weighs down the tokens whose whole likelihood {', '.join(_WITH_LIKELIHOOD)} train on: leave it out of "
+        "{loss_type}.",
     ),
     # Evaluation
     Contradiction(
@@ -241,6 +334,35 @@ NO_EFFECT = (
         ("class_weights", "label_smoothing_factor"), lambda problem_type: problem_type == "regression",
         "with {problem_type}, where there are no classes: leave it out.",
     ),
+    # Preferences
+    NoEffect(
+        ("beta",), lambda loss_type: set(loss_type) <= {"sft"},
+        "with {loss_type}, which compares with nothing: leave it out, or add sigmoid.",
+    ),
+    NoEffect(
+        ("label_smoothing",), lambda loss_type: not set(loss_type) & set(_WITH_SMOOTHING),
+        f"with {{loss_type}}: leave it out, or take one of {', '.join(_WITH_SMOOTHING)}.",
+    ),
+    NoEffect(
+        ("f_divergence_type",),
+        lambda loss_type, f_divergence_type: (
+            f_divergence_type != "reverse_kl" and not set(loss_type) & set(_WITH_DIVERGENCE + _WITHOUT_DIVERGENCE)
+        ),
+        "with {loss_type}, which compares with no reference model: leave it out, or add sigmoid.",
+    ),
+    NoEffect(
+        ("f_alpha_divergence_coef",), lambda f_divergence_type: f_divergence_type != "alpha_divergence",
+        "with {f_divergence_type}: leave it out, or take alpha_divergence.",
+    ),
+    NoEffect(
+        ("discopop_tau",), lambda loss_type: "discopop" not in loss_type,
+        "with {loss_type}: leave it out, or take discopop.",
+    ),
+    NoEffect(
+        ("simpo_gamma",), lambda loss_type: "simpo" not in loss_type,
+        "with {loss_type}: leave it out, or take simpo.",
+    ),
+    NoEffect(("cpo_alpha",), lambda loss_type: "cpo" not in loss_type, "with {loss_type}: leave it out, or take cpo."),
     # Model
     NoEffect(
         ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
@@ -257,6 +379,28 @@ NO_EFFECT = (
         "with {model}, which does not come from the Hub: leave it out.",
     ),
     NoEffect(("trust_remote_code",), is_built_in, "with {model}, which is built in: leave it out."),
+    # Adapter
+    NoEffect(
+        (*_OF_THE_ADAPTER, "loraplus_lr_ratio"), lambda use_peft: not use_peft,
+        "without --use-peft: leave it out, or add --use-peft.",
+    ),
+    NoEffect(
+        _OF_THE_ADAPTER, is_adapter,
+        "with {model}, an adapter that has its shape already: leave it out, or name the model it belongs on.",
+    ),
+    NoEffect(
+        ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant"), lambda load_in_4bit: not load_in_4bit,
+        "without --load-in-4bit: leave it out, or add it.",
+    ),
+    # Reference
+    NoEffect(
+        ("reference", "sync_ref_model"), lambda loss_type: set(loss_type) <= {"simpo", "cpo", "orpo", "sft"},
+        "with {loss_type}, which has no reference model: leave it out.",
+    ),
+    NoEffect(
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda sync_ref_model: not sync_ref_model,
+        "without --sync-ref-model: leave it out, or add it.",
+    ),
     # Data
     NoEffect(("packing_strategy",), lambda packing: not packing, "without --packing: leave it out, or pack."),
     NoEffect(

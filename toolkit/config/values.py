@@ -159,6 +159,7 @@ _OTHER_TRAINERS: dict[str, Callable[[Any], Any]] = {
     "torch_dtype": lambda raw: raw.removeprefix("torch.") if isinstance(raw, str) else raw,
     "optim": lambda raw: {"adamw_8bit": "adamw_bnb_8bit"}.get(raw, raw) if isinstance(raw, str) else raw,
     "report_to": lambda raw: ["none"] if raw is None else raw,
+    "init_lora_weights": lambda raw: str(raw).lower() if isinstance(raw, bool) else raw,
     "dataset": _mixture,
     "dataset_name": _mixture,
     "warmup_ratio": _ratio,

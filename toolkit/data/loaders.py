@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.batch import Batch
 from toolkit.data.collate import collate_padded
+from toolkit.data.collate_pairs import collate_pairs
 from toolkit.data.order import StepPlan, cut_step, hash_numbers, plan_steps
 from toolkit.data.packing import Packing, pack_best_fit, pack_wrapped
 from toolkit.data.rows import Document, PackedRows, PlainRows, Rows, column
@@ -151,6 +152,8 @@ def build_dataloaders(
     pin_memory = bool(accelerator) and accelerator.device.type == "cuda"
     if config.packing and _is_padded(collate):
         raise Refusal("--packing puts documents of several examples into one row, which this recipe's padded rows cannot hold.")
+    if config.packing and _collate_fn(collate) is collate_pairs:
+        raise Refusal("--packing: pairs stand one behind the other without padding as it is (--pair-layout). Remove it.")
     train_split, pack, pack_held_out = splits["train"], _packer(config), _packer(config, overlap=True)
     global_batch_size = config.global_batch_size or (
         config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
@@ -207,4 +210,8 @@ def _packer(config: DataConfig, overlap: bool = False) -> Callable[[np.ndarray],
 
 
 def _is_padded(collate: Collate) -> bool:
-    return getattr(collate, "func", collate) is collate_padded
+    return _collate_fn(collate) is collate_padded
+
+
+def _collate_fn(collate: Collate) -> Any:
+    return getattr(collate, "func", collate)

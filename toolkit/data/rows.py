@@ -8,7 +8,10 @@ from toolkit.data.collate import IGNORED
 from toolkit.data.packing import Packing
 
 Document = dict[str, Any]
-MODEL_COLUMNS = ("input_ids", "labels", "token_type_ids", "supervised_tokens", "weight")
+MODEL_COLUMNS = (
+    "input_ids", "labels", "token_type_ids", "supervised_tokens", "weight",
+    "prompt_tokens", "chosen_tokens", "rejected_tokens", "pair", "margin",
+)  # fmt: skip
 
 
 class Rows(Protocol):
@@ -94,4 +97,7 @@ def _units(dataset: Any) -> dict[str, np.ndarray]:
         units["tokens"] = column(dataset, "supervised_tokens").astype(np.float64)
     if "weight" in dataset.column_names:
         units["weight"] = column(dataset, "weight").astype(np.float64)
+    if "chosen_tokens" in dataset.column_names:
+        units["pairs"] = units["examples"]
+        units["chosen_tokens"] = column(dataset, "chosen_tokens").astype(np.float64)
     return units

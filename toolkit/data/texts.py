@@ -81,6 +81,18 @@ def answer_baselines(tokenised: Any, vocab_size: int) -> dict[str, float]:
     return {name: value * math.log(2) for name, value in bits.items()}
 
 
+def preference_baselines(tokenised: Any) -> dict[str, float]:
+    """Accuracy on the validation pairs of taking the longer answer, in tokens, for the chosen one, and of the shorter one.
+
+    A pair of like length counts half. Nothing to compare with (an empty dict) without a validation split.
+    """
+    if "validation" not in tokenised:
+        return {}
+    chosen, rejected = (np.asarray(tokenised["validation"][f"{side}_tokens"][:]) for side in ("chosen", "rejected"))
+    longer = float(np.mean((chosen > rejected) + 0.5 * (chosen == rejected)))
+    return {"longer answer": longer, "shorter answer": 1 - longer}
+
+
 def class_baselines(raw: Any, config: ClassificationConfig) -> dict[str, float]:
     """Accuracy on the validation rows of saying the most frequent class, and of logistic regression on words.
 

@@ -3,7 +3,8 @@
 A head of V tokens over N positions makes N x V logits, often more memory than all the rest of the model. Most of them may be
 unsupervised, and none is needed once its cross-entropy and gradient are known. So for the length of one forward pass the
 head's own `forward` is replaced by a function that picks the supervised ones of the hidden states it is given and
-walks over them in chunks. What the head returns, and so the model's `logits`, are two sums. Wrappers (DDP, FSDP, ZeRO,
+walks over them in chunks. What the head returns, and so the model's `logits`, are two sums, or the log-probability of each
+supervised token. Wrappers (DDP, FSDP, ZeRO,
 adapters, autocast) see an ordinary forward and backward.
 
 A model that changes its logits after the head (soft-capping, scaling) cannot be served so. It is recognised once, by a
@@ -12,7 +13,7 @@ head that returns a pattern which the model ought to return untouched, and gets 
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,10 +22,12 @@ import torch
 from torch import nn
 
 from toolkit.engines import unwrapped
-from toolkit.losses.chunked_sums import Sums, sums_in_chunks
+from toolkit.losses.chunked_sums import Logits, Sums, sums_in_chunks
 from toolkit.metrics.evaluation_mode import evaluation_mode
 
 logger = logging.getLogger(__name__)
+
+Compute = Callable[[Logits, Sequence[nn.Parameter], torch.Tensor, int], torch.Tensor]
 
 _HEAD_COMES_LAST: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -41,6 +44,22 @@ def supervised_sums(
 
     `positions` `[P]`: flat indices into `[batch, length]`; `targets` `[P]`: the token to predict at each.
     """
+
+    def sums(logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        there = targets.to(rows.device)
+        return torch.stack(sums_in_chunks(logits_of, parameters, rows, there, vocabulary, label_smoothing_factor, z_loss))
+
+    loss, correct = at_positions(model, inputs, positions, sums)
+    return loss, correct.detach()
+
+
+def at_positions(model: Any, inputs: dict[str, Any], positions: torch.Tensor, compute: Compute) -> torch.Tensor:
+    """One forward pass, and of its logits at some positions what `compute` makes of them.
+
+    `compute(logits_of, parameters, rows, vocabulary)` returns a tensor `[n]` from `rows` `[P, width]`, of which `logits_of`
+    makes logits `[P, vocabulary]` with the help of trained `parameters`. `positions` `[P]`: flat indices into
+    `[batch, length]`.
+    """
     base = unwrapped(model)
     if model not in _HEAD_COMES_LAST:
         _HEAD_COMES_LAST[model] = head_comes_last(model, base, inputs["input_ids"])
@@ -48,23 +67,19 @@ def supervised_sums(
         inputs = {**inputs, "use_cache": False}
     if not _HEAD_COMES_LAST[model]:
         logits = _logits_at(model, base, inputs, positions)
-        targets = targets.to(logits.device)
-        return sums_in_chunks(lambda rows: rows, (), logits, targets, logits.shape[-1], label_smoothing_factor, z_loss)
+        return compute(lambda rows: rows, (), logits, logits.shape[-1])
 
     head = base.get_output_embeddings()
     original, vocabulary = head.forward, base.config.get_text_config().vocab_size
 
-    def sums_of_hidden_states(hidden: torch.Tensor) -> torch.Tensor:
+    def of_hidden_states(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions.to(hidden.device))
         parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
-        there = targets.to(hidden.device)
-        sums = sums_in_chunks(original, parameters, rows, there, vocabulary, label_smoothing_factor, z_loss)
-        # [1, 1, 2] in the place of logits [batch, length, V]; not a view, whose hooks FSDP2 could lose
-        return torch.stack([total.reshape(1, 1) for total in sums], dim=-1)
+        # [1, 1, n] in the place of logits [batch, length, V]; not a view, whose hooks FSDP2 could lose
+        return torch.stack([compute(original, parameters, rows, vocabulary)])[None]
 
-    with _forward_replaced(head, sums_of_hidden_states):
-        loss, correct = model(**inputs).logits.flatten()
-    return loss, correct.detach()
+    with _forward_replaced(head, of_hidden_states):
+        return model(**inputs).logits.flatten()
 
 
 def _logits_at(model: Any, base: Any, inputs: dict[str, Any], positions: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ _OTHER_NAMES = {
     "text": ("content", "sentence", "document", "body", "article", "story", "code", "review", "raw", "texts"),
     "prompt": ("instruction", "question", "query", "input", "inputs", "source", "user", "problem"),
     "completion": ("output", "response", "answer", "target", "outputs", "chosen", "solution", "assistant", "reply"),
+    "chosen": ("preferred", "accepted", "chosen_response", "response_chosen", "winner", "better", "good"),
+    "rejected": ("dispreferred", "rejected_response", "response_rejected", "loser", "worse", "bad"),
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns", "message"),
     "label": ("class", "category", "target", "sentiment", "intent", "y", "labels", "score"),
 }
@@ -36,7 +38,7 @@ def text_layout(columns: list[str], split: str) -> str:
     """
     layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(columns)), None)
     if layout is None:
-        raise Refusal(_wrong_columns(columns, split, _TEXT_LAYOUTS, (("prompt", "completion"), ("messages",), ("text",))))
+        raise Refusal(wrong_columns(columns, split, _TEXT_LAYOUTS, (("prompt", "completion"), ("messages",), ("text",))))
     if layout in ("messages", "conversations") and set(LAYOUTS["prompt_completion"]) <= set(columns):
         raise Refusal(
             f"The {split} split has {layout} and also prompt and completion: which to train on is not clear. Rename what is "
@@ -49,7 +51,7 @@ def label_column(columns: list[str], split: str) -> str:
     """The column with the labels of a classification dataset."""
     label = next((name for name in ("label", "labels") if name in columns), None)
     if label is None or not {"text", "input_ids"} & set(columns):
-        raise Refusal(_wrong_columns(columns, split, "text (and text_pair, for two texts) and label", (("text", "label"),)))
+        raise Refusal(wrong_columns(columns, split, "text (and text_pair, for two texts) and label", (("text", "label"),)))
     return label
 
 
@@ -101,6 +103,17 @@ def describe(value: Any) -> str:
     return "an object with " + ", ".join(map(str, value)) if isinstance(value, dict) else f"a {type(value).__name__}"
 
 
+def wrong_columns(columns: list[str], split: str, needed: str, layouts: Iterable[tuple[str, ...]]) -> str:
+    present = [name for name in columns if name != "origin"]
+    what = f"The {split} split has the columns {', '.join(present) or '(none)'}. What can be trained on here: {needed}."
+    for layout in layouts:
+        found = {_likely_column(name, present): name for name in layout}
+        if "" not in found and len(found) == len(layout):
+            renames = ",".join(f"{old}={new}" for old, new in found.items() if old != new)
+            return f"{what} Did you mean: --rename-columns {renames}"
+    return f"{what} Rename with --rename-columns old=new"
+
+
 def _read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise Refusal(f"{where} is {describe(message)}, and must have role and content. Correct or remove the row.")
@@ -133,17 +146,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(part) for key, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list) else value
-
-
-def _wrong_columns(columns: list[str], split: str, needed: str, layouts: Iterable[tuple[str, ...]]) -> str:
-    present = [name for name in columns if name != "origin"]
-    what = f"The {split} split has the columns {', '.join(present) or '(none)'}. What can be trained on here: {needed}."
-    for layout in layouts:
-        found = {_likely_column(name, present): name for name in layout}
-        if "" not in found and len(found) == len(layout):
-            renames = ",".join(f"{old}={new}" for old, new in found.items() if old != new)
-            return f"{what} Did you mean: --rename-columns {renames}"
-    return f"{what} Rename with --rename-columns old=new"
 
 
 def _likely_column(name: str, present: list[str]) -> str:

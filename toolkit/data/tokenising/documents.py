@@ -82,6 +82,8 @@ class Cut:
     dropped: int = 0  # for being too long
     unsupervised: int = 0  # dropped because none of the tokens that were left is supervised
     tokens: int = 0  # cut off or dropped
+    identical: int = 0  # pairs dropped because cutting made their answers the same
+    clipped: int = 0  # pairs whose prompt was cut
 
 
 def cut_documents(documents: Documents, max_length: int, overlong: str) -> tuple[Documents, Cut]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from toolkit.data.tokenising.encoder import Encoder
 from toolkit.data.tokenising.masks import ChatTemplate, ChatText, mask_chat, mask_completion, supervised_tokens
 
 Batch = dict[str, list[Any]]
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class TextRows:
             return self._documents(_prompts_and_completions(batch, origins), origins)
         read = self._chat if self.layout == "chat" else self._prompted_chat
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        return self._documents([_named(origin, read, row, origin) for row, origin in zip(rows, origins, strict=True)], origins)
+        return self._documents(
+            [with_origin(origin, read, row, origin) for row, origin in zip(rows, origins, strict=True)], origins
+        )
 
     def cut(self, documents: Documents) -> tuple[Documents, Cut]:
         """Bring over-long documents within `max_length`."""
@@ -141,15 +145,7 @@ def tokenised_rows(batch: Batch, origins: list[str], column: str = "input_ids") 
     return rows
 
 
-def _prompts_and_completions(batch: Batch, origins: list[str]) -> list[ChatText]:
-    """Prompt and completion as one text, the completion supervised."""
-    for column in ("prompt", "completion"):
-        check_texts(batch[column], column, origins)
-    pairs = zip(batch["prompt"], batch["completion"], strict=True)
-    return [ChatText(prompt + completion, [(len(prompt), len(prompt) + len(completion))]) for prompt, completion in pairs]
-
-
-def _named(origin: str, read: Any, *arguments: Any) -> ChatText:
+def with_origin(origin: str, read: Callable[..., Read], *arguments: Any) -> Read:
     """What `read` gives; a refusal of it tells the row, where it doesn't yet."""
     try:
         return read(*arguments)
@@ -157,3 +153,11 @@ def _named(origin: str, read: Any, *arguments: Any) -> ChatText:
         if str(refusal).startswith(origin):
             raise
         raise Refusal(f"{origin}: {refusal}") from refusal
+
+
+def _prompts_and_completions(batch: Batch, origins: list[str]) -> list[ChatText]:
+    """Prompt and completion as one text, the completion supervised."""
+    for column in ("prompt", "completion"):
+        check_texts(batch[column], column, origins)
+    pairs = zip(batch["prompt"], batch["completion"], strict=True)
+    return [ChatText(prompt + completion, [(len(prompt), len(prompt) + len(completion))]) for prompt, completion in pairs]

@@ -90,7 +90,7 @@ def mask_chat(template: ChatTemplate, messages: list[Message], options: dict[str
     if template.marked:
         text, spans = _marked_spans(template, messages, options)
         if first:
-            start = _turn_start(template, messages, options, first, text)
+            start = turn_start(template, messages, options, first, text)
             spans = [span for span in spans if span[1] > start]
         return ChatText(text, spans)
     text = template.render(messages, options)
@@ -101,14 +101,14 @@ def mask_chat(template: ChatTemplate, messages: list[Message], options: dict[str
         end, as_generated = _turn_end(template, messages, options, i, text)
         rewritten |= not as_generated
         if i >= first:
-            spans.append((_turn_start(template, messages, options, i, text), end))
+            spans.append((turn_start(template, messages, options, i, text), end))
     return ChatText(text, spans, rewritten)
 
 
 def mask_completion(template: ChatTemplate, messages: list[Message], options: dict[str, Any], first: int) -> ChatText:
     """The chat as text with everything from message `first` on supervised, whoever wrote it."""
     text = template.render(messages, options)
-    return ChatText(text, [(_turn_start(template, messages, options, first, text), len(text))])
+    return ChatText(text, [(turn_start(template, messages, options, first, text), len(text))])
 
 
 def supervised_tokens(encoding: Encoding, spans: list[Span], length: int) -> tuple[list[Span], bool]:
@@ -128,6 +128,29 @@ def supervised_tokens(encoding: Encoding, spans: list[Span], length: int) -> tup
         begins = encoding.token_to_chars(first)
         merged |= begins is not None and begins[0] < start
     return ranges, merged
+
+
+def turn_start(template: ChatTemplate, messages: list[Message], options: dict[str, Any], i: int, text: str) -> int:
+    """Where message `i` begins in `text`: behind what the template would prompt its author with."""
+    if i:
+        prompt = _beginning(template, messages[:i], options, add_generation_prompt=messages[i]["role"] == "assistant")
+        if prompt and text.startswith(prompt):
+            return len(prompt)
+    # the template writes the chat up to here otherwise when it goes on, or the chat begins here: the message begins
+    # where the text starts to depend on it
+    return min(common_prefix(text, _with_content(template, messages, options, i, probe)) for probe in _PROBES[:2])
+
+
+def common_prefix(text: str, other: str) -> int:
+    """Length of the longest common beginning, by halving: comparing slices beats a loop over characters."""
+    least, most = 0, min(len(text), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if text[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def _token_from(encoding: Encoding, start: int, end: int) -> int | None:
@@ -164,17 +187,6 @@ def _marked_spans(template: ChatTemplate, messages: list[Message], options: dict
     return text, spans
 
 
-def _turn_start(template: ChatTemplate, messages: list[Message], options: dict[str, Any], i: int, text: str) -> int:
-    """Where message `i` begins in `text`: behind what the template would prompt its author with."""
-    if i:
-        prompt = _beginning(template, messages[:i], options, add_generation_prompt=messages[i]["role"] == "assistant")
-        if prompt and text.startswith(prompt):
-            return len(prompt)
-    # the template writes the chat up to here otherwise when it goes on, or the chat begins here: the message begins
-    # where the text starts to depend on it
-    return min(_common_prefix(text, _with_content(template, messages, options, i, probe)) for probe in _PROBES[:2])
-
-
 def _turn_end(template: ChatTemplate, messages: list[Message], options: dict[str, Any], i: int, text: str) -> tuple[int, bool]:
     """Where the turn of message `i` ends in `text`, and whether the text up to there is as it was when it was generated."""
     if i == len(messages) - 1:
@@ -188,7 +200,7 @@ def _turn_end(template: ChatTemplate, messages: list[Message], options: dict[str
     _, found, rest = _with_content(template, messages, options, i, marked).rpartition(probe)
     if found and text.endswith(rest):
         written = len(text) - len(rest)  # the end of the content; calls of tools may follow it, then the end of the turn
-        limit = _common_prefix(text, _with_content(template, messages, options, i + 1, _PROBES[0]))  # of the next message
+        limit = common_prefix(text, _with_content(template, messages, options, i + 1, _PROBES[0]))  # of the next message
         for closing in filter(None, (template.closing, *template.turn_ends)):
             at = text.find(closing, written, limit)
             if at >= 0 and (messages[i].get("tool_calls") or not text[written:at].strip()):
@@ -212,15 +224,3 @@ def _beginning(template: ChatTemplate, messages: list[Message], options: dict[st
 
 def _with_content(template: ChatTemplate, messages: list[Message], options: dict[str, Any], i: int, content: Any) -> str:
     return template.render([*messages[:i], {**messages[i], "content": content}, *messages[i + 1 :]], options)
-
-
-def _common_prefix(text: str, other: str) -> int:
-    """Length of the longest common beginning, by halving: comparing slices beats a loop over characters."""
-    least, most = 0, min(len(text), len(other))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if text[least:middle] == other[least:middle]:
-            least = middle
-        else:
-            most = middle - 1
-    return least

@@ -19,14 +19,15 @@ class Plan:
     """How one split is read.
 
     `layout` is text, prompt_completion, chat, prompted_chat (prompt and completion are lists of messages) or tokenised;
-    `supervise` is all, completion, assistant (its turns), answers (its turns in the completion), labels (as the rows say)
-    or class.
+    `supervise` is all, completion, assistant (its turns), answers (its turns in the completion), labels (as the rows say),
+    class, or pair (both answers of a preference).
     """
 
     layout: str
     supervise: str
     columns: tuple[str, ...]  # that are read
     classes: Classes | None = None
+    margin: bool = False  # a pair tells by how much its chosen answer is the better one
 
     @property
     def is_masked(self) -> bool:

@@ -23,6 +23,14 @@ from toolkit.data.tokenising.documents import IGNORED, Cut, Documents
 FEW_ROWS = 20  # with fewer one row moves an accuracy by more than 5 %
 SHOWN_CHARACTERS = 1000  # of the example; what is longer has its middle left out
 Piece = tuple[str, bool]  # text, and whether it is supervised
+PAIR_REMARKS = {
+    "ties": "{:,} rows make no pair: none of their answers is better than another",
+    "identical": "{:,} pairs dropped, as truncation made their answers the same",
+    "clipped": "{:,} prompts were cut on the left to leave room for the answers",
+    "not_higher": "{:,} pairs have a chosen answer that scores no higher than the rejected one",
+    "turns": "{:,} pairs have turns of others than the assistant in their answers; these count as the answers do",
+    "rewritten_prompts": "{:,} prompts are written otherwise by the template once an answer follows; they are trained on so",
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class SplitFigures:
     merged: int  # examples in which a token holds both the end of a prompt and the start of what is supervised
     rewritten: int  # chats that the template writes otherwise than they were generated
     classes: dict[str, int]
+    pairs: dict[str, int] = field(default_factory=dict)  # counts of PAIR_REMARKS
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class Preflight:
     notes: list[str]
     example: list[Piece] = field(default_factory=list)
     example_origin: str = ""
+    example_names: tuple[str, ...] = ()  # of the pieces, where each is shown by itself
     first_rows: int | None = None  # of a stream: so many rows were looked at
 
 
@@ -77,7 +87,7 @@ def measure(whole: Documents, kept: Documents, cut: Cut, rules: Rules, remarks: 
     sums = Counter(
         examples=len(kept), tokens=len(kept.values), supervised_tokens=int(kept.supervised().sum()), overlong=cut.overlong,
         cut_tokens=cut.tokens, dropped=cut.dropped, unsupervised=cut.unsupervised, ends=ends, supervised_ends=supervised_ends,
-        kept_ends=count_turn_ends(kept, rules)[1],
+        kept_ends=count_turn_ends(kept, rules)[1], identical=cut.identical, clipped=cut.clipped,
     )  # fmt: skip
     rows = [hash(whole.values[a:b].tobytes()) for a, b in pairwise(whole.bounds.tolist())]
     return Measures(whole.whole, rows, sums + remarks, whole.origins[0] if whole.origins else "")
@@ -94,6 +104,8 @@ def summarise(
     """
     sums = sum((part.sums for part in measures), Counter())
     whole = np.concatenate([part.whole for part in measures]) if measures else np.zeros(0, dtype=np.int64)
+    if sums["ties"] and not len(whole):
+        raise Refusal(f"No row of the {name} split makes a pair: in all {sums['ties']:,} no answer is better than another.")
     if not sums["examples"] and len(whole):
         raise Refusal(
             f"Nothing is left of the {name} split: of its {len(whole):,} examples {sums['overlong']:,} are longer than "
@@ -114,7 +126,8 @@ def summarise(
         name=name, supervised_tokens=sums["supervised_tokens"] if is_masked else None, median=int(median),
         percentile_95=int(percentile_95), longest=int(whole.max(initial=0)), duplicates=len(rows) - len(set(rows)),
         also_in_train=sum(row in train_rows for row in rows),
-        classes={label: sums[f"class {label}"] for label in classes}, **{key: sums[key] for key in counted},
+        classes={label: sums[f"class {label}"] for label in classes},
+        pairs={remark: sums[remark] for remark in PAIR_REMARKS if sums[remark]}, **{key: sums[key] for key in counted},
     )  # fmt: skip
 
 
@@ -127,6 +140,14 @@ def example_pieces(ids: list[int], labels: list[int] | None, decode: Callable[[l
     pieces = [(texts[i + 1][len(texts[i]) :], is_supervised[start]) for i, start in enumerate(starts)] if ids else []
     share = max(SHOWN_CHARACTERS // max(len(pieces), 1), 120)
     return [(_shorten(_printable(text), share), mark) for text, mark in pieces]
+
+
+def part_pieces(parts: list[list[int]], decode: Callable[[list[int]], str]) -> list[Piece]:
+    """The prompt of an example and each of its answers as text, supervised but for the first."""
+    prompt, *answers = parts
+    asked = decode(prompt)
+    texts = [asked, *(decode(prompt + answer)[len(asked) :] for answer in answers)]
+    return [(_shorten(_printable(text), SHOWN_CHARACTERS // 2), i > 0) for i, text in enumerate(texts)]
 
 
 def print_preflight(preflight: Preflight, stream: TextIO | None = None) -> None:
@@ -159,7 +180,11 @@ def _lines(preflight: Preflight, marks: tuple[str, str]) -> list[str]:
         lines.append("  " + "  ".join(cells).rstrip())
     lines += [f"  {note}" for split in preflight.splits for note in _remarks(split, preflight)]
     lines += [f"  {note}" for note in preflight.notes]
-    if preflight.example:
+    if preflight.example_names:
+        lines.append(f"Example {preflight.example_origin}:")
+        for name, (text, _) in zip(preflight.example_names, preflight.example, strict=True):
+            lines += [f"  {name}", *("  | " + line for line in text.split("\n"))]
+    elif preflight.example:
         told = "between " + " and ".join(marks) if marks[0] == "[[" else "underlined"
         is_masked = not all(mark for _, mark in preflight.example)
         lines.append(f"Example {preflight.example_origin}" + (f", supervised text {told}:" if is_masked else ":"))
@@ -190,6 +215,7 @@ def _remarks(split: SplitFigures, preflight: Preflight) -> list[str]:
             f"{split.rewritten:,} chats have earlier turns that the template writes otherwise than when they were the last, "
             "such as without their thinking; they are trained on as written"
         )
+    lines += [PAIR_REMARKS[remark].format(count) for remark, count in split.pairs.items()]
     if split.name != "train" and split.examples < FEW_ROWS:
         lines.append(f"{split.examples} rows are too few to tell one model from another; its figures say little")
     if split.classes:

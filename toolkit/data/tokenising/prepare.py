@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,10 @@ from toolkit.data.tokenising.documents import Documents
 from toolkit.data.tokenising.encoder import build_encoder, pair_frame, tokenizer_digest
 from toolkit.data.tokenising.language import TextRows
 from toolkit.data.tokenising.masks import read_chat_template, turn_end_ids
+from toolkit.data.tokenising.pair_cuts import PARTS
+from toolkit.data.tokenising.pairs import PairRows
 from toolkit.data.tokenising.plans import CHATS, Plan, is_wrapped
+from toolkit.data.tokenising.preferences import PAIR
 from toolkit.data.tokenising.preflight import Measures, SplitFigures, measure, summarise
 
 if TYPE_CHECKING:
@@ -81,12 +84,12 @@ class _Reader:
     name: str
     plan: Plan
     rules: Rules
-    rows: TextRows | LabelledTexts
+    rows: TextRows | LabelledTexts | PairRows
 
     def read(self, batch: Batch, at: int) -> tuple[Documents, Measures]:
         """One batch, whose first row is row `at` of the split: tokenised, checked, cut, counted."""
-        count = len(next(iter(batch.values())))
-        given = batch.get("origin") or [None] * count
+        size = len(next(iter(batch.values())))
+        given = batch.get("origin") or [None] * size
         origins = [origin or f"row {at + i} of the {self.name} split" for i, origin in enumerate(given)]
         whole, remarks = self.rows.read(batch, origins)
         check_tokens(whole, self.rules)
@@ -98,11 +101,11 @@ class _Reader:
 
 def _build(folder: Path, splits: dict[str, Any], plans: dict[str, Plan], tokenizer: Any, config: DataConfig) -> None:
     """Write each split as an Arrow file, and the figures of all beside them."""
-    figures, train_rows = [], set[int]()
+    figures, train_rows, pairs = [], set[int](), count()  # pairs are numbered through all splits
     for name, split in splits.items():
         reader, measures = _reader(name, plans[name], tokenizer, config), list[Measures]()
         schema = _schema(plans[name], tokenizer, config)
-        write_tables(folder / f"{name}.arrow", schema, _tables(split, reader, schema, measures))
+        write_tables(folder / f"{name}.arrow", schema, _tables(split, reader, schema, measures, pairs))
         names = _class_names(plans[name], config)
         figures.append(vars(summarise(name, measures, plans[name].is_masked, config.max_length, names, train_rows)))
         if name == "train":
@@ -110,7 +113,9 @@ def _build(folder: Path, splits: dict[str, Any], plans: dict[str, Plan], tokeniz
     (folder / "figures.json").write_text(json.dumps(figures))
 
 
-def _tables(split: Any, reader: _Reader, schema: pa.Schema, measures: list[Measures]) -> Iterator[pa.Table]:
+def _tables(
+    split: Any, reader: _Reader, schema: pa.Schema, measures: list[Measures], pairs: Iterator[int]
+) -> Iterator[pa.Table]:
     import pyarrow as pa
     from tqdm.auto import tqdm
 
@@ -122,13 +127,15 @@ def _tables(split: Any, reader: _Reader, schema: pa.Schema, measures: list[Measu
             measures.append(part)
             bounds = pa.array(documents.bounds, pa.int32())
             columns = _columns(documents, reader.plan)
+            if reader.plan.supervise == PAIR:
+                columns["pair"] = list(islice(pairs, len(documents)))
             for name, flat in (("input_ids", documents.values), ("labels", documents.labels)):
-                if flat is not None:
+                if name in schema.names and name not in columns:
                     columns[name] = pa.ListArray.from_arrays(bounds, pa.array(flat, pa.int32()))
             yield pa.table(columns, schema=schema)
-            count = len(next(iter(batch.values())))
-            at += count
-            bar.update(count)
+            number = len(next(iter(batch.values())))
+            at += number
+            bar.update(number)
 
 
 def _stream_batch(batch: Batch, indices: list[int], reader: _Reader) -> dict[str, list[Any]]:
@@ -148,13 +155,16 @@ def _columns(documents: Documents, plan: Plan) -> dict[str, Any]:
 
 def _reader(name: str, plan: Plan, tokenizer: Any, config: DataConfig) -> _Reader:
     encoder = build_encoder(tokenizer)
-    rows: TextRows | LabelledTexts
+    rows: TextRows | LabelledTexts | PairRows
     if plan.classes is not None:
         assert isinstance(config, ClassificationConfig)
         rows = LabelledTexts(
             None if plan.layout == "tokenised" else encoder, pair_frame(tokenizer) if "text_pair" in plan.columns else None,
             plan.classes, _label_column(plan), config.problem_type, config.class_weights, config.max_length, config.overlong,
         )  # fmt: skip
+    elif plan.supervise == PAIR:
+        template = read_chat_template(tokenizer) if plan.layout.startswith("chat") else None
+        rows = PairRows(plan, encoder, template, config.max_length, config.overlong)
     else:
         template = read_chat_template(tokenizer) if plan.layout in CHATS else None
         overlong = None if is_wrapped(config) else config.overlong
@@ -188,7 +198,10 @@ def _schema(plan: Plan, tokenizer: Any, config: DataConfig) -> pa.Schema:
         if "text_pair" in plan.columns and "token_type_ids" in tokenizer.model_input_names:
             fields["token_type_ids"] = ids
     else:
-        fields |= {"labels": ids} if plan.is_masked else {}
+        if plan.supervise == PAIR:  # the lengths of its parts say what is supervised
+            fields |= {name: pa.int32() for name in (*PARTS, "pair")} | ({"margin": pa.float32()} if plan.margin else {})
+        elif plan.is_masked:
+            fields["labels"] = ids
         fields["supervised_tokens"] = pa.int32()
     fields["length"] = pa.int32()
     return pa.schema(list((fields | ({"origin": pa.string()} if "origin" in plan.columns else {})).items()))

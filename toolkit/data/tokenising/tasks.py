@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import DataConfig, Refusal
+from toolkit.data.tokenising.pair_cuts import PARTS
 from toolkit.data.tokenising.plans import Plan, describe_plan, describe_settings, plan_classification, plan_text
-from toolkit.data.tokenising.preflight import Piece, Preflight, example_pieces, print_preflight
+from toolkit.data.tokenising.preferences import PAIR, describe_preference, plan_preference
+from toolkit.data.tokenising.preflight import Piece, Preflight, example_pieces, part_pieces, print_preflight
 from toolkit.data.tokenising.prepare import STREAM_ROWS, tokenise, tokenise_stream
 
 if TYPE_CHECKING:
@@ -38,6 +41,24 @@ def tokenize_for_sft(splits: Any, tokenizer: Any, config: DataConfig) -> Dataset
     return _shown(prepare("sft", splits, tokenizer, config))
 
 
+def tokenize_for_preference(splits: Any, tokenizer: Any, config: DataConfig) -> DatasetDict:
+    """Pairs of a better and a worse answer to a prompt. Prints the preflight.
+
+    A row is a pair: its `input_ids` are the tokens of the prompt, of the chosen and of the rejected answer, one behind the
+    other, `prompt_tokens`, `chosen_tokens` and `rejected_tokens` of them. `length` is their sum, `supervised_tokens` that of
+    the answers: each counts whole, with the end-of-text or end-of-turn token that it ends with. `pair` numbers the rows of
+    all splits; `margin` says by how much the chosen answer scores higher, where the data have scores; and `origin`.
+
+    Columns that are read: `chosen` and `rejected`, texts or chats, with `prompt` or both beginning with it; or `prompt` and
+    several answers (`responses`, `completions`, `answers`, `generations`) with `scores` or `ranks`, beside or in them, of
+    which the best and the worst become a pair. Chats may have `tools` and `chat_template_kwargs`.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    return _shown(prepare("preference", splits, tokenizer, config))
+
+
 def tokenize_for_classification(splits: Any, tokenizer: Any, config: DataConfig) -> DatasetDict:
     """Texts, or pairs of them (`text_pair`), with a label as the model takes it. Prints the preflight.
 
@@ -60,7 +81,7 @@ class Prepared:
 
 
 def prepare(task: str, splits: Any, tokenizer: Any, config: DataConfig) -> Prepared:
-    """Tokenise, check and count all splits for a task (lm, sft, classification), without printing.
+    """Tokenise, check and count all splits for a task (lm, sft, preference, classification), without printing.
 
     Raises:
         Refusal: data that training must not start with, naming the row.
@@ -73,7 +94,7 @@ def prepare(task: str, splits: Any, tokenizer: Any, config: DataConfig) -> Prepa
     else:
         if tokenizer.eos_token_id is None:
             raise Refusal("The tokenizer has no end-of-text token: no text would end. Set eos_token in tokenizer_config.json")
-        plans = plan_text(given, config, task)
+        plans = plan_preference(given, config) if task == "preference" else plan_text(given, config, task)
     notes += describe_settings(plans, given, tokenizer, config)
     is_stream = not all(isinstance(given[name], Dataset) for name in plans)
     work = tokenise_stream if is_stream else tokenise
@@ -81,9 +102,12 @@ def prepare(task: str, splits: Any, tokenizer: Any, config: DataConfig) -> Prepa
     notes += [f"{name}: left out, as it has no rows" for name in plans if name not in tokenised]
     first = next(iter(tokenised))
     origin, example = _example(next(iter(tokenised[first])), plans[first], tokenizer)
+    is_pair = plans[first].supervise == PAIR
+    notes += ["median, 95 % and longest are of a prompt with its longer answer"] * is_pair
+    layout = describe_preference(plans[first]) if is_pair else describe_plan(plans[first], tokenizer)
     preflight = Preflight(
-        describe_plan(plans[first], tokenizer), config.max_length, config.overlong, figures, notes, example, origin,
-        STREAM_ROWS if is_stream else None,
+        layout, config.max_length, config.overlong, figures, notes, example, origin,
+        example_names=("prompt", "chosen", "rejected") if is_pair else (), first_rows=STREAM_ROWS if is_stream else None,
     )  # fmt: skip
     return Prepared(tokenised, preflight)
 
@@ -95,8 +119,11 @@ def _shown(prepared: Prepared) -> Any:
 
 def _example(row: dict[str, Any], plan: Plan, tokenizer: Any) -> tuple[str, list[Piece]]:
     """Where a row comes from, and its text in pieces."""
-    labels = row["labels"] if plan.is_masked else None
     origin = row.get("origin") or "row 0"
+    if plan.supervise == PAIR:
+        bounds = list(accumulate((row[name] for name in PARTS), initial=0))
+        return origin, part_pieces([row["input_ids"][start:end] for start, end in pairwise(bounds)], tokenizer.decode)
+    labels = row["labels"] if plan.is_masked else None
     if plan.classes is not None:
         names, label = plan.classes.names, row["labels"]
         if isinstance(label, list):

@@ -1,0 +1,76 @@
+"""Direct preference optimisation (DPO) of a language model on pairs of a chosen and a rejected answer.
+
+    python recipes/dpo.py --model runs/demo/sft/model
+    accelerate launch recipes/dpo.py --model Qwen/Qwen3-0.6B --dataset trl-lib/ultrafeedback_binarized --use-peft
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import toolkit as tk
+
+
+@dataclass(frozen=True)
+class Config(
+    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.PairsConfig, tk.PreferenceConfig, tk.OptimConfig, tk.SampleConfig,
+    tk.RunConfig,
+):  # fmt: skip
+    dataset: str = "stdlib:dpo"
+    max_length: int = 512
+    learning_rate: float = 5e-4
+    warmup_steps: float = 0.05
+    eval_on_start: bool = True
+    output_dir: str = "runs/dpo"
+
+
+def main(config: Config) -> tk.Summary:
+    accelerator = tk.build_accelerator(config)
+    tokenizer = tk.load_tokenizer(config)
+    raw = tk.load_splits(config)
+    splits = tk.tokenize_for_preference(raw, tokenizer, config)
+
+    def make_model() -> Any:
+        return tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=None), config)
+
+    model = make_model()
+    collate = partial(tk.collate_pairs, layout=tk.choose_pair_layout(model, config), pad_token_id=tokenizer.pad_token_id)
+    train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    reference = tk.build_reference(accelerator, model, make_model, train, evaluation, config)
+
+    def logps(model: Any, pairs: dict[str, Any]) -> Any:
+        """Log-probabilities of both answers: of the model as it was, and as it is."""
+        before = reference(model, pairs)
+        return tk.pair_logps(model, pairs, config.ld_alpha), before
+
+    def loss_fn(model: Any, pairs: dict[str, Any], totals: dict[str, float]) -> Any:
+        return tk.preference_loss(*logps(model, pairs), totals, config)
+
+    metrics = tk.preference_metrics(logps, config)
+    prompts = tk.sample_prompts(raw, tokenizer, config)
+    train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
+
+    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+        run.compare_with("eval_reward_accuracy", lambda: tk.preference_baselines(splits))
+        if run.due("eval_on_start"):
+            run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
+            run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
+        for batch in run:
+            tk.sync_reference(run, reference, model, config)
+            rates = schedule(run.progress)
+            run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
+            if run.due("eval"):
+                run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
+                run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
+                if tk.stopped_improving(run.history(config.metric_for_best_model), config):
+                    break
+        tk.load_best(run)
+        tk.save_model(accelerator, model, tokenizer, config, run.summary)
+
+    return run.summary
+
+
+if __name__ == "__main__":
+    tk.run_recipe(main)

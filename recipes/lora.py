@@ -1,0 +1,68 @@
+"""Supervised fine-tuning of a causal language model through an adapter (LoRA): the model itself stays as it is.
+
+    python recipes/lora.py --model runs/pretrain/model
+    accelerate launch recipes/lora.py --model Qwen/Qwen3-0.6B --dataset trl-lib/Capybara
+
+What is written is the adapter alone; `toolkit merge` makes a model of it. Without an argument there is no trained model to
+adapt: then the embedding of the random one learns as well.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import toolkit as tk
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.SampleConfig, tk.RunConfig):
+    dataset: str = "stdlib:sft"
+    packing: bool = True
+    max_length: int = 512
+    use_peft: bool = True
+    lora_r: int = 32
+    lora_alpha: float = 64.0
+    learning_rate: float = 3e-3
+    warmup_steps: float = 0.05
+    per_device_train_batch_size: int = 4
+    num_train_epochs: float = 2.0
+    eval_on_start: bool = True
+    output_dir: str = "runs/lora"
+
+
+def main(config: Config) -> tk.Summary:
+    accelerator = tk.build_accelerator(config)
+    tokenizer = tk.load_tokenizer(config)
+    raw = tk.load_splits(config)
+    splits = tk.tokenize_for_sft(raw, tokenizer, config)
+    model = tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing)
+    model = tk.add_adapter(model, config)
+
+    collate = tk.collate_packed if config.packing else tk.collate_padded
+    train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loss_fn = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)
+    prompts = tk.sample_prompts(raw, tokenizer, config)
+    train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
+
+    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+        run.compare_with("eval_loss", lambda: tk.answer_baselines(splits, len(tokenizer)))
+        if run.due("eval_on_start"):
+            run.log(tk.eval_with_gather(accelerator, model, evaluation, tk.causal_lm_metrics))
+            run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
+        for batch in run:
+            rates = schedule(run.progress)
+            run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
+            if run.due("eval"):
+                run.log(tk.eval_with_gather(accelerator, model, evaluation, tk.causal_lm_metrics))
+                run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
+                if tk.stopped_improving(run.history(config.metric_for_best_model), config):
+                    break
+        tk.load_best(run)
+        tk.save_model(accelerator, model, tokenizer, config, run.summary)
+
+    return run.summary
+
+
+if __name__ == "__main__":
+    tk.run_recipe(main)

@@ -1,0 +1,181 @@
+"""Which columns of a dataset hold preferences, and the two answers that a row prefers one to the other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.config import DataConfig, Refusal
+from toolkit.data.tokenising.columns import describe, wrong_columns
+from toolkit.data.tokenising.plans import Plan, columns_of, is_wrapped
+
+PAIR = "pair"  # what a plan supervises: both answers of a pair
+ANSWER_LISTS = ("responses", "completions", "answers", "generations")
+SCORE_LISTS = ("scores", "ratings", "rating", "rewards")  # one number an answer, the highest the best
+RANK_LISTS = ("ranks", "ranking", "rank")  # one number an answer, the lowest the best
+SCORE_PAIRS = (
+    ("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"),
+)  # fmt: skip
+_TEXT_KEYS = ("response", "answer", "completion", "text", "content")  # of an answer that is an object
+_SCORE_KEYS = ("overall_score", "score", "rating", "reward")
+_RANK_KEYS = ("rank",)
+_LAYOUTS = "chosen and rejected, with or without prompt; or prompt and responses (a list) with scores or ranks"
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A prompt (None: what both answers begin with) with the better and the worse answer, texts or lists of messages."""
+
+    prompt: Any
+    chosen: Any
+    rejected: Any
+    margin: float | None  # by how much chosen scores higher
+
+
+def plan_preference(splits: dict[str, Any], config: DataConfig) -> dict[str, Plan]:
+    """Plans for preference data. `layout` is text_pairs or chat_pairs, or text_lists or chat_lists (several answers a row).
+
+    Raises:
+        Refusal: columns that are no preferences, or a setting that has no effect on them.
+    """
+    from datasets import Dataset
+
+    for flag, value in (("completion", config.completion_only_loss), ("assistant", config.assistant_only_loss)):
+        if value is not None:
+            raise Refusal(f"--{flag}-only-loss has no effect: of a pair both answers count, the prompt never. Remove it.")
+    if config.overlong == "split":
+        raise Refusal("--overlong split: a pair compares two whole answers. Choose truncate, drop or refuse.")
+    if is_wrapped(config):
+        raise Refusal("--packing-strategy wrapped would cut pairs to fill rows, and a pair can't be cut. Use bfd.")
+    if not all(isinstance(split, Dataset) for split in splits.values()):
+        raise Refusal("Preference data can't be read as a stream: each pair has its number in the split. Remove --streaming.")
+    return {name: _plan(split, name) for name, split in splits.items()}
+
+
+def describe_preference(plan: Plan) -> str:
+    """The plan in words."""
+    kind = "text" if plan.layout.startswith("text") else "chats"
+    if plan.layout.endswith("lists"):
+        answers, order = _list_columns(plan.columns)
+        order = order or f"the {'scores' if plan.margin else 'ranks'} in them"
+        by = f"{order} (the {'highest' if plan.margin else 'lowest'} is the best)"
+        return f"pairs of {kind}: of each row's {answers} the best and the worst by {by}; both answers supervised"
+    prompt = "" if "prompt" in plan.columns else ", the prompt being what both begin with"
+    return f"pairs of {kind}: chosen and rejected{prompt}; both answers supervised"
+
+
+def read_preference(row: dict[str, Any], plan: Plan, origin: str) -> Preference | None:
+    """The preference of a row; None where no answer of a list is better than another.
+
+    A list makes one pair: its best answer, chosen, with its worst one; the first where several are alike. Answers
+    without a score (null or NaN) are left out.
+    """
+    if plan.layout.endswith("lists"):
+        return _best_and_worst(row, plan, origin)
+    margin = None
+    if plan.margin:
+        numbers = [_number(row[column], column, origin) for column in _margin_columns(plan.columns)]
+        margin = numbers[0] if len(numbers) == 1 else numbers[0] - numbers[1]
+    return Preference(row.get("prompt"), row["chosen"], row["rejected"], margin)
+
+
+def _plan(split: Any, name: str) -> Plan:
+    present = columns_of(split, name)
+    first: dict[str, Any] = next(iter(split), {})
+    if {"chosen", "rejected"} <= set(present):
+        scores, shape = _margin_columns(present), "pairs"
+        read: tuple[str, ...] = ("prompt", "chosen", "rejected", *scores)
+        is_chat, has_margin = _is_chat(first.get("prompt")) or _is_chat(first["chosen"]), bool(scores)
+    elif "prompt" in present and set(ANSWER_LISTS) & set(present):
+        answers, order = _list_columns(present)
+        entry = next(iter(first.get(answers) or []), None)
+        keys = [key for key in (*_SCORE_KEYS, *_RANK_KEYS) if isinstance(entry, dict) and key in entry]
+        if order is None and not keys:
+            raise Refusal(
+                f"The {name} split has several answers a row ({answers}) and nothing that says which is better. Give each a "
+                "number in a column scores (the highest is best) or ranks (the lowest is best): --rename-columns old=scores"
+            )
+        read, shape = ("prompt", answers, *([order] if order else [])), "lists"
+        is_chat = _is_chat(first["prompt"]) or isinstance(_content(entry), list)
+        has_margin = (order or keys[0]) in (*SCORE_LISTS, *_SCORE_KEYS)
+    else:
+        lists = [("prompt", column) for column in ANSWER_LISTS if column in present]
+        raise Refusal(wrong_columns(present, name, _LAYOUTS, (("chosen", "rejected"), *lists)))
+    read += (*(("tools", "chat_template_kwargs") if is_chat else ()), "origin")
+    layout = f"{'chat' if is_chat else 'text'}_{shape}"
+    return Plan(layout, PAIR, tuple(column for column in read if column in present), margin=has_margin)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, (list, dict))
+
+
+def _list_columns(columns: Any) -> tuple[str, str | None]:
+    """The column of the answers, and that of their scores or else ranks; None where these stand in the answers."""
+    answers = next(column for column in ANSWER_LISTS if column in columns)
+    return answers, next((column for column in (*SCORE_LISTS, *RANK_LISTS) if column in columns), None)
+
+
+def _margin_columns(columns: Any) -> tuple[str, ...]:
+    """The columns that tell by how much chosen is better: outright, or as the scores of both."""
+    pairs = (pair for pair in SCORE_PAIRS if set(pair) <= set(columns))
+    return ("margin",) if "margin" in columns else next(pairs, ())
+
+
+def _best_and_worst(row: dict[str, Any], plan: Plan, origin: str) -> Preference | None:
+    column, order = _list_columns(plan.columns)
+    answers = row[column]
+    if not isinstance(answers, list):
+        raise Refusal(f"{origin}: {column} is {describe(answers)}, and must be a list of answers. Correct or remove the row.")
+    if order is None:
+        order, given = (
+            f"the {'score' if plan.margin else 'rank'} in {column}",
+            [_stated(answer, plan.margin, column, origin) for answer in answers],
+        )
+    else:
+        given = row[order]
+        if not isinstance(given, list) or len(given) != len(answers):
+            raise Refusal(
+                f"{origin}: {order} is {describe(given)}, and must be a list with one number for each of the {len(answers)} "
+                f"{column}. Correct or remove the row."
+            )
+    scored = [
+        (_number(number, order, origin) * (1 if plan.margin else -1), place)
+        for place, number in enumerate(given)
+        if number is not None and number == number  # not NaN
+    ]
+    if len(scored) < 2:
+        return None
+    best, worst = max(scored, key=lambda item: (item[0], -item[1])), min(scored)
+    chosen, rejected = (_content(answers[place]) for _, place in (best, worst))
+    if chosen == rejected:  # where all scores are alike, the first answer is both the best and the worst
+        return None
+    return Preference(row["prompt"], chosen, rejected, best[0] - worst[0] if plan.margin else None)
+
+
+def _stated(answer: Any, is_score: bool, column: str, origin: str) -> Any:
+    """The score, or else the rank, that an answer of a list has beside its text."""
+    keys = [key for key in (_SCORE_KEYS if is_score else _RANK_KEYS) if isinstance(answer, dict) and key in answer]
+    if not keys:
+        kind = "score" if is_score else "rank"
+        raise Refusal(
+            f"{origin}: an answer of {column} is {describe(answer)}, and must have a {kind}. Correct or remove the row."
+        )
+    return answer[keys[0]]
+
+
+def _content(answer: Any) -> Any:
+    """An answer of a list: a text or a list of messages, alone or in an object beside its score."""
+    keys = [key for key in _TEXT_KEYS if isinstance(answer, dict) and key in answer]
+    return answer[keys[0]] if keys else answer
+
+
+def _number(value: Any, column: str, origin: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise Refusal(
+            f"{origin}: {column} is {describe(value)}, and must be a finite number. Correct or remove the row, or leave the "
+            "column out by renaming it, as --rename-columns old=unused"
+        )
+    return float(value)

@@ -1,0 +1,103 @@
+"""Log-probabilities of the answers of preference pairs, of one forward pass, in whatever layout the pairs have."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.data.collate_pairs import NOT_FOR_THE_MODEL
+from toolkit.losses.chunked_sums import Logits, rows_in_a_chunk
+from toolkit.losses.pair_logps import PairLogps
+from toolkit.losses.selective_head import at_positions
+from toolkit.losses.with_reference import desensitised_weights
+
+
+def pair_logps(model: Any, micro_batch: dict[str, Any], ld_alpha: float | None = None) -> PairLogps:
+    """Sums over the tokens of each answer, in nats, from one forward pass over `collate_pairs`' micro-batch.
+
+    `ld_alpha`: what the tokens beyond the shorter answer's length count (LD-DPO, `desensitised_weights`); None: all alike.
+    """
+    tokens = answer_token_logps(model, micro_batch)
+    if ld_alpha is not None:
+        counts = micro_batch["chosen_tokens"], micro_batch["rejected_tokens"]
+        tokens = tokens * desensitised_weights(*counts, tokens.shape[1], ld_alpha).repeat(2, 1)
+    chosen, rejected = tokens.sum(1).chunk(2)
+    return PairLogps(chosen, rejected, micro_batch["chosen_tokens"], micro_batch["rejected_tokens"])
+
+
+def answer_token_logps(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+    """Log-probability of each answer token `[2 * pairs, longest_answer]`, chosen answers first, 0 after an answer's end.
+
+    The head is applied at answer positions only; logits `[batch, length, V]` are never built.
+    """
+    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+    targets = micro_batch["answer_tokens"]
+
+    def logps(logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        return logps_in_chunks(logits_of, parameters, rows, targets.to(rows.device), vocabulary)
+
+    found = at_positions(model, inputs, micro_batch["answer_positions"], logps)
+    # each slot is written once, so that the sum over a row has one order, on a GPU too
+    table = found.new_zeros(2 * len(micro_batch["pair"]) * micro_batch["longest_answer"])
+    return table.scatter(0, micro_batch["answer_slots"], found).view(-1, micro_batch["longest_answer"])
+
+
+def logps_in_chunks(
+    logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, targets: torch.Tensor, vocabulary: int
+) -> torch.Tensor:
+    """Log-probability of the target at each position `[P]`, float32 or wider.
+
+    `rows` `[P, width]`, of which `logits_of` makes logits `[P, vocabulary]`. Where these are more than a chunk, each chunk's
+    are made anew in backward: a third more work in the head, and never more than a chunk of them in memory.
+    """
+    size = rows_in_a_chunk(vocabulary, rows.device)
+    pieces = [slice(start, start + size) for start in range(0, max(len(rows), 1), size)]
+    if len(pieces) == 1:
+        return _logps(logits_of(rows), targets)
+    if torch.is_grad_enabled() and (rows.requires_grad or parameters):
+        return _LogpsRecomputed.apply(logits_of, pieces, targets, rows, *parameters)
+    return torch.cat([_logps(logits_of(rows[piece]), targets[piece]) for piece in pieces])
+
+
+def _logps(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return -nn.functional.cross_entropy(logits, targets, reduction="none")
+
+
+class _LogpsRecomputed(torch.autograd.Function):
+    """Log-probabilities whose logits live for a chunk, in forward and again in backward.
+
+    Unlike a sum of losses, how much each token counts is known only when the answers of a pair have been compared, so the
+    gradient can't be taken on the way.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_of: Logits, pieces: list[slice], targets: torch.Tensor, rows: torch.Tensor, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.logits_of, ctx.pieces, ctx.parameters = logits_of, pieces, parameters
+        ctx.save_for_backward(targets, rows)
+        kind = rows.device.type
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        ctx.autocast = {"device_type": kind, "dtype": dtype, "enabled": enabled}
+        return torch.cat([_logps(logits_of(rows[piece]), targets[piece]) for piece in pieces])
+
+    @staticmethod
+    def backward(ctx: Any, *of_logps: torch.Tensor) -> Any:
+        targets, rows = ctx.saved_tensors
+        of_rows = torch.empty_like(rows) if rows.requires_grad else None
+        of_parameters = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in ctx.parameters]
+        for piece in ctx.pieces:
+            chunk = rows[piece].detach().requires_grad_(rows.requires_grad)
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                logps = _logps(ctx.logits_of(chunk), targets[piece])
+            wanted = (chunk, *ctx.parameters) if rows.requires_grad else ctx.parameters
+            gradients = list(torch.autograd.grad(logps, wanted, of_logps[0][piece], allow_unused=True))
+            if of_rows is not None:
+                of_rows[piece] = gradients.pop(0)
+            for total, term in zip(of_parameters, gradients, strict=True):
+                if term is not None:
+                    total.add_(term)
+        given = [total.to(p.dtype) for total, p in zip(of_parameters, ctx.parameters, strict=True)]
+        return None, None, None, of_rows, *given

@@ -1,0 +1,97 @@
+"""The loss of a reward model: the chosen answer of a pair must score higher than the rejected one.
+
+The reward of an answer is the one number that a model with a classification head of one label gives for the prompt with that
+answer. Decoders read it at the last token, which transformers finds by the pad token: see `toolkit.padding`.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import logsigmoid
+
+from toolkit.config import Refusal, RewardConfig
+from toolkit.data.collate_pairs import NOT_FOR_THE_MODEL
+from toolkit.metrics.metric import Metrics, precise_sum, ratio
+
+
+def reward_loss(
+    model: Any, micro_batch: dict[str, Any], totals: dict[str, float], config: RewardConfig
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """This micro-batch's part of the mean of `reward_losses` over `totals["pairs"]`, the pairs of the global batch.
+
+    `micro_batch` is that of `collate_pairs` in its padded layout. Returns the loss, 0-d, and the figures of `reward_figures`,
+    likewise parts of means over the pairs.
+    """
+    chosen, rejected = pair_rewards(model, micro_batch)
+    loss = reward_losses(chosen, rejected, _margin(micro_batch, config), config).sum() / totals["pairs"]
+    return loss, {name: values.sum() / totals["pairs"] for name, values in reward_figures(chosen, rejected).items()}
+
+
+def reward_metrics(config: RewardConfig) -> Metrics:
+    """Exact means over the pairs of a split: `loss`, as in training, and the figures of `reward_figures`."""
+
+    def update(model: Any, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        chosen, rejected = pair_rewards(model, micro_batch)
+        each = {
+            "loss": reward_losses(chosen, rejected, _margin(micro_batch, config), config),
+            "pairs": torch.ones_like(chosen),
+            **reward_figures(chosen, rejected),
+        }
+        return {name: precise_sum(values.detach()) for name, values in each.items()}
+
+    def finalise(sums: dict[str, np.ndarray]) -> dict[str, float]:
+        return {name: ratio(value, sums["pairs"]) for name, value in sums.items() if name != "pairs"}
+
+    return Metrics(update=update, finalise=finalise)
+
+
+def pair_rewards(model: Any, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards of the chosen and of the rejected answers, each `[pairs]`, float32 or wider, from one forward pass."""
+    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+    scores = model(**inputs).logits.squeeze(-1)
+    chosen, rejected = scores.to(torch.promote_types(scores.dtype, torch.float32)).chunk(2)
+    return chosen, rejected
+
+
+def reward_losses(
+    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | float, config: RewardConfig
+) -> torch.Tensor:
+    """-log σ(r_w - r_l - m) + c (r_w + r_l)², `[pairs]`, of rewards r_w of chosen and r_l of rejected answers.
+
+    The first term is the likelihood of the preference under Bradley and Terry's model; with a margin m by which r_w must lead,
+    it is equation 2 of Llama 2, arXiv:2307.09288. The second, c being `center_rewards_coefficient`, draws rewards, which
+    the first fixes only up to a constant for each prompt, towards a mean of 0: equation 2 of arXiv:2312.09244.
+    """
+    losses = -logsigmoid(chosen - rejected - margin)
+    if config.center_rewards_coefficient:
+        losses = losses + config.center_rewards_coefficient * (chosen + rejected).square()
+    return losses
+
+
+def reward_figures(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What is reported of each pair, all `[pairs]`, without gradient.
+
+    - `rewards_chosen`, `rewards_rejected`: the model's scores of the two answers.
+    - `reward_margin`: rewards_chosen - rewards_rejected.
+    - `reward_accuracy`: 1 where the chosen answer has the greater reward. A tie counts as 0, as in TRL.
+    """
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return {
+        "rewards_chosen": chosen,
+        "rewards_rejected": rejected,
+        "reward_margin": chosen - rejected,
+        "reward_accuracy": (chosen > rejected).to(chosen.dtype),
+    }
+
+
+def _margin(micro_batch: dict[str, Any], config: RewardConfig) -> torch.Tensor | float:
+    """What each chosen reward must lead by, `[pairs]`, or 0."""
+    if not config.margin_coefficient:
+        return 0.0
+    if "margin" not in micro_batch:
+        raise Refusal(
+            f"--margin-coefficient {config.margin_coefficient:g}: the pairs don't say by how much an answer is the better one. "
+            "Give them a column margin, or scores of both answers, or leave it out."
+        )
+    return config.margin_coefficient * micro_batch["margin"]

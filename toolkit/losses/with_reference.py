@@ -1,0 +1,161 @@
+"""Losses of preference pairs that measure the policy against a reference model: DPO and its relatives.
+
+Each is a function of the log-probabilities of both models and returns the loss of each pair, `[pairs]`. In the formulas w is
+the chosen answer and l the rejected one, h_w = log π(w) - log π_ref(w) in nats, h_l likewise, |w| an answer's tokens, and
+m = score(h_w) - score(h_l) the margin, with score(h) = h unless another divergence is chosen (`toolkit.losses.divergences`).
+"""
+
+import math
+
+import torch
+from torch.nn.functional import logsigmoid, softplus
+
+from toolkit.losses.divergences import Score, reverse_kl
+from toolkit.losses.pair_logps import PairLogps
+from toolkit.losses.reference_free import smoothed_logistic
+
+
+def sigmoid_loss(
+    policy: PairLogps, reference: PairLogps, beta: float, label_smoothing: float = 0.0, score: Score = reverse_kl
+) -> torch.Tensor:
+    """DPO: -(1 - e) log σ(β m) - e log σ(-β m).
+
+    DPO, arXiv:2305.18290, equation 7; with e = `label_smoothing`, the share of labels taken to be flipped, it is conservative
+    DPO (https://ericmitchell.ai/cdpo.pdf, equation 3).
+    """
+    return smoothed_logistic(beta * _margin(policy, reference, score), label_smoothing)
+
+
+def sigmoid_norm_loss(policy: PairLogps, reference: PairLogps, beta: float, score: Score = reverse_kl) -> torch.Tensor:
+    """Length-normalised DPO: -log σ(β (score(h_w) / |w| - score(h_l) / |l|)). Tülu 3, arXiv:2411.15124, equation 6."""
+    return -logsigmoid(beta * _margin_per_token(policy, reference, score))
+
+
+def hinge_loss(policy: PairLogps, reference: PairLogps, beta: float, score: Score = reverse_kl) -> torch.Tensor:
+    """max(0, 1 - β m). SLiC-HF, arXiv:2305.10425, in the form of RSO, arXiv:2309.06657, where 1 / β is the margin."""
+    return torch.relu(1 - beta * _margin(policy, reference, score))
+
+
+def ipo_loss(policy: PairLogps, reference: PairLogps, beta: float, score: Score = reverse_kl) -> torch.Tensor:
+    """IPO: (score(h_w) / |w| - score(h_l) / |l| - 1 / (2 β))².
+
+    IPO, arXiv:2310.12036, equation 17, whose τ is β; the means over tokens are what its authors ran, as TRL's source says.
+    """
+    return (_margin_per_token(policy, reference, score) - 1 / (2 * beta)).square()
+
+
+def robust_loss(
+    policy: PairLogps, reference: PairLogps, beta: float, label_smoothing: float, score: Score = reverse_kl
+) -> torch.Tensor:
+    """(-(1 - e) log σ(β m) + e log σ(-β m)) / (1 - 2 e): DPO's loss without bias when a share e < 1/2 of labels is flipped.
+
+    Provably robust DPO, arXiv:2403.00409.
+    """
+    margin = beta * _margin(policy, reference, score)
+    flipped = -label_smoothing * logsigmoid(-margin)
+    return (-(1 - label_smoothing) * logsigmoid(margin) - flipped) / (1 - 2 * label_smoothing)
+
+
+def exo_pair_loss(
+    policy: PairLogps, reference: PairLogps, beta: float, label_smoothing: float, score: Score = reverse_kl
+) -> torch.Tensor:
+    """σ(β m) log(σ(β m) / (1 - e)) + σ(-β m) log(σ(-β m) / e): a reverse KL to the labels, e > 0.
+
+    EXO, arXiv:2402.00856, equation 16; the paper takes e = 1e-3.
+    """
+    margin = beta * _margin(policy, reference, score)
+    chosen = torch.sigmoid(margin) * (logsigmoid(margin) - math.log1p(-label_smoothing))
+    return chosen + torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(label_smoothing))
+
+
+def discopop_loss(
+    policy: PairLogps, reference: PairLogps, beta: float, tau: float = 0.05, score: Score = reverse_kl
+) -> torch.Tensor:
+    """(1 - σ(x / τ)) log(1 + exp(-x)) + σ(x / τ) exp(-x) with x = β m. DiscoPOP's LRML, arXiv:2406.08414, equation 5."""
+    margin = beta * _margin(policy, reference, score)
+    # one exponential of the sum of logarithms: exp(-x) alone is infinite for a margin that σ(x / τ) would take to 0
+    exponential = torch.exp(logsigmoid(margin / tau) - margin)
+    return torch.sigmoid(-margin / tau) * softplus(-margin) + exponential
+
+
+def nca_pair_loss(policy: PairLogps, reference: PairLogps, beta: float) -> torch.Tensor:
+    """-log σ(β h_w) - 1/2 log σ(-β h_w) - 1/2 log σ(-β h_l). NCA for pairs, arXiv:2402.05369."""
+    chosen, rejected = _log_ratios(policy, reference)
+    return -logsigmoid(beta * chosen) - (logsigmoid(-beta * chosen) + logsigmoid(-beta * rejected)) / 2
+
+
+def bco_pair_loss(policy: PairLogps, reference: PairLogps, beta: float) -> torch.Tensor:
+    """-log σ(β h_w) - log σ(-β h_l). BCO, arXiv:2404.04656, without its reward shift (δ = 0), as in TRL."""
+    chosen, rejected = _log_ratios(policy, reference)
+    return -logsigmoid(beta * chosen) - logsigmoid(-beta * rejected)
+
+
+def sppo_hard_loss(policy: PairLogps, reference: PairLogps, beta: float) -> torch.Tensor:
+    """(h_w - 1 / (2 β))² + (h_l + 1 / (2 β))². SPPO, arXiv:2405.00675, equation 4.7 with win rates of 1 and 0, η = 1 / β."""
+    chosen, rejected = _log_ratios(policy, reference)
+    return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
+
+
+def apo_zero_loss(policy: PairLogps, reference: PairLogps, beta: float) -> torch.Tensor:
+    """1 - σ(β h_w) + σ(β h_l): chosen up, rejected down; for answers better than the model's own.
+
+    APO, arXiv:2408.06266, equation 7, and 1 so that it is above 0.
+    """
+    chosen, rejected = _log_ratios(policy, reference)
+    return torch.sigmoid(-beta * chosen) + torch.sigmoid(beta * rejected)
+
+
+def apo_down_loss(policy: PairLogps, reference: PairLogps, beta: float) -> torch.Tensor:
+    """σ(β h_w) + 1 - σ(β (h_w - h_l)): both down, rejected more; for answers worse than the model's own.
+
+    APO, arXiv:2408.06266, equation 8, and 1 so that it is above 0.
+    """
+    chosen, rejected = _log_ratios(policy, reference)
+    return torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - rejected))
+
+
+def aot_loss(policy: PairLogps, reference: PairLogps, beta: float, label_smoothing: float = 0.0) -> torch.Tensor:
+    """AOT for pairs: DPO's loss of sorted margins, β (sorted(log π(w) - log π(l)) - sorted(log π_ref(w) - log π_ref(l))).
+
+    AOT, arXiv:2406.05882. It couples the pairs it is given: exact for the micro-batch, so another micro-batch size
+    is another loss. A loss stands at the rank of its margin, not at the place of a pair.
+    """
+    ours, theirs = policy.chosen - policy.rejected, reference.chosen - reference.rejected
+    return smoothed_logistic(beta * (ours.sort().values - theirs.sort().values), label_smoothing)
+
+
+def aot_unpaired_loss(policy: PairLogps, reference: PairLogps, beta: float, label_smoothing: float = 0.0) -> torch.Tensor:
+    """AOT for answers that need not be pairs: DPO's loss of β (sorted(h_w) - sorted(h_l)).
+
+    AOT, arXiv:2406.05882. It couples the pairs it is given, as `aot_loss` does.
+    """
+    chosen, rejected = _log_ratios(policy, reference)
+    return smoothed_logistic(beta * (chosen.sort().values - rejected.sort().values), label_smoothing)
+
+
+def desensitised_weights(
+    chosen_tokens: torch.Tensor, rejected_tokens: torch.Tensor, length: int, ld_alpha: float
+) -> torch.Tensor:
+    """Weight of the k-th token of a pair's answers, `[pairs, length]`, the same for both: LD-DPO's.
+
+    1 up to the length of the shorter answer, `ld_alpha` after it. The sums `PairLogps.chosen` and `.rejected` are then of
+    weighted log-probabilities, those of the policy and those of the reference alike; the counts of tokens stay whole.
+    LD-DPO, arXiv:2409.06411: p(shared tokens) p(the rest)^α. 1 is DPO, 0 leaves what is longer out.
+    """
+    shared = torch.minimum(chosen_tokens, rejected_tokens)
+    is_shared = torch.arange(length, device=shared.device) < shared[:, None]
+    return torch.where(is_shared, 1.0, ld_alpha)
+
+
+def _log_ratios(policy: PairLogps, reference: PairLogps) -> tuple[torch.Tensor, torch.Tensor]:
+    return policy.chosen - reference.chosen, policy.rejected - reference.rejected
+
+
+def _margin(policy: PairLogps, reference: PairLogps, score: Score) -> torch.Tensor:
+    chosen, rejected = _log_ratios(policy, reference)
+    return score(chosen) - score(rejected)
+
+
+def _margin_per_token(policy: PairLogps, reference: PairLogps, score: Score) -> torch.Tensor:
+    chosen, rejected = _log_ratios(policy, reference)
+    return score(chosen) / policy.chosen_tokens.clamp(min=1) - score(rejected) / policy.rejected_tokens.clamp(min=1)

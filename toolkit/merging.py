@@ -1,0 +1,167 @@
+"""An adapter merged into its base: one ordinary model, whose logits are compared before it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from toolkit.adapter_files import MODEL_CONFIG, base_of, read_adapter_config
+from toolkit.config import Refusal
+from toolkit.config.rules import is_adapter
+from toolkit.hub import no_progress_bar
+
+# How far a logit may be from the adapted model's, as a share of the largest, by the type that the weights are written in:
+# the order of sums in float32; in the others a rounding of each weight, 2^-11 and 2^-8, through all layers.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+ROWS, TOKENS = 4, 128
+_CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification", "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+}  # fmt: skip
+_HEADS = (".score", ".classifier", ".out_proj", ".qa_outputs")
+
+
+class Merged(NamedTuple):
+    """A model without an adapter, its tokenizer, and how far its logits are from the adapted one's (a share of the largest)."""
+
+    model: Any
+    tokenizer: Any
+    base: str
+    difference: float
+    dtype: torch.dtype
+
+
+class NotTheSame(Exception):
+    """The merged model computes something else than the adapted one."""
+
+    exit_code = 1
+
+
+def merge_adapter(adapter: Path, dataset: str | None = None) -> Merged:
+    """Load an adapter's base and put the adapter's updates into its weights.
+
+    Everything is computed in float32 on weights as they were published, also where the adapter was trained on 4-bit ones, and
+    rounded to the type of the published weights at the end. Compared are the logits on the first rows of a dataset: of
+    `dataset`, else of the one that config.yaml beside the adapter's directory names, else of an embedded text.
+
+    Raises:
+        Refusal: no adapter, or its base is not to be had, or is quantised itself.
+        NotTheSame: the logits differ by more than TOLERANCES says.
+    """
+    if not is_adapter(str(adapter)):
+        raise Refusal(f"{adapter}: is no adapter; its directory holds no adapter_config.json, or a whole model.")
+    with _quiet():
+        return _merge(adapter, dataset)
+
+
+def _merge(adapter: Path, dataset: str | None) -> Merged:
+    from peft import PeftModel
+    from transformers import AutoTokenizer
+
+    base, revision = base_of(adapter)
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    rows = [
+        tokenizer(text, truncation=True, max_length=TOKENS, return_tensors="pt") for text in _texts(adapter, dataset, tokenizer)
+    ]
+    model, dtype = _load_base(adapter, base, revision)
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer))
+    with _explained(adapter, "can't be put on its base"):
+        adapted = PeftModel.from_pretrained(model, adapter).eval()
+    expected = _logits(adapted, rows)
+    merged = adapted.merge_and_unload().to(dtype)
+    difference = max(
+        float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+        for found, wanted in zip(_logits(merged, rows), expected, strict=True)
+    )
+    if not difference <= TOLERANCES[dtype]:  # NaN too is not the same
+        raise NotTheSame(
+            f"{adapter}: the merged model's logits are {difference:.1e} of the largest away from the adapted one's; at most "
+            f"{TOLERANCES[dtype]:.0e} is allowed for {str(dtype).removeprefix('torch.')}. Nothing was written."
+        )
+    return Merged(merged, tokenizer, base, difference, dtype)
+
+
+def _load_base(adapter: Path, base: str, revision: str | None) -> tuple[Any, torch.dtype]:
+    """The base in float32, and the type in which it was published."""
+    import transformers
+
+    task = read_adapter_config(adapter).get("task_type")
+    with _explained(adapter, f"its base {base} can't be loaded"):
+        settings = transformers.AutoConfig.from_pretrained(base, revision=revision)
+        published = settings.dtype
+        if getattr(settings, "quantization_config", None) is not None:
+            raise Refusal(
+                f"{adapter}: its base {base} is quantised, and nothing can be merged into rounded weights. Write the name "
+                "of the model that it was made from into base_model_name_or_path of adapter_config.json."
+            )
+        if task not in _CLASSES:
+            raise Refusal(f"{adapter}: task_type {task} of adapter_config.json is none of {', '.join(_CLASSES)}.")
+        for name, value in _settings_of_the_task(adapter).items():
+            setattr(settings, name, value)
+        auto = getattr(transformers, _CLASSES[task])
+        model = auto.from_pretrained(base, config=settings, revision=revision, dtype=torch.float32, use_safetensors=True)
+    return model, published if published in TOLERANCES else torch.float32
+
+
+def _settings_of_the_task(adapter: Path) -> dict[str, Any]:
+    """What the adapted model's config says of labels and padding; of an adapter from elsewhere, the size of its head."""
+    path = adapter / MODEL_CONFIG
+    if path.exists():
+        written = json.loads(path.read_text(encoding="utf-8"))
+        found = {name: written[name] for name in ("id2label", "label2id", "problem_type", "pad_token_id") if name in written}
+        return found | ({"id2label": {int(k): v for k, v in found["id2label"].items()}} if found.get("id2label") else {})
+    from safetensors import safe_open
+
+    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as tensors:
+        heads = [name for name in tensors.keys() if name.rpartition(".")[0].endswith(_HEADS)]  # noqa: SIM118 - not a dictionary
+        return {"num_labels": tensors.get_slice(heads[0]).get_shape()[0]} if heads else {}
+
+
+def _texts(adapter: Path, dataset: str | None, tokenizer: Any) -> list[str]:
+    import yaml
+
+    from toolkit.data.sources.load import load_splits
+
+    settings = adapter.resolve().parent / "config.yaml"
+    if dataset is None and settings.exists():
+        dataset = (yaml.safe_load(settings.read_text(encoding="utf-8")) or {}).get("dataset")
+    split = next(iter(load_splits(dataset or "stdlib:pretrain").values()))
+    return [_text(row, tokenizer) for row, _ in zip(split, range(ROWS), strict=False)]
+
+
+def _text(row: dict[str, Any], tokenizer: Any) -> str:
+    if row.get("messages") and tokenizer.chat_template:
+        return str(tokenizer.apply_chat_template(row["messages"], tokenize=False))
+    return "\n".join(str(value) for name, value in row.items() if name != "origin" and value)
+
+
+@torch.no_grad()
+def _logits(model: Any, rows: list[Any]) -> list[torch.Tensor]:
+    return [model.eval()(input_ids=row["input_ids"], attention_mask=row["attention_mask"]).logits for row in rows]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without bars, and without the warning of peft 0.21.2's that it reads a property which transformers 5.23 has renamed."""
+    with no_progress_bar(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+        yield
+
+
+@contextlib.contextmanager
+def _explained(adapter: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Refusal:
+        raise
+    except Exception as error:  # whatever a file, the Hub or peft can say; the cause stays attached
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise Refusal(f"{adapter}: {what}: {reason}") from error

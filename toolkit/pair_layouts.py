@@ -1,0 +1,89 @@
+"""How preference pairs are laid out for a model: the fastest way that is exact for it, and said where it is not the fastest."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolkit.attention import ATTENTION_DROPOUTS, DOCUMENTS, FLEX
+from toolkit.config import Refusal
+from toolkit.data.collate_pairs import PAIR_LAYOUTS, collate_pairs
+from toolkit.losses.answer_logps import answer_token_logps
+from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.packable import PROVEN, NotPackable, check_no_contamination, check_packable
+from toolkit.ranks import say_once
+
+
+def choose_pair_layout(model: Any, config: Any) -> str:
+    """The layout of `collate_pairs` for a model, with its adapter, that is not prepared yet.
+
+    `shared` encodes a prompt once for both answers. That is not what each answer has alone under dropout, whose mask would
+    be one for both; then `packed`, which has no padding either. `padded` is for models whose packed rows would not be exact.
+    Says why where it takes another one than `shared`.
+
+    Raises:
+        Refusal: `--pair-layout` asks for one that would not be exact.
+    """
+    for layout in PAIR_LAYOUTS:
+        problem = None if layout == "padded" else _problem(model, layout)
+        if problem is None:
+            break
+        if config.pair_layout == layout:
+            raise Refusal(f"--pair-layout {layout}: {problem}. Take --pair-layout auto.")
+    if config.pair_layout == "auto":
+        if layout != "shared":
+            say_once(f"pairs are {layout}: {_problem(model, 'shared')}")
+        return layout
+    return config.pair_layout
+
+
+def _problem(model: Any, layout: str) -> str | None:
+    """Why a layout would not be exact, or None."""
+    attention = model.config._attn_implementation
+    if attention == "flash_attention_2" and layout == "shared":
+        return f"attention {attention!r} knows no prompts that are shared"
+    if attention not in (DOCUMENTS, FLEX, "flash_attention_2"):
+        try:
+            check_packable(model.config, None)
+        except NotPackable as refusal:
+            return f"{refusal.who} {refusal.reason}"
+        return f"attention {attention!r} knows no documents in a row"
+    if model.config.model_type not in PROVEN:
+        try:
+            check_no_contamination(model)
+        except NotPackable as refusal:
+            return f"{refusal.who} {refusal.reason}"
+    if layout == "packed":
+        return None
+    rate = _highest_dropout(model)
+    if rate:
+        return f"with a dropout of {rate:g} a prompt has another mask for each of its answers"
+    if model.config.model_type not in PROVEN and not _shares_exactly(model):
+        return f"model type {model.config.model_type!r} gives an answer another result behind a shared prompt"
+    return None
+
+
+def _highest_dropout(model: Any) -> float:
+    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    rates += [getattr(model.config.get_text_config(), name, None) or 0.0 for name in ATTENTION_DROPOUTS]
+    return float(max(rates, default=0.0))
+
+
+def _shares_exactly(model: Any) -> bool:
+    """Two small pairs through the model in both layouts: equal up to rounding."""
+    vocabulary = model.config.get_text_config().vocab_size
+    sizes = [(3, 4, 5), (6, 2, 1)]
+    tokens = np.random.default_rng(0).integers(0, vocabulary, size=(len(sizes), 12))
+    pairs = [
+        {"input_ids": row[: p + c + r], "prompt_tokens": p, "chosen_tokens": c, "rejected_tokens": r, "pair": 0}
+        for row, (p, c, r) in zip(tokens, sizes, strict=True)
+    ]
+    device = next(model.parameters()).device
+    found = []
+    with evaluation_mode(model):
+        for layout in ("shared", "packed"):
+            batch = collate_pairs(pairs, layout=layout)
+            on_device = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+            found.append(answer_token_logps(model, on_device))
+    rounding = 0.1 if next(model.parameters()).dtype in (torch.bfloat16, torch.float16) else 1e-4
+    return bool((found[0] - found[1]).abs().max() <= rounding * found[1].abs().max())

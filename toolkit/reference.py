@@ -1,0 +1,170 @@
+"""The reference of preference optimisation: the model as training starts, asked in the cheapest way that is exact.
+
+`cache`: its log-probabilities are computed once, before the first step, and kept on disk. `adapter`: it is the model with its
+adapter off. `model`: it is a second one, frozen, in memory; the only one that can move (`sync_reference`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from toolkit.config import Refusal
+from toolkit.config.rules import is_adapter
+from toolkit.engines import unwrapped
+from toolkit.losses.answer_logps import pair_logps
+from toolkit.losses.pair_logps import PairLogps
+from toolkit.losses.preference import needs_reference
+from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.ranks import say_once
+from toolkit.reference_cache import reference_table
+
+_STARTS_AS_NOTHING = ("true", "gaussian")  # initialisations of an adapter that leave the frozen weights as they were
+
+
+@dataclass
+class Reference:
+    """`reference(model, micro_batch)`: the reference's log-probabilities of a micro-batch of pairs, without a gradient.
+
+    `way`: cache, adapter, model, or none for losses that have no reference, where the call gives None. `frozen`: the second
+    model, where there is one.
+    """
+
+    way: str
+    logps: Callable[[Any, dict[str, Any]], PairLogps | None]
+    frozen: Any = None
+    is_kept: bool = False  # whether the run's checkpoints have it
+
+    def __call__(self, model: Any, micro_batch: dict[str, Any]) -> PairLogps | None:
+        return self.logps(model, micro_batch)
+
+
+def build_reference(
+    accelerator: Any, model: Any, make_model: Callable[[], Any], train: Any, evaluation: Any, config: Any
+) -> Reference:
+    """The reference of a run that has not begun, and says which way it takes.
+
+    Args:
+        model: the prepared one, with the weights that training starts from; also when a run is going to be resumed.
+        make_model: makes the same model once more, for a second one.
+        train, evaluation: the loaders of the pairs; evaluation may be None.
+        config: `reference` (auto, cache, adapter, model), `loss_type`, `sync_ref_model` and the settings of the model.
+
+    Raises:
+        Refusal: the way that is asked for would not be exact.
+    """
+    ways = {"none": _none, "cache": _cached, "adapter": _adapter_off, "model": _second_model}
+    way = _choose_way(train, config)
+    return ways[way](accelerator, model, make_model, train, evaluation, config)
+
+
+def _choose_way(train: Any, config: Any) -> str:
+    if not needs_reference(config):
+        return "none"
+    is_stream = not hasattr(train, "rows")
+    adapter_problem = _adapter_problem(config)
+    if config.reference == "adapter" and adapter_problem:
+        raise Refusal(f"--reference adapter: {adapter_problem}. Take --reference auto.")
+    if config.reference == "cache" and is_stream:
+        raise Refusal("--reference cache: a stream has no rows that could be found again. Take --reference auto.")
+    if config.reference != "auto":
+        return config.reference
+    if config.sync_ref_model:
+        return "model"
+    if not is_stream:
+        return "cache"
+    return "model" if adapter_problem else "adapter"
+
+
+def _adapter_problem(config: Any) -> str | None:
+    """Why the model with its adapter off is not the model as training starts, or None."""
+    if not getattr(config, "use_peft", False):
+        return "there is no adapter to turn off"
+    if is_adapter(config.model):
+        return f"training starts from the adapter in {config.model}, not from the model under it"
+    if config.init_lora_weights not in _STARTS_AS_NOTHING:
+        return f"--init-lora-weights {config.init_lora_weights} changes the model under the adapter"
+    return None
+
+
+def _none(*_: Any) -> Reference:
+    return Reference("none", lambda model, micro_batch: None)
+
+
+def _cached(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
+    table = reference_table(accelerator, model, train, evaluation, config)
+
+    def logps(model: Any, micro_batch: dict[str, Any]) -> PairLogps:
+        chosen, rejected = table[micro_batch["pair"]].unbind(1)
+        return PairLogps(chosen, rejected, micro_batch["chosen_tokens"], micro_batch["rejected_tokens"])
+
+    return Reference("cache", logps)
+
+
+def _adapter_off(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
+    say_once("reference: the model with its adapter off")
+
+    def logps(model: Any, micro_batch: dict[str, Any]) -> PairLogps:
+        with evaluation_mode(model), unwrapped(model).disable_adapter():
+            return pair_logps(model, micro_batch, config.ld_alpha)
+
+    return Reference("adapter", logps)
+
+
+def _second_model(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
+    frozen = make_model().eval().requires_grad_(False)
+    frozen, how = _placed(accelerator, frozen)
+    say_once(f"reference: a second model, frozen, {how}")
+
+    def logps(model: Any, micro_batch: dict[str, Any]) -> PairLogps:
+        with torch.no_grad(), accelerator.autocast():
+            return pair_logps(frozen, micro_batch, config.ld_alpha)
+
+    return Reference("model", logps, frozen)
+
+
+def _placed(accelerator: Any, frozen: Any) -> tuple[Any, str]:
+    """The second model where it is asked, sharded like the first one where that one's weights are."""
+    kind = str(accelerator.distributed_type.value)
+    plugin = accelerator.state.deepspeed_plugin if kind == "DEEPSPEED" else None
+    if plugin is not None and plugin.zero_stage == 3:
+        import deepspeed
+
+        settings = {name: value for name, value in plugin.deepspeed_config.items() if name not in ("optimizer", "scheduler")}
+        engine, *_ = deepspeed.initialize(model=frozen, config=settings)
+        engine.eval()
+        return engine, "sharded by ZeRO-3"
+    if kind == "FSDP":
+        from torch.distributed.fsdp import fully_shard
+
+        frozen = frozen.to(accelerator.device)
+        layers = set(getattr(frozen, "_no_split_modules", None) or ())
+        for module in frozen.modules():
+            if type(module).__name__ in layers:
+                fully_shard(module)
+        return fully_shard(frozen), "sharded by FSDP2"
+    return frozen.to(accelerator.device), "whole on every rank"
+
+
+@torch.no_grad()
+def sync_reference(run: Any, reference: Reference, model: Any, config: Any) -> None:
+    """TR-DPO (Gorbatovski et al. 2024, arXiv:2404.09656): draw the reference towards the model every so many steps.
+
+        reference = alpha * model + (1 - alpha) * reference, alpha = `ref_model_mixup_alpha`, every `ref_model_sync_steps`
+
+    An alpha of 1 is the hard update. Called before each step. What the reference has become is part of every checkpoint, and
+    after a resume it is put back here.
+    """
+    if not config.sync_ref_model:
+        return
+    frozen = dict(unwrapped(reference.frozen).named_parameters())
+    if not reference.is_kept:
+        for name, parameter in frozen.items():
+            parameter.copy_(run.kept.get(f"reference.{name}", parameter))
+            run.keep(f"reference.{name}", parameter)
+        reference.is_kept = True
+    taken = run.step - 1
+    if taken and taken % config.ref_model_sync_steps == 0:
+        for name, parameter in unwrapped(model).named_parameters():
+            frozen[name].lerp_(parameter.to(frozen[name].dtype), config.ref_model_mixup_alpha)
