@@ -1,7 +1,10 @@
 """Direct preference optimisation (DPO) of a language model on pairs of a chosen and a rejected answer.
 
-    python recipes/dpo.py --model runs/demo/sft/model
+    python recipes/dpo.py
     accelerate launch recipes/dpo.py --model Qwen/Qwen3-0.6B --dataset trl-lib/ultrafeedback_binarized --use-peft
+
+Without an argument it goes on from the model that `make demo` has fine-tuned. A random one, which it takes where that is not
+there, learns nothing from pairs in minutes.
 """
 
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ class Config(
     tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.PairsConfig, tk.PreferenceConfig, tk.OptimConfig, tk.SampleConfig,
     tk.RunConfig,
 ):  # fmt: skip
+    model: str = tk.trained_model("runs/demo/sft/model", otherwise="tiny-llama")
     dataset: str = "stdlib:dpo"
     max_length: int = 512
     learning_rate: float = 5e-4

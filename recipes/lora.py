@@ -1,10 +1,10 @@
 """Supervised fine-tuning of a causal language model through an adapter (LoRA): the model itself stays as it is.
 
-    python recipes/lora.py --model runs/pretrain/model
+    python recipes/lora.py
     accelerate launch recipes/lora.py --model Qwen/Qwen3-0.6B --dataset trl-lib/Capybara
 
-What is written is the adapter alone; `toolkit merge` makes a model of it. Without an argument there is no trained model to
-adapt: then the embedding of the random one learns as well.
+What is written is the adapter alone; `toolkit merge` makes a model of it. Without an argument it adapts the model that `make
+demo` has pretrained; where that is not there, a random one, whose embedding learns as well.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import toolkit as tk
 
 @dataclass(frozen=True)
 class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.SampleConfig, tk.RunConfig):
+    model: str = tk.trained_model("runs/demo/pretrain/model", otherwise="tiny-llama")
     dataset: str = "stdlib:sft"
     packing: bool = True
     max_length: int = 512

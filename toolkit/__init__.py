@@ -15,7 +15,7 @@ _ROOMS = {
     "config": (
         "AdapterConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "ModelConfig",
         "OptimConfig", "OutputConfig", "PairsConfig", "PreferenceConfig", "Refusal", "RewardConfig", "RunConfig",
-        "SampleConfig", "SeedConfig", "Settings", "setting",
+        "SampleConfig", "SeedConfig", "Settings", "setting", "trained_model",
     ),
     "cli.recipe": ("run_recipe",),
     "data.sources.load": ("load_splits",),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from toolkit.config import Refusal
-from toolkit.config.rules import is_adapter
+from toolkit.config.conditions import is_adapter
 
 ALL_LINEAR = "all-linear"
 # The end of a model class's name, and what peft calls that task.

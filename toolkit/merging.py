@@ -13,7 +13,7 @@ import torch
 
 from toolkit.adapter_files import MODEL_CONFIG, base_of, read_adapter_config
 from toolkit.config import Refusal
-from toolkit.config.rules import is_adapter
+from toolkit.config.conditions import is_adapter
 from toolkit.hub import no_progress_bar
 
 # How far a logit may be from the adapted model's, as a share of the largest, by the type that the weights are written in:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +13,12 @@ import torch
 from toolkit.adapter_files import settings_of_base
 from toolkit.attention import choose_attention
 from toolkit.config import ModelConfig, Refusal
-from toolkit.config.rules import is_adapter
+from toolkit.config.conditions import is_adapter
+from toolkit.layers import checkpoint_layers, compile_layers
 from toolkit.network import stay_offline_without_network
 from toolkit.packable import PROVEN, NotPackable, check_no_contamination, check_packable
 from toolkit.quantised import in_4_bits
+from toolkit.ranks import say_once
 from toolkit.shapes import DIMENSIONS, built_in_config
 from toolkit.tokenizer import hub_problem, is_built_in
 
@@ -78,13 +78,15 @@ def load_model(
         _fit_to_tokenizer(model, tokenizer)
     _check_direction(model, auto_class, config)
     if getattr(model_config.get_text_config(), "output_router_logits", False):
-        _say(f"WARNING: {config.model}: its auxiliary loss of the router (output_router_logits) is not part of the loss here.")
+        say_once(
+            f"WARNING: {config.model}: its auxiliary loss of the router (output_router_logits) is not part of the loss here."
+        )
     if packed and not is_undecided and model_config.model_type not in PROVEN and attention != "flash_attention_2":
         check_no_contamination(model)
     if config.torch_compile:
-        _compile_layers(model, config.gradient_checkpointing)
+        compile_layers(model, config.gradient_checkpointing)
     elif config.gradient_checkpointing:
-        _checkpoint_layers(model)
+        checkpoint_layers(model)
     return model.train()  # also what from_pretrained made, which would train without dropout
 
 
@@ -163,12 +165,14 @@ def _pretrained_model(auto: Any, config: ModelConfig, model_config: Any, attenti
         raise Refusal(f"--model {config.model}: the weights do not have the shapes that its config.json says ({worst}).")
     new_head = sorted((mismatched | set(report["missing_keys"])).difference(in_body))
     if new_head:
-        _say(f"{config.model}: new, random weights (seed {config.seed}) for the head: {_shortened(new_head)}")
+        say_once(f"{config.model}: new, random weights (seed {config.seed}) for the head: {_shortened(new_head)}")
     model.new_modules = sorted({name.rpartition(".")[0] for name in new_head})  # an adapter's training takes them along
     if in_body:
-        _say(f"WARNING: {config.model} lacks {len(in_body)} tensors of its body, which are random now: {_shortened(in_body)}")
+        say_once(
+            f"WARNING: {config.model} lacks {len(in_body)} tensors of its body, which are random now: {_shortened(in_body)}"
+        )
     if report["unexpected_keys"]:
-        _say(f"{config.model}: not used by {type(model).__name__}: {_shortened(sorted(report['unexpected_keys']))}")
+        say_once(f"{config.model}: not used by {type(model).__name__}: {_shortened(sorted(report['unexpected_keys']))}")
     return model
 
 
@@ -244,7 +248,9 @@ def _fit_to_tokenizer(model: Any, tokenizer: Any) -> None:
     embedding = model.get_input_embeddings()
     if tokenizer is not None:
         if len(tokenizer) > embedding.num_embeddings:
-            _say(f"The tokenizer has {len(tokenizer)} tokens, the model {embedding.num_embeddings}: its embedding is enlarged.")
+            say_once(
+                f"The tokenizer has {len(tokenizer)} tokens, the model {embedding.num_embeddings}: its embedding is enlarged."
+            )
             model.resize_token_embeddings(len(tokenizer))
             embedding = model.get_input_embeddings()
             enlarged = (embedding, model.get_output_embeddings())
@@ -255,43 +261,6 @@ def _fit_to_tokenizer(model: Any, tokenizer: Any) -> None:
     # torch gives the token of `padding_idx` no gradient. Where an end of text pads, that would cost it its training; the
     # masks alone say what is padding.
     embedding.padding_idx = None
-
-
-def _checkpoint_layers(model: Any) -> None:
-    if not model.supports_gradient_checkpointing:
-        raise Refusal(f"--gradient-checkpointing: {type(model).__name__} does not support it. Remove it.")
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # its older name
-    enable({"use_reentrant": False})
-
-
-def _compile_layers(model: Any, recomputed: bool) -> None:
-    """Compile each layer by itself: one compilation serves all of them, whatever the number.
-
-    `dynamic=None` was not bit-exact after a resume, where lengths vary. The recomputation goes around the compiled layer:
-    transformers (5.23) puts it inside, where the loop over documents, which is not compiled, makes torch give the layer up
-    and run it as it was, silently.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise Refusal(f"--torch-compile: {type(model).__name__} has no layers of the kind that can be compiled. Remove it.")
-    for layer in layers:
-        if recomputed:
-            # The layer is an argument, not bound into the compiled function, so that a copy of the model calls its own.
-            layer.forward = functools.partial(_recomputed, layer, torch.compile(type(layer).forward, dynamic=True))
-        else:
-            layer.compile(dynamic=True)
-
-
-def _recomputed(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch.utils.checkpoint import checkpoint
-
-    if not (layer.training and torch.is_grad_enabled()):
-        return forward(layer, *args, **kwargs)
-    if kwargs.get("past_key_values") is not None:
-        kwargs["past_key_values"] = None  # the second pass would write into the cache once more
-    return checkpoint(forward, layer, *args, use_reentrant=False, **kwargs)
 
 
 def _device(config: ModelConfig) -> str:
@@ -311,8 +280,3 @@ def _shortened(names: list[str]) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _say(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)

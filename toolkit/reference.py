@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from toolkit.config import Refusal
-from toolkit.config.rules import is_adapter
+from toolkit.config.conditions import is_adapter
 from toolkit.engines import unwrapped
 from toolkit.losses.answer_logps import pair_logps
 from toolkit.losses.pair_logps import PairLogps

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from toolkit.config import AdapterConfig, ModelConfig, settings_of
-from toolkit.config.rules import is_built_in
+from toolkit.config.conditions import is_built_in
 from toolkit.data.loaders import EvalLoader
 from toolkit.data.order import plan_steps
 from toolkit.data.rows import column

@@ -6,20 +6,23 @@
 
 from toolkit.config.files import changed_settings, read_config_file, write_config_file
 from toolkit.config.groups import (
-    AdapterConfig,
-    CausalLMConfig,
-    ClassificationConfig,
     DataConfig,
     DevicesConfig,
     ModelConfig,
     OptimConfig,
     OutputConfig,
+    RunConfig,
+    SeedConfig,
+    trained_model,
+)
+from toolkit.config.methods import (
+    AdapterConfig,
+    CausalLMConfig,
+    ClassificationConfig,
     PairsConfig,
     PreferenceConfig,
     RewardConfig,
-    RunConfig,
     SampleConfig,
-    SeedConfig,
 )
 from toolkit.config.rules import check_together, implied_settings
 from toolkit.config.setting import Refusal, Setting, Settings, check_value, check_values, setting, settings_of, show_value
@@ -29,5 +32,5 @@ __all__ = [
     "AdapterConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "ModelConfig", "OptimConfig",
     "OutputConfig", "PairsConfig", "PreferenceConfig", "Refusal", "RewardConfig", "RunConfig", "SampleConfig", "SeedConfig",
     "Setting", "Settings", "changed_settings", "check_together", "check_value", "check_values", "implied_settings",
-    "read_config_file", "read_values", "setting", "settings_of", "show_value", "write_config_file",
+    "read_config_file", "read_values", "setting", "settings_of", "show_value", "trained_model", "write_config_file",
 ]  # fmt: skip

@@ -8,9 +8,15 @@ redeclares a field only to change its default.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from toolkit.config.setting import Settings, setting
+
+
+def trained_model(directory: str, otherwise: str) -> str:
+    """A model that was trained here, as `make demo` does, where it is there: the default of recipes that need a trained one."""
+    return directory if os.path.isdir(directory) else otherwise
 
 
 @dataclass(frozen=True)
@@ -147,127 +153,6 @@ class OptimConfig(Settings):
         "skip", "A step with a non-finite loss or gradient: skip it, or stop the run.", choices=("skip", "stop")
     )
     max_nonfinite_steps: int = setting(3, "Stop after so many such steps in a row.", least=1)
-
-
-@dataclass(frozen=True)
-class CausalLMConfig(Settings):
-    """Language-model loss"""
-
-    z_loss: float = setting(0.0, "Weight of the squared log-normaliser (PaLM, section 5).", least=0.0)
-
-
-@dataclass(frozen=True)
-class ClassificationConfig(Settings):
-    """Classification"""
-
-    problem_type: str = setting(
-        "single_label", "What a label is: a class, a list of classes, or a number.",
-        choices=("single_label", "multi_label", "regression"),
-    )
-    class_weights: list[float] = setting([], "Weight of each class in the loss, in the order of the labels.", least=0.0)
-    metrics: list[str] = setting(["accuracy", "f1"], "Metrics on the evaluation split: built-in names, or an evaluate module.")
-
-
-@dataclass(frozen=True)
-class PreferenceConfig(Settings):
-    """Preference loss"""
-
-    loss_type: list[str] = setting(
-        ["sigmoid"], "Losses of a pair, by TRL's names; several are added. sigmoid: DPO. sft: likelihood of chosen answers. "
-        "simpo, cpo, orpo, sft: without a reference model.",
-        choices=("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop", "nca_pair", "bco_pair",
-                 "sppo_hard", "apo_zero", "apo_down", "aot", "aot_unpaired", "simpo", "cpo", "orpo", "sft"),
-    )
-    loss_weights: list[float] = setting([], "Weight of each of these losses. Default: 1 each.")
-    beta: float = setting(
-        0.1, "How strongly the policy is held to the reference model; ipo: its τ, orpo: its λ.", above=0.0
-    )
-    label_smoothing: float = setting(
-        0.0, "Share of pairs whose labels are taken to be flipped (conservative DPO, robust, exo_pair, aot ...).",
-        least=0.0, below=0.5,
-    )
-    f_divergence_type: str = setting(
-        "reverse_kl", "Divergence between policy and reference (f-DPO).",
-        choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
-    )
-    f_alpha_divergence_coef: float = setting(
-        0.5, "alpha_divergence: from 0, the forward KL, to 1, the reverse KL (1 - α of the paper, as TRL computes it).",
-        least=0.0, most=1.0,
-    )
-    ld_alpha: float | None = setting(
-        None, "LD-DPO: weight of an answer's tokens beyond the length of the pair's shorter answer.", least=0.0, most=1.0
-    )
-    discopop_tau: float = setting(0.05, "discopop: temperature of the switch between its two losses.", above=0.0, most=1.0)
-    simpo_gamma: float = setting(0.5, "simpo: the margin that the chosen answer's reward should have.", least=0.0)
-    cpo_alpha: float = setting(1.0, "cpo: weight of the likelihood of chosen answers, per token.", least=0.0)
-
-
-@dataclass(frozen=True)
-class RewardConfig(Settings):
-    """Reward model"""
-
-    center_rewards_coefficient: float | None = setting(
-        None, "Weight of the square of a pair's summed rewards, which holds their mean near 0; 0.01 is usual.", least=0.0
-    )
-    margin_coefficient: float = setting(
-        0.0, "A chosen reward must lead by so many times the row's margin: its column margin, or how far its scores differ. "
-        "TRL: 1.",
-        least=0.0,
-    )
-
-
-@dataclass(frozen=True)
-class AdapterConfig(Settings):
-    """Adapter"""
-
-    use_peft: bool = setting(False, "Train a LoRA adapter on top of the frozen model.")
-    lora_r: int = setting(16, "Rank: columns of B and rows of A in each update B A.", least=1)
-    lora_alpha: float = setting(32.0, "The update is multiplied by lora_alpha / lora_r.", above=0.0)
-    lora_dropout: float = setting(0.0, "Dropout on the input of A.", least=0.0, below=1.0)
-    lora_target_modules: list[str] = setting(
-        ["all-linear"], "Modules that are adapted: their names, or one regex over full names. all-linear: all but the head."
-    )
-    lora_modules_to_save: list[str] = setting(
-        [], "Modules trained whole and saved with the adapter; those with new, random weights always are."
-    )
-    lora_rank_pattern: list[str] = setting([], "Ranks by module name, as regex=rank.")
-    lora_alpha_pattern: list[str] = setting([], "Alphas by module name, as regex=alpha.")
-    lora_layers_to_transform: list[int] = setting([], "Numbers of the layers that are adapted. Default: all.", least=0)
-    use_rslora: bool = setting(False, "Multiply the update by lora_alpha / sqrt(lora_r), so that high ranks learn as fast.")
-    use_dora: bool = setting(False, "DoRA: train the length of each output's weights apart from their direction.")
-    init_lora_weights: str = setting(
-        "true", "First weights: true (A as in a linear layer, B zero), gaussian, pissa, pissa_niter_16 (faster), olora."
-    )
-    loraplus_lr_ratio: float = setting(1.0, "LoRA+: the matrices B learn so many times as fast as the rest.", above=0.0)
-    load_in_4bit: bool = setting(False, "QLoRA: hold the frozen weights in 4 bits. Needs bitsandbytes and a CUDA device.")
-    bnb_4bit_quant_type: str = setting("nf4", "Code of the 4-bit numbers.", choices=("nf4", "fp4"))
-    bnb_4bit_use_double_quant: bool = setting(False, "Quantise the scales of the 4-bit blocks as well: 0.4 bits less a weight.")
-
-
-@dataclass(frozen=True)
-class PairsConfig(Settings):
-    """Pairs and reference"""
-
-    pair_layout: str = setting(
-        "auto", "shared: a prompt is encoded once for both answers. packed: twice, unpadded. auto: the fastest exact one.",
-        choices=("auto", "shared", "packed", "padded"),
-    )
-    reference: str = setting(
-        "auto", "cache: computed once, kept on disk. adapter: the model with its adapter off. model: a second one in memory.",
-        choices=("auto", "cache", "adapter", "model"),
-    )
-    sync_ref_model: bool = setting(False, "TR-DPO: draw the reference, a second model, towards the trained one.")
-    ref_model_mixup_alpha: float = setting(0.6, "Share of the trained model in the synced reference.", above=0.0, most=1.0)
-    ref_model_sync_steps: int = setting(512, "Steps between two syncs.", least=1)
-
-
-@dataclass(frozen=True)
-class SampleConfig(Settings):
-    """Samples"""
-
-    num_samples: int = setting(3, "Text samples at each evaluation.", least=0)
-    sample_max_new_tokens: int = setting(64, "Length of a sample in tokens.", least=1)
-    sample_temperature: float = setting(0.7, "Temperature of the samples; 0 is greedy.", least=0.0)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""A reward model: which of two answers is the better one, learnt from pairs of a chosen and a rejected answer.
+
+    python recipes/reward.py
+    accelerate launch recipes/reward.py --model Qwen/Qwen3-0.6B --dataset trl-lib/ultrafeedback_binarized --use-peft
+
+`dpo.py` teaches a language model from the same pairs: the difference between the two files is model and loss. Without an
+argument it goes on from the model that `make demo` has fine-tuned; a random one learns nothing from pairs in minutes.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import toolkit as tk
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.RewardConfig, tk.OptimConfig, tk.RunConfig):
+    model: str = tk.trained_model("runs/demo/sft/model", otherwise="tiny-llama")
+    dataset: str = "stdlib:dpo"
+    max_length: int = 256
+    optim: str = "muon"
+    learning_rate: float = 1e-3
+    warmup_steps: float = 0.05
+    per_device_train_batch_size: int = 16
+    group_by_length: bool = True
+    eval_on_start: bool = True
+    output_dir: str = "runs/reward"
+
+
+def main(config: Config) -> tk.Summary:
+    accelerator = tk.build_accelerator(config)
+    tokenizer = tk.pad_apart_from_end(tk.load_tokenizer(config))  # the model reads its score at the last token before padding
+    splits = tk.tokenize_for_preference(tk.load_splits(config), tokenizer, config)
+    model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, num_labels=1)
+    model = tk.add_adapter(model, config)
+
+    collate = partial(tk.collate_pairs, layout="padded", pad_token_id=tokenizer.pad_token_id)
+    train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    loss_fn, metrics = partial(tk.reward_loss, config=config), tk.reward_metrics(config)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
+
+    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+        run.compare_with("eval_reward_accuracy", lambda: tk.preference_baselines(splits))
+        if run.due("eval_on_start"):
+            run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
+        for batch in run:
+            rates = schedule(run.progress)
+            run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
+            if run.due("eval"):
+                run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
+                if tk.stopped_improving(run.history(config.metric_for_best_model), config):
+                    break
+        tk.load_best(run)
+        tk.save_model(accelerator, model, tokenizer, config, run.summary)
+
+    return run.summary
+
+
+if __name__ == "__main__":
+    tk.run_recipe(main)

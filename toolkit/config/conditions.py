@@ -1,0 +1,86 @@
+"""What a rule about settings is, and the questions that several rules ask."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Contradiction(NamedTuple):
+    """Values that cannot all be meant, whoever set them."""
+
+    broken: Callable[..., Any]
+    message: str
+
+
+class NoEffect(NamedTuple):
+    """Settings that change nothing when `idle` holds; refused only when someone gave them, and gave more than "off"."""
+
+    settings: tuple[str, ...]
+    idle: Callable[..., Any]
+    why: str
+
+
+def is_built_in(model: str) -> bool:
+    """Whether a model is one of the built-in shapes, made from a configuration here."""
+    return model.startswith("tiny-") and "/" not in model and not os.path.isdir(model)
+
+
+def is_on_the_hub(model: str) -> bool:
+    return not is_built_in(model) and not os.path.isdir(model)
+
+
+def lies_in(path: str, directory: str) -> bool:
+    return os.path.abspath(path).startswith(os.path.join(os.path.abspath(directory), ""))
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a text is regex=factor with a factor of at least 0."""
+    pattern, equals, factor = text.rpartition("=")
+    try:
+        re.compile(pattern)
+        return bool(pattern and equals) and float(factor) >= 0
+    except (re.error, ValueError):
+        return False
+
+
+def is_adapter(model: str) -> bool:
+    """Whether a model is a directory that holds an adapter and not the weights it belongs on."""
+    directory = os.path.expanduser(model)
+    return os.path.exists(os.path.join(directory, "adapter_config.json")) and not os.path.exists(
+        os.path.join(directory, "config.json")
+    )
+
+
+def are_patterns(texts: list[str], whole: bool) -> bool:
+    """Whether all texts are regex=number with a number above 0, a whole one where asked."""
+    numbers = [float(text.rpartition("=")[2]) for text in texts if is_pattern(text)]
+    return len(numbers) == len(texts) and all(number > 0 and (number == int(number) or not whole) for number in numbers)
+
+
+INITIALISATION = re.compile(r"true|gaussian|olora|pissa(_niter_[1-9]\d*)?")
+
+# Metrics whose figures bear their names; what an `evaluate` module calls its figures is known only when it has run.
+PLAIN_METRIC = re.compile(r"accuracy|balanced_accuracy|matthews_correlation|(f1|precision|recall)(_\w+)?")
+
+
+def never_measured(metric: str, metrics: list[str]) -> bool:
+    if not all(PLAIN_METRIC.fullmatch(name) for name in metrics):
+        return False
+    figure = re.sub(r"_class_\d+$", "_per_class", metric.removeprefix("eval_"))
+    return figure not in ("loss", *metrics)
+
+
+WITH_ADAM = ("adamw_torch", "adamw_torch_fused", "nadam", "radam", "adamw_bnb_8bit", "muon")
+WITH_BETAS = (*WITH_ADAM, "lion_32bit", "lion_8bit")
+WITH_MOMENTUM = ("sgd", "rmsprop", "muon")
+WITH_DIVERGENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop")
+WITHOUT_DIVERGENCE = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "aot", "aot_unpaired")
+WITH_SMOOTHING = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired", "simpo", "cpo")
+WITH_LIKELIHOOD = ("sft", "cpo", "orpo")
+OF_THE_ADAPTER = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "lora_rank_pattern",
+    "lora_alpha_pattern", "lora_layers_to_transform", "use_rslora", "use_dora", "init_lora_weights",
+)  # fmt: skip

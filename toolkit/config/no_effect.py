@@ -1,0 +1,190 @@
+"""Settings that change nothing with the others."""
+
+from __future__ import annotations
+
+from toolkit.config.conditions import (
+    OF_THE_ADAPTER,
+    WITH_ADAM,
+    WITH_BETAS,
+    WITH_DIVERGENCE,
+    WITH_MOMENTUM,
+    WITH_SMOOTHING,
+    WITHOUT_DIVERGENCE,
+    NoEffect,
+    is_adapter,
+    is_built_in,
+    is_on_the_hub,
+)
+
+NO_EFFECT = (
+    # Schedule
+    NoEffect(
+        ("warmup_steps",), lambda lr_scheduler_type: lr_scheduler_type == "constant",
+        "with {lr_scheduler_type}: leave it out, or take constant_with_warmup.",
+    ),
+    NoEffect(
+        ("min_lr_ratio",), lambda lr_scheduler_type: lr_scheduler_type in ("constant", "constant_with_warmup"),
+        "with {lr_scheduler_type}, which never falls: leave it out, or take cosine or linear.",
+    ),
+    NoEffect(
+        ("lr_power",), lambda lr_scheduler_type: lr_scheduler_type != "polynomial",
+        "with {lr_scheduler_type}: leave it out, or take polynomial.",
+    ),
+    NoEffect(
+        ("lr_cycles",), lambda lr_scheduler_type: lr_scheduler_type not in ("cosine_with_restarts", "step"),
+        "with {lr_scheduler_type}: leave it out, or take cosine_with_restarts or step.",
+    ),
+    NoEffect(
+        ("lr_gamma",), lambda lr_scheduler_type: lr_scheduler_type not in ("step", "exponential"),
+        "with {lr_scheduler_type}: leave it out, or take step or exponential.",
+    ),
+    NoEffect(
+        ("lr_decay_ratio",), lambda lr_scheduler_type: lr_scheduler_type != "warmup_stable_decay",
+        "with {lr_scheduler_type}: leave it out, or take warmup_stable_decay.",
+    ),
+    # Optimiser
+    NoEffect(
+        ("adam_beta1", "adam_beta2"), lambda optim: optim not in WITH_BETAS,
+        f"with {{optim}}: leave it out, or take one of {', '.join(WITH_BETAS)}.",
+    ),
+    NoEffect(
+        ("adam_epsilon",), lambda optim: optim not in WITH_ADAM,
+        f"with {{optim}}: leave it out, or take one of {', '.join(WITH_ADAM)}.",
+    ),
+    NoEffect(
+        ("momentum",), lambda optim: optim not in WITH_MOMENTUM,
+        f"with {{optim}}: leave it out, or take one of {', '.join(WITH_MOMENTUM)}.",
+    ),
+    NoEffect(
+        ("max_nonfinite_steps",), lambda nonfinite: nonfinite == "stop",
+        "with {nonfinite}, which stops at the first one: leave it out.",
+    ),
+    NoEffect(
+        ("class_weights", "label_smoothing_factor"), lambda problem_type: problem_type == "regression",
+        "with {problem_type}, where there are no classes: leave it out.",
+    ),
+    # Preferences
+    NoEffect(
+        ("beta",), lambda loss_type: set(loss_type) <= {"sft"},
+        "with {loss_type}, which compares with nothing: leave it out, or add sigmoid.",
+    ),
+    NoEffect(
+        ("label_smoothing",), lambda loss_type: not set(loss_type) & set(WITH_SMOOTHING),
+        f"with {{loss_type}}: leave it out, or take one of {', '.join(WITH_SMOOTHING)}.",
+    ),
+    NoEffect(
+        ("f_divergence_type",),
+        lambda loss_type, f_divergence_type: (
+            f_divergence_type != "reverse_kl" and not set(loss_type) & set(WITH_DIVERGENCE + WITHOUT_DIVERGENCE)
+        ),
+        "with {loss_type}, which compares with no reference model: leave it out, or add sigmoid.",
+    ),
+    NoEffect(
+        ("f_alpha_divergence_coef",), lambda f_divergence_type: f_divergence_type != "alpha_divergence",
+        "with {f_divergence_type}: leave it out, or take alpha_divergence.",
+    ),
+    NoEffect(
+        ("discopop_tau",), lambda loss_type: "discopop" not in loss_type,
+        "with {loss_type}: leave it out, or take discopop.",
+    ),
+    NoEffect(
+        ("simpo_gamma",), lambda loss_type: "simpo" not in loss_type,
+        "with {loss_type}: leave it out, or take simpo.",
+    ),
+    NoEffect(("cpo_alpha",), lambda loss_type: "cpo" not in loss_type, "with {loss_type}: leave it out, or take cpo."),
+    # Model
+    NoEffect(
+        ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+         "max_position_embeddings", "hidden_act"),
+        lambda model: not is_built_in(model),
+        "with {model}, whose shape is fixed: leave it out, or take a built-in shape such as --model tiny-llama.",
+    ),
+    NoEffect(
+        ("vocab_size",), lambda model, tokenizer: is_built_in(model) and tokenizer is not None,
+        "beside {tokenizer}, which has its own vocabulary: leave one of the two out.",
+    ),
+    NoEffect(
+        ("model_revision",), lambda model: not is_on_the_hub(model),
+        "with {model}, which does not come from the Hub: leave it out.",
+    ),
+    NoEffect(("trust_remote_code",), is_built_in, "with {model}, which is built in: leave it out."),
+    # Adapter
+    NoEffect(
+        (*OF_THE_ADAPTER, "loraplus_lr_ratio"), lambda use_peft: not use_peft,
+        "without --use-peft: leave it out, or add --use-peft.",
+    ),
+    NoEffect(
+        OF_THE_ADAPTER, is_adapter,
+        "with {model}, an adapter that has its shape already: leave it out, or name the model it belongs on.",
+    ),
+    NoEffect(
+        ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant"), lambda load_in_4bit: not load_in_4bit,
+        "without --load-in-4bit: leave it out, or add it.",
+    ),
+    # Reference
+    NoEffect(
+        ("reference", "sync_ref_model"), lambda loss_type: set(loss_type) <= {"simpo", "cpo", "orpo", "sft"},
+        "with {loss_type}, which has no reference model: leave it out.",
+    ),
+    NoEffect(
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda sync_ref_model: not sync_ref_model,
+        "without --sync-ref-model: leave it out, or add it.",
+    ),
+    # Data
+    NoEffect(("packing_strategy",), lambda packing: not packing, "without --packing: leave it out, or pack."),
+    NoEffect(
+        ("group_by_length",), lambda packing: packing,
+        "with --packing, whose rows are all of one length: leave it out, or take --no-packing.",
+    ),
+    NoEffect(
+        ("group_by_length", "dataloader_num_workers"), lambda streaming: streaming,
+        "with --streaming, which is read in order by one process: leave it out.",
+    ),
+    NoEffect(
+        ("eval_fraction",), lambda eval_split: eval_split is not None,
+        "beside {eval_split}: nothing needs to be held out. Leave one of the two out.",
+    ),
+    NoEffect(
+        ("gradient_accumulation_steps",), lambda global_batch_size: global_batch_size is not None,
+        "beside {global_batch_size}, which derives it: leave one of the two out (--global-batch-size none undoes a default).",
+    ),
+    # Evaluation
+    NoEffect(
+        ("eval_on_start", "eval_delay", "eval_split", "max_eval_examples", "per_device_eval_batch_size", "num_samples",
+         "sample_max_new_tokens", "sample_temperature"),
+        lambda eval_strategy: eval_strategy == "no",
+        "with --eval-strategy no: leave it out, or take epoch or steps.",
+    ),
+    NoEffect(
+        ("sample_max_new_tokens", "sample_temperature"), lambda num_samples: num_samples == 0,
+        "with --num-samples 0: leave it out.",
+    ),
+    NoEffect(
+        ("greater_is_better",),
+        lambda load_best_model_at_end, early_stopping_patience: not (load_best_model_at_end or early_stopping_patience),
+        "when nothing is decided by a metric: leave it out, or add --load-best-model-at-end or --early-stopping-patience 3.",
+    ),
+    # Runs
+    NoEffect(
+        ("eval_steps",), lambda eval_strategy: eval_strategy != "steps",
+        "with {eval_strategy}: leave it out, or take --eval-strategy steps.",
+    ),
+    NoEffect(
+        ("save_steps",), lambda save_strategy: save_strategy != "steps",
+        "with {save_strategy}: leave it out, or take --save-strategy steps.",
+    ),
+    NoEffect(
+        ("logging_steps",), lambda logging_strategy: logging_strategy != "steps",
+        "with {logging_strategy}: leave it out, or take --logging-strategy steps.",
+    ),
+    NoEffect(
+        ("save_total_limit",),
+        lambda save_strategy, load_best_model_at_end: save_strategy == "no" and not load_best_model_at_end,
+        "with {save_strategy}: leave it out, or take --save-strategy epoch or steps.",
+    ),
+    NoEffect(
+        ("run_name",), lambda report_to: not set(report_to) - {"none"},
+        "without a tracker that would show it: leave it out, or say which with --report-to.",
+    ),
+    NoEffect(("tf32",), lambda use_cpu: use_cpu, "with --use-cpu: leave it out."),
+)
