@@ -1,144 +1,151 @@
-"""Supervised fine-tuning beside TRL: CPU seconds and peak memory for the same examples, model and steps.
+"""Supervised fine-tuning beside TRL: supervised tokens per second, and memory.
 
-    python benchmarks/sft.py --pairs 3
+    python benchmarks/sft.py --pairs 5
+    python benchmarks/sft.py --only head-heavy:1:1 --flags --pairs 1
 
-Each side runs in a process of its own, in turn. TRL runs with its defaults, which compute in bfloat16, and once more in
-float32, since a processor without units for bfloat16 is slow at it; ours runs in float32. The model is a Llama of width
-384 with 6 layers and a vocabulary of 32,768 with random weights; the examples are those of stdlib:sft, tokenised once. What
-is measured begins when the model and the data are there: training alone, without imports and without compilation.
+Ours does what `recipes/sft.py` does, with AdamW as TRL: packed rows, the head at supervised positions only. TRL runs with
+its defaults (1.16: bfloat16, padded, activations recomputed), and with flags that save work: packing, no recomputation. What
+each flag brings on this machine, --flags measures. A step sees as many tokens packed as padded: rows of the longest text's
+length, as many as hold the mean batch. `benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head is applied at
+every position, on a GPU at supervised ones only: its ratios don't carry over. Never run on a GPU yet (--device cuda): layers
+are compiled there, the first steps are not timed, and model FLOP/s are 6 x parameters x tokens.
 """
 
-import argparse
-import json
-import os
-import resource
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-EXAMPLES, BATCH, MAX_LENGTH, VOCABULARY = 64, 8, 1024, 32_768
+import numpy as np
+from side_by_side import (
+    BEST,
+    DEFAULTS,
+    END,
+    OURS,
+    Comparison,
+    Shape,
+    Task,
+    compare,
+    first_step_callback,
+    our_settings,
+    random_lengths,
+    random_words,
+    trl_arguments,
+)
+
+import toolkit as tk
+
+PACKED_ROWS = "rows_of_a_step"  # stands for the batch size that packed rows have
+FLAGS: dict[str, dict[str, Any]] = {
+    "float32": {"bf16": False},
+    "no checkpointing": {"gradient_checkpointing": False},
+    "packing": {"packing": True, "per_device_train_batch_size": PACKED_ROWS},
+    "padding-free": {"padding_free": True, "max_length": None},
+    "lengths grouped": {"train_sampling_strategy": "group_by_length"},
+    "eager attention": {"model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager"}},
+    "flex attention": {"model_init_kwargs": {"dtype": "float32", "attn_implementation": "flex_attention"}},
+    "two loader processes": {"dataloader_num_workers": 2},
+    "compiled": {"torch_compile": True},
+    "Liger": {"use_liger_kernel": True},
+    "Hub kernels": {"model_init_kwargs": {"dtype": "float32", "use_kernels": True}},
+}
+HELPFUL = ("no checkpointing", "packing")
+UNTIMED_STEPS = {"cpu": 0, "cuda": 4}  # those that compile
 
 
-def prepare(folder: Path) -> None:
-    """The tokenised examples and the model both sides read."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    import toolkit as tk
-
-    tokenizer = tk.load_tokenizer(tk.ModelConfig())
-    config = tk.DataConfig(dataset="stdlib:sft", max_length=MAX_LENGTH, max_train_examples=EXAMPLES)
-    tk.tokenize_for_sft(tk.load_splits(config), tokenizer, config)["train"].save_to_disk(str(folder / "data"))
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=384, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=6,
-        intermediate_size=1024, max_position_embeddings=MAX_LENGTH, tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    LlamaForCausalLM(shape).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.RunConfig):
+    """The settings of recipes/sft.py."""
 
 
-def run_ours(folder: Path) -> dict[str, float]:
-    from datasets import DatasetDict, load_from_disk
+def make_rows(shape: Shape, share: float, count: int, random_numbers: np.random.Generator) -> dict[str, list[Any]]:
+    """Tokenised rows, of which both sides take the columns they know. `share` of a row is the prompt."""
+    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": [], "supervised_tokens": []}
+    for length in random_lengths(shape, count, random_numbers).tolist():
+        tokens = [*random_words(shape, length - 1, random_numbers), END]
+        prompt = max(1, round(share * length))
+        row = (tokens, [-100] * prompt + tokens[prompt:], length, length - prompt)
+        for column, value in zip(columns.values(), row, strict=True):
+            column.append(value)
+    return columns
 
-    import toolkit as tk
 
-    accelerator = tk.build_accelerator(tk.RunConfig(output_dir=str(folder / "ours"), overwrite_output_dir=True, use_cpu=True))
-    model_config = tk.ModelConfig(model=str(folder / "model"))
-    model = tk.load_model("AutoModelForCausalLM", model_config, tk.load_tokenizer(model_config), packed=True)
-    splits = DatasetDict(train=load_from_disk(str(folder / "data")))
-    # rows of MAX_LENGTH hold about eight examples: one row a step sees what one batch of eight sees there
-    config = tk.DataConfig(packing=True, max_length=MAX_LENGTH, per_device_train_batch_size=1)
-    train, _ = tk.build_dataloaders(splits, tk.collate_packed, config, accelerator)
-    settings = tk.OptimConfig(learning_rate=2e-5, lr_scheduler_type="linear")
-    optimizer, schedule = tk.build_optimizer(model, settings, train.num_steps)
+def packed_rows_of_a_step(task: Task) -> int:
+    """So many rows of the longest text's length hold as many tokens as the mean batch."""
+    lengths = task.rows()["length"]
+    return max(1, round(task.batch * sum(lengths) / len(lengths) / task.shape.longest))
+
+
+def figures(task: Task, model: Any) -> dict[str, float]:
+    from toolkit.tracking import peak_flops
+
+    rows = task.rows()
+    counted = {"supervised tokens": task.watch.share() * sum(rows["supervised_tokens"])}
+    peak = peak_flops(model.device) if task.device == "cuda" else None
+    if peak is None:
+        return counted
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    flops = 6 * parameters * task.watch.share() * sum(rows["length"])
+    return {**counted, "MFU %": 100 * flops / task.watch.seconds / peak}
+
+
+def ours(task: Task, **settings: Any) -> dict[str, float]:
+    from datasets import DatasetDict
+
+    task.watch.warm_up = UNTIMED_STEPS[task.device]
+    config = Config(**{
+        **our_settings(task), "packing": True, "max_length": task.shape.longest, "learning_rate": 2e-5,
+        "per_device_train_batch_size": packed_rows_of_a_step(task), **settings,
+    })  # fmt: skip
+    accelerator = tk.build_accelerator(config)
+    tokenizer = tk.load_tokenizer(config)
+    model = tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing)
+    train, _ = tk.build_dataloaders(DatasetDict(train=task.rows()), tk.collate_packed, config, accelerator)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
-    started, tokens = time.process_time(), 0.0
-    for batch in train.batches():
-        rates = schedule(batch.position / train.examples_to_consume)
-        tk.train_step(accelerator, model, optimizer, batch, tk.causal_lm_loss, rates)
-        tokens += batch.totals["tokens"]
-    return {"cpu": time.process_time() - started, "tokens": tokens}
+    loss_fn = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)
+    train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
+    with task.watch.running(), tk.open_run(accelerator, config, model, optimizer, train) as run:
+        for batch in run:
+            rates = schedule(run.progress)
+            run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
+            task.watch.step_done()
+    return figures(task, model)
 
 
-def run_trl(folder: Path, **settings: Any) -> dict[str, float]:
-    from datasets import load_from_disk
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def trl(task: Task, **settings: Any) -> dict[str, float]:
+    from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    rows = load_from_disk(str(folder / "data"))
-    tokens = float(sum(rows["supervised_tokens"]))
-
-    def with_mask(row: dict[str, Any]) -> dict[str, Any]:
-        return {"input_ids": row["input_ids"], "completion_mask": [int(label != -100) for label in row["labels"]]}
-
-    arguments = SFTConfig(
-        output_dir=str(folder / "trl"), per_device_train_batch_size=BATCH, num_train_epochs=1, max_length=MAX_LENGTH,
-        save_strategy="no", report_to="none", use_cpu=True, completion_only_loss=True, **settings,
-    )  # fmt: skip
+    task.watch.warm_up = UNTIMED_STEPS[task.device]
+    if settings.get("per_device_train_batch_size") == PACKED_ROWS:
+        settings = {**settings, "per_device_train_batch_size": packed_rows_of_a_step(task)}
     trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder / "model"),
-        args=arguments,
-        train_dataset=rows.map(with_mask, remove_columns=rows.column_names),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        model=task.model,
+        args=SFTConfig(**trl_arguments(task, settings)),
+        train_dataset=task.rows().select_columns(["input_ids", "labels"]),
+        processing_class=AutoTokenizer.from_pretrained(task.model),
+        callbacks=[first_step_callback(task.watch)],
     )
-    started = time.process_time()
-    trainer.train()
-    return {"cpu": time.process_time() - started, "tokens": tokens}
+    with task.watch.running():
+        trainer.train()
+    return figures(task, trainer.model)
 
 
-SIDES = {"ours": run_ours, "trl": run_trl, "trl fp32": partial(run_trl, bf16=False)}
-
-
-def measure(side: str, folder: Path) -> dict[str, float]:
-    """One side in a process of its own."""
-    command = [sys.executable, __file__, "--side", side, "--folder", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        sys.exit(f"{side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--side", choices=SIDES)
-    parser.add_argument("--folder", type=Path)
-    arguments = parser.parse_args()
-    if arguments.side:
-        figures = SIDES[arguments.side](arguments.folder)
-        figures["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        print(json.dumps(figures))
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        prepare(Path(temporary))
-        results: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-        for number in range(arguments.pairs):
-            for side in SIDES if number % 2 == 0 else reversed(list(SIDES)):
-                results[side].append(measure(side, Path(temporary)))
-                print(side, results[side][-1], flush=True)
-    median = {
-        side: {
-            "rate": statistics.median(run["tokens"] / run["cpu"] for run in runs),
-            "peak": statistics.median(run["peak_gb"] for run in runs),
-        }
-        for side, runs in results.items()
-    }
-    print(f"\n{'':8}{'supervised tokens per CPU second':>36}{'peak memory, GB':>20}")
-    for side, figures in median.items():
-        print(f"{side:8}{figures['rate']:>36.0f}{figures['peak']:>20.2f}")
-    ours = median["ours"]
-    for side in list(SIDES)[1:]:
-        trl = median[side]
-        print(f"ours / {side:9}{ours['rate'] / trl['rate']:>28.2f}{ours['peak'] / trl['peak']:>20.2f}")
-
+BEST_FLAGS = {name: value for flag in HELPFUL for name, value in FLAGS[flag].items()}
+COMPARISON = Comparison(
+    script=__file__,
+    sides={OURS: ours, DEFAULTS: trl, BEST: partial(trl, **BEST_FLAGS)},
+    other_precision={
+        f"{OURS}, bfloat16": partial(ours, bf16=True),
+        f"{DEFAULTS}, float32": partial(trl, bf16=False),
+        f"{BEST}, float32": partial(trl, **BEST_FLAGS, bf16=False),
+    },
+    flags={f"TRL, {name}": partial(trl, **settings) for name, settings in FLAGS.items()},
+    make_rows=make_rows,
+    counted=("supervised tokens",),
+    default_examples={"cpu": 16, "cuda": 512},
+    default_batch={"cpu": 8, "cuda": 32},
+)
 
 if __name__ == "__main__":
-    main()
+    compare(COMPARISON, __doc__)

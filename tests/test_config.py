@@ -5,7 +5,6 @@ Each test names the one-line change under which it was seen to fail.
 
 import dataclasses
 import inspect
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,8 +172,7 @@ def test_key_or_value_that_cannot_be_meant_is_refused_naming_its_file(written: d
 
 # -- values together -------------------------------------------------------------------------------------------------
 
-ADAPTER = tempfile.mkdtemp()
-Path(ADAPTER, "adapter_config.json").write_text("{}")
+ADAPTER = str(Path(__file__).with_name("an_adapter"))  # a directory that holds one, as far as settings can tell
 OF_THE_ADAPTER: dict[str, Any] = {
     "lora_r": 4, "lora_alpha": 8.0, "lora_dropout": 0.1, "lora_target_modules": ["q_proj"], "lora_modules_to_save": ["score"],
     "lora_rank_pattern": ["q_proj=2"], "lora_alpha_pattern": ["q_proj=2"], "lora_layers_to_transform": [1], "use_rslora": True,

@@ -154,8 +154,13 @@ def _weights(model: Any, name: str) -> Any:
     directory = Path(name).expanduser()
     if directory.is_dir():
         files = sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")])
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        return {path.name: _digest_of_file(path) for path in files}
     return None if is_built_in(name) else getattr(model.config, "_commit_hash", None)
+
+
+def _digest_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest_of_pairs(dataset: Any) -> str:

@@ -46,7 +46,7 @@ def plan_preference(splits: dict[str, Any], config: DataConfig) -> dict[str, Pla
         if value is not None:
             raise Refusal(f"--{flag}-only-loss has no effect: of a pair both answers count, the prompt never. Remove it.")
     if getattr(config, "label_smoothing_factor", 0.0):
-        raise Refusal("--label-smoothing-factor is for the labels of tokens. Of pairs take --label-smoothing, where the loss has it.")
+        raise Refusal("--label-smoothing-factor is for the labels of tokens. Take --label-smoothing, where the loss has it.")
     if config.overlong == "split":
         raise Refusal("--overlong split: a pair compares two whole answers. Choose truncate, drop or refuse.")
     if is_wrapped(config):

@@ -1,0 +1,326 @@
+"""Two trainers side by side: the same model, rows, steps and precision, in turn, each run in a process of its own.
+
+`benchmarks/sft.py` and `benchmarks/dpo.py` say what the sides do; here is what they share. Models have random weights and
+rows random tokens: neither changes how long anything takes. Time is CPU time, which other processes on the machine disturb
+less than the clock on the wall; on a GPU (--device cuda, never run yet) it is the time that passes. What is counted is
+training, and for preferences the reference model's work: not imports, not loading, not tokenising, not the making of a
+trainer. All of these are in the time to the first step, which begins with the process.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BEGAN = time.perf_counter()
+END, PAD, FIRST_WORD = 0, 1, 2
+OURS, DEFAULTS, BEST = "ours", "TRL, its defaults", "TRL, best flags"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model with random weights, and how long the texts for it are."""
+
+    architecture: str
+    settings: dict[str, Any]
+    median_tokens: int
+    longest: int
+
+    def config(self) -> Any:
+        import transformers
+
+        made: Any = getattr(transformers, f"{self.architecture}Config")
+        # room for packed rows of several texts
+        return made(**self.settings, max_position_embeddings=8 * self.longest, eos_token_id=END, pad_token_id=PAD,
+                    bos_token_id=None, tie_word_embeddings=True)  # fmt: skip
+
+
+def _qwen3(width: int, intermediate: int) -> Shape:
+    settings = {"vocab_size": 151_936, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    sizes = {"hidden_size": width, "intermediate_size": intermediate, "head_dim": 128}
+    return Shape("Qwen3", {**settings, **sizes}, median_tokens=450, longest=4096)
+
+
+def _llama(vocabulary: int, width: int, layers: int, intermediate: int) -> Shape:
+    sizes = {"vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers, "intermediate_size": intermediate}
+    return Shape("Llama", {**sizes, "num_attention_heads": width // 64}, median_tokens=150, longest=512)
+
+
+SHAPES = {
+    "head-heavy": _llama(32_768, 384, 6, 1024), "body-heavy": _llama(4_096, 512, 12, 1408),
+    "qwen3-0.6b": _qwen3(1024, 3072), "qwen3-1.7b": _qwen3(2048, 6144),
+}  # fmt: skip
+SHAPES_OF = {"cpu": ("head-heavy", "body-heavy"), "cuda": ("qwen3-0.6b", "qwen3-1.7b")}
+PROMPT_SHARES = {"1:1": 1 / 2, "4:1": 4 / 5}  # prompt : answer
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of what is timed, and those that the process took up to the end of its first step."""
+
+    device: str
+    warm_up: int = 0  # steps before the timing begins, such as those that compile
+    seconds: float = 0.0
+    first_step: float = 0.0
+    steps: int = 0
+    _since: float = 0.0
+
+    def now(self) -> float:
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+            return time.perf_counter() - BEGAN
+        used = os.times()  # of worker processes as well, once they have ended
+        return used.user + used.system + used.children_user + used.children_system
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        self._since = self.now()
+        yield
+        self.seconds += self.now() - self._since
+
+    def step_done(self) -> None:
+        self.steps += 1
+        if self.steps == 1:
+            self.first_step = self.now()
+        if self.steps == self.warm_up:
+            self.seconds, self._since = 0.0, self.now()
+
+    def share(self) -> float:
+        """Of all steps those that were timed."""
+        return (self.steps - self.warm_up) / self.steps
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one run works on: a folder with `model`, `data` and room for the output."""
+
+    folder: Path
+    shape: Shape
+    device: str
+    batch: int  # examples in a step
+    watch: Stopwatch
+
+    def rows(self) -> Any:
+        from datasets import load_from_disk
+
+        return load_from_disk(str(self.folder / "data"))
+
+    @property
+    def model(self) -> str:
+        return str(self.folder / "model")
+
+    @property
+    def output(self) -> str:
+        return str(self.folder / "output")
+
+
+Side = Callable[[Task], dict[str, float]]
+MakeRows = Callable[[Shape, float, int, np.random.Generator], dict[str, list[Any]]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A script's part: its sides by name, each of TRL's flags alone, how rows are made, and which columns matter."""
+
+    script: str
+    sides: dict[str, Side]
+    other_precision: dict[str, Side]  # on a CPU, where TRL's default precision is not ours
+    flags: dict[str, Side]
+    make_rows: MakeRows
+    counted: tuple[str, ...]  # figures of a side that are shown per second; the first one is compared
+    default_examples: dict[str, int]  # rows, by device
+    default_batch: dict[str, int]  # of them in a step, by device
+
+
+def random_lengths(shape: Shape, count: int, random_numbers: np.random.Generator) -> np.ndarray:
+    """Tokens of texts, lognormal, at least 10."""
+    drawn = np.exp(random_numbers.normal(np.log(shape.median_tokens), 0.6, size=count))
+    return np.clip(drawn.round(), 10, shape.longest).astype(int)
+
+
+def random_words(shape: Shape, count: int, random_numbers: np.random.Generator) -> list[int]:
+    return random_numbers.integers(FIRST_WORD, shape.settings["vocab_size"], size=count).tolist()
+
+
+def first_step_callback(watch: Stopwatch) -> Any:
+    """Tells the stopwatch of each of a Trainer's steps."""
+    from transformers import TrainerCallback
+
+    class StepDone(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            watch.step_done()
+
+    return StepDone()
+
+
+def compare(comparison: Comparison, description: str | None) -> None:
+    """The command line of a benchmark."""
+    everything = {**comparison.sides, **comparison.other_precision, **comparison.flags}
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5, help="runs of each side; medians are shown")
+    parser.add_argument("--examples", type=int, help="rows to train on, once")
+    parser.add_argument("--batch", type=int, help="examples in a step")
+    parser.add_argument("--only", metavar="SHAPE:RATIO", help="one cell, such as head-heavy:1:1")
+    parser.add_argument("--sides", nargs="+", choices=[*everything], metavar="SIDE", help=", ".join(everything))
+    parser.add_argument("--flags", action="store_true", help="TRL's defaults, and beside them each of its flags alone")
+    parser.add_argument("--device", choices=[*SHAPES_OF], default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # one run, in the process that is told so
+    settings = parser.parse_args()
+    settings.examples = settings.examples or comparison.default_examples[settings.device]
+    settings.batch = settings.batch or comparison.default_batch[settings.device]
+    if settings.run:
+        _run_one(everything[settings.sides[0]], settings)
+        return
+    usual = [*comparison.sides, *(comparison.other_precision if settings.device == "cpu" else ())]
+    names = settings.sides or ([DEFAULTS, *comparison.flags] if settings.flags else usual)
+    cells = [f"{shape}:{ratio}" for shape in SHAPES_OF[settings.device] for ratio in PROMPT_SHARES]
+    for cell in [settings.only] if settings.only else cells:
+        print(f"\n{_table(comparison, cell, _measure(comparison, cell, names, settings), settings)}", flush=True)
+    print(f"\n{_circumstances(settings)}")
+
+
+def _measure(comparison: Comparison, cell: str, names: list[str], settings: Any) -> dict[str, list[dict[str, float]]]:
+    """All runs of a cell, in turn: each round in the opposite order of the one before."""
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as temporary:
+        shared = Path(temporary, "shared")
+        _prepare(comparison, cell, shared, settings)
+        for number in range(settings.pairs):
+            for name in names if number % 2 == 0 else reversed(names):
+                own = Path(temporary, "run")
+                shutil.copytree(shared, own)  # of its own, so that nobody finds what another one has cached beside the rows
+                figures = _in_a_process(comparison.script, cell, name, own, settings)
+                shutil.rmtree(own)
+                shown = {key: round(value, 2) for key, value in figures.items()}
+                print(f"{cell}  {name}  {shown or 'failed'}", file=sys.stderr, flush=True)
+                results[name] += [figures] if figures else []
+    return results
+
+
+def _prepare(comparison: Comparison, cell: str, folder: Path, settings: Any) -> None:
+    """The model, a tokenizer that has little to do, and the rows."""
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    shape, share = _cell(cell)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(shape.config()).save_pretrained(folder / "model")
+    words = {"<end>": END, "<pad>": PAD} | {f"w{i}": i for i in range(FIRST_WORD, shape.settings["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>").save_pretrained(folder / "model")
+    rows = comparison.make_rows(shape, share, settings.examples, np.random.default_rng(0))
+    Dataset.from_dict(rows).save_to_disk(str(folder / "data"))
+
+
+def _cell(cell: str) -> tuple[Shape, float]:
+    name, _, ratio = cell.partition(":")
+    if name not in SHAPES or ratio not in PROMPT_SHARES:
+        sys.exit(f"--only {cell}: is SHAPE:RATIO of {', '.join(SHAPES)} and {', '.join(PROMPT_SHARES)}")
+    return SHAPES[name], PROMPT_SHARES[ratio]
+
+
+def _in_a_process(script: str, cell: str, name: str, folder: Path, settings: Any) -> dict[str, float]:
+    command = [sys.executable, script, "--run", str(folder), "--only", cell, "--sides", name, "--device", settings.device]
+    command += ["--batch", str(settings.batch)]
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+    }  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    reason = [line for line in done.stderr.splitlines() if line.strip()] or ["?"]
+    print(f"{name} failed: {reason[-1][:300]}", file=sys.stderr, flush=True)
+    return {}
+
+
+def _run_one(side: Side, settings: Any) -> None:
+    """One run; what it took goes out as the last line."""
+    task = Task(settings.run, _cell(settings.only)[0], settings.device, settings.batch, Stopwatch(settings.device))
+    figures = {**side(task), "seconds": task.watch.seconds, "first step": task.watch.first_step}
+    figures["peak GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # kilobytes on Linux
+    if settings.device == "cuda":
+        import torch
+
+        figures["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+    print(f"\n{json.dumps(figures)}")
+
+
+def _table(comparison: Comparison, cell: str, results: dict[str, list[dict[str, float]]], settings: Any) -> str:
+    """Medians as Markdown, and how they compare with ours, or with TRL's defaults where flags are tried."""
+    rates = [f"{name} / s" for name in comparison.counted]
+    for runs in results.values():
+        for run in runs:
+            run.update({f"{name} / s": run[name] / run["seconds"] for name in comparison.counted})
+    medians = {
+        side: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for side, runs in results.items() if runs
+    }
+    columns = [*rates, "seconds", "peak GB", "first step"]
+    columns += [name for name in ("MFU %",) if any(name in figures for figures in medians.values())]
+    lines = [f"| {cell} | {' | '.join(columns)} | runs |", "| --- " * (len(columns) + 2) + "|"]
+    for side, runs in results.items():
+        shown = [_number(medians[side].get(name)) for name in columns] if runs else ["failed", *[""] * (len(columns) - 1)]
+        lines.append(f"| {side} | {' | '.join(shown)} | {len(runs)} |")
+    base = OURS if OURS in medians and not settings.flags else DEFAULTS
+    for side, figures in medians.items():
+        if side == base or base not in medians:
+            continue
+        name = f"{base} / {side}" if base == OURS else f"{side} / {base}"
+        over, under = (medians[base], figures) if base == OURS else (figures, medians[base])
+        ratios = [f"{over[column] / under[column]:.2f}" if under.get(column) and column in over else "" for column in columns]
+        lines.append(f"| {name} | {' | '.join(ratios)} | |")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _circumstances(settings: Any) -> str:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "accelerate"))
+    seconds = "CPU seconds" if settings.device == "cpu" else "seconds"
+    return (
+        f"`python {' '.join(sys.argv)}`, {date.today()}; {settings.examples} rows, {settings.batch} in a step; s: {seconds}. "
+        f"Python {platform.python_version()}, {packages}; {settings.threads} thread(s), {os.cpu_count()} cores, load average "
+        f"{os.getloadavg()[0]:.1f}."
+    )
+
+
+def trl_arguments(task: Task, settings: dict[str, Any]) -> dict[str, Any]:
+    """What every trainer of TRL is told here: where, how long, and nothing that its defaults would do otherwise."""
+    return {
+        "output_dir": task.output, "per_device_train_batch_size": task.batch, "model_init_kwargs": {"dtype": "float32"},
+        "num_train_epochs": 1, "max_length": task.shape.longest, "save_strategy": "no",
+        "report_to": "none", "use_cpu": task.device == "cpu", **settings,
+    }  # fmt: skip
+
+
+def our_settings(task: Task) -> dict[str, Any]:
+    """The same of ours."""
+    gpu = task.device == "cuda"
+    return {
+        "model": task.model, "output_dir": task.output, "lr_scheduler_type": "linear", "save_strategy": "no",
+        "eval_strategy": "no", "use_cpu": not gpu, "bf16": gpu, "torch_compile": gpu,
+    }  # fmt: skip
