@@ -16,6 +16,7 @@ from torch import nn
 
 from toolkit.config import Refusal
 from toolkit.config.conditions import is_adapter
+from toolkit.ranks import say_once
 
 ALL_LINEAR = "all-linear"
 # The end of a model class's name, and what peft calls that task.
@@ -56,8 +57,7 @@ def add_adapter(model: Any, config: Any) -> Any:
     if os.path.isdir(base):  # the adapter is read from another working directory than the one it was trained in
         settings.base_model_name_or_path = str(Path(base).resolve())
     trained, total = adapted.get_nb_trainable_parameters()
-    if os.environ.get("RANK", "0") == "0":
-        print(f"trains {trained:,} of {total:,} parameters ({trained / total:.1%})".replace("%", " %"), flush=True)
+    say_once(f"trains {trained:,} of {total:,} parameters ({trained / total:.1%})".replace("%", " %"))
     return adapted
 
 

@@ -12,6 +12,7 @@ from toolkit.losses.answer_logps import answer_token_logps
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.packable import PROVEN, NotPackable, check_no_contamination, check_packable
 from toolkit.ranks import say_once
+from toolkit.step import to_device
 
 
 def choose_pair_layout(model: Any, config: Any) -> str:
@@ -82,8 +83,6 @@ def _shares_exactly(model: Any) -> bool:
     found = []
     with evaluation_mode(model):
         for layout in ("shared", "packed"):
-            batch = collate_pairs(pairs, layout=layout)
-            on_device = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-            found.append(answer_token_logps(model, on_device))
+            found.append(answer_token_logps(model, to_device(collate_pairs(pairs, layout=layout), device)))
     rounding = 0.1 if next(model.parameters()).dtype in (torch.bfloat16, torch.float16) else 1e-4
     return bool((found[0] - found[1]).abs().max() <= rounding * found[1].abs().max())
