@@ -3,11 +3,12 @@
     python benchmarks/dpo.py --pairs 5
     python benchmarks/dpo.py --only head-heavy:1:1 --flags --pairs 1
 
-Pairs of a prompt and two answers. Ours does what `recipes/dpo.py` does, in float32: prompts encoded once for
+Pairs of a prompt and two answers. Ours does what `recipes/dpo.py` does, in bfloat16 as TRL: prompts encoded once for
 both answers, the reference computed once before training. TRL (1.16) runs with its defaults (bfloat16, padded, activations
-recomputed, a second model for the reference), and with flags that save work: no recomputation, the reference computed once.
-What each flag brings on this machine, --flags measures. `benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head
-is applied at every position, on a GPU at answers only: its ratios don't carry over. Never run on a GPU yet (--device cuda).
+recomputed, a second model for the reference), and with the flags that save work: on a CPU no recomputation, and one pair at a
+time, which pads least. What each flag brings on this machine, --flags measures; --float32 has all sides in that precision.
+`benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head is applied at every position, on a GPU at answers only:
+its ratios don't carry over. Never run on a GPU yet (--device cuda).
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     "Liger": {"use_liger_kernel": True},
     "Hub kernels": {"model_init_kwargs": {"dtype": "float32", "use_kernels": True}},
 }
-HELPFUL = ("no checkpointing", "reference precomputed")
+HELPFUL = {
+    "cpu": ("one pair at a time, accumulated", "no checkpointing"), "cuda": ("no checkpointing", "reference precomputed"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
     tokenizer = tk.load_tokenizer(config)
 
     def make_model() -> Any:
-        return tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=None), config)
+        return tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=None), config, tokenizer)
 
     model = make_model()
     collate = partial(tk.collate_pairs, layout=tk.choose_pair_layout(model, config), pad_token_id=tokenizer.pad_token_id)
@@ -140,14 +143,17 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
     return figures(task)
 
 
-BEST_FLAGS = {name: value for flag in HELPFUL for name, value in FLAGS[flag].items()}
+def best_trl(task: Task, **settings: Any) -> dict[str, float]:
+    flags = {name: value for flag in HELPFUL[task.device] for name, value in FLAGS[flag].items()}
+    return trl(task, **flags, **settings)
+
+
 COMPARISON = Comparison(
     script=__file__,
-    sides={OURS: ours, DEFAULTS: trl, BEST: partial(trl, **BEST_FLAGS)},
-    other_precision={
-        f"{OURS}, bfloat16": partial(ours, bf16=True),
-        f"{DEFAULTS}, float32": partial(trl, bf16=False),
-        f"{BEST}, float32": partial(trl, **BEST_FLAGS, bf16=False),
+    sides={OURS: partial(ours, bf16=True), DEFAULTS: trl, BEST: best_trl},
+    in_float32={
+        f"{OURS}, float32": ours, f"{DEFAULTS}, float32": partial(trl, bf16=False),
+        f"{BEST}, float32": partial(best_trl, bf16=False),
     },
     flags={f"TRL, {name}": partial(trl, **settings) for name, settings in FLAGS.items()},
     make_rows=make_rows,

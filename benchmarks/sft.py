@@ -3,12 +3,12 @@
     python benchmarks/sft.py --pairs 5
     python benchmarks/sft.py --only head-heavy:1:1 --flags --pairs 1
 
-Ours does what `recipes/sft.py` does, with AdamW as TRL: packed rows, the head at supervised positions only. TRL runs with
-its defaults (1.16: bfloat16, padded, activations recomputed), and with flags that save work: packing, no recomputation. What
-each flag brings on this machine, --flags measures. A step sees as many tokens packed as padded: rows of the longest text's
-length, as many as hold the mean batch. `benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head is applied at
-every position, on a GPU at supervised ones only: its ratios don't carry over. Never run on a GPU yet (--device cuda): layers
-are compiled there, the first steps are not timed, and model FLOP/s are 6 x parameters x tokens.
+Ours does what `recipes/sft.py` does, with AdamW and bfloat16 as TRL: packed rows, the head at supervised positions only.
+TRL runs with its defaults (1.16: bfloat16, padded, activations recomputed), and with flags that save work: packing, no
+recomputation. What each flag brings on this machine, --flags measures. A step sees as many tokens packed as padded: rows of
+the longest text's length, as many as hold the mean batch. `benchmarks/side_by_side.py` says what is timed. On a CPU TRL's
+head is applied at every position, on a GPU at supervised ones only: its ratios don't carry over. Never run on a GPU yet
+(--device cuda): layers are compiled there, the first steps are not timed, and model FLOP/s are 6 x parameters x tokens.
 """
 
 from dataclasses import dataclass
@@ -134,10 +134,9 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
 BEST_FLAGS = {name: value for flag in HELPFUL for name, value in FLAGS[flag].items()}
 COMPARISON = Comparison(
     script=__file__,
-    sides={OURS: ours, DEFAULTS: trl, BEST: partial(trl, **BEST_FLAGS)},
-    other_precision={
-        f"{OURS}, bfloat16": partial(ours, bf16=True),
-        f"{DEFAULTS}, float32": partial(trl, bf16=False),
+    sides={OURS: partial(ours, bf16=True), DEFAULTS: trl, BEST: partial(trl, **BEST_FLAGS)},
+    in_float32={
+        f"{OURS}, float32": ours, f"{DEFAULTS}, float32": partial(trl, bf16=False),
         f"{BEST}, float32": partial(trl, **BEST_FLAGS, bf16=False),
     },
     flags={f"TRL, {name}": partial(trl, **settings) for name, settings in FLAGS.items()},

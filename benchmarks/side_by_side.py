@@ -142,7 +142,7 @@ class Comparison:
 
     script: str
     sides: dict[str, Side]
-    other_precision: dict[str, Side]  # on a CPU, where TRL's default precision is not ours
+    in_float32: dict[str, Side]
     flags: dict[str, Side]
     make_rows: MakeRows
     counted: tuple[str, ...]  # figures of a side that are shown per second; the first one is compared
@@ -173,7 +173,7 @@ def first_step_callback(watch: Stopwatch) -> Any:
 
 def compare(comparison: Comparison, description: str | None) -> None:
     """The command line of a benchmark."""
-    everything = {**comparison.sides, **comparison.other_precision, **comparison.flags}
+    everything = {**comparison.sides, **comparison.in_float32, **comparison.flags}
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="runs of each side; medians are shown")
     parser.add_argument("--examples", type=int, help="rows to train on, once")
@@ -181,6 +181,7 @@ def compare(comparison: Comparison, description: str | None) -> None:
     parser.add_argument("--only", metavar="SHAPE:RATIO", help="one cell, such as head-heavy:1:1")
     parser.add_argument("--sides", nargs="+", choices=[*everything], metavar="SIDE", help=", ".join(everything))
     parser.add_argument("--flags", action="store_true", help="TRL's defaults, and beside them each of its flags alone")
+    parser.add_argument("--float32", action="store_true", help="all sides in float32, not in bfloat16 as TRL's default is")
     parser.add_argument("--device", choices=[*SHAPES_OF], default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # one run, in the process that is told so
@@ -190,7 +191,7 @@ def compare(comparison: Comparison, description: str | None) -> None:
     if settings.run:
         _run_one(everything[settings.sides[0]], settings)
         return
-    usual = [*comparison.sides, *(comparison.other_precision if settings.device == "cpu" else ())]
+    usual = list(comparison.in_float32 if settings.float32 else comparison.sides)
     names = settings.sides or ([DEFAULTS, *comparison.flags] if settings.flags else usual)
     cells = [f"{shape}:{ratio}" for shape in SHAPES_OF[settings.device] for ratio in PROMPT_SHARES]
     for cell in [settings.only] if settings.only else cells:
@@ -283,12 +284,13 @@ def _table(comparison: Comparison, cell: str, results: dict[str, list[dict[str, 
     for side, runs in results.items():
         shown = [_number(medians[side].get(name)) for name in columns] if runs else ["failed", *[""] * (len(columns) - 1)]
         lines.append(f"| {side} | {' | '.join(shown)} | {len(runs)} |")
-    base = OURS if OURS in medians and not settings.flags else DEFAULTS
+    ours = next((side for side in medians if side.startswith(OURS)), DEFAULTS)
+    base = DEFAULTS if settings.flags else ours
     for side, figures in medians.items():
         if side == base or base not in medians:
             continue
-        name = f"{base} / {side}" if base == OURS else f"{side} / {base}"
-        over, under = (medians[base], figures) if base == OURS else (figures, medians[base])
+        name = f"{base} / {side}" if base == ours else f"{side} / {base}"
+        over, under = (medians[base], figures) if base == ours else (figures, medians[base])
         ratios = [f"{over[column] / under[column]:.2f}" if under.get(column) and column in over else "" for column in columns]
         lines.append(f"| {name} | {' | '.join(ratios)} | |")
     return "\n".join(lines)

@@ -53,7 +53,7 @@ def on_directory(folder: Path, **settings: Any) -> Config:
 
 
 def load(config: Config, tokenizer: Any = None) -> Any:
-    return tk.add_adapter(tk.load_model(CAUSAL, config, tokenizer), config)
+    return tk.add_adapter(tk.load_model(CAUSAL, config, tokenizer), config, tokenizer)
 
 
 @torch.no_grad()
@@ -161,6 +161,54 @@ def test_a_recomputed_model_and_a_packed_row_give_an_adapter_the_same_gradients(
         assert float((found - alone).norm() / alone.norm()) < 1e-5
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_single_tokens_learn_what_the_whole_embedding_would(tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Their rows' gradient is that of the embedding (and of a head beside it), with the head at supervised positions only.
+
+    Fails when: the head's share is left out of a tied row's gradient, or a head of its own keeps its old rows.
+    """
+    base = base_directory(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    if not tied:
+        torch.manual_seed(0)
+        plain.config.tie_word_embeddings = False
+        plain.lm_head.weight = torch.nn.Parameter(0.1 * torch.randn_like(plain.lm_head.weight))
+        plain.save_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokens = [0, 7, 63]
+    config = on_directory(base, lora_trainable_tokens=tokenizer.convert_ids_to_tokens(tokens))
+    model = load(config, tokenizer)
+    labels = torch.where(torch.arange(24).reshape(2, 12) % 3 > 0, IDS, -100)
+    loss, _ = tk.causal_lm_loss(model.train(), {"input_ids": IDS, "labels": labels}, {"tokens": 16.0})
+    loss.backward()
+    expected = plain.train()(input_ids=IDS).logits[:, :-1].log_softmax(-1)
+    wanted = labels[:, 1:]
+    (-expected[wanted >= 0].gather(1, wanted[wanted >= 0][:, None]).sum() / 16).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if "trainable_tokens" in name and p.grad is not None}
+    assert len(found) == (1 if tied else 2)
+    for name, gradient in found.items():
+        weight = plain.lm_head.weight if "lm_head" in name else plain.get_input_embeddings().weight
+        assert float((gradient - weight.grad[tokens]).norm() / weight.grad[tokens].norm()) < 1e-5, name
+    assert caplog.text.count("held in memory") == 0, "the head was applied as a whole"
+
+
+def test_the_chat_templates_tokens_learn_and_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails when: template means all added tokens, or the directory has not the rows."""
+    base = base_directory(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|unused|>"]})
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+    config = on_directory(base, lora_trainable_tokens=["template"], output_dir=str(tmp_path / "run"))
+    model = trained(load(config, tokenizer))
+    assert "trains the embedding of <|im_start|>, <|im_end|> as well" in capsys.readouterr().out
+    tk.save_model(None, model, tokenizer, config)
+    read = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run/model")
+    ids = torch.tensor([tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "a", "b"])])
+    torch.testing.assert_close(logits(read, ids), logits(model, ids), rtol=0, atol=1e-6)
+    saved = load_file(tmp_path / "run/model/adapter_model.safetensors")
+    assert [tuple(t.shape) for name, t in saved.items() if "lora" not in name] == [(2, 32)]
+
+
 def test_dropout_is_on_the_adapter_alone_and_off_in_evaluation() -> None:
     """Fails when: --lora-dropout does not reach peft."""
     model = load(Config(lora_dropout=0.5, init_lora_weights="olora"))
@@ -254,6 +302,17 @@ def test_what_the_model_does_not_have_is_refused_with_what_is_near(settings: dic
     with pytest.raises(Refusal) as refusal:
         load(Config(**settings))
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_a_token_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """Fails when: an unknown token trains the row of another, or a whole embedding is cut down to single rows."""
+    base = base_directory(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    with pytest.raises(Refusal, match=re.escape("<|im_strat|>: the tokenizer has no such token. Nearest: <|im_start|>")):
+        load(on_directory(base, lora_trainable_tokens=["<|im_strat|>"]), tokenizer)
+    whole = on_directory(base, lora_trainable_tokens=["<|im_start|>"], lora_modules_to_save=["embed_tokens"])
+    with pytest.raises(Refusal, match="the embedding is trained whole"):
+        load(whole, tokenizer)
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:

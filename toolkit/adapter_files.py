@@ -126,7 +126,8 @@ def _base_state(model: Any, state: Mapping[str, torch.Tensor], initial: Mapping[
     """The tensors of the base before the adapter, under their own names."""
     plain = {}
     for name, tensor in state.items():
-        if name.startswith(_PREFIX) and ".lora_" not in name and ".modules_to_save." not in name:
+        own = any(part in name for part in (".lora_", ".modules_to_save.", ".token_adapter."))
+        if name.startswith(_PREFIX) and not own:
             short = name.removeprefix(_PREFIX)
             if f"{_PREFIX}{short.replace('.base_layer.weight', '.lora_A.default.weight')}" in initial:
                 stem = name.removesuffix(".base_layer.weight")

@@ -18,7 +18,7 @@ from toolkit.config import Refusal
 from toolkit.config.conditions import is_adapter
 from toolkit.ranks import say_once
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, TEMPLATE = "all-linear", "template"
 # The end of a model class's name, and what peft calls that task.
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS",
@@ -26,7 +26,7 @@ _TASKS = {
 }  # fmt: skip
 
 
-def add_adapter(model: Any, config: Any) -> Any:
+def add_adapter(model: Any, config: Any, tokenizer: Any = None) -> Any:
     """The model with an adapter to train, everything else frozen; the model itself without `use_peft`.
 
     Between `load_model` and `accelerator.prepare`. Modules whose weights `load_model` had to make up are trained whole and
@@ -35,9 +35,10 @@ def add_adapter(model: Any, config: Any) -> Any:
 
     Args:
         config: a recipe's settings, of which the AdapterConfig, the ModelConfig and the seed are read.
+        tokenizer: needed for `lora_trainable_tokens` alone.
 
     Raises:
-        Refusal: names or patterns that nothing in the model matches, or a rank that a module cannot have.
+        Refusal: names, patterns or tokens that nothing in the model matches, or a rank that a module cannot have.
     """
     if not config.use_peft:
         return model
@@ -50,7 +51,7 @@ def add_adapter(model: Any, config: Any) -> Any:
         if is_adapter(config.model):
             adapted = peft.PeftModel.from_pretrained(model, os.path.expanduser(config.model), is_trainable=True)
         else:
-            adapted = peft.get_peft_model(model, _lora_config(model, config))
+            adapted = peft.get_peft_model(model, _lora_config(model, config, tokenizer))
             adapted.initial_adapter = _initial_adapter(adapted, config)
     settings = adapted.peft_config["default"]
     base = settings.base_model_name_or_path or ""
@@ -113,10 +114,59 @@ def modules_to_save(model: nn.Module, config: Any) -> list[str]:
     return found
 
 
-def _lora_config(model: Any, config: Any) -> Any:
+def trainable_tokens(model: Any, config: Any, tokenizer: Any) -> dict[str, list[int]]:
+    """Ids of the tokens that learn a row of their own, by the full name of the module: the embedding, and a head beside it.
+
+    Empty where the embedding is trained whole, or where there is no chat template to take them from.
+    """
+    wanted, flag = config.lora_trainable_tokens, "--lora-trainable-tokens"
+    ids = {number for word in wanted if word == TEMPLATE for number in template_tokens(tokenizer)}
+    for token in (word for word in wanted if word != TEMPLATE):
+        if token not in tokenizer.get_vocab():
+            near = get_close_matches(token, tokenizer.get_added_vocab(), n=3, cutoff=0.4)
+            meant = f" Nearest: {', '.join(near)}." if near else ""
+            raise Refusal(f"{flag} {token}: the tokenizer has no such token.{meant}")
+        ids.add(tokenizer.get_vocab()[token])
+    if not ids:
+        return {}
+    if _is_fsdp(config):  # peft 0.21.2 gives the embedding and a tied head one parameter, which fully_shard splits twice
+        if set(wanted) != {TEMPLATE}:
+            raise Refusal(f"{flag} {', '.join(wanted)}: not under FSDP2. Leave it out, or take --zero-stage 3.")
+        say_once("single tokens of the embedding are not trained under FSDP2")
+        return {}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {id(module): name for name, module in model.named_modules()}
+    whole = modules_to_save(model, config)
+    tied = ends[1] is None or ends[1].weight is ends[0].weight
+    found = [names[id(end)] for end in (ends[:1] if tied else ends)]
+    if set(found).intersection(whole):
+        if set(wanted) != {TEMPLATE}:
+            raise Refusal(f"{flag} {', '.join(wanted)}: the embedding is trained whole, with all tokens. Leave it out.")
+        return {}
+    return {name: sorted(ids) for name in found}
+
+
+def _is_fsdp(config: Any) -> bool:
+    return getattr(config, "fsdp", False) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
+
+
+def template_tokens(tokenizer: Any) -> list[int]:
+    """Ids of the special tokens that the chat template writes around a question and an answer."""
+    if not getattr(tokenizer, "chat_template", None):
+        return []
+    chat = [{"role": role, "content": "x"} for role in ("user", "assistant")]
+    written = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
+    return sorted(set(written).intersection(tokenizer.get_added_vocab().values()))
+
+
+def _lora_config(model: Any, config: Any, tokenizer: Any) -> Any:
     from peft import LoraConfig
 
     targets, whole = target_modules(model, config), modules_to_save(model, config)
+    tokens = trainable_tokens(model, config, tokenizer)
+    if tokens:
+        written = tokenizer.convert_ids_to_tokens(next(iter(tokens.values())))
+        say_once(f"trains the embedding of {', '.join(written)} as well")
     ranks = _by_pattern(config.lora_rank_pattern, "--lora-rank-pattern", targets)
     alphas = _by_pattern(config.lora_alpha_pattern, "--lora-alpha-pattern", targets)
     modules = dict(model.named_modules())
@@ -131,6 +181,7 @@ def _lora_config(model: Any, config: Any) -> Any:
         init_lora_weights=True if config.init_lora_weights == "true" else config.init_lora_weights,
         fan_in_fan_out=any(type(modules[name]).__name__ == "Conv1D" for name in targets), task_type=task,
         ensure_weight_tying=any(_is_tied(model, modules[name]) for name in whole), revision=config.model_revision,
+        trainable_token_indices=tokens or None,
     )  # fmt: skip
 
 

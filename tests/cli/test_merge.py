@@ -39,7 +39,7 @@ def make_adapter(folder: Path, dtype: str = "float32", **settings: Any) -> Path:
     tk.load_model(CAUSAL, built, tokenizer).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     config = Config(model=str(folder / "base"), dtype=dtype, output_dir=str(folder / "run"), **settings)
-    model = tk.add_adapter(tk.load_model(CAUSAL, config), config)
+    model = tk.add_adapter(tk.load_model(CAUSAL, config), config, tokenizer)
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter) * parameter.requires_grad
@@ -64,7 +64,8 @@ def logits(model: Any) -> torch.Tensor:
     ("dtype", "tolerance", "settings"),
     [
         ("float32", 1e-5, {}), ("float32", 1e-5, {"init_lora_weights": "pissa"}), ("float32", 1e-5, {"use_dora": True}),
-        ("float32", 1e-5, {"lora_modules_to_save": ["embed_tokens"]}), ("bfloat16", 5e-2, {}), ("float16", 1e-2, {}),
+        ("float32", 1e-5, {"lora_modules_to_save": ["embed_tokens"]}),
+        ("float32", 1e-5, {"lora_trainable_tokens": ["<|endoftext|>", "o"]}), ("bfloat16", 5e-2, {}), ("float16", 1e-2, {}),
     ],
 )  # fmt: skip
 def test_the_merged_model_computes_what_the_adapted_one_does(

@@ -18,6 +18,8 @@ RECIPES = {
     "sft": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "512"],
     "pretrain": ["--max-train-examples", "8", "--vocab-size", "300", "--num-samples", "1", "--sample-max-new-tokens", "4"],
     "dpo": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "256"],
+    "lora": ["--num-samples", "0", "--max-length", "512"],
+    "reward": ["--max-length", "256"],
     "dpo with a second model": ["--num-samples", "0", "--max-length", "256", "--reference", "model", "--pair-layout", "padded"],
 }
 
@@ -39,6 +41,7 @@ def test_a_recipe_on_shards_is_the_recipe(tiny: Any, recipe: str, engine: str) -
         found, expected = ([event[name] for event in run.metrics if name in event] for run in (ranks[0], one))
         assert len(expected) >= 2
         assert found == pytest.approx(expected, rel=1e-5)
-    ours, its = (load_file(run.folder / "model/model.safetensors") for run in (ranks[0], one))
+    file = "model/adapter_model.safetensors" if recipe == "lora" else "model/model.safetensors"
+    ours, its = (load_file(run.folder / file) for run in (ranks[0], one))
     assert ours.keys() == its.keys()
     assert all(ours[name].dtype == its[name].dtype and (ours[name] - its[name]).abs().max() < 1e-4 for name in its)

@@ -62,6 +62,9 @@ def are_patterns(texts: list[str], whole: bool) -> bool:
 
 INITIALISATION = re.compile(r"true|gaussian|olora|pissa(_niter_[1-9]\d*)?")
 
+# user/name or name, as the Hub takes them: no sign at the ends, none twice
+REPOSITORY = re.compile(r"(?=(?:[^/]+/)?[^/]{1,96}$)(?!.*(?:--|\.\.|\.git$))(?:[a-zA-Z0-9][\w.-]*/)?\w(?:[\w.-]*\w)?")
+
 # Metrics whose figures bear their names; what an `evaluate` module calls its figures is known only when it has run.
 PLAIN_METRIC = re.compile(r"accuracy|balanced_accuracy|matthews_correlation|(f1|precision|recall)(_\w+)?")
 
@@ -81,6 +84,6 @@ WITHOUT_DIVERGENCE = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down
 WITH_SMOOTHING = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired", "simpo", "cpo")
 WITH_LIKELIHOOD = ("sft", "cpo", "orpo")
 OF_THE_ADAPTER = (
-    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "lora_rank_pattern",
-    "lora_alpha_pattern", "lora_layers_to_transform", "use_rslora", "use_dora", "init_lora_weights",
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "lora_trainable_tokens",
+    "lora_rank_pattern", "lora_alpha_pattern", "lora_layers_to_transform", "use_rslora", "use_dora", "init_lora_weights",
 )  # fmt: skip

@@ -90,6 +90,10 @@ class AdapterConfig(Settings):
     lora_modules_to_save: list[str] = setting(
         [], "Modules trained whole and saved with the adapter; those with new, random weights always are."
     )
+    lora_trainable_tokens: list[str] = setting(
+        [], "Tokens that learn an embedding of their own. template: those that the chat template writes, which a base model "
+        "may never have seen.",
+    )
     lora_rank_pattern: list[str] = setting([], "Ranks by module name, as regex=rank.")
     lora_alpha_pattern: list[str] = setting([], "Alphas by module name, as regex=alpha.")
     lora_layers_to_transform: list[int] = setting([], "Numbers of the layers that are adapted. Default: all.", least=0)

@@ -1,4 +1,7 @@
-"""What a model must beat: of text, compressors and n-gram models in bits per UTF-8 byte; of labels, a classifier of words."""
+"""What a model must beat.
+
+Of text, compressors and n-gram models in bits per UTF-8 byte; of labels, a classifier of words; of pairs, shared tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import bz2
 import contextlib
 import gzip
 import lzma
+import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -89,6 +94,21 @@ def _discounts(counts: np.ndarray) -> np.ndarray:
     share = once / (once + 2 * twice)
     discounts = [0.0, 1 - 2 * share * twice / once, 2 - 3 * share * thrice / twice, 3 - 4 * share * four / thrice]
     return np.clip(discounts, [0, 0.1, 0.1, 0.1], [0, 1, 2, 3])
+
+
+def shared_tokens_accuracy(prompts: Sequence[Sequence[int]], pairs: Sequence[Sequence[Sequence[int]]]) -> float:
+    """Share of pairs whose chosen answer has more in common with its prompt: the sum of log(N / n) over distinct tokens.
+
+    N: of `prompts`, those that are counted over; n: those with the token (both one more, so that an unknown token counts too).
+    `pairs`: token ids of prompt, chosen and rejected answer. A pair of like sums counts half.
+    """
+    seen_in = Counter(token for prompt in prompts for token in set(prompt))
+
+    def shared(prompt: Sequence[int], answer: Sequence[int]) -> float:
+        return math.fsum(math.log((len(prompts) + 1) / (seen_in[token] + 1)) for token in set(prompt) & set(answer))
+
+    lead = [shared(prompt, chosen) - shared(prompt, rejected) for prompt, chosen, rejected in pairs]
+    return float(np.mean([(each > 0) + 0.5 * (each == 0) for each in lead]))
 
 
 def label_baselines(train: Labelled, held_out: Labelled) -> dict[str, float]:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from toolkit.config import ClassificationConfig, Refusal
-from toolkit.data.baselines import compression_baselines, label_baselines, ngram_bits_per_byte
+from toolkit.data.baselines import compression_baselines, label_baselines, ngram_bits_per_byte, shared_tokens_accuracy
 from toolkit.data.collate import IGNORED
 from toolkit.data.tokenising.columns import label_column
 
 TOKENIZER_ROWS = 200_000  # rows of a stream that a tokenizer is trained on: more change it little
 NGRAM_TOKENS = 4_000_000  # training tokens that n-grams are counted on: a few seconds
-LABELLED_ROWS = 20_000  # training rows that a classifier of words is fitted to: a few seconds
+LABELLED_ROWS = 20_000  # training rows that a classifier of words, or its like, is fitted to: a few seconds
 
 
 def texts_of(split: Any) -> Iterator[str]:
@@ -82,15 +82,27 @@ def answer_baselines(tokenised: Any, vocab_size: int) -> dict[str, float]:
 
 
 def preference_baselines(tokenised: Any) -> dict[str, float]:
-    """Accuracy on the validation pairs of taking the longer answer, in tokens, for the chosen one, and of the shorter one.
+    """Accuracy on the validation pairs of taking one answer of the two for the chosen one, without a model.
 
-    A pair of like length counts half. Nothing to compare with (an empty dict) without a validation split.
+    The longer one, the shorter one (in tokens), and the one that shares more with its prompt, rare tokens counting more (rare
+    among the first 20,000 training prompts). A pair of like answers counts half. Nothing to compare with (an empty dict)
+    without a validation split.
     """
     if "validation" not in tokenised:
         return {}
-    chosen, rejected = (np.asarray(tokenised["validation"][f"{side}_tokens"][:]) for side in ("chosen", "rejected"))
+    held_out = tokenised["validation"]
+    chosen, rejected = (np.asarray(held_out[f"{side}_tokens"][:]) for side in ("chosen", "rejected"))
     longer = float(np.mean((chosen > rejected) + 0.5 * (chosen == rejected)))
-    return {"longer answer": longer, "shorter answer": 1 - longer}
+    train = tokenised["train"]
+    prompts = [row["input_ids"][: row["prompt_tokens"]] for row in train.select(range(min(len(train), LABELLED_ROWS)))]
+    pairs = [_prompt_and_answers(row) for row in held_out]
+    overlap = shared_tokens_accuracy(prompts, pairs)
+    return {"longer answer": longer, "shorter answer": 1 - longer, "answer that shares more with the prompt": overlap}
+
+
+def _prompt_and_answers(row: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    ids, prompt, end = row["input_ids"], row["prompt_tokens"], row["prompt_tokens"] + row["chosen_tokens"]
+    return ids[:prompt], ids[prompt:end], ids[end:]
 
 
 def class_baselines(raw: Any, config: ClassificationConfig) -> dict[str, float]:

@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 from tokenizers import processors
 
 from toolkit.config import DataConfig, Refusal
+from toolkit.data.baselines import shared_tokens_accuracy
 from toolkit.data.sources.load import load_splits
 from toolkit.data.texts import preference_baselines
 from toolkit.data.tokenising.preflight import print_preflight
@@ -556,8 +557,23 @@ def test_baselines_are_the_accuracy_of_taking_the_longer_or_the_shorter_answer(t
         for chosen, rejected in (("a b c", "a"), ("a", "a b c"), ("b", "a b c"), ("a", "b"))
     ]
     splits = tokenize_for_preference(splits_of([GOOD], validation=held_out), tokenizer, DataConfig())
-    assert preference_baselines(splits) == {"longer answer": 1.5 / 4, "shorter answer": 2.5 / 4}
+    found = preference_baselines(splits)
+    assert (found["longer answer"], found["shorter answer"]) == (1.5 / 4, 2.5 / 4)
     assert preference_baselines({"train": splits["train"]}) == {}
+
+
+def test_shared_tokens_are_weighed_by_how_rare_they_are():
+    """N = 3 prompts; token 1 is in all of them: log(4/4) = 0; token 2 in one: log(4/2); token 9 in none: log(4/1).
+
+    Fails when: every shared token counts the same, a repeated one counts twice, or a tie counts whole.
+    """
+    prompts = [[1, 2], [1, 3], [1, 3, 3]]
+    pairs = [
+        ([1, 2], [2], [1, 1, 1]),  # log 2 against 0
+        ([1, 9, 2], [2, 2, 2], [9]),  # log 2 against log 4
+        ([1, 2], [5], [1]),  # 0 against 0
+    ]
+    assert shared_tokens_accuracy(prompts, pairs) == pytest.approx((1 + 0 + 0.5) / 3)
 
 
 def test_the_embedded_corpus_makes_pairs_that_length_does_not_tell_apart(corpus, tokenizer):
@@ -568,7 +584,9 @@ def test_the_embedded_corpus_makes_pairs_that_length_does_not_tell_apart(corpus,
     assert len(splits["validation"]) == len(raw["validation"])
     for row, found in zip(raw["validation"].select(range(20)), splits["validation"], strict=False):
         assert parts_of(found) == plain_chat(tokenizer, row["prompt"], row["chosen"], row["rejected"])
-    assert all(abs(value - 0.5) < 0.1 for value in preference_baselines(splits).values())
+    lengths = [value for name, value in preference_baselines(splits).items() if name in ("longer answer", "shorter answer")]
+    assert len(lengths) == 2
+    assert all(abs(value - 0.5) < 0.1 for value in lengths)
 
 
 @pytest.mark.slow
