@@ -8,6 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CORE := .venv/installed
 DEV := .venv/installed-dev
+SDK := .venv/installed-sagemaker
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .PHONY: demo test chaos lint install clean
@@ -17,7 +18,7 @@ demo: $(CORE)
 	$(BIN)/python recipes/sft.py --model runs/demo/pretrain/model --num-train-epochs 1 --output-dir runs/demo/sft --overwrite-output-dir
 	$(BIN)/python -m toolkit.report runs/demo/pretrain runs/demo/sft --output runs/demo/report.html
 
-test: $(DEV)
+test: $(DEV) $(SDK)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests -n 2 --dist loadfile $(PYTEST)
 
 # TRIALS is the share of the trials in percent; PYTEST="-k power" takes some of the faults.
@@ -42,6 +43,16 @@ $(CORE): pyproject.toml constraints.txt
 $(DEV): $(CORE)
 	$(PIP) --editable '.[dev]'
 	@touch $(DEV)
+
+# The SageMaker SDK wants older versions of rich, protobuf, packaging and attrs than .venv has: its tests have an environment over it.
+SDK_PYTHON := .venv/sagemaker/bin/python
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+$(SDK): tests/sagemaker_jobs/requirements.txt | $(DEV)
+	$(BIN)/python -m venv --clear --without-pip .venv/sagemaker
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > "$$($(SDK_PYTHON) $(PURELIB))/over.pth"
+	$(BIN)/python -m pip --python $(SDK_PYTHON) install --quiet --disable-pip-version-check --no-compile --requirement tests/sagemaker_jobs/requirements.txt
+	$(BIN)/python -m pip --python $(SDK_PYTHON) install --quiet --disable-pip-version-check --no-deps sagemaker-pytorch-training==3.0.0
+	@touch $(SDK)
 
 clean:
 	rm -rf .venv runs build *.egg-info

@@ -35,7 +35,7 @@ def main(config: Config) -> tk.Summary:
     splits = tk.tokenize_for_preference(raw, tokenizer, config)
 
     def make_model() -> Any:
-        return tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=None), config)
+        return tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=None), config, tokenizer)
 
     model = make_model()
     collate = partial(tk.collate_pairs, layout=tk.choose_pair_layout(model, config), pad_token_id=tokenizer.pad_token_id)
@@ -72,6 +72,7 @@ def main(config: Config) -> tk.Summary:
                     break
         tk.load_best(run)
         tk.save_model(accelerator, model, tokenizer, config, run.summary)
+        tk.save_to_hub(run)
 
     return run.summary
 

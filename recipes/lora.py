@@ -7,7 +7,7 @@ What is written is the adapter alone; `toolkit merge` makes a model of it. Witho
 demo` has pretrained; where that is not there, a random one, whose embedding learns as well.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import toolkit as tk
@@ -22,6 +22,7 @@ class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk
     use_peft: bool = True
     lora_r: int = 32
     lora_alpha: float = 64.0
+    lora_trainable_tokens: list[str] = field(default_factory=lambda: ["template"])
     learning_rate: float = 3e-3
     warmup_steps: float = 0.05
     per_device_train_batch_size: int = 4
@@ -36,7 +37,7 @@ def main(config: Config) -> tk.Summary:
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_sft(raw, tokenizer, config)
     model = tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing)
-    model = tk.add_adapter(model, config)
+    model = tk.add_adapter(model, config, tokenizer)
 
     collate = tk.collate_packed if config.packing else tk.collate_padded
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
@@ -61,6 +62,7 @@ def main(config: Config) -> tk.Summary:
                     break
         tk.load_best(run)
         tk.save_model(accelerator, model, tokenizer, config, run.summary)
+        tk.save_to_hub(run)
 
     return run.summary
 

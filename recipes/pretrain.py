@@ -63,6 +63,7 @@ def main(config: Config) -> tk.Summary:
                     break
         tk.load_best(run)
         tk.save_model(accelerator, model, tokenizer, config, run.summary)
+        tk.save_to_hub(run)
 
     return run.summary
 

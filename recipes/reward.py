@@ -32,7 +32,7 @@ def main(config: Config) -> tk.Summary:
     tokenizer = tk.pad_apart_from_end(tk.load_tokenizer(config))  # the model reads its score at the last token before padding
     splits = tk.tokenize_for_preference(tk.load_splits(config), tokenizer, config)
     model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, num_labels=1)
-    model = tk.add_adapter(model, config)
+    model = tk.add_adapter(model, config, tokenizer)
 
     collate = partial(tk.collate_pairs, layout="padded", pad_token_id=tokenizer.pad_token_id)
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
@@ -54,6 +54,7 @@ def main(config: Config) -> tk.Summary:
                     break
         tk.load_best(run)
         tk.save_model(accelerator, model, tokenizer, config, run.summary)
+        tk.save_to_hub(run)
 
     return run.summary
 

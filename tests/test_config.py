@@ -92,7 +92,7 @@ def test_redeclared_setting_keeps_the_help_rules_and_panel_of_its_group() -> Non
         ({"output_dir": ""}, "--output-dir '': must not be empty."),
         ({"class_weights": 0.5}, "--class-weights 0.5: must be a list of numbers."),
         ({"class_weights": [1.0, -1.0]}, "--class-weights 1,-1: must be at least 0."),
-        ({"report_to": ["wandb", "wandv"]}, "--report-to wandb,wandv: must be one of wandb, tensorboard, trackio, all, none. "
+        ({"report_to": ["wandb", "wandv"]}, "--report-to wandb,wandv: must be one of wandb, tensorboard, trackio, mlflow, all, none. "
                                             "Did you mean wandb?"),
         ({"optim": "AdamV"}, "Did you mean adamw_torch?"),
     ],
@@ -175,6 +175,7 @@ def test_key_or_value_that_cannot_be_meant_is_refused_naming_its_file(written: d
 ADAPTER = str(Path(__file__).with_name("an_adapter"))  # a directory that holds one, as far as settings can tell
 OF_THE_ADAPTER: dict[str, Any] = {
     "lora_r": 4, "lora_alpha": 8.0, "lora_dropout": 0.1, "lora_target_modules": ["q_proj"], "lora_modules_to_save": ["score"],
+    "lora_trainable_tokens": ["template"],
     "lora_rank_pattern": ["q_proj=2"], "lora_alpha_pattern": ["q_proj=2"], "lora_layers_to_transform": [1], "use_rslora": True,
     "use_dora": True, "init_lora_weights": "gaussian",
 }  # fmt: skip
@@ -281,6 +282,12 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
      {"logging_strategy": "steps"}),
     ("save_total_limit", "--save-strategy no", {"save_total_limit": 1, "save_strategy": "no"},
      {"load_best_model_at_end": True}),
+    ("", "--hub-model-id a/b/c", {"hub_model_id": "a/b/c", "push_to_hub": True}, {"hub_model_id": "a/b"}),
+    ("", "add it, or take --hub-strategy every_save", {"hub_strategy": "best", "push_to_hub": True}, {"load_best_model_at_end": True}),
+    *[(name, "without --push-to-hub", {name: value}, {"push_to_hub": True})
+      for name, value in [("hub_model_id", "me/mine"), ("hub_strategy", "end"), ("hub_private_repo", True), ("hub_revision", "v1")]],
+    ("hub_strategy", "nothing is saved while it trains", {"hub_strategy": "checkpoint", "push_to_hub": True, "save_strategy": "no"},
+     {"hub_strategy": "end"}),
     ("run_name", "without a tracker", {"run_name": "mine"}, {"report_to": ["wandb"]}),
     ("tf32", "--use-cpu", {"tf32": True, "use_cpu": True}, {"use_cpu": False}),
 ]  # fmt: skip

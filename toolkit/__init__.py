@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _ROOMS = {
     "config": (
-        "AdapterConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "ModelConfig",
+        "AdapterConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "HubConfig", "ModelConfig",
         "OptimConfig", "OutputConfig", "PairsConfig", "PreferenceConfig", "Refusal", "RewardConfig", "RunConfig",
         "SampleConfig", "SeedConfig", "Settings", "setting", "trained_model",
     ),
@@ -65,7 +65,8 @@ _ROOMS = {
     "checkpoint": ("latest_checkpoint", "load_checkpoint", "prune_checkpoints", "save_checkpoint", "verify_checkpoint"),
     "generation": ("sample_prompts", "sample_texts"),
     "report": ("write_report",),
-    "hub": ("save_model",),
+    "hub.model_directory": ("save_model",),
+    "hub.uploads": ("save_to_hub",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = sorted(_ROOM_OF)

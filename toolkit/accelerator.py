@@ -5,9 +5,10 @@ import os
 from datetime import timedelta
 from typing import Any
 
+from toolkit.allocator import keep_freed_memory
 from toolkit.config import Refusal, RunConfig
 
-TRACKERS = ("wandb", "tensorboard", "trackio")
+TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
 
 
 def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
@@ -49,6 +50,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
     on_cpu = told or not torch.accelerator.is_available()
     if on_cpu:  # DeepSpeed, which transformers imports where it is installed, would say that it looked for others
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        keep_freed_memory()
     if several and not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 cards: Accelerate asks for these two
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1")
     timeout = timedelta(seconds=max(10 * config.hang_timeout, 1800))

@@ -28,7 +28,7 @@ def sample_prompts(splits: Any, tokenizer: Any, config: SampleConfig) -> list[Pr
     name = next((name for name in ("validation", "test", "train") if name in splits), None)
     if name is None or config.num_samples == 0:
         return []
-    prompts = (_prompt_of(row, tokenizer) for row in _spread(splits[name], config.num_samples))
+    prompts = (prompt_of(row, tokenizer) for row in _spread(splits[name], config.num_samples))
     return [_with_short_reference(prompt, tokenizer, config) for prompt in prompts if prompt]
 
 
@@ -52,7 +52,7 @@ def sample_texts(
     new_tokens, room = _lengths(inner, config)
     # A prompt without any token (an empty text and no BOS) has nothing to continue: it starts like any text after an end.
     ids = [start[-room:] or [tokenizer.eos_token_id or 0] for start in starts]
-    stops = _stop_ids(inner, tokenizer)
+    stops = stop_ids(inner, tokenizer)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
     settings = GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, use_cache=True, eos_token_id=stops or None, pad_token_id=padding
@@ -86,7 +86,8 @@ def _spread(split: Any, count: int) -> Iterator[dict[str, Any]]:
     return (split[(2 * part + 1) * len(split) // (2 * count)] for part in range(count))
 
 
-def _prompt_of(row: dict[str, Any], tokenizer: Any) -> Prompt | None:
+def prompt_of(row: dict[str, Any], tokenizer: Any) -> Prompt | None:
+    """What a row asks, and what follows in the data; None where it holds neither prompt, messages nor text."""
     messages = row.get("messages") or []
     if isinstance(row.get("prompt"), list):
         answer = row.get("completion") or row.get("chosen")
@@ -142,7 +143,8 @@ def _lengths(model: Any, config: SampleConfig) -> tuple[int, int]:
     return new_tokens, context - new_tokens
 
 
-def _stop_ids(model: Any, tokenizer: Any) -> list[int]:
+def stop_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a text: the template's ends of a turn, the tokenizer's end of text, and the model's own."""
     own = model.generation_config.eos_token_id
     own = own if isinstance(own, list) else [own]
     return list(dict.fromkeys([*turn_end_ids(tokenizer), *(token for token in own if token is not None)]))

@@ -14,7 +14,7 @@ import torch
 from toolkit.adapter_files import MODEL_CONFIG, base_of, read_adapter_config
 from toolkit.config import Refusal
 from toolkit.config.conditions import is_adapter
-from toolkit.hub import no_progress_bar
+from toolkit.hub.model_directory import no_progress_bar
 
 # How far a logit may be from the adapted model's, as a share of the largest, by the type that the weights are written in:
 # the order of sums in float32; in the others a rounding of each weight, 2^-11 and 2^-8, through all layers.
@@ -104,14 +104,14 @@ def _load_base(adapter: Path, base: str, revision: str | None) -> tuple[Any, tor
             )
         if task not in _CLASSES:
             raise Refusal(f"{adapter}: task_type {task} of adapter_config.json is none of {', '.join(_CLASSES)}.")
-        for name, value in _settings_of_the_task(adapter).items():
+        for name, value in settings_of_the_task(adapter).items():
             setattr(settings, name, value)
         auto = getattr(transformers, _CLASSES[task])
         model = auto.from_pretrained(base, config=settings, revision=revision, dtype=torch.float32, use_safetensors=True)
     return model, published if published in TOLERANCES else torch.float32
 
 
-def _settings_of_the_task(adapter: Path) -> dict[str, Any]:
+def settings_of_the_task(adapter: Path) -> dict[str, Any]:
     """What the adapted model's config says of labels and padding; of an adapter from elsewhere, the size of its head."""
     path = adapter / MODEL_CONFIG
     if path.exists():

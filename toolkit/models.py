@@ -87,6 +87,7 @@ def load_model(
         compile_layers(model, config.gradient_checkpointing)
     elif config.gradient_checkpointing:
         checkpoint_layers(model)
+    model.tokenizer = tokenizer  # a model that is sent to the Hub while it trains needs it beside
     return model.train()  # also what from_pretrained made, which would train without dropout
 
 
@@ -112,15 +113,21 @@ def model_identity(model: PreTrainedModel, config: ModelConfig) -> dict[str, Any
 
 def check_context(model_config: Any, max_length: int) -> None:
     """Refuse examples longer than the positions a model has."""
-    text_config = model_config.get_text_config()
-    longest = getattr(text_config, "max_position_embeddings", None)
-    if longest is not None and model_config.model_type in _POSITIONS_AFTER_PADDING:
-        longest -= text_config.pad_token_id + 1
+    longest = positions_of(model_config)
     if longest is not None and max_length > longest:
         raise Refusal(
             f"--max-length {max_length}: the model has {longest} positions (max_position_embeddings). "
             f"Take --max-length {longest}, or another model."
         )
+
+
+def positions_of(model_config: Any) -> int | None:
+    """How many tokens an example may have; None where the model doesn't say."""
+    text_config = model_config.get_text_config()
+    longest: int | None = getattr(text_config, "max_position_embeddings", None)
+    if longest is not None and model_config.model_type in _POSITIONS_AFTER_PADDING:
+        longest -= text_config.pad_token_id + 1
+    return longest
 
 
 def _pretrained_config(config: ModelConfig) -> Any:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import OutputConfig, Refusal, write_config_file
-from toolkit.ranks import on_main
 from toolkit.summary import Summary
 
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "run.json")
-FOLDERS = ("checkpoints", "model", "incidents", "trackers")
+FOLDERS = ("checkpoints", "model", "incidents", "trackers", "hub_queue")
 LOCK, OWNER = ".lock", ".owner.json"
 
 
@@ -49,6 +48,8 @@ def claimed(config: OutputConfig, accelerator: Any = None) -> Iterator[Path]:
     main process holds it for all ranks, and what it refuses they all refuse.
     """
     from filelock import FileLock
+
+    from toolkit.ranks import on_main  # with torch, which the rest of this file does without
 
     directory = Path(config.output_dir)
     existed = directory.exists()

@@ -23,6 +23,7 @@ FREE = frozenset({
     "save_total_limit", "save_error", "async_save", "stop_deadline", "hang_timeout", "load_best_model_at_end",
     "metric_for_best_model", "greater_is_better", "early_stopping_patience", "num_samples", "sample_max_new_tokens",
     "sample_temperature", "per_device_eval_batch_size", "eval_split", "max_eval_examples", "dataloader_num_workers", "metrics",
+    "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_revision",
     "zero_stage", "fsdp", "offload", "deepspeed",  # said as the engine of the layout
     "trust_remote_code", "auto_find_batch_size", "nonfinite", "max_nonfinite_steps",
 })  # fmt: skip

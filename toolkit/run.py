@@ -22,14 +22,16 @@ from toolkit.failures import explained
 from toolkit.figures import Window
 from toolkit.guard import LossSpikes, NonfiniteGuard
 from toolkit.heartbeat import Heartbeat, start_heartbeat
+from toolkit.hub.uploads import hub_uploads
 from toolkit.ranks import on_main
 from toolkit.resume import checkpoint_to_resume
-from toolkit.run_card import write_run_card
+from toolkit.run_card import files_of_a_run, finish_run_card, write_run_card
 from toolkit.run_state import check_room, check_saves, report_saves, restore_run, save_run
 from toolkit.signals import Interrupted, OutOfTime, StopSignal, signals_noted, stop_deadline
 from toolkit.stopping import how_to_continue, interrupt, leave_in_time
 from toolkit.summary import Summary, summarise
-from toolkit.tracking import Progress, open_trackers, show_number
+from toolkit.trackers import Trackers, open_trackers
+from toolkit.tracking import Progress, show_number
 
 EVERY = {"log": "logging_steps", "eval": "eval_steps", "save": "save_steps"}
 STRATEGY = {"log": "logging_strategy", "eval": "eval_strategy", "save": "save_strategy"}
@@ -50,11 +52,12 @@ class Run:
         self.kept: dict[str, torch.Tensor] = {}
         self.baselines: dict[str, Any] = {}
         self.best: dict[str, Any] = {}
-        self.trackers: dict[str, str] = {}
+        self.tracker_ids, self.trackers = dict[str, str](), Trackers((), config, {}, 0, self.say)
         self.figures_of: int | None = None  # the step whose evaluation is the model's; None: the last one
         self.status, self.failed_saves, self.loss_spikes = "running", 0, 0
         self.stop = StopSignal()
         self.heartbeat: Heartbeat | None = None
+        self.uploads: Any = None  # is told of each checkpoint that is on the disk
         self.writer = ckpt.CheckpointWriter(self.checkpoints, config.save_total_limit, background=config.async_save)
         self.display = Progress(train.num_steps, 0, accelerator.is_main_process)
         self.window, self.guard = Window(), NonfiniteGuard(config, self.output_dir / "incidents")
@@ -62,8 +65,7 @@ class Run:
         self._metrics, self._samples = (output.LineFile(self.output_dir / f"{name}.jsonl") for name in ("metrics", "samples"))
         self._opened, self.seconds_before = time.monotonic(), 0.0
         self._position_before, self._best_is_unsaved = 0, False
-        self.base: dict[str, Any] = {}
-        self.between_steps, self.evaluation_is_owed = True, False
+        self.base, self.between_steps, self.evaluation_is_owed = dict[str, Any](), True, False
 
     def __iter__(self) -> Iterator[Batch]:
         self.window.resume_clock()
@@ -175,6 +177,7 @@ class Run:
             for sample in samples:
                 self._keep_line(self._samples, {"step": self.step, **sample})
                 self.say(f"  sample ┃ {_one_line(sample['prompt'], 50)} ┃ {_one_line(sample['text'], 100)}")
+            self.trackers.add_samples(samples, self.step)
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Put a tensor of your own into every checkpoint; after a resume it is in `run.kept`."""
@@ -193,8 +196,10 @@ class Run:
         if self.accelerator.is_main_process:
             try:
                 output.write_summary(self.output_dir, self.summary)
+                finish_run_card(self)
             except OSError as error:
                 self.say(f"WARNING: no summary.json: {error}")
+        self.trackers.close(lambda: files_of_a_run(self), hurried=self.status == "interrupted")
         self.display.close()
 
     def read_window(self) -> None:
@@ -228,7 +233,7 @@ class Run:
         self.events.append({**where, **figures})
         if self.accelerator.is_main_process:
             self._keep_line(self._metrics, self.events[-1])
-        self.accelerator.log(figures, step=self.step)
+        self.trackers.log(figures, self.step)
 
     def _keep_line(self, file: output.LineFile, record: dict[str, Any]) -> None:
         error = file.append(record)
@@ -252,6 +257,7 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
         if run.heartbeat:
             closing.callback(run.heartbeat.close)
         closing.enter_context(output.claimed(config, accelerator))
+        closing.enter_context(hub_uploads(run))
         on_main(accelerator, lambda: check_room(run))
         on_main(accelerator, lambda: ckpt.clean_leftovers(run.checkpoints))
         source = on_main(accelerator, lambda: checkpoint_to_resume(run, config))
@@ -262,7 +268,7 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
         if accelerator.is_main_process:
             output.write_config(config)
             write_run_card(run.output_dir / "run.json", accelerator, config, run.model, train)
-        run.trackers = open_trackers(accelerator, config, run.trackers, run.step)
+        run.trackers = open_trackers(accelerator, config, run.tracker_ids, run.step, run.say)
         run.status = "failed"
         with signals_noted(stop_deadline(config)) as run.stop:  # until all is closed: a late signal must not cut that short
             try:

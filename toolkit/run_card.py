@@ -5,14 +5,18 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from toolkit.config import changed_settings
 from toolkit.engines import element_count
+from toolkit.launch import TRAIN_OPTIONS
 from toolkit.output import write_atomically
 from toolkit.tracking import public_settings
 
@@ -20,18 +24,30 @@ LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "pef
 
 
 def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train: Any) -> None:
-    """Write settings, recipe, data, model, libraries, hardware and layout of a run as JSON."""
+    """Write settings, recipe, data, model, libraries, hardware and layout of a run as JSON. What is in it is listed here.
+
+    `finish_run_card` adds how it ended.
+    """
     device = accelerator.device
+    settings = public_settings(config)
     card = {
-        "settings": public_settings(config),
+        "settings": settings,
+        "given": sorted(given_settings(config).intersection(settings)),
         "recipe": recipe_file(),
-        "data": {"dataset": getattr(config, "dataset", None), "fingerprint": train.fingerprint, "epoch_size": train.epoch_size},
+        "launch": shlex.split(os.environ.get(TRAIN_OPTIONS, "")),
+        "data": {
+            "dataset": getattr(config, "dataset", None), "fingerprint": train.fingerprint, "epoch_size": train.epoch_size,
+            "revision": _revision_of(getattr(config, "dataset", None)),
+        },
         "model": {
             "name": getattr(config, "model", None),
+            "revision": getattr(config, "model_revision", None),
             "commit": getattr(model.config, "_commit_hash", None),
+            "tokenizer": getattr(config, "tokenizer", None) or getattr(config, "model", None),
             "parameters": sum(element_count(p) for p in model.parameters()),
             "trainable": sum(element_count(p) for p in model.parameters() if p.requires_grad),
         },
+        "seeds": {name: value for name, value in settings.items() if name == "seed" or name.endswith("_seed")},
         "layout": {
             "processes": accelerator.num_processes,
             "engine": getattr(accelerator, "engine_label", str(accelerator.distributed_type.value)),
@@ -52,6 +68,43 @@ def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train:
     write_atomically(path, json.dumps(card, indent=1, default=str) + "\n")
 
 
+def finish_run_card(run: Any) -> None:
+    """Add how a run ended, how long it took and its last figures. Seconds count from its first step on, over all resumes."""
+    path = run.output_dir / "run.json"
+    if path.exists():
+        card = json.loads(path.read_text(encoding="utf-8"))
+        seconds = round(run.seconds, 3)
+        card["end"] = {
+            "status": run.status, "date": datetime.now(UTC).isoformat(timespec="seconds"), "wall_seconds": seconds,
+            "device_seconds": round(seconds * run.accelerator.num_processes, 3), "figures": run.summary.figures,
+        }  # fmt: skip
+        write_atomically(path, json.dumps(card, indent=1, default=str) + "\n")
+
+
+def files_of_a_run(run: Any) -> list[Path]:
+    """The run card and a report, for trackers that keep files."""
+    from toolkit.report import write_report
+
+    report = run.output_dir / "trackers" / "report.html"
+    report.parent.mkdir(exist_ok=True)
+    try:
+        write_report([run.output_dir], report)
+    except Exception as error:  # a report is not worth a run
+        run.say(f"WARNING: no report for the trackers: {type(error).__name__}: {error}")
+    return [run.output_dir / "run.json", report]
+
+
+def given_settings(config: Any) -> frozenset[str]:
+    """Names of the settings that someone gave; of a config made in code, of those that are not their defaults."""
+    known = getattr(config, "given", None)
+    return frozenset(changed_settings(config)) if known is None else known
+
+
+def _revision_of(dataset: str | None) -> str | None:
+    """That of a Hub dataset, NAME:CONFIG@REVISION."""
+    return dataset.rpartition("@")[2] if dataset and "@" in dataset and "," not in dataset else None
+
+
 def library_versions() -> dict[str, str]:
     """Versions of the libraries a result may depend on, those that are installed."""
     versions = {}
@@ -64,12 +117,16 @@ def library_versions() -> dict[str, str]:
 
 
 def recipe_file() -> dict[str, str | None]:
-    """The script that runs: its name, the SHA-256 of its text, and the git commit it stands at."""
+    """The script that runs: its name, its path as it was typed, the SHA-256 of its text, and the git commit it stands at."""
     script = Path(sys.argv[0])
     if not script.is_file():
-        return {"file": script.name, "sha256": None, "commit": None}
-    digest = hashlib.sha256(script.read_bytes()).hexdigest()
-    return {"file": script.name, "sha256": digest, "commit": _git_commit(script.resolve().parent)}
+        return {"file": script.name, "path": None, "sha256": None, "commit": None}
+    commit = _git_commit(script.resolve().parent)
+    return {"file": script.name, "path": str(script), "sha256": sha256_of(script), "commit": commit}
+
+
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _git_commit(folder: Path) -> str | None:

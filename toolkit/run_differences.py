@@ -55,6 +55,23 @@ def first_checkpoint_difference(one: Path, other: Path) -> str | None:
     return None if skeleton == their_skeleton else "optimiser: its numbers beside the tensors, such as a rate or a step count"
 
 
+def first_model_difference(one: Path, other: Path) -> str | None:
+    """What differs first in the weights of two model directories, bit for bit."""
+    from safetensors.torch import load_file
+
+    files = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (one, other)]
+    if files[0] != files[1] or not files[0]:
+        return f"files of weights: {', '.join(files[0]) or 'none'} and {', '.join(files[1]) or 'none'}"
+    for name in files[0]:
+        ours, theirs = load_file(one / name), load_file(other / name)
+        if ours.keys() != theirs.keys():
+            return f"{sorted(ours.keys() ^ theirs.keys())[0]}: in one of the two alone"
+        for tensor in ours:
+            if difference := _difference(ours[tensor], theirs[tensor]):
+                return f"{tensor}: {difference}"
+    return None
+
+
 def _everything(state: State) -> tuple[dict[str, torch.Tensor], Any]:
     optimizer, skeleton = flatten(state.optimizer)
     model = {f"model {name}": tensor for name, tensor in state.model.items()}

@@ -94,7 +94,7 @@ def restore_run(run: Any, path: Path) -> None:
     run.step, run.applied, run.position = record["step"], record["applied"], record["position"]
     run.tokens, run.memory, run.best = record["tokens"], record["memory"], record["best"]
     run.baselines, run.seconds_before, run.kept = record["baselines"], record["seconds"], state.kept
-    run.trackers, run.loss_spikes = record["trackers"], record["loss_spikes"]
+    run.tracker_ids, run.loss_spikes = record["trackers"], record["loss_spikes"]
     run.guard.in_row, run.spikes.losses = record["nonfinite_in_row"], record["recent_losses"]
     run.base, run.evaluation_is_owed = state.base, record["evaluation_is_owed"]
     run.window.steps = [_read_step(step) for step in record.get("window", [])]
@@ -141,6 +141,8 @@ def report_saves(run: Any, outcomes: list[ckpt.Outcome]) -> None:
     """Say and write down which saves failed."""
     for outcome in outcomes:
         if outcome.error is None:
+            if run.uploads is not None:
+                run.uploads.saved(run.checkpoints / f"step-{outcome.step}")
             continue
         if not isinstance(outcome.error, OSError):
             raise outcome.error
@@ -159,7 +161,7 @@ def run_record(run: Any) -> dict[str, Any]:
         "seconds": run.seconds, "best": run.best, "memory": run.memory, "baselines": run.baselines,
         "nonfinite_in_row": run.guard.in_row, "recent_losses": run.spikes.losses, "loss_spikes": run.loss_spikes,
         "fingerprint": run.train.fingerprint, "source": run.train.state(), "settings": plain_settings(run.config),
-        "layout": run_layout(run.accelerator, run.train), "trackers": run.trackers,
+        "layout": run_layout(run.accelerator, run.train), "trackers": dict(run.trackers.ids),
         "evaluation_is_owed": run.evaluation_is_owed,
         "window": [_step_record(step) for step in run.window.steps], "window_seconds": run.window.seconds,
     }  # fmt: skip

@@ -1,18 +1,16 @@
-"""What a run shows and sends while it trains: progress on the screen, figures to trackers, throughput."""
+"""What a run shows while it trains: progress on the screen, throughput; and which settings may be sent elsewhere."""
 
 import dataclasses
 import math
-import os
 import re
-import secrets
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolkit.config import RunConfig, groups
+from toolkit.config import groups
+from toolkit.container import in_container
 from toolkit.engines import element_count
 
 # Dense bf16 products without sparsity, in FLOP/s, from the makers' data sheets; longest name first, so that
@@ -54,26 +52,6 @@ def peak_memory_gb(device: torch.device) -> float:
         return float("nan")
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def open_trackers(accelerator: Any, config: RunConfig, ids: dict[str, str], step: int = 0) -> dict[str, str]:
-    """Start the trackers with the settings that are safe to send: plain values of known fields, never the environment.
-
-    `ids` are those of a run that is continued after `step`, by tracker; returns them with those of runs that begin here.
-    """
-    if not accelerator.log_with:
-        return ids
-    ids = {"wandb": secrets.token_hex(4), **ids}
-    plain = (bool, int, float, str)
-    settings = {name: v if isinstance(v, plain) else str(v) for name, v in public_settings(config).items()}
-    name = config.run_name or Path(config.output_dir).name
-    wandb = {"name": name, "dir": os.path.join(config.output_dir, "trackers"), "id": ids["wandb"], "resume": "allow"}
-    arguments: dict[str, dict[str, Any]] = {"wandb": wandb, "trackio": {"name": name, "resume": "allow"}}
-    if step:  # what was logged after the checkpoint, before the run was cut off, is shown no more
-        arguments["tensorboard"] = {"purge_step": step + 1}
-    known = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
-    accelerator.init_trackers("toolkit", config=settings, init_kwargs={k: v for k, v in arguments.items() if k in known})
-    return ids
 
 
 def public_settings(config: Any) -> dict[str, Any]:
@@ -137,9 +115,10 @@ _SHORT = {
 
 
 def show_number(value: float) -> str:
-    """A figure in as few characters as say it."""
+    """A figure in as few characters as say it; in a SageMaker job without commas, which its metrics would not be read over."""
+    comma = "" if in_container() else ","
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) < 1e15):
-        return f"{int(value):,}"
+        return f"{int(value):{comma}}"
     if not math.isfinite(value) or 0.001 <= abs(value) < 1000:
         return f"{value:.4f}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2e}"
+    return f"{value:{comma}.0f}" if abs(value) >= 1000 else f"{value:.2e}"

@@ -153,7 +153,7 @@ def test_a_number_of_steps_is_enough_to_say_when(run_recipe, flag: str) -> None:
         assert [e["step"] for e in run.metrics if events[flag] in e and e["step"]] == [2, 4]
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio", "mlflow"])
 def test_trackers_run_offline_and_hold_no_secret(run_recipe, tmp_path: Path, tracker: str) -> None:
     """A token in the environment is in no file of the run. Fails when: the environment reaches a tracker's settings."""
     secret = "hf_" + "S3cr3t" * 6

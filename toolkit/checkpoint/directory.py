@@ -18,6 +18,7 @@ import torch
 from toolkit.checkpoint.state import State
 from toolkit.checkpoint.trees import flatten, unflatten
 from toolkit.config import Refusal
+from toolkit.container import in_container
 from toolkit.output import make_folder, sync, write_atomically, written_beside
 
 MANIFEST, SCHEMA = "MANIFEST.json", 1
@@ -198,6 +199,12 @@ def clean_leftovers(root: str | Path) -> None:
     """Remove what dead runs left half written or half deleted."""
     for path in [*Path(root).glob(".tmp-*"), *Path(root).glob(".trash-*")]:
         shutil.rmtree(path, ignore_errors=True)
+    # S3 holds files, not folders: of a SageMaker machine that was taken away, half a checkpoint may have been copied there.
+    for path in list_checkpoints(root) if in_container() else []:
+        problems = verify_checkpoint(path, contents=False)
+        if problems:
+            print(f"checkpoint {path} came back from S3 in part and is removed: {problems[0]}", flush=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_space(root: Path, size: int) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from toolkit.checkpoint.directory import prune_checkpoints, read_pointer, save_checkpoint, write_pointer
+from toolkit.checkpoint.directory import list_checkpoints, prune_checkpoints, read_pointer, save_checkpoint, write_pointer
 from toolkit.checkpoint.state import State, copy_state
+from toolkit.container import waits_for_s3
 from toolkit.output import sync
 
 
@@ -66,7 +67,8 @@ class CheckpointWriter:
     def prune(self) -> None:
         """Remove the checkpoints that are too many; not those that the pointers show."""
         pointed = [read_pointer(self.root, name) for name in ("best", "last")]
-        prune_checkpoints(self.root, self.keep, [path for path in pointed if path])
+        waiting = waits_for_s3(list_checkpoints(self.root))
+        prune_checkpoints(self.root, self.keep, [path for path in [*pointed, *waiting] if path])
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -1,27 +1,22 @@
 """The Typer command of a recipe, made from its settings, and its help page: a panel for each group."""
 
 import inspect
-import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from toolkit.cli.panels import Row, show_page
 from toolkit.config.setting import Setting, describe, show_value
 from toolkit.config.values import flag_of
 
-_WIDEST = 110  # columns; longer lines are hard to read
 _OWN_PANEL = "Command line"
 _FOOTNOTE = (
     "Flags take - or _ alike. A switch is --packing, --no-packing or --packing true|false; a list is a,b or the flag "
     "repeated, or JSON; none clears a value. Flags win over --config, whose keys are the same names."
 )
-_NO_BREAK = "\N{NO-BREAK SPACE}"
-_ASCII_BOX = str.maketrans("╭╮╰╯─│", "++++-|")
 
 
 def build_command(settings: Mapping[str, Setting], description: str) -> TyperCommand:
@@ -57,50 +52,12 @@ class _RecipeCommand(TyperCommand):
     Rich takes half of the half second in which a help page should be there."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        width = min(shutil.get_terminal_size().columns, _WIDEST)
-        panels: dict[str, list[tuple[str, str]]] = {}
+        panels: dict[str, list[Row]] = {}
         for option in self.get_params(ctx):
             if not getattr(option, "hidden", False):
                 title = getattr(option, "rich_help_panel", None) or _OWN_PANEL
                 panels.setdefault(title, []).append((option.opts[0], getattr(option, "help", None) or ""))
-        flag_width = max(len(flag) for rows in panels.values() for flag, _ in rows)
-        page = "\n".join([
-            "",
-            typer.style(f" Usage: python {sys.argv[0]} [--config FILE] [--SETTING VALUE] ...", bold=True),
-            "",
-            *(f"{_paragraph(text, width)}\n" for text in (self.help or "").split("\n\n")),
-            *(line for title, rows in panels.items() for line in _panel(title, rows, flag_width, width)),
-            _paragraph(_FOOTNOTE, width),
-        ])
-        if not (sys.stdout.encoding or "").lower().startswith("utf"):
-            page = page.translate(_ASCII_BOX)
-        # echo leaves the colours out by itself where no terminal shows them
-        typer.echo(page, color=False if "NO_COLOR" in os.environ else None)
-
-
-def _paragraph(text: str, width: int) -> str:
-    """Wrapped prose; indented lines are commands to copy, and stay whole."""
-    if any(line.startswith(" ") for line in text.splitlines()):
-        return text
-    return textwrap.fill(text, width - 1, initial_indent=" ", subsequent_indent=" ", break_on_hyphens=False)
-
-
-def _panel(title: str, rows: list[tuple[str, str]], flag_width: int, width: int) -> list[str]:
-    text_width = max(width - flag_width - 6, 20)  # without the borders, the space inside them, and the gap
-    inside = flag_width + 2 + text_width
-    lines = [f"╭─ {typer.style(title, bold=True)} " + "─" * (inside - len(title) - 1) + "╮"]
-    for flag, text in rows:
-        prose, opening, closing = text.rpartition(" [")
-        default = f"[{closing}" if opening else ""
-        unbroken = f"{prose or text} {default.replace(' ', _NO_BREAK)}" if opening else text
-        for number, line in enumerate(textwrap.wrap(unbroken, text_width, break_on_hyphens=False)):
-            shown = line.replace(_NO_BREAK, " ")
-            padding = " " * (text_width - len(shown))
-            if default:
-                shown = shown.replace(default, typer.style(default, dim=True))
-            left = typer.style(f"{'' if number else flag:<{flag_width}}", fg="cyan", bold=True)
-            lines.append(f"│ {left}  {shown}{padding} │")
-    return [*lines, "╰" + "─" * (inside + 2) + "╯"]
+        show_page(f"python {sys.argv[0]} [--config FILE] [--SETTING VALUE] ...", self.help or "", panels, _FOOTNOTE)
 
 
 def _parameter(name: str, is_list: bool, flag: str, help: str, panel: str, hidden: bool = False) -> inspect.Parameter:

@@ -1,32 +1,77 @@
-"""The `toolkit` command: train, look at checkpoints, verify that a recipe resumes exactly, merge an adapter."""
+"""The `toolkit` command: a table of what it does. A command is imported when it is called."""
 
 import sys
+from typing import Annotated
 
 import typer
 
-from toolkit.cli.checkpoints import checkpoints
-from toolkit.cli.merge import merge
-from toolkit.cli.train import train
-from toolkit.cli.verify_resume import verify_resume
+from toolkit.cli.lazy import LOOK, lazy_group
+from toolkit.cli.refusals import print_mistake, print_refusal
 from toolkit.config import Refusal
 
+# name: (module:function, its line of help); in panels
+COMMANDS = {
+    "Training": {
+        "recipes": ("toolkit.cli.recipes:recipes", "List the recipes, configs and launch files that there are."),
+        "copy": ("toolkit.cli.recipes:copy", "Copy a recipe, a config or a launch file, to edit it."),
+        "diff": ("toolkit.cli.recipes:diff", "Show what you changed in a copy, and what upstream did since."),
+        "train": ("toolkit.cli.train:train", "Run a recipe, as one process or as several."),
+        "checkpoints": ("toolkit.cli.checkpoints:checkpoints", "List the checkpoints of a run."),
+        "replay": ("toolkit.cli.replay:replay", "Run a run again, and compare the weights."),
+        "verify-resume": ("toolkit.cli.verify_resume:verify_resume", "Kill and resume a recipe, and compare the bits."),
+        "sagemaker": ("toolkit.cli.sagemaker:app", "Run a recipe as a SageMaker job: submit, status, logs, fetch, simulate."),
+    },
+    "Data": {
+        "inspect": ("toolkit.cli.inspect:inspect", "Look at a dataset as training would see it: lengths, masks, problems."),
+    },
+    "Models": {
+        "generate": ("toolkit.cli.generate:generate", "Answer prompts: of --prompt, of a file, or piped in."),
+        "chat": ("toolkit.cli.generate:chat", "Talk to a model through its chat template."),
+        "evaluate": ("toolkit.cli.evaluate:evaluate", "Evaluate a model on a dataset."),
+        "merge": ("toolkit.cli.merge:merge", "Make an ordinary model of an adapter and its base."),
+        "push": ("toolkit.cli.push:push", "Send a model to the Hugging Face Hub, or finish what a run could not send."),
+    },
+    "Help": {
+        "env": ("toolkit.cli.environment:env", "Print what a bug report needs, without secrets."),
+    },
+}  # fmt: skip
 # From the recipe's name on, everything is the recipe's own: Typer must not read it.
-_RECIPE_FLAGS = {"allow_interspersed_args": False}
+RECIPE_FLAGS_FOLLOW = frozenset({"train", "verify-resume"})
 
 app = typer.Typer(
     help="Functional training on Hugging Face Accelerate. `toolkit COMMAND --help` says more.",
-    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
+    cls=lazy_group(COMMANDS, RECIPE_FLAGS_FOLLOW), no_args_is_help=True, **LOOK,
 )  # fmt: skip
-app.command(context_settings=_RECIPE_FLAGS)(train)
-app.command()(checkpoints)
-app.command()(merge)
-app.command("verify-resume", context_settings=_RECIPE_FLAGS)(verify_resume)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from toolkit import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What stands before the command."""
 
 
 def main() -> None:
     """Run the command line; what cannot be meant ends with one message and code 2."""
     try:
-        app(prog_name="toolkit")
+        # A command's own exit code comes back as a number, not standing alone.
+        code = app(prog_name="toolkit", standalone_mode=False)
+    except typer.TyperException as mistake:
+        print_mistake(mistake)
+        code = mistake.exit_code
+    except typer.Abort:
+        code = 130
     except Refusal as refusal:
-        print(f"refused: {refusal}", file=sys.stderr)
-        sys.exit(2)
+        print_refusal(refusal)
+        code = 2
+    sys.exit(code)

@@ -31,7 +31,7 @@ def merge(
         raise typer.BadParameter(f"{into}: the adapter itself lies there. Name another.", param_hint="--into")
 
     from toolkit.engines.pieces import whole_state_dict
-    from toolkit.hub import BadModel, write_model_directory
+    from toolkit.hub.model_directory import BadModel, write_model_directory
     from toolkit.merging import NotTheSame, merge_adapter
     from toolkit.output import make_folder
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.accelerate_config import AccelerateConfig, check_devices, read_accelerate_config
-from toolkit.cli.recipe_file import find_accelerate_config
+from toolkit.cli.recipe_file import complete_accelerate_config, find_accelerate_config
 from toolkit.config import Refusal
 from toolkit.launch import MAIN_PORT, ONE_MACHINE, TRAIN_OPTIONS, Nodes
 
@@ -18,8 +18,11 @@ Processes = Annotated[
 ]
 ConfigFile = Annotated[
     str | None,
-    typer.Option(metavar="NAME|FILE", help="An Accelerate config: a name of recipes/launch, such as zero2, or any file."),
-]
+    typer.Option(
+        metavar="NAME|FILE", help="An Accelerate config: a name of recipes/launch, such as zero2, or any file.",
+        autocompletion=complete_accelerate_config,
+    ),
+]  # fmt: skip
 NodeCount = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Machines; type the same command on each, with its --node-rank.")
 ]

@@ -5,15 +5,14 @@ Later ones win: the recipe's defaults, --config FILE, SM_HPS (the settings of a 
 
 import inspect
 import os
-import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from toolkit.cli.arguments import canonical_arguments, read_hyperparameters, without_container_keys
 from toolkit.cli.help_page import build_command
+from toolkit.cli.refusals import print_refusal
 from toolkit.config import (
     Refusal,
     Settings,
@@ -26,6 +25,7 @@ from toolkit.config import (
     show_value,
 )
 from toolkit.config.values import split_list
+from toolkit.container import container_settings, deliver_model, find_channels
 from toolkit.mpi import adopt_mpi_ranks
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
@@ -44,19 +44,22 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
         adopt_mpi_ranks()
         config, given = read_command_line(config_class, sys.argv[1:], os.environ, description)
         check_together(config, given)
+        config = find_channels(config, os.environ)
+        object.__setattr__(config, "given", given)  # for the run card; a config is frozen so that recipes don't change it
     except Refusal as refusal:
         # Every rank reads the same settings, so every rank refuses them: one message is enough.
         if os.environ.get("RANK", "0") == "0":
-            _print_refusal(refusal)
+            print_refusal(refusal)
         sys.exit(EXIT_REFUSED)
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(_changed_block(config)), flush=True)
     try:
         main(config)
+        deliver_model(getattr(config, "output_dir", ""), os.environ)
     except Refusal as refusal:
         # Data may be missing on one node alone: one message for each node.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _print_refusal(refusal)
+            print_refusal(refusal)
         sys.exit(EXIT_REFUSED)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr, flush=True)
@@ -115,7 +118,7 @@ def read_command_line(
     given = {name for name, value in from_file.items() if value != settings[name].default} | {*from_job, *from_flags}
     values = from_file | from_job | from_flags
     implied = {name: value for name, value in implied_settings(values).items() if name in settings}
-    return config_class(**(implied | values)), frozenset(given)
+    return config_class(**(container_settings(environment, settings) | implied | values)), frozenset(given)
 
 
 def _changed_block(config: Settings) -> list[str]:
@@ -128,20 +131,3 @@ def _changed_block(config: Settings) -> list[str]:
     values = min(max(len(value) for _, value, _ in rows), 32)  # one long value must not push the others' defaults away
     lines = [f"  {name:<{names}} = {value:<{values}}  (default {default})" for name, value, default in rows]
     return [f"{sys.argv[0]}: settings that differ from the defaults", *lines]
-
-
-def _print_refusal(refusal: Refusal) -> None:
-    """The message on standard error: wrapped on a terminal, whole lines in a log, where they are searched for."""
-    lines = f"refused: {refusal}".splitlines()
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        lines = [part for line in lines for part in _wrapped(line, width)]
-        if "NO_COLOR" not in os.environ:
-            lines[0] = lines[0].replace("refused:", "\033[1;31mrefused:\033[0m", 1)
-    sys.stdout.flush()
-    print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.wrap(line, width, subsequent_indent=indent + "  ", break_long_words=False, break_on_hyphens=False) or [""]

@@ -3,20 +3,23 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-import toolkit
 from toolkit.config.setting import nearest
+from toolkit.copies import KINDS, is_copy, own_files, recipes_folder
 
 
 def find_recipe(written: str) -> str:
-    """The file of a recipe, given as a path or by name: of ./recipes first, where one's own copies lie, then of the toolkit.
+    """The file of a recipe, given as a path or by name: a copy in this folder, one of ./recipes, or one of the toolkit's.
 
     Raises:
         typer.BadParameter: there is none; the message names the nearest one, or all.
     """
+    copied = Path(f"{written}.py")
+    if is_copy(copied):  # who has copied and edited sft means that
+        return str(copied)
     return _find(written, "[!_]*.py", "recipe", "RECIPE", _folders())
 
 
@@ -24,6 +27,32 @@ def find_accelerate_config(written: str) -> str:
     """The same for an Accelerate config file; the named ones lie in recipes/launch."""
     folders = [folder / "launch" for folder in _folders()]
     return _find(written, "*.yaml", "Accelerate config", "--accelerate-config", folders)
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """For the shell: the names of recipes that begin so."""
+    names = {path.stem for folder in _folders() for path in folder.glob("[!_]*.py")}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def complete_accelerate_config(incomplete: str) -> list[str]:
+    """The same for Accelerate config files."""
+    names = {path.stem for folder in _folders() for path in folder.glob("launch/*.yaml")}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def complete_own_file(incomplete: str) -> list[str]:
+    """The same for all that can be copied."""
+    return [name for kind in KINDS for name in own_files(kind) if name.startswith(incomplete)]
+
+
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="The name of a recipe, such as sft, or the path of one.", autocompletion=complete_recipe,
+        show_default=False,
+    ),
+]  # fmt: skip
 
 
 def split_options(context: typer.Context, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -64,4 +93,4 @@ def _find(written: str, pattern: str, kind: str, hint: str, folders: list[Path])
 
 
 def _folders() -> list[Path]:
-    return [Path("recipes"), Path(toolkit.__file__).resolve().parents[1] / "recipes"]
+    return [Path("recipes"), recipes_folder()]

@@ -16,13 +16,13 @@ from toolkit.cli.placement import (
     placement_of,
     what_is_started,
 )
-from toolkit.cli.recipe_file import find_recipe, split_options
+from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
 from toolkit.launch import launch
 
 
 def train(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="The name of a recipe, such as sft, or the path of one.")],
+    recipe: Recipe,
     flags: Annotated[
         list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own; toolkit train RECIPE --help lists them.")
     ] = None,

@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from toolkit.cli.placement import ConfigFile, Placement, Processes, placement_of
-from toolkit.cli.recipe_file import find_recipe, split_options
+from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
 from toolkit.config import Refusal
 from toolkit.config.values import flag_of
 from toolkit.launch import launch, started_ranks
@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.002
 
 def verify_resume(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="The name of a recipe, such as sft, or the path of one.")],
+    recipe: Recipe,
     flags: Annotated[
         list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own: the model and the data to verify with.")
     ] = None,

@@ -8,6 +8,7 @@ from toolkit.config.files import changed_settings, read_config_file, write_confi
 from toolkit.config.groups import (
     DataConfig,
     DevicesConfig,
+    HubConfig,
     ModelConfig,
     OptimConfig,
     OutputConfig,
@@ -29,8 +30,9 @@ from toolkit.config.setting import Refusal, Setting, Settings, check_value, chec
 from toolkit.config.values import read_values
 
 __all__ = [
-    "AdapterConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "ModelConfig", "OptimConfig",
-    "OutputConfig", "PairsConfig", "PreferenceConfig", "Refusal", "RewardConfig", "RunConfig", "SampleConfig", "SeedConfig",
-    "Setting", "Settings", "changed_settings", "check_together", "check_value", "check_values", "implied_settings",
-    "read_config_file", "read_values", "setting", "settings_of", "show_value", "trained_model", "write_config_file",
+    "AdapterConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "HubConfig", "ModelConfig",
+    "OptimConfig", "OutputConfig", "PairsConfig", "PreferenceConfig", "Refusal", "RewardConfig", "RunConfig", "SampleConfig",
+    "SeedConfig", "Setting", "Settings", "changed_settings", "check_together", "check_value", "check_values",
+    "implied_settings", "read_config_file", "read_values", "setting", "settings_of", "show_value", "trained_model",
+    "write_config_file",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toolkit.config.conditions import (
     INITIALISATION,
+    REPOSITORY,
     WITH_DIVERGENCE,
     WITH_LIKELIHOOD,
     WITHOUT_DIVERGENCE,
@@ -139,6 +140,17 @@ CONTRADICTIONS = (
         lambda loss_type, ld_alpha: ld_alpha is not None and set(WITH_LIKELIHOOD) & set(loss_type),
         f"{{ld_alpha}} weighs down the tokens whose whole likelihood {', '.join(WITH_LIKELIHOOD)} train on: leave it out of "
         "{loss_type}.",
+    ),
+    # Hub
+    Contradiction(
+        lambda hub_model_id: hub_model_id is not None and not REPOSITORY.fullmatch(hub_model_id),
+        "{hub_model_id}: must be user/name or name, of letters, digits and . _ - inside.",
+    ),
+    Contradiction(
+        lambda push_to_hub, hub_strategy, load_best_model_at_end: (
+            push_to_hub and hub_strategy == "best" and not load_best_model_at_end
+        ),
+        "{hub_strategy} sends what --load-best-model-at-end saves: add it, or take --hub-strategy every_save.",
     ),
     # Evaluation
     Contradiction(

@@ -187,7 +187,27 @@ class DevicesConfig(Settings):
 
 
 @dataclass(frozen=True)
-class RunConfig(OutputConfig, DevicesConfig, SeedConfig):
+class HubConfig(Settings):
+    """Hub"""
+
+    push_to_hub: bool = setting(False, "Send the model to the Hugging Face Hub. Needs HF_TOKEN or a login that may write.")
+    hub_model_id: str | None = setting(
+        None, "Repository on the Hub, as user/name or name. Default: your user name and the output directory's name."
+    )
+    hub_strategy: str = setting(
+        "every_save",
+        "What is sent: the final model (end); also the model of each checkpoint (every_save); also the newest checkpoint, to "
+        "resume from (checkpoint); or the best model so far (best).",
+        choices=("end", "every_save", "checkpoint", "best"),
+    )
+    hub_private_repo: bool | None = setting(
+        None, "Make the repository private. Default: public, or as the organisation has it."
+    )
+    hub_revision: str | None = setting(None, "Branch of the repository; it is made when it isn't there. Default: main.")
+
+
+@dataclass(frozen=True)
+class RunConfig(OutputConfig, DevicesConfig, HubConfig, SeedConfig):
     """Run"""
 
     resume: bool = setting(False, "Continue from the newest valid checkpoint; start fresh where there is none.")
@@ -197,7 +217,7 @@ class RunConfig(OutputConfig, DevicesConfig, SeedConfig):
     )
     run_name: str | None = setting(None, "Name of the run in trackers. Default: the output directory's.")
     report_to: list[str] = setting(
-        ["none"], "Trackers of the run.", choices=("wandb", "tensorboard", "trackio", "all", "none")
+        ["none"], "Trackers of the run.", choices=("wandb", "tensorboard", "trackio", "mlflow", "all", "none")
     )
     logging_strategy: str = setting("steps", "When to log.", choices=("no", "steps", "epoch"))
     eval_strategy: str = setting("epoch", "When to evaluate; at the end always unless no.", choices=("no", "steps", "epoch"))

@@ -164,6 +164,21 @@ NO_EFFECT = (
         lambda load_best_model_at_end, early_stopping_patience: not (load_best_model_at_end or early_stopping_patience),
         "when nothing is decided by a metric: leave it out, or add --load-best-model-at-end or --early-stopping-patience 3.",
     ),
+    # Hub
+    NoEffect(
+        ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_revision"), lambda push_to_hub: not push_to_hub,
+        "without --push-to-hub: leave it out, or add --push-to-hub.",
+    ),
+    NoEffect(
+        ("hub_strategy",),
+        lambda push_to_hub, hub_strategy, save_strategy, load_best_model_at_end: (
+            push_to_hub
+            and save_strategy == "no"
+            and not load_best_model_at_end
+            and hub_strategy in ("every_save", "checkpoint")
+        ),
+        "with {save_strategy}: nothing is saved while it trains. Leave it out, or take --save-strategy epoch or steps.",
+    ),
     # Runs
     NoEffect(
         ("eval_steps",), lambda eval_strategy: eval_strategy != "steps",

@@ -122,7 +122,7 @@ def _read_item(setting: Setting, raw: Any) -> Any:
     if isinstance(raw, bool) or not isinstance(raw, str | int | float):
         return raw
     try:
-        if setting.kind is int and isinstance(raw, str) and raw.strip().lstrip("+-").isdigit():
+        if setting.kind is int and (isinstance(raw, int) or (isinstance(raw, str) and raw.strip().lstrip("+-").isdigit())):
             return int(raw)  # exact, however long
         number = float(raw)  # PyYAML reads 2e-4 as text: YAML 1.1 wants a dot in it
     except (ValueError, OverflowError):

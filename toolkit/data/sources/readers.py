@@ -69,14 +69,31 @@ def what_is(value: Any) -> str:
 
 def _read_jsonl(path: str) -> Iterator[tuple[int, Row]]:
     for number, line in _lines(path):
-        line = line.strip()
-        if line:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                shown = line if len(line) <= 60 else line[:57] + "..."
-                raise Refusal(f"{path}:{number}: not valid JSON at column {error.colno} ({error.msg}): {shown}") from None
-            yield number, _an_object(row, f"{path}:{number}")
+        if line.strip():
+            yield number, read_json_line(line, f"{path}:{number}")
+
+
+def read_json_line(line: str, where: str) -> Row:
+    """The row of a line that isn't blank; refused where it is no JSON object."""
+    line = line.strip()
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        shown = line if len(line) <= 60 else line[:57] + "..."
+        raise Refusal(f"{where}: not valid JSON at column {error.colno} ({error.msg}): {shown}") from None
+    return _an_object(row, where)
+
+
+def unreadable_lines(path: str) -> list[str]:
+    """What is wrong with each line of a file of JSON lines that can't be read; the messages name file and line."""
+    wrong = []
+    for number, line in _lines(path):
+        try:
+            if line.strip():
+                read_json_line(line, f"{path}:{number}")
+        except Refusal as refusal:
+            wrong.append(str(refusal))
+    return wrong
 
 
 def _read_json(path: str) -> Iterator[tuple[int, Row]]:

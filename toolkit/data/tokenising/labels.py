@@ -67,10 +67,10 @@ def label_settings(splits: Any, config: ClassificationConfig) -> dict[str, Any]:
 
 
 def find_classes(splits: Any) -> Classes:
-    """The classes of the training split."""
+    """The classes of the training split; without one, of the first."""
     from datasets import Dataset
 
-    train = splits["train"]
+    train = splits["train"] if "train" in splits else next(iter(splits.values()))
     column = label_column(list(train.column_names or next(iter(train))), "train")
     declared = declared_names(train, column)
     if declared is not None:
@@ -125,9 +125,16 @@ def check_label_settings(classes: Classes, problem_type: str, class_weights: lis
 def _refuse_missing(values: list[Any], rows: Any) -> None:
     """A class without a name is a mistake in the data: the row is named before it becomes a class of its own."""
     for number, value in enumerate(values):
-        if value is None or (isinstance(value, str) and not value.strip()):
+        if missing := missing_label(value):
             origin = rows[number].get("origin") or f"row {number + 1} of the train split"
-            raise Refusal(f"{origin}: the label is {'missing' if value is None else 'empty'}. Correct or remove the row.")
+            raise Refusal(f"{origin}: {missing}")
+
+
+def missing_label(value: Any) -> str:
+    """What to say of a label that isn't there; empty where it is."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return f"the label is {'missing' if value is None else 'empty'}. Correct or remove the row."
+    return ""
 
 
 def _is_multi_hot(values: list[Any]) -> bool:

@@ -61,14 +61,23 @@ def plan_text(splits: dict[str, Any], config: DataConfig, task: str) -> dict[str
     return plans
 
 
-def plan_classification(splits: dict[str, Any], config: DataConfig) -> tuple[dict[str, Plan], list[str]]:
-    """Plans for classification and regression; splits whose labels are withheld are left out, as the notes say."""
+def plan_classification(
+    splits: dict[str, Any], config: DataConfig, class_names: list[str] | None = None
+) -> tuple[dict[str, Plan], list[str]]:
+    """Plans for classification and regression; splits whose labels are withheld are left out, as the notes say.
+
+    The classes are those of the data, or `class_names`, where a model has learnt them already: then a label that is a number
+    and no name is the place of one.
+    """
     if not isinstance(config, ClassificationConfig):
         raise TypeError("classification needs the settings of ClassificationConfig beside those of DataConfig")
     if config.overlong == "split":
         raise Refusal("--overlong split: the label of an example can't be split. Choose truncate, drop or refuse.")
     labels = {name: label_column(columns_of(split, name), name) for name, split in splits.items()}
     classes = Classes([]) if config.problem_type == "regression" else find_classes(splits)
+    if class_names:
+        classes = replace(classes, names=class_names)
+    places = class_names if class_names and not any(name.isdecimal() for name in class_names) else None
     check_label_settings(classes, config.problem_type, config.class_weights)
     plans, notes = {}, []
     for name, split in splits.items():
@@ -79,7 +88,7 @@ def plan_classification(splits: dict[str, Any], config: DataConfig) -> tuple[dic
         layout = "tokenised" if "input_ids" in present else "text"
         texts = ("input_ids", "attention_mask") if layout == "tokenised" else ("text", "text_pair")
         columns = tuple(column for column in (*texts, labels[name], "origin") if column in present)
-        plans[name] = Plan(layout, "class", columns, replace(classes, numbered=declared_names(split, labels[name])))
+        plans[name] = Plan(layout, "class", columns, replace(classes, numbered=declared_names(split, labels[name]) or places))
     return plans, notes
 
 

@@ -139,7 +139,7 @@ def example_pieces(ids: list[int], labels: list[int] | None, decode: Callable[[l
     starts = [0, *borders]
     pieces = [(texts[i + 1][len(texts[i]) :], is_supervised[start]) for i, start in enumerate(starts)] if ids else []
     share = max(SHOWN_CHARACTERS // max(len(pieces), 1), 120)
-    return [(_shorten(_printable(text), share), mark) for text, mark in pieces]
+    return [(_shorten(printable(text), share), mark) for text, mark in pieces]
 
 
 def part_pieces(parts: list[list[int]], decode: Callable[[list[int]], str]) -> list[Piece]:
@@ -147,7 +147,7 @@ def part_pieces(parts: list[list[int]], decode: Callable[[list[int]], str]) -> l
     prompt, *answers = parts
     asked = decode(prompt)
     texts = [asked, *(decode(prompt + answer)[len(asked) :] for answer in answers)]
-    return [(_shorten(_printable(text), SHOWN_CHARACTERS // 2), i > 0) for i, text in enumerate(texts)]
+    return [(_shorten(printable(text), SHOWN_CHARACTERS // 2), i > 0) for i, text in enumerate(texts)]
 
 
 def print_preflight(preflight: Preflight, stream: TextIO | None = None) -> None:
@@ -155,13 +155,19 @@ def print_preflight(preflight: Preflight, stream: TextIO | None = None) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     stream = stream or sys.stdout
-    text = "\n".join(_lines(preflight, _marks(stream))) + "\n"
+    print_lines(preflight_lines(preflight, marks_for(stream)), stream)
+
+
+def print_lines(lines: list[str], stream: TextIO) -> None:
+    """Print lines that hold text of the data."""
+    text = "\n".join(lines) + "\n"
     encoding = stream.encoding or "utf-8"  # a console may lack signs that the data have
     stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
     stream.flush()
 
 
-def _lines(preflight: Preflight, marks: tuple[str, str]) -> list[str]:
+def preflight_lines(preflight: Preflight, marks: tuple[str, str]) -> list[str]:
+    """The preflight as text; `marks` stand around supervised text."""
     seen = f" (the first {preflight.first_rows:,} rows of a stream)" if preflight.first_rows else ""
     lines = [f"Data: {preflight.layout}{seen}"]
     has_mask = any(split.supervised_tokens is not None for split in preflight.splits)
@@ -180,16 +186,24 @@ def _lines(preflight: Preflight, marks: tuple[str, str]) -> list[str]:
         lines.append("  " + "  ".join(cells).rstrip())
     lines += [f"  {note}" for split in preflight.splits for note in _remarks(split, preflight)]
     lines += [f"  {note}" for note in preflight.notes]
-    if preflight.example_names:
-        lines.append(f"Example {preflight.example_origin}:")
-        for name, (text, _) in zip(preflight.example_names, preflight.example, strict=True):
+    if preflight.example:
+        lines += example_lines(preflight.example, preflight.example_origin, preflight.example_names, marks)
+    return lines
+
+
+def example_lines(pieces: list[Piece], origin: str, names: tuple[str, ...], marks: tuple[str, str]) -> list[str]:
+    """An example as text; `names` of the pieces, where each is shown by itself."""
+    lines = []
+    if names:
+        lines.append(f"Example {origin}:")
+        for name, (text, _) in zip(names, pieces, strict=True):
             lines += [f"  {name}", *("  | " + line for line in text.split("\n"))]
-    elif preflight.example:
+    else:
         told = "between " + " and ".join(marks) if marks[0] == "[[" else "underlined"
-        is_masked = not all(mark for _, mark in preflight.example)
-        lines.append(f"Example {preflight.example_origin}" + (f", supervised text {told}:" if is_masked else ":"))
+        is_masked = not all(mark for _, mark in pieces)
+        lines.append(f"Example {origin}" + (f", supervised text {told}:" if is_masked else ":"))
         begin, end = marks if is_masked else ("", "")
-        text = "".join(f"{begin}{piece}{end}" if mark else piece for piece, mark in preflight.example)
+        text = "".join(f"{begin}{piece}{end}" if mark else piece for piece, mark in pieces)
         lines += ["  | " + line for line in text.split("\n")]
     return lines
 
@@ -224,12 +238,13 @@ def _remarks(split: SplitFigures, preflight: Preflight) -> list[str]:
     return [f"{split.name}: {line}" for line in lines]
 
 
-def _marks(stream: TextIO) -> tuple[str, str]:
+def marks_for(stream: TextIO) -> tuple[str, str]:
+    """What stands around supervised text: colour on a terminal, brackets elsewhere."""
     is_terminal = stream.isatty() and "NO_COLOR" not in os.environ
     return ("\x1b[4;32m", "\x1b[0m") if is_terminal else ("[[", "]]")
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Text of a stranger, without what would command the terminal."""
     return "".join(sign if sign.isprintable() or sign in "\n\t" else f"\\x{ord(sign):02x}" for sign in text)
 

@@ -63,13 +63,13 @@ def tokenise_stream(splits: dict[str, Any], plans: dict[str, Plan], tokenizer: A
 
     tokenised, figures = IterableDatasetDict(), []
     for name, split in splits.items():
-        reader = _reader(name, plans[name], tokenizer, config)
+        reader = build_reader(name, plans[name], tokenizer, config)
         first = list(islice(split, STREAM_ROWS))
         if not first:
             raise Refusal(f"The {name} split has no rows. Look at the source, and at --train-split and --eval-split")
         batch = {column: [row.get(column) for row in first] for column in plans[name].columns}
         _, measures = reader.read(batch, 0)
-        names = _class_names(plans[name], config)
+        names = class_names(plans[name], config)
         figures.append(summarise(name, [measures], plans[name].is_masked, config.max_length, names))
         columns = list(split.column_names or first[0])
         work = partial(_stream_batch, reader=reader)
@@ -78,7 +78,7 @@ def tokenise_stream(splits: dict[str, Any], plans: dict[str, Plan], tokenizer: A
 
 
 @dataclass(frozen=True)
-class _Reader:
+class Reader:
     """Reads batches of one split."""
 
     name: str
@@ -103,10 +103,10 @@ def _build(folder: Path, splits: dict[str, Any], plans: dict[str, Plan], tokeniz
     """Write each split as an Arrow file, and the figures of all beside them."""
     figures, train_rows, pairs = [], set[int](), count()  # pairs are numbered through all splits
     for name, split in splits.items():
-        reader, measures = _reader(name, plans[name], tokenizer, config), list[Measures]()
+        reader, measures = build_reader(name, plans[name], tokenizer, config), list[Measures]()
         schema = _schema(plans[name], tokenizer, config)
         write_tables(folder / f"{name}.arrow", schema, _tables(split, reader, schema, measures, pairs))
-        names = _class_names(plans[name], config)
+        names = class_names(plans[name], config)
         figures.append(vars(summarise(name, measures, plans[name].is_masked, config.max_length, names, train_rows)))
         if name == "train":
             train_rows.update(row for part in measures for row in part.rows)
@@ -114,7 +114,7 @@ def _build(folder: Path, splits: dict[str, Any], plans: dict[str, Plan], tokeniz
 
 
 def _tables(
-    split: Any, reader: _Reader, schema: pa.Schema, measures: list[Measures], pairs: Iterator[int]
+    split: Any, reader: Reader, schema: pa.Schema, measures: list[Measures], pairs: Iterator[int]
 ) -> Iterator[pa.Table]:
     import pyarrow as pa
     from tqdm.auto import tqdm
@@ -138,7 +138,7 @@ def _tables(
             bar.update(number)
 
 
-def _stream_batch(batch: Batch, indices: list[int], reader: _Reader) -> dict[str, list[Any]]:
+def _stream_batch(batch: Batch, indices: list[int], reader: Reader) -> dict[str, list[Any]]:
     documents, _ = reader.read({name: batch[name] for name in reader.plan.columns if name in batch}, indices[0])
     columns = {name: list(values) for name, values in _columns(documents, reader.plan).items()}
     columns["input_ids"] = documents.lists(documents.values)
@@ -153,7 +153,8 @@ def _columns(documents: Documents, plan: Plan) -> dict[str, Any]:
     return columns | ({"origin": documents.origins} if "origin" in plan.columns else {})
 
 
-def _reader(name: str, plan: Plan, tokenizer: Any, config: DataConfig) -> _Reader:
+def build_reader(name: str, plan: Plan, tokenizer: Any, config: DataConfig) -> Reader:
+    """What reads the rows of a split as its plan says."""
     encoder = build_encoder(tokenizer)
     rows: TextRows | LabelledTexts | PairRows
     if plan.classes is not None:
@@ -173,14 +174,15 @@ def _reader(name: str, plan: Plan, tokenizer: Any, config: DataConfig) -> _Reade
         ends = turn_end_ids(tokenizer)
     except Refusal:  # a template that can't render a plain chat; whether that matters shows when it renders the data
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return _Reader(name, plan, Rules(len(tokenizer), tokenizer.bos_token_id, tuple(ends)), rows)
+    return Reader(name, plan, Rules(len(tokenizer), tokenizer.bos_token_id, tuple(ends)), rows)
 
 
 def _label_column(plan: Plan) -> str:
     return next(column for column in ("label", "labels") if column in plan.columns)
 
 
-def _class_names(plan: Plan, config: DataConfig) -> list[str]:
+def class_names(plan: Plan, config: DataConfig) -> list[str]:
+    """The names under which examples are counted by class; none where labels are no classes."""
     is_single = isinstance(config, ClassificationConfig) and config.problem_type == "single_label"
     return plan.classes.names if plan.classes and is_single else []
 

@@ -80,36 +80,64 @@ class Prepared:
     preflight: Preflight
 
 
-def prepare(task: str, splits: Any, tokenizer: Any, config: DataConfig) -> Prepared:
+def prepare(
+    task: str, splits: Any, tokenizer: Any, config: DataConfig, class_names: list[str] | None = None
+) -> Prepared:
     """Tokenise, check and count all splits for a task (lm, sft, preference, classification), without printing.
+
+    `class_names` are the classes in the order of their numbers, of a model that has them already.
 
     Raises:
         Refusal: data that training must not start with, naming the row.
     """
     from datasets import Dataset
 
-    given, notes = dict(splits), list[str]()
-    if task == "classification":
-        plans, notes = plan_classification(given, config)
-    else:
-        if tokenizer.eos_token_id is None:
-            raise Refusal("The tokenizer has no end-of-text token: no text would end. Set eos_token in tokenizer_config.json")
-        plans = plan_preference(given, config) if task == "preference" else plan_text(given, config, task)
-    notes += describe_settings(plans, given, tokenizer, config)
+    given = dict(splits)
+    plans, notes = plan_splits(task, given, tokenizer, config, class_names)
     is_stream = not all(isinstance(given[name], Dataset) for name in plans)
     work = tokenise_stream if is_stream else tokenise
     tokenised, figures = work({name: given[name] for name in plans}, plans, tokenizer, config)
     notes += [f"{name}: left out, as it has no rows" for name in plans if name not in tokenised]
     first = next(iter(tokenised))
-    origin, example = _example(next(iter(tokenised[first])), plans[first], tokenizer)
-    is_pair = plans[first].supervise == PAIR
-    notes += ["median, 95 % and longest are of a prompt with its longer answer"] * is_pair
-    layout = describe_preference(plans[first]) if is_pair else describe_plan(plans[first], tokenizer)
+    origin, example = example_of(next(iter(tokenised[first])), plans[first], tokenizer)
     preflight = Preflight(
-        layout, config.max_length, config.overlong, figures, notes, example, origin,
-        example_names=("prompt", "chosen", "rejected") if is_pair else (), first_rows=STREAM_ROWS if is_stream else None,
+        describe_rows(plans[first], tokenizer), config.max_length, config.overlong, figures, notes, example, origin,
+        example_names=names_of_pieces(plans[first]), first_rows=STREAM_ROWS if is_stream else None,
     )  # fmt: skip
     return Prepared(tokenised, preflight)
+
+
+def plan_splits(
+    task: str, splits: dict[str, Any], tokenizer: Any, config: DataConfig, class_names: list[str] | None = None
+) -> tuple[dict[str, Plan], list[str]]:
+    """How each split is read for a task, and what of the data or settings may surprise.
+
+    Raises:
+        Refusal: columns or settings that can't be trained with, or a tokenizer without an end-of-text token.
+    """
+    notes = list[str]()
+    if task == "classification":
+        plans, notes = plan_classification(splits, config, class_names)
+        if not plans:
+            raise Refusal("The labels are withheld: each is -1 or missing. Take another split.")
+    else:
+        if tokenizer.eos_token_id is None:
+            raise Refusal("The tokenizer has no end-of-text token: no text would end. Set eos_token in tokenizer_config.json")
+        plans = plan_preference(splits, config) if task == "preference" else plan_text(splits, config, task)
+    notes += describe_settings(plans, splits, tokenizer, config)
+    if next(iter(plans.values())).supervise == PAIR:
+        notes.append("median, 95 % and longest are of a prompt with its longer answer")
+    return plans, notes
+
+
+def describe_rows(plan: Plan, tokenizer: Any) -> str:
+    """The plan in words."""
+    return describe_preference(plan) if plan.supervise == PAIR else describe_plan(plan, tokenizer)
+
+
+def names_of_pieces(plan: Plan) -> tuple[str, ...]:
+    """Of the pieces of an example, where each is shown by itself."""
+    return ("prompt", "chosen", "rejected") if plan.supervise == PAIR else ()
 
 
 def _shown(prepared: Prepared) -> Any:
@@ -117,7 +145,7 @@ def _shown(prepared: Prepared) -> Any:
     return prepared.splits
 
 
-def _example(row: dict[str, Any], plan: Plan, tokenizer: Any) -> tuple[str, list[Piece]]:
+def example_of(row: dict[str, Any], plan: Plan, tokenizer: Any) -> tuple[str, list[Piece]]:
     """Where a row comes from, and its text in pieces."""
     origin = row.get("origin") or "row 0"
     if plan.supervise == PAIR:

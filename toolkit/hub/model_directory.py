@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from toolkit.adapter_files import is_adapted, save_adapter
 from toolkit.data.tokenising.masks import turn_end_ids
 from toolkit.engines import unwrapped
 from toolkit.engines.pieces import whole_state_dict
+from toolkit.hub.card import base_licence, model_card, read_json
 from toolkit.output import written_beside
 from toolkit.ranks import on_main
-from toolkit.tracking import show_number
+from toolkit.tracking import public_settings
 
 
 def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summary: Any = None) -> Path:
@@ -32,20 +33,50 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
     directory = Path(config.output_dir) / "model"
     plain = unwrapped(model)
     state = whole_state_dict(accelerator, plain)
-    dtype = getattr(torch, config.dtype if config.dtype != "auto" else str(plain.dtype).removeprefix("torch."))
-    if state is not None and plain.dtype != dtype:  # ZeRO computes with bfloat16 weights beside those that were trained
-        state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
     def write() -> None:
         assert state is not None  # on the main process it is there
-        card = model_card(config, summary)
-        write_model_directory(directory, plain, state, tokenizer, card, str(dtype).removeprefix("torch."))
+        write_model(directory, plain, state, tokenizer, config, summary.figures if summary else {})
 
     if accelerator is None:
         write()
     else:
         on_main(accelerator, write, BadModel)
     return directory
+
+
+def write_model(
+    directory: Path, model: Any, state: dict[str, torch.Tensor], tokenizer: Any, config: Any, figures: Mapping[str, Any]
+) -> None:
+    """Write a model directory with its card, in the type of weights that the settings name.
+
+    Args:
+        model: without wrappers.
+        state: all its tensors by name, whole; emptied on the way.
+        figures: of its evaluation.
+    """
+    dtype = getattr(torch, config.dtype if config.dtype != "auto" else str(model.dtype).removeprefix("torch."))
+    if model.dtype != dtype:  # ZeRO computes with bfloat16 weights beside those that were trained
+        for name, tensor in state.items():
+            state[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    card = card_of_run(model, config, figures)
+    write_model_directory(directory, model, state, tokenizer, card, str(dtype).removeprefix("torch."))
+
+
+def card_of_run(model: Any, config: Any, figures: Mapping[str, Any]) -> str:
+    """The model card of a run: from its run.json where it has one, else from its settings."""
+    output_dir = Path(config.output_dir)
+    run_card = read_json(output_dir / "run.json") or {
+        "settings": public_settings(config), "model": {"name": config.model}, "data": {"dataset": config.dataset},
+    }  # fmt: skip
+    adapter = None
+    if is_adapted(model):
+        adapter = "elsewhere" if model.peft_config["default"].base_model_name_or_path else "inside"
+    plain = model.get_base_model() if adapter else model
+    licence = base_licence(config.model, getattr(config, "model_revision", None), ask=getattr(config, "push_to_hub", False))
+    architecture = type(plain).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
+    name = output_dir.absolute().name
+    return model_card(run_card, figures, name, architecture, adapter=adapter, licence=licence)
 
 
 def _say_dtype(path: Path, dtype: str) -> None:
@@ -136,16 +167,3 @@ def no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def model_card(config: Any, summary: Any = None) -> str:
-    """A short model card: where the model comes from, what it was trained on, and its figures."""
-    figures = {k: v for k, v in (summary.figures if summary else {}).items() if k.startswith("eval_") and isinstance(v, float)}
-    rows = "".join(f"| {name.removeprefix('eval_')} | {show_number(value)} |\n" for name, value in figures.items())
-    table = f"\n## Evaluation\n\n| metric | held out |\n| --- | --- |\n{rows}" if rows else ""
-    base = "" if config.model.startswith("tiny-") else f"base_model: {config.model}\n"
-    return (
-        f"---\n{base}library_name: transformers\n---\n\n# {Path(config.output_dir).name}\n\n"
-        f"Trained from `{config.model}` on `{config.dataset}` with a learning rate of {config.learning_rate}, "
-        f"seed {config.seed}. The settings are in `config.yaml` of the run.\n{table}"
-    )

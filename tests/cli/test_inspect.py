@@ -1,0 +1,182 @@
+"""toolkit inspect: figures are those of a plain loop, and every row that training would refuse is named.
+
+Each test names the one-line change under which it was seen to fail.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import toolkit as tk
+from toolkit.cli.main import app
+from toolkit.config import Refusal
+from toolkit.data.tokenising.inspection import guess_task
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def chat(number: int, role: str = "user") -> dict[str, Any]:
+    question = f"How many are {number} and {number + 1}?" + " please" * (number % 40)
+    return {"messages": [{"role": role, "content": question}, {"role": "assistant", "content": f"{2 * number + 1}."}]}
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def inspect(*words: object) -> tuple[int, str]:
+    """In this process: exit code and what it said."""
+    done = CliRunner().invoke(app, ["inspect", *map(str, words)])
+    if isinstance(done.exception, Refusal):
+        return 2, str(done.exception)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+def test_every_bad_row_is_named_and_the_good_ones_are_counted(tmp_path: Path) -> None:
+    """600 rows, bad ones at the borders of batches of 512 too. Fails when: reading stops at the first, rows are numbered within
+    their batch, or a batch with a bad row is not counted."""
+    rows = [chat(number) for number in range(600)]
+    for number in (0, 41, 42, 43, 511, 512, 599):
+        rows[number] = {"messages": []}
+    rows[100] = chat(100, role="usr")
+    rows[530]["messages"].pop()
+    path = write(tmp_path / "chats.jsonl", rows)
+    code, output = inspect(path, "--eval-fraction", "0", "--examples", "0")
+    assert code == 1
+    told = output.partition("3 problems, in 9 rows:\n")[2]
+    place = f"{tmp_path.name}/chats.jsonl:"
+    assert [line.strip() for line in told.splitlines() if place in line] == [
+        f"{place}1, 42-44, 512-513, 600", f"{place}101", f"{place}531",
+    ]  # fmt: skip
+    assert "has the role 'usr', which no chat template knows. Did you mean 'user'?" in told
+    assert re.search(r"^  train +591 ", output, re.M)
+
+
+def test_what_is_refused_is_what_training_refuses(tmp_path: Path) -> None:
+    """Row by row, with the same words. Fails when: the checks are another's than the preflight's."""
+    rows = [chat(1), {"messages": [{"role": "user", "content": "x"}]}, {"messages": [{"role": "assistant", "content": " "}]}]
+    config = tk.DataConfig(eval_fraction=0.0)
+    tokenizer = tk.load_tokenizer(tk.ModelConfig())
+    path = write(tmp_path / "all.jsonl", rows)
+    _, output = inspect(path, "--eval-fraction", "0", "--examples", "0")
+    for number in (1, 2):
+        alone = write(tmp_path / f"alone-{number}.jsonl", [rows[number]])
+        splits = tk.load_splits(tk.DataConfig(dataset=str(alone), eval_fraction=0.0))
+        with pytest.raises(Refusal) as refused:
+            tk.tokenize_for_sft(splits, tokenizer, config)
+        assert str(refused.value).partition("jsonl:1: ")[2] in output
+
+
+def test_lengths_supervised_share_and_packing_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    """Fails when: the histogram counts what is left after cutting, or the fill is that of padded rows."""
+    rows = [chat(number) for number in range(200)]
+    path = write(tmp_path / "chats.jsonl", rows)
+    code, output = inspect(path, "--eval-fraction", "0", "--max-length", "64", "--overlong", "drop")
+    assert code == 0
+    assert output.rstrip().endswith("No problems: training would start.")
+    tokenizer = tk.load_tokenizer(tk.ModelConfig())
+    texts = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows]
+    lengths = np.array([len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts])
+    kept = lengths[lengths <= 64]
+    assert 0 < len(kept) < 200
+    answers = sum(len(tokenizer(f"{2 * number + 1}.<|im_end|>")["input_ids"]) for number in range(200) if lengths[number] <= 64)
+    bars = [
+        tuple(int(number.replace(",", "")) for number in found)
+        for found in re.findall(r"^ +([\d,]+) - ([\d,]+)  [█# ]*  +([\d,]+)$", output, re.M)
+    ]
+    assert sum(count for *_, count in bars) == 200
+    assert all(count == ((lengths >= low) & (lengths <= high)).sum() for low, high, count in bars)
+    rows_needed = len(tk.pack_best_fit(kept, 64))
+    assert f"{rows_needed} rows of 64 tokens, {kept.sum() / (rows_needed * 64):.1%} full" in output
+    assert f"  {answers / kept.sum():.1%}  " in output
+    assert f"longer than --max-length 64: {200 - len(kept)} of 200" in output
+
+
+def test_supervised_text_is_marked_and_coloured_on_a_terminal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the prompt is marked, or colours go into a file."""
+    path = write(tmp_path / "chats.jsonl", [chat(1), chat(2)])
+    _, output = inspect(path, "--eval-fraction", "0", "--examples", "1")
+    assert "[[3.<|im_end|>]]" in output
+    assert "\x1b" not in output
+    from toolkit.data.tokenising import preflight
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(preflight, "marks_for", lambda stream: ("\x1b[4;32m", "\x1b[0m"))
+    assert "\x1b[4;32m3.<|im_end|>\x1b[0m" in inspect(path, "--eval-fraction", "0", "--examples", "1")[1]
+
+
+def test_all_lines_that_are_no_json_are_named(tmp_path: Path) -> None:
+    """Fails when: the reader's first refusal is all that is told."""
+    rows: list[Any] = [chat(number) for number in range(9)]
+    rows[3], rows[7] = '{"messages": ', "[1, 2]"
+    code, output = inspect(write(tmp_path / "broken.jsonl", rows))
+    assert code == 1
+    assert re.findall(r"broken\.jsonl:(\d+)", output) == ["4", "8"]
+    assert "2 problems. The rest is looked at once these are corrected." in output
+
+
+@pytest.mark.parametrize(
+    ("columns", "task"),
+    [
+        (["messages"], "sft"), (["prompt", "completion"], "sft"), (["text"], "lm"), (["text", "label"], "classification"),
+        (["chosen", "rejected"], "preference"), (["prompt", "responses", "scores"], "preference"), (["input_ids"], "lm"),
+        (["input_ids", "labels"], "sft"), (["text", "labels"], "classification"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else value,
+)  # fmt: skip
+def test_the_task_is_told_by_the_columns(columns: list[str], task: str) -> None:
+    """Fails when: the labels of tokens are taken for classes."""
+    assert guess_task(columns) == task
+
+
+def test_rows_without_a_label_are_named_before_the_classes_are_looked_for(tmp_path: Path) -> None:
+    """Fails when: the first of them ends the inspection."""
+    rows = [{"text": f"text {number}", "label": ["a", "b"][number % 2]} for number in range(40)]
+    rows[5]["label"], rows[9]["label"], rows[20]["text"] = None, "", " "
+    code, output = inspect(write(tmp_path / "rows.jsonl", rows), "--eval-fraction", "0", "--examples", "0")
+    assert code == 1
+    assert re.findall(r"rows\.jsonl:(\d+)$", output, re.M) == ["6", "10", "21"]
+    assert "classes: a 51.4%, b 48.6%" in output
+
+
+def test_a_whole_split_can_be_the_problem(tmp_path: Path) -> None:
+    """Fails when: what only the sums tell ends with 2, or with 0."""
+    path = write(tmp_path / "long.jsonl", [{"prompt": "x " * 400, "completion": "y"}] * 3)
+    code, output = inspect(path, "--eval-fraction", "0", "--max-length", "16")
+    assert code == 1
+    assert "train: Nothing is left of the train split" in output
+
+
+def test_a_recipes_yaml_says_what_is_inspected(tmp_path: Path) -> None:
+    """Settings of training in it are left alone. Fails when: an unknown key is refused, or a flag loses against the file."""
+    write(tmp_path / "chats.jsonl", [chat(number) for number in range(30)])
+    (tmp_path / "run.yaml").write_text(f"dataset: {tmp_path / 'chats.jsonl'}\nmax_length: 40\nlearning_rate: 0.1\neval_fraction: 0\n")
+    assert "longer than --max-length 40" in inspect("--config", tmp_path / "run.yaml")[1]
+    assert "longer than --max-length 50" in inspect("--config", tmp_path / "run.yaml", "--max-length", "50")[1]
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "columns", "folder"])
+def test_what_cannot_be_read_ends_with_2_and_one_message(tmp_path: Path, kind: str) -> None:
+    """In a process of its own. Fails when: an exception keeps its traceback, or the code is that of problems."""
+    paths = {
+        "missing": tmp_path / "nowhere.jsonl", "empty": write(tmp_path / "empty.jsonl", []),
+        "columns": write(tmp_path / "columns.jsonl", [{"sentence": "x", "mood": 1}]), "folder": tmp_path / "folder",
+    }  # fmt: skip
+    (tmp_path / "folder").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit", "inspect", str(paths[kind]), "--eval-fraction", "0"], capture_output=True, text=True,
+        cwd=ROOT, timeout=120, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("refused: ")
+    assert "Traceback" not in done.stderr

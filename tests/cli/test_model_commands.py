@@ -1,0 +1,315 @@
+"""toolkit generate, chat and evaluate: what they print is what transformers and a plain loop make of the same model.
+
+Each test names the one-line change under which it was seen to fail.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from sklearn.metrics import accuracy_score, f1_score
+from typer.testing import CliRunner
+
+import toolkit as tk
+from toolkit.answers import Sampling, answer
+from toolkit.cli.main import app
+from toolkit.config import Refusal
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE: dict[str, Any] = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "seed": 5}
+QUESTIONS = ["one two", "three four five", "six"]
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.OutputConfig):
+    """Of the models made here."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model in run/model, an adapter on it in lora/model, a classifier in classes/model, a reward model in rewards/model."""
+    folder = tmp_path_factory.mktemp("made")
+    tokenizer = tk.train_tokenizer(["one two three four five six seven"] * 9, 300)
+    config = Config(output_dir=str(folder / "run"), **SHAPE)
+    model = tk.load_model("AutoModelForCausalLM", config, tokenizer)
+    for parameter in model.parameters():
+        parameter.data *= 4  # so that answers differ
+    tk.save_model(None, model, tokenizer, config)
+    config = Config(model=str(folder / "run/model"), use_peft=True, lora_r=4, output_dir=str(folder / "lora"))
+    adapted = tk.add_adapter(tk.load_model("AutoModelForCausalLM", config), config)
+    torch.manual_seed(0)
+    for parameter in adapted.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter) * parameter.requires_grad
+    tk.save_model(None, adapted, tokenizer, config)
+    names = {0: "bad", 1: "fair", 2: "good"}
+    for kind, head in (("classes", {"id2label": names, "label2id": {v: k for k, v in names.items()}, "num_labels": 3}), ("rewards", {"num_labels": 1})):
+        config = Config(model="tiny-llama", output_dir=str(folder / kind), **SHAPE)
+        model = tk.load_model("AutoModelForSequenceClassification", config, tk.pad_apart_from_end(tokenizer), **head)
+        tk.save_model(None, model, tokenizer, config)
+    return folder
+
+
+def toolkit(*words: object, typed: str | None = None) -> Any:
+    """In this process; its result. A refusal is raised."""
+    done = CliRunner().invoke(app, [str(word) for word in words], input=typed)
+    if isinstance(done.exception, Refusal):
+        raise done.exception
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done
+
+
+def likeliest(folder: Path, text: str, tokens: int, adapter: Path | None = None) -> str:
+    """The reference: one forward pass for each token, without a cache."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    if adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).eval()
+    ids = tokenizer(text)["input_ids"]
+    start = len(ids)
+    stops = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    with torch.no_grad():
+        while len(ids) < start + tokens and (len(ids) == start or ids[-1] not in stops):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return tokenizer.decode(ids[start:], skip_special_tokens=True)
+
+
+def lasts(folder: Path, text: str, tokens: int) -> bool:
+    """Whether so many tokens are made before the model ends."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    made = model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=stops, pad_token_id=0)
+    return made.shape[1] - ids.shape[1] == tokens and int(made[0, -1]) not in stops
+
+
+def as_turn(text: str, folder: Path) -> str:
+    messages = [{"role": "user", "content": text}]
+    return transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("kind", ["run", "lora"])
+def test_answers_are_those_of_the_model_through_its_template(made: Path, kind: str) -> None:
+    """The directory of the run is as good as that of its model; an adapter is put on its base.
+
+    Fails when: the template is left out, the base answers alone, or a prompt's answer hangs on the one before.
+    """
+    words = [word for question in QUESTIONS for word in ("--prompt", question)]
+    rows = [json.loads(line) for line in toolkit("generate", made / kind, *words, "--max-new-tokens", 6, "--json").stdout.splitlines()]
+    adapter = made / "lora/model" if kind == "lora" else None
+    texts = [likeliest(made / "run/model", as_turn(text, made / "run/model"), 6, adapter) for text in QUESTIONS]
+    assert rows == [{"prompt": question, "text": text} for question, text in zip(QUESTIONS, texts, strict=True)]
+    assert len(set(texts)) > 1
+    assert toolkit("generate", made / kind / "model", "--prompt", "six", "--max-new-tokens", 6).stdout.strip() == texts[2].strip()
+
+
+def test_prompts_come_from_a_file_or_from_standard_input(made: Path, tmp_path: Path) -> None:
+    """Fails when: blank lines are prompts, or the messages of a row are not rendered."""
+    (tmp_path / "lines.txt").write_text("one two\n\nsix\n")
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "one two"}\n{"messages": [{"role": "user", "content": "six"}, {"role": "assistant", "content": "never"}]}\n'
+    )
+    same = ["--max-new-tokens", 4, "--json"]
+    texts = [json.loads(line)["text"] for line in toolkit("generate", made / "run", "--prompt", "one two", "--prompt", "six", *same).stdout.splitlines()]
+    for words, typed in ((["--file", tmp_path / "lines.txt"], None), (["--file", tmp_path / "rows.jsonl"], None), (["--file", "-"], "one two\nsix\n")):
+        rows = toolkit("generate", made / "run", *words, *same, typed=typed).stdout.splitlines()
+        assert [json.loads(row)["text"] for row in rows] == texts, words
+
+
+def test_raw_continues_the_text_and_a_seed_repeats_a_draw(made: Path) -> None:
+    """Fails when: --raw is ignored, or the generator is not seeded."""
+    raw = toolkit("generate", made / "run", "--prompt", "one two", "--raw", "--max-new-tokens", 5, "--json").stdout
+    assert json.loads(raw)["text"] == likeliest(made / "run/model", "one two", 5)
+    draws = [
+        toolkit("generate", made / "run", "--prompt", "six", "--temperature", 2, "--seed", seed, "--max-new-tokens", 12).stdout
+        for seed in (1, 1, 2)
+    ]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_pieces_that_are_shown_add_up_to_the_answer(made: Path) -> None:
+    """Byte by byte: a character of several bytes is shown when it is whole. Fails when: half a character is shown."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made / "run/model")
+    told = "Größe 漢字 😀 end"
+    ids = tokenizer(told)["input_ids"]
+
+    class Recites:
+        device, config = torch.device("cpu"), transformers.AutoConfig.from_pretrained(made / "run/model")
+        generation_config = transformers.GenerationConfig()
+
+        def generate(self, input_ids: torch.Tensor, streamer: Any, **_: Any) -> None:
+            streamer.put(input_ids)
+            for token in ids:
+                streamer.put(torch.tensor([token]))
+            streamer.end()
+
+    pieces: list[str] = []
+    assert answer(Recites(), tokenizer, "say it", Sampling(), pieces.append) == told
+    assert "".join(pieces) == told
+    assert len(pieces) > 5
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_a_chat_remembers_until_it_is_reset(made: Path) -> None:
+    """Fails when: the answer is not part of what the next turn reads, or /reset keeps it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made / "run/model")
+    messages: list[dict[str, str]] = []
+    said = []
+    for question in ("one two", "six"):
+        messages.append({"role": "user", "content": question})
+        text = likeliest(made / "run/model", tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), 5)
+        messages.append({"role": "assistant", "content": text})
+        said.append(text)
+    alone = likeliest(made / "run/model", as_turn("six", made / "run/model"), 5)
+    assert alone != said[1]
+    done = toolkit("chat", made / "run", "--max-new-tokens", 5, "--temperature", 0, typed="one two\nsix\n/reset\nsix\n/nothing\n/quit\nnever\n")
+    assert done.stdout.split("\n\n")[:2] == said
+    assert f"Forgotten.\n{alone}\n\n" in done.stdout
+    assert "/nothing: no such command" in done.stdout
+
+
+def test_ctrl_c_ends_an_answer_and_the_end_of_input_the_chat(made: Path) -> None:
+    """On a terminal, in a process of its own. Fails when: the signal ends the chat, or nothing of the answer is kept."""
+    import pty
+
+    # an answer that goes round in circles, up to the model's last position
+    words = ("one", "two", "three", "four", "five", "six", "seven", *QUESTIONS)
+    folder = made / "run/model"
+    endless = next(word for word in words if lasts(folder, as_turn(word, folder), 90))
+    main, other = pty.openpty()
+    command = [sys.executable, "-m", "toolkit", "chat", str(made / "run"), "--max-new-tokens", "4000", "--temperature", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "TERM": "dumb"}
+    process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, start_new_session=True, env=environment)
+    os.close(other)
+    os.set_blocking(main, False)
+    heard = ""
+
+    def wait_for(words: str, seconds: float = 120) -> None:
+        nonlocal heard
+        end = time.monotonic() + seconds
+        while words not in heard:
+            assert time.monotonic() < end, heard
+            time.sleep(0.02)
+            try:
+                heard += os.read(main, 65536).decode(errors="replace")
+            except BlockingIOError:
+                continue
+            except OSError:
+                break
+
+    try:
+        wait_for("> ")
+        os.write(main, f"{endless}\n".encode())
+        wait_for(f"{endless}\r\n")
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        wait_for("(ended)")
+        heard = heard.partition("(ended)")[2]
+        wait_for("> ")
+        os.write(main, b"\x04")
+        assert process.wait(timeout=60) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        os.close(main)
+
+
+def evaluated(*words: object) -> dict[str, Any]:
+    return json.loads(toolkit("evaluate", *words, "--json").stdout)
+
+
+def test_a_language_models_figures_are_those_of_a_loop_over_tokens(made: Path, tmp_path: Path) -> None:
+    """Answers only where rows have prompts; bits per byte where every token counts. Fails when: a mean of batch means is
+    taken, or the prompt is counted."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made / "run/model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(made / "run/model").eval()
+    rows = [{"prompt": "one two" + " two" * i, "completion": " three four" * (7 - i)} for i in range(7)]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": row["prompt"] + row["completion"]}) for row in rows))
+    sums = {"answers": [0.0, 0.0, 0], "texts": [0.0, 0.0, 0]}
+    for row in rows:
+        ids = torch.tensor([[*tokenizer(row["prompt"] + row["completion"])["input_ids"], tokenizer.eos_token_id]])
+        prompt = len(tokenizer(row["prompt"])["input_ids"])
+        with torch.no_grad():
+            scores = model(ids).logits[0, :-1].double().log_softmax(-1)
+        nll, right = -scores.gather(1, ids[0, 1:, None])[:, 0], scores.argmax(-1) == ids[0, 1:]
+        for name, start in (("answers", prompt - 1), ("texts", 0)):
+            sums[name] = [sums[name][0] + float(nll[start:].sum()), sums[name][1] + float(right[start:].sum()), sums[name][2] + len(nll[start:])]
+    for name, (nll, right, tokens) in sums.items():
+        found = evaluated(made / "run", "--dataset", tmp_path / f"{name}.jsonl", "--per-device-eval-batch-size", 3)
+        figures = found["metrics"]
+        assert figures["loss"] == pytest.approx(nll / tokens, rel=1e-5)
+        assert figures["perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-4)
+        assert figures["token_accuracy"] == pytest.approx(right / tokens)
+        assert (found["rows"], found["task"]) == (7, {"answers": "sft", "texts": "lm"}[name])
+        assert ("bits_per_byte" in figures) == (name == "texts")
+    size = sum(len((row["prompt"] + row["completion"]).encode()) for row in rows)
+    nll, _, tokens = sums["texts"]
+    assert figures["bits_per_byte"] == pytest.approx((nll / math.log(2) + 7 * math.log2(len(tokenizer))) / size, rel=1e-5)
+    assert set(evaluated(made / "run", "--dataset", tmp_path / "texts.jsonl", "--metrics", "perplexity")["metrics"]) == {"perplexity"}
+    with pytest.raises(Refusal, match="--metrics bits_per_byte: a model has loss, perplexity, token_accuracy where only answers"):
+        evaluated(made / "run", "--dataset", tmp_path / "answers.jsonl", "--metrics", "bits_per_byte")
+
+
+def test_the_rows_that_training_holds_out_can_be_asked_for(made: Path, tmp_path: Path) -> None:
+    """Fails when: --split validation is refused where the data have none, or takes other rows than load_splits."""
+    path = tmp_path / "texts.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"one two {i}"}) for i in range(80)))
+    held_out = len(tk.load_splits(str(path))["validation"])
+    assert evaluated(made / "run", "--dataset", path)["rows"] == 80
+    assert evaluated(made / "run", "--dataset", path, "--split", "validation")["rows"] == held_out < 80
+    (tmp_path / "config.yaml").write_text(f"dataset: {path}\nmodel: tiny-llama\nhidden_size: 32\nlearning_rate: 1\n")
+    assert evaluated(made / "run", "--config", tmp_path / "config.yaml")["rows"] == held_out
+    with pytest.raises(Refusal, match=r"--split tset: .* has no such split"):
+        evaluated(made / "run", "--dataset", path, "--split", "tset")
+
+
+def test_a_classifiers_figures_are_those_of_scikit_learn_with_the_models_own_classes(made: Path, tmp_path: Path) -> None:
+    """The data lack a class, and name the others in another order. Fails when: classes are numbered as they come in the data."""
+    texts, labels = [f"one {'two ' * i}three" for i in range(11)], ["good", "fair"] * 5 + ["good"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made / "classes/model")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(made / "classes/model").eval()
+    with torch.no_grad():
+        predicted = [int(model(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
+    numbers = [{"bad": 0, "fair": 1, "good": 2}[label] for label in labels]
+    for name, written in (("names", labels), ("numbers", numbers)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(json.dumps({"text": text, "label": label}) for text, label in zip(texts, written, strict=True)))
+        figures = evaluated(made / "classes", "--dataset", path, "--per-device-eval-batch-size", 4, "--metrics", "accuracy,f1_micro")["metrics"]
+        assert figures["accuracy"] == pytest.approx(accuracy_score(numbers, predicted))
+        assert figures["f1_micro"] == pytest.approx(f1_score(numbers, predicted, average="micro"))
+    with pytest.raises(Refusal, match="is a classifier, which writes no text"):
+        toolkit("generate", made / "classes", "--prompt", "x")
+
+
+def test_a_reward_models_accuracy_is_the_share_of_pairs_it_ranks_as_the_data_do(made: Path, tmp_path: Path) -> None:
+    """Fails when: the padding's score is read."""
+    pairs = [(f"one {'two ' * i}", "three four", "five " * (i % 3 + 1)) for i in range(9)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": p, "chosen": c, "rejected": r}) for p, c, r in pairs))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made / "rewards/model")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(made / "rewards/model").eval()
+
+    @torch.no_grad()
+    def reward(text: str) -> float:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        return float(model(input_ids=ids).logits)
+
+    figures = evaluated(made / "rewards", "--dataset", path, "--per-device-eval-batch-size", 4)["metrics"]
+    rewards = np.array([[reward(p + c), reward(p + r)] for p, c, r in pairs])
+    assert figures["reward_accuracy"] == pytest.approx(np.mean(rewards[:, 0] > rewards[:, 1]))
+    assert figures["rewards_chosen"] == pytest.approx(rewards[:, 0].mean(), abs=1e-6)

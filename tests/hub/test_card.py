@@ -1,0 +1,113 @@
+"""The model card: read by the Hub's own reader, its example run as it stands, nothing in it that isn't meant to be shown."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+import toolkit as tk
+from toolkit.hub.card import base_licence, model_card, shown_path, with_name
+
+RUN_CARD = {
+    "settings": {
+        "model": "Qwen/Qwen3-0.6B", "dataset": "trl-lib/Capybara:small@1f2e", "learning_rate": 2e-4, "max_steps": 40,
+        "num_train_epochs": 2.0, "packing": True, "use_peft": False, "seed": 7, "output_dir": "/home/ann/secret-project/run",
+        "api_key": "sk_1", "resume_from": "/home/ann/x", "hub_model_id": "ann/m",
+    },
+    "model": {"name": "Qwen/Qwen3-0.6B", "commit": "c0ffee"}, "data": {"dataset": "trl-lib/Capybara:small@1f2e", "fingerprint": "f1"},
+    "layout": {"global_batch_size": 16, "processes": 2, "engine": "ddp", "precision": "bf16", "steps": 40},
+    "versions": {"torch": "2.13"}, "recipe": {"file": "sft.py", "sha256": "0", "commit": "abc-dirty"}, "hardware": {"cores": 8},
+}  # fmt: skip
+FIGURES = {"eval_loss": 1.25, "eval_accuracy": 0.5, "first_eval_loss": 9.0, "train_loss": 1.0, "eval_odd": float("nan"), "step": 40}
+
+
+def test_the_hubs_reader_finds_base_licence_data_task_and_metrics() -> None:
+    """Fails when: a field bears another name than the Hub's, or a figure is rounded or not one of the evaluation."""
+    card = ModelCard(model_card(RUN_CARD, FIGURES, "run", "Qwen3ForCausalLM", licence="apache-2.0"))
+    data = card.data
+    assert (data.base_model, data.license, data.library_name) == ("Qwen/Qwen3-0.6B", "apache-2.0", "transformers")
+    assert (data.pipeline_tag, data.datasets) == ("text-generation", ["trl-lib/Capybara"])
+    assert data.to_dict()["base_model_relation"] == "finetune"
+    found = {each.metric_type: each.metric_value for each in data.eval_results or []}
+    assert found == {"loss": 1.25, "accuracy": 0.5}
+    assert {(each.task_type, each.dataset_type) for each in data.eval_results or []} == {("text-generation", "trl-lib/Capybara")}
+    for words in ("`c0ffee`", "`apache-2.0`", "| learning_rate | 0.0002 |", "| max_steps | 40 |", "| global_batch_size | 16 |", "| torch | 2.13 |"):
+        assert words in card.text
+
+
+def test_settings_that_say_nothing_of_the_training_stay_out() -> None:
+    """Fails when: all settings of the run card are shown, or a path with the folders above it."""
+    card = model_card(RUN_CARD | {"data": {"dataset": "/home/ann/secret-project/rows.jsonl"}}, FIGURES, "run", "LlamaForCausalLM")
+    for word in ("sk_1", "secret-project", "/home", "resume_from", "num_train_epochs"):
+        assert word not in card
+    assert "`rows.jsonl`" in card
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/home/ann/rows.jsonl", "rows.jsonl"), ("~/data/rows", "rows"), ("./a/b:0.7,/c/d:0.3", "b:0.7,d:0.3"), ("org/name", "org/name"),
+        ("stdlib:sft", "stdlib:sft"), ("org/a:0.5,org/b:0.5", "org/a:0.5,org/b:0.5"), ("../x", "x"),
+    ],
+)  # fmt: skip
+def test_of_a_path_its_last_part_is_shown(text: str, shown: str) -> None:
+    """Fails when: the name of a repository is cut, or a folder of this machine is shown."""
+    assert shown_path(text) == shown
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.OutputConfig):
+    lora_r: int = 2
+
+
+SHAPE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapter inside", "adapter elsewhere"])
+def test_the_example_loads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """As a reader of the card would type it. Fails when: the class, the folder of the base or the name isn't that of the model."""
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    tokenizer = tk.train_tokenizer(["a cat and a dog"] * 9, 280)
+    config = Config(use_peft=kind != "whole", output_dir="run", **SHAPE)
+    if kind == "adapter elsewhere":
+        base = Config(output_dir="base", **SHAPE)
+        tk.save_model(None, tk.load_model("AutoModelForCausalLM", base, tokenizer), tokenizer, base)
+        config = Config(use_peft=True, output_dir="run", model=str(tmp_path / "base/model"))
+    model: Any = tk.load_model("AutoModelForCausalLM", config, tokenizer)
+    model = tk.add_adapter(model, config) if config.use_peft else model
+    directory = tk.save_model(None, model, tokenizer, config)
+    card = with_name((directory / "README.md").read_text(), str(directory))
+    example = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.allclose(names["model"].eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-5)
+    assert names["tokenizer"]("a cat")["input_ids"] == tokenizer("a cat")["input_ids"]
+
+
+def test_the_licence_of_the_base_is_found_beside_it_and_on_the_hub(hub: Any, api: Any, tmp_path: Path) -> None:
+    """The Hub is asked only when it may be. Fails when: either isn't read, or the Hub is asked in a run that sends nothing."""
+    (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: llama3\n---\n")
+    assert base_licence(str(tmp_path)) == "llama3"
+    hub.make("org/base", files={"README.md": b"---\nlicense: mit\n---\n"})
+    assert base_licence("org/base") is None
+    assert hub.requests == []
+    assert base_licence("org/base", ask=True) == "mit"
+    hub.fail("*", ".*", 500, times=99)
+    assert base_licence("org/base", ask=True) is None
+    assert base_licence("tiny-llama", ask=True) is None
+
+
+def test_a_card_that_someone_edited_keeps_the_edits() -> None:
+    """Fails when: the card is written anew for the Hub."""
+    card = model_card(json.loads(json.dumps(RUN_CARD)), FIGURES, "run", "LlamaForCausalLM") + "\nMy words.\n"
+    sent = with_name(card, "ann/run")
+    assert sent == card.replace('name = "run"', 'name = "ann/run"') != card

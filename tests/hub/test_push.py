@@ -1,0 +1,68 @@
+"""`toolkit push` as it is typed: a run's model, a model directory, what is refused, and a Hub that is away."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CARD = '---\nlibrary_name: transformers\n---\n\n```python\nname = "run"\n```\n'
+MODEL = {"config.json": "{}", "model.safetensors": "weights", "README.md": CARD}
+REST = {".env": "HF_TOKEN=x", "notes.txt": "mine", "optimizer.pt": "0", "sub/config.json": "{}", ".git/config": "x"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run's model, with files beside it that are nobody's business."""
+    for name, text in {**MODEL, **REST}.items():
+        path = tmp_path / "run/model" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "run/config.yaml").write_text("hub_model_id: named-in-settings\nhub_private_repo: true\n")
+    return tmp_path / "run"
+
+
+def test_the_model_of_a_run_goes_where_its_settings_say_and_once(push: Any, hub: Any, run: Path) -> None:
+    """Only what makes a model. Fails when: other files are sent, config.yaml isn't read, or the second push commits again."""
+    for _ in range(2):
+        code, said = push("run", "--message", "Ours")
+        assert code == 0, said
+    assert hub.titles("alice/named-in-settings") == ["Ours"]
+    assert hub.repositories["alice/named-in-settings"].private
+    sent = hub.files("alice/named-in-settings")
+    assert sent == {**{k: v.encode() for k, v in MODEL.items()}, "README.md": CARD.replace('"run"', '"alice/named-in-settings"').encode()}
+    assert not (run / "hub_queue").exists()
+
+
+def test_a_model_directory_goes_where_it_is_told(push: Any, hub: Any, run: Path) -> None:
+    """Fails when: an option is not used. The directory is left as it was."""
+    before = sorted(path.name for path in (run / "model").iterdir())
+    code, said = push("run/model", "--repo-id", "alice/other", "--public", "--revision", "v1")
+    assert code == 0, said
+    assert hub.titles("alice/other", "v1") == ["Upload run"]
+    assert not hub.repositories["alice/other"].private
+    assert sorted(path.name for path in (run / "model").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["nowhere"], "no such directory"), (["."], "nothing waits"), (["run", "--repo-id", "bob/x"], "belongs to bob"), (["run", "--repo-id", "a--b"], "no name")],
+    ids=["no-directory", "no-model", "somebody-else", "no-name"],
+)
+def test_a_mistake_is_one_message_and_code_2(push: Any, run: Path, arguments: list[str], words: str) -> None:
+    """Fails when: a mistake of the user's is a traceback or code 1."""
+    code, said = push(*arguments)
+    assert code == 2, said
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_while_the_hub_is_away_nothing_is_lost_and_the_code_is_1(push: Any, hub: Any, run: Path) -> None:
+    """Fails when: a push that can't be made is taken for a mistake, or a second one forgets what waits."""
+    hub.fail("*", ".*", 503, times=10**9)
+    code, said = push("run")
+    assert code == 1, said
+    assert "toolkit push run" in said
+    hub.faults.clear()
+    code, said = push("run")
+    assert code == 0, said
+    assert hub.titles("alice/named-in-settings") == ["Upload run"]

@@ -1,0 +1,187 @@
+"""What the service would refuse is refused here, each limit at its edge and one beyond; numbers are botocore's own.
+
+Each test names the one-line change under which it fails.
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.config import Refusal
+from toolkit.sagemaker_jobs import limits
+from toolkit.sagemaker_jobs.job import Job, name_of_job, read_pairs
+from toolkit.sagemaker_jobs.metric_definitions import MOST, metric_definitions
+from toolkit.sagemaker_jobs.recipe_settings import read_recipe_flags
+
+JOB = Job(name="job-1", recipe=Path("recipes/sft.py"), instance_type="ml.g5.12xlarge")
+MONTH = 28 * 24 * 3600
+
+
+def many(number: int) -> dict[str, str]:
+    return {f"name_{n}": "1" for n in range(number)}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "a" * 63}, {"name": "A-1--b"}, {"instance_type": "ml.p4d.24xlarge"}, {"instance_type": "ml.trn1-n.32xlarge"},
+        {"role": "arn:aws-cn:iam::123456789012:role/service-role/Sage+Maker"}, {"max_run": MONTH}, {"spot": True, "max_run": 60, "max_wait": 60},
+        {"keep_alive": 21600}, {"volume_size": 16384}, {"tags": many(50)}, {"tags": {"k" * 128: "v" * 256}}, {"tags": {"Größe": "a/b: c@d"}},
+        {"channels": {f"c.{n}-": "s3://data-1/a" for n in range(20)}}, {"channels": {"c" * 64: "s3://data-1"}}, {"checkpoints": "s3://data.1/a b/c"},
+        {"subnets": ("subnet-1",) * 16, "security_groups": ("sg-1",) * 5},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)  # fmt: skip
+def test_what_is_within_the_limits_is_taken(fields: dict[str, Any]) -> None:
+    """Fails when: a comparison is off by one towards refusing."""
+    limits.check_limits(replace(JOB, **fields), many(94), {"A_1": "v" * 512})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"name": "a" * 64}, "--job-name a+: has 64 characters"),
+        ({"name": "my_job"}, "--job-name my_job: letters, digits"),
+        ({"name": "-a"}, "--job-name -a: letters"),
+        ({"name": "a-"}, "--job-name a-: letters"),
+        ({"instance_type": "g5.xlarge"}, r"Did you mean ml.g5.xlarge\?"),
+        ({"instance_count": 0}, "--instance-count 0"),
+        ({"volume_size": 0}, "--volume-size 0"),
+        ({"volume_size": 16385}, "--volume-size 16385"),
+        ({"role": "SageMakerRole"}, "--role SageMakerRole"),
+        ({"image_uri": "x" * 256}, "--image-uri"),
+        ({"max_run": 0}, "--max-run 0"),
+        ({"max_run": MONTH + 1}, "--max-run"),
+        ({"max_wait": 90000}, "--max-wait 90000: has no effect without --spot"),
+        ({"spot": True, "max_run": 61, "max_wait": 60}, "--max-wait 60: must be at least --max-run 61"),
+        ({"spot": True, "max_wait": MONTH + 1}, "--max-wait"),
+        ({"keep_alive": -1}, "--keep-alive -1"),
+        ({"keep_alive": 21601}, "--keep-alive 21601"),
+        ({"keep_alive": 60, "spot": True}, "spot machines can't be kept warm"),
+        ({"tags": many(51)}, "51 tags; at most 50"),
+        ({"tags": {"k" * 129: "v"}}, "at most 128 characters for a name"),
+        ({"tags": {"k": "v" * 257}}, "256 for a value"),
+        ({"tags": {"a*b": "v"}}, r"--tag a\*b: letters"),
+        ({"tags": {"aws:x": "v"}}, "not aws: at the beginning"),
+        ({"channels": {f"c{n}": "s3://data-1/a" for n in range(21)}}, "21 channels; at most 20"),
+        ({"channels": {"c" * 65: "s3://data-1/a"}}, "at most 64 characters"),
+        ({"channels": {"a b": "s3://data-1/a"}}, "--channel a b: letters"),
+        ({"channels": {"a": "data.jsonl"}}, "--channel a=data.jsonl: must be s3://BUCKET/PREFIX"),
+        ({"channels": {"a": "s3://data-1/" + "x" * 1013}}, "at most 1024"),
+        ({"checkpoints": "s3:/bucket/x"}, "--checkpoints=s3:/bucket/x"),
+        ({"subnets": ("subnet-1",)}, "give both, or neither"),
+        ({"subnets": ("subnet-1",) * 17, "security_groups": ("sg-1",)}, "17 of them; at most 16"),
+        ({"subnets": ("subnet-1",), "security_groups": ("sg-1",) * 6}, "6 of them; at most 5"),
+        ({"subnets": ("subnet_1",), "security_groups": ("sg-1",)}, "must be an id"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_what_the_service_would_refuse_is_refused_here(fields: dict[str, Any], said: str) -> None:
+    """Fails when: the limit's line is left out of limits.py, or is off by one towards taking it."""
+    with pytest.raises(Refusal, match=said):
+        limits.check_limits(replace(JOB, **fields), {}, {})
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "environment", "said"),
+    [
+        (many(95), {}, "95 settings are given; SageMaker takes 94"),
+        ({"dataset": "x" * 2501}, {}, "--dataset: has 2501 characters as JSON"),
+        ({}, many(101), "101 environment variables; at most 100"),
+        ({}, {"A": "v" * 513}, "A: has 513 characters"),
+        ({}, {"TOOLKIT_SECRET_A-B": "x"}, "--secret A-B: is not the name"),
+    ],
+    ids=["hyperparameters", "hyperparameter", "variables", "variable", "name"],
+)
+def test_what_is_too_much_or_too_long_is_refused_without_showing_a_variables_value(hyperparameters: Any, environment: Any, said: str) -> None:
+    """Fails when: the length is that of the value before it is JSON, or a variable's value, which may be a key, is shown."""
+    with pytest.raises(Refusal, match=said) as refused:
+        limits.check_limits(JOB, hyperparameters, environment)
+    assert "vvv" not in str(refused.value)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    """Fails when: the first one ends the check."""
+    with pytest.raises(Refusal) as refused:
+        limits.check_limits(replace(JOB, name="a_b", instance_count=0, tags=many(51)), {}, {})
+    assert str(refused.value).count("\n  - ") == 3
+
+
+def test_the_limits_are_those_of_the_services_description(sdk: Any) -> None:
+    """As botocore has it. Fails when: a number of limits.py differs from it, as after a change of the service."""
+    ours = {
+        ("TrainingJobName", "max"): limits.LONGEST_NAME, ("HyperParameters", "max"): limits.MOST_HYPERPARAMETERS,
+        ("HyperParameterValue", "max"): limits.LONGEST_HYPERPARAMETER, ("TrainingEnvironmentMap", "max"): limits.MOST_VARIABLES,
+        ("TrainingEnvironmentValue", "max"): limits.LONGEST_VARIABLE, ("TrainingEnvironmentKey", "max"): limits.LONGEST_VARIABLE,
+        ("TagList", "max"): limits.MOST_TAGS, ("TagKey", "max"): limits.LONGEST_TAG, ("TagValue", "max"): limits.LONGEST_TAG_VALUE,
+        ("InputDataConfig", "max"): limits.MOST_CHANNELS, ("ChannelName", "max"): limits.LONGEST_CHANNEL,
+        ("Subnets", "max"): limits.MOST_SUBNETS, ("VpcSecurityGroupIds", "max"): limits.MOST_SECURITY_GROUPS,
+        ("S3Uri", "max"): limits.LONGEST_URI, ("KeepAlivePeriodInSeconds", "max"): limits.LONGEST_KEEP_ALIVE,
+        ("MetricDefinitionList", "max"): MOST, ("AlgorithmImage", "max"): 255, ("MaxRuntimeInSeconds", "min"): 1,
+    }  # fmt: skip
+    described = sdk.model(*{name for name, _ in ours})
+    assert {key: described[key[0]][key[1]] for key in ours} == ours
+
+
+@pytest.mark.parametrize("stem", ["sft", "a_recipe.of-mine", "x" * 200, "___"])
+def test_a_jobs_own_name_is_within_the_limits_and_new_each_time(stem: str) -> None:
+    """Fails when: the recipe's name is taken as it is."""
+    names = {name_of_job(Path(f"{stem}.py")) for _ in range(20)}
+    for name in names:
+        limits.check_limits(replace(JOB, name=name), {}, {})
+    assert len(names) > 18
+
+
+def test_metric_definitions_stay_within_the_limits_with_many_metrics() -> None:
+    """Fails when: the list isn't cut, or a metric that is a file of one's own goes into a name."""
+
+    class Config:
+        metrics = [f"f1_{n}" for n in range(60)] + ["path/to/mine.py"]
+        metric_for_best_model = "eval_f1"
+
+    found = metric_definitions(Config())
+    assert len(found) == 40
+    assert all(len(each["Regex"]) <= 500 and len(each["Name"]) <= 255 for each in found)
+    assert all(re.compile(each["Regex"]).groups == 1 for each in found)
+    assert not any("mine" in each["Name"] for each in found)
+
+
+@pytest.mark.parametrize("text", ["a", "=b", "a="])
+def test_a_pair_without_a_name_or_a_value_is_refused_without_being_shown(text: str) -> None:
+    """Fails when: the text, which may be a key, is part of the message."""
+    with pytest.raises(Refusal) as refused:
+        read_pairs([f"{text}hf_secret" if text == "a" else text], "--secret", "A=b")
+    assert "hf_secret" not in str(refused.value)
+    assert read_pairs(["a=b=c"], "--x", "") == {"a": "b=c"}
+
+
+LINES = {
+    "sft": "step 3/6  eval_loss 5.6392  eval_perplexity 1281.2348  eval_token_accuracy 0.0500",
+    "lora": "step 1/1  loss 8.3175  lr 0  norm 0.9876  tokens/s 2798  examples/s 39.9745  mfu 0.4100  0 s left",
+    "pretrain": "step 1/1  eval_loss 8.3179  eval_perplexity 4097  eval_token_accuracy 0.0037  eval_bits_per_byte 3.4226",
+    "dpo": "step 0/1  eval_loss 0.6931  eval_rewards_chosen 0  eval_rewards_rejected 0  eval_reward_margin -2.35e-04  "
+    "eval_reward_accuracy 0  eval_logps_chosen -69.4381  eval_logps_rejected -76.0175  eval_kl 0",
+    "reward": "step 1/1  eval_loss 0.6933  eval_rewards_chosen -0.0598  eval_rewards_rejected -0.0596  eval_reward_margin -2.35e-04  "
+    "eval_reward_accuracy 0.5000",
+    "accelerated": "step 1/1  eval_loss 1.9366  eval_accuracy 0.2500  eval_f1 0",
+    "zero": "step 10/200  loss 1.9366  lr 9.05e-04  norm 12.5000  examples/s 1,200  1.5 min left",
+}  # printed by the recipes, in a container but for the last one
+
+
+@pytest.mark.parametrize("recipe", LINES)
+def test_every_figure_in_a_line_of_a_recipe_is_found_by_one_definition_and_whole(recipe: str) -> None:
+    """Fails when: an evaluation's figure has no definition, `loss` finds eval_loss, or a number is cut off at its comma."""
+    config, _ = read_recipe_flags(Path(__file__).resolve().parents[2] / f"recipes/{recipe}.py", [])
+    pairs = [pair.split(" ") for pair in LINES[recipe].split("  ")[1:] if "left" not in pair]
+    found = [float(match[1]) for each in metric_definitions(config) if (match := re.search(each["Regex"], LINES[recipe]))]
+    assert sorted(found) == sorted(float(number) for _, number in pairs if "," not in number)
+
+
+@pytest.mark.parametrize("line", ["  sample ┃ the loss 3 fell ┃ loss 2.5", "to beat, eval_loss: unigram 2.0763", "rank 1: loss 3.1", "step 3 of 5  loss 2"])
+def test_other_lines_hold_no_figure(line: str) -> None:
+    """Fails when: an expression finds its name anywhere."""
+    config, _ = read_recipe_flags(Path(__file__).resolve().parents[2] / "recipes/sft.py", [])
+    assert not any(re.search(each["Regex"], line) for each in metric_definitions(config))

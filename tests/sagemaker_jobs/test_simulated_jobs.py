@@ -1,0 +1,229 @@
+"""Jobs on this machine: the real `train` command of the containers on one host and on two, spot interruptions, settings, keys.
+
+Each test names the one-line change under which it fails.
+"""
+
+import hashlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from toolkit.sagemaker_jobs.contract import lay_out, outer_environment, script_arguments, script_environment
+from toolkit.sagemaker_jobs.job import Job
+from toolkit.sagemaker_jobs.metric_definitions import metric_definitions
+from toolkit.sagemaker_jobs.recipe_settings import read_recipe_flags
+from toolkit.sagemaker_jobs.simulate import simulate as simulate_here
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "--hidden-size", "32", "--num-hidden-layers", "1", "--vocab-size", "300", "--max-length", "64", "--num-samples", "0", "--no-packing",
+    "--dataset", "channel:train", "--max-train-examples", "60", "--max-eval-examples", "12", "--dropout", "0.1", "--logging-steps", "1",
+    "--global-batch-size", "4", "--per-device-train-batch-size", "2", "--max-steps", "24", "--save-steps", "2", "--eval-steps", "8",
+    "--save-total-limit", "1",
+]  # fmt: skip
+# Writes what it was told, and of its keys a digest.
+TELLS = '''
+import hashlib, json, os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+import toolkit as tk
+
+@dataclass(frozen=True)
+class Config(tk.DataConfig, tk.OptimConfig, tk.RunConfig):
+    text: str = "x"
+    nothing: float | None = 1.0
+    numbers: list[float] = tk.setting([1.0], "Numbers.")
+    words: list[str] = tk.setting([], "Words.")
+    count: int = 3
+
+def main(config: Config) -> None:
+    keys = {name: hashlib.sha256(os.environ[name].encode()).hexdigest() for name in ("HF_TOKEN", "WANDB_API_KEY") if name in os.environ}
+    told = {"config": asdict(config), "keys": keys, "environment": sorted(os.environ)}
+    Path(os.environ["SM_MODEL_DIR"], "told.json").write_text(json.dumps(told))
+    print("step 1/1  loss 1.0", flush=True)
+
+if __name__ == "__main__":
+    tk.run_recipe(main)
+'''
+# Each kind of setting, as a job of the SDK may have it, and what the recipe must be told.
+KINDS = {
+    "learning_rate": (2e-4, 2e-4), "seed": (12345678901234567890, 12345678901234567890), "packing": (True, True), "streaming": (False, False),
+    "nothing": (None, None), "completion_only_loss": (None, None), "numbers": ([1, 2.5, -3e-7], [1.0, 2.5, -3e-7]), "words": (["a b", "c,d", "'e'", '"f"'], ["a b", "c,d", "'e'", '"f"']),
+    "rename_columns": ({"question": "prompt", "a": "b"}, ["a=b", "question=prompt"]), "text": ("it's \"quoted\" $HOME `x` \\ ünï\n--max-steps 3", "it's \"quoted\" $HOME `x` \\ ünï\n--max-steps 3"),
+    "report_to": (["none"], ["none"]), "lr_patterns": ([], []), "count": (0, 0), "max_steps": (7, 7), "eval_split": ("None", None), "train_split": ("-1", "-1"), "warmup_steps": (0, 0.0),
+    "dataset": ("channel:train:0.5,stdlib:sft:0.5", "{channel}:0.5,stdlib:sft:0.5"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [{"prompt": f"How many are {n} and {n + 1}?", "completion": f"{2 * n + 1}."} for n in range(60)]
+    file = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def whole(simulate: Any, sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of one machine, not interrupted, with our imitation of the container and in the environment of the tests."""
+    folder = tmp_path_factory.mktemp("whole")
+    ran = simulate(folder, "sft", *SMALL, "--channel", f"train={sums}", python=sys.executable)
+    assert ran.code == 0, ran.err
+    return folder / "job"
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    return load_file(folder / "s3/model/model.safetensors")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "s3/checkpoints/metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder: Path) -> list[tuple[int, float]]:
+    return [(event["step"], event["loss"]) for event in metrics(folder) if "loss" in event]
+
+
+def test_every_kind_of_setting_reaches_the_recipe_unchanged_through_the_real_train_command(
+    tmp_path: Path, sums: Path, sdk_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As argv, SM_HPS and variables; and the same by our imitation. Fails when: an argument that repeats SM_HPS is read again
+    ('' for None, Python's way of printing a list), or the container's own keys are settings."""
+    (tmp_path / "tells.py").write_text(TELLS)
+    monkeypatch.setenv("PATH", f"{Path(sdk_python).parent}:{os.environ['PATH']}")
+    told = {}
+    for real in (True, False):
+        folder = tmp_path / f"job-{real}"
+        job = Job(name="tells-1", recipe=tmp_path / "tells.py", instance_type="ml.local.x", channels={"train": str(sums)})
+        assert simulate_here(job, {name: sent for name, (sent, _) in KINDS.items()}, folder, real=real) == 0
+        told[real] = json.loads((folder / "s3/model/told.json").read_text())
+        machine = folder / "machine-1"
+        expected = {name: value for name, (_, value) in KINDS.items()}
+        expected["dataset"] = expected["dataset"].replace("{channel}", str(machine / "input/data/train"))
+        found = told[real]["config"]
+        assert {name: found[name] for name in expected} == expected
+        assert (found["output_dir"], found["resume"], found["run_name"]) == (str(machine / "checkpoints"), True, "tells-1")
+        assert json.loads((machine / "input/config/hyperparameters.json").read_text())["nothing"] == "null"
+    assert {name for name in told[False]["environment"] if name.startswith("SM_")} <= set(told[True]["environment"])
+
+
+def test_the_imitated_variables_are_those_of_the_training_package(tmp_path: Path, sums: Path, sdk_python: str) -> None:
+    """From the same files. Fails when: one of them has another text, such as a JSON with spaces in it."""
+    hyperparameters = {name: sent for name, (sent, _) in KINDS.items()}
+    lay_out(tmp_path / "ml", ["algo-1", "algo-2"], "algo-2", hyperparameters, {"train": sums, "my-base": tmp_path}, "ml.g5.xlarge")
+    ours = script_environment(tmp_path / "ml", hyperparameters)
+    script = "import json; from sagemaker_training.environment import Environment as E; e = E(); print('@', json.dumps([e.to_env_vars(), e.to_cmd_args()]))"
+    ran = subprocess.run(
+        [sdk_python, "-c", script], capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
+        env=outer_environment("job-1", tmp_path / "ml", {}),
+    )  # fmt: skip
+    theirs, arguments = json.loads(ran.stdout.partition("@")[2])
+    ours.pop("PYTHONPATH")
+    same = {name: theirs.get(name) for name in ours}
+    same["SM_MODULE_DIR"] = ours["SM_MODULE_DIR"]
+    assert ours == same
+    assert script_arguments(hyperparameters) == arguments
+    assert set(theirs) - set(ours) == {
+        "SM_CURRENT_INSTANCE_GROUP", "SM_CURRENT_INSTANCE_GROUP_HOSTS", "SM_DISTRIBUTION_INSTANCE_GROUPS", "SM_FRAMEWORK_MODULE", "SM_FRAMEWORK_PARAMS",
+        "SM_INPUT_DATA_CONFIG", "SM_INSTANCE_GROUPS", "SM_INSTANCE_GROUPS_DICT", "SM_IS_HETERO", "SM_RESOURCE_CONFIG", "SM_TRAINING_ENV",
+    }  # fmt: skip
+
+
+def test_keys_reach_the_recipe_from_secrets_manager_and_are_written_nowhere(sdk: Any, simulate: Any, tmp_path: Path) -> None:
+    """Planted in the caller's environment, a login and two secrets; all that was written and printed is searched. Fails when:
+    start.py prints what it has read, or the caller's tokens are handed on."""
+    secrets = {"HF_TOKEN": "hf_" + "secretOne" * 3, "WANDB_API_KEY": "f00d" * 10}
+    sdk.aws("secretsmanager", "create_secret", Name="team/hub", SecretString=json.dumps({"HF_TOKEN": secrets["HF_TOKEN"], "other": "x"}))
+    sdk.aws("secretsmanager", "create_secret", Name="wandb", SecretString=secrets["WANDB_API_KEY"] + "\n")
+    login = tmp_path / "home/.cache/huggingface/token"
+    login.parent.mkdir(parents=True)
+    login.write_text("hf_loginTOKEN")
+    (tmp_path / "tells.py").write_text(TELLS)
+    aws = {"AWS_ENDPOINT_URL": sdk.endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "plantedAwsKey", "AWS_REGION": "eu-west-1"}
+    words = ["tells.py", "--secret", "HF_TOKEN=team/hub", "--secret", "WANDB_API_KEY=wandb"]
+    environment = {**aws, "HF_TOKEN": "hf_callersTOKEN", "OTHER_TOKEN": "hf_callersTOKEN", "HOME": str(login.parents[2])}
+    ran = simulate(tmp_path, *words, "--real", **environment)
+    assert ran.code == 0, ran.err + ran.out
+    told = json.loads((tmp_path / "job/s3/model/told.json").read_text())
+    assert told["keys"] == {name: hashlib.sha256(value.encode()).hexdigest() for name, value in secrets.items()}
+    assert "OTHER_TOKEN" not in told["environment"]
+    assert "SM_HPS" in ran.err  # the command does print its variables
+    written = ran.out + ran.err + "".join(path.read_text(errors="replace") for path in (tmp_path / "job").rglob("*") if path.is_file())
+    for planted in (*secrets.values(), "hf_callersTOKEN", "hf_loginTOKEN", "plantedAwsKey"):
+        assert planted not in written
+    refused = simulate(tmp_path, "tells.py", "--secret", "HF_TOKEN=no/such", folder="other", **environment)
+    assert refused.code == 2
+    assert "refused: --secret HF_TOKEN=no/such: can't be read" in refused.err
+    assert "Traceback" not in refused.err
+
+
+@pytest.mark.slow
+def test_two_hosts_of_the_real_train_command_train_as_one_process_does(simulate: Any, whole: Path, tmp_path: Path, sums: Path) -> None:
+    """The same losses, figures that the definitions find in what is printed, one model. Fails when: the hosts don't meet and train
+    apart, the second host delivers a model too, or the log's numbers have commas."""
+    two = simulate(tmp_path, "sft", *SMALL, "--channel", f"train={sums}", "--real", "--instance-count", 2)
+    assert two.code == 0, two.err + two.out[-3000:]
+    folder = tmp_path / "job"
+    assert json.loads((folder / "s3/checkpoints/run.json").read_text())["layout"]["processes"] == 2
+    assert [step for step, _ in curve(folder)] == list(range(1, 25))
+    assert [loss for _, loss in curve(folder)] == pytest.approx([loss for _, loss in curve(whole)], rel=1e-5)
+    assert (folder / "s3/model/config.json").exists()
+    assert not list((folder / "machine-2/model").iterdir())
+    _assert_definitions_find_the_figures(two.out, folder)
+
+
+def _assert_definitions_find_the_figures(out: str, folder: Path) -> None:
+    config, _ = read_recipe_flags(ROOT / "recipes/sft.py", SMALL)
+    definitions = {each["Name"]: each["Regex"] for each in metric_definitions(config)}
+    found = {name: [float(match[1]) for line in out.splitlines() if (match := re.search(regex, line))] for name, regex in definitions.items()}
+    names = {"train:loss": "loss", "train:learning_rate": "learning_rate", "train:grad_norm": "grad_norm", "train:tokens_per_second": "tokens_per_second",
+             "train:examples_per_second": "examples_per_second"}  # fmt: skip
+    names |= {name: name.replace(":", "_") for name in definitions if name.startswith("eval:") and "bits" not in name}
+    events = metrics(folder)
+    for name, key in names.items():
+        expected = [event[key] for event in events if key in event]
+        assert len(expected) >= 3
+        assert found[name] == pytest.approx(expected, rel=1e-3, abs=1e-3), name
+    printed = {key for event in events for key in event if key.startswith("eval_")}
+    assert printed <= set(names.values())
+
+
+TRIALS = max(1, round(10 * float(os.environ.get("FAULT_TRIALS") or 0) / 100))  # the variable is a share of ten, in percent
+
+
+@pytest.mark.slow
+def test_a_job_whose_machines_are_taken_away_ends_with_the_weights_of_an_uninterrupted_one(
+    simulate: Any, whole: Path, tmp_path: Path, sums: Path
+) -> None:
+    """SIGKILL to all of it at a random moment; a new machine begins with what S3 holds of the files, which were on their way
+    there in random order. Bit for bit. Fails when: a container doesn't resume by itself, half a checkpoint is taken for a whole
+    one, or a second machine begins with an empty folder. FAULT_TRIALS=100 makes ten trials."""
+    expected, losses = weights(whole), curve(whole)
+    # The time in the figures is counted from about when the folder is opened.
+    seconds, trial = metrics(whole)[-1]["time"], 0
+    for attempt in range(3 * TRIALS):
+        moment = round(random.uniform(0.0, 1.0) * seconds, 2)
+        ran = simulate(
+            tmp_path, "sft", *SMALL, "--channel", f"train={sums}", "--interrupt-after", moment, folder=f"job-{attempt}", python=sys.executable
+        )
+        assert ran.code == 0, ran.err + ran.out
+        if "taken away" not in ran.out:  # it was quicker than the one that was not interrupted
+            continue
+        found, trial = weights(tmp_path / f"job-{attempt}"), trial + 1
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(tensor) for name, tensor in expected.items()), f"interrupted after {moment} s"
+        assert curve(tmp_path / f"job-{attempt}") == losses
+        resumed = re.search(r"resumed from .*: step (\d+)", ran.out)
+        in_part = ran.out.count("came back from S3 in part")
+        print(f"trial {trial}: taken away after {moment} s, went on from step {resumed[1] if resumed else 0} of 24, in part: {in_part}")
+        if trial == TRIALS:
+            break
+    assert trial == TRIALS

@@ -1,0 +1,98 @@
+"""What the container's program makes of the container's variables: machines, processes, and keys.
+
+Each test names the one-line change under which it fails.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli.placement import placement_of
+from toolkit.config import Refusal
+from toolkit.sagemaker_jobs.recipe_settings import check_places, packages_for, read_recipe_flags
+from toolkit.sagemaker_jobs.start import _value_of, options_of_container, read_secrets
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTS = {"SM_HOSTS": '["algo-1","algo-2","algo-3"]', "SM_NUM_GPUS": "4", "TRAINING_JOB_NAME": "job-1"}
+
+
+def test_three_machines_are_twelve_ranks_that_meet_on_the_first() -> None:
+    """Fails when: each machine takes itself for the first, or they look for each other at different ports."""
+    places = [placement_of(options_of_container({**HOSTS, "SM_CURRENT_HOST": f"algo-{n}"})) for n in (1, 2, 3)]
+    assert [(place.processes, place.nodes.count, place.nodes.this) for place in places] == [(4, 3, 0), (4, 3, 1), (4, 3, 2)]
+    assert {(place.nodes.main_address, place.nodes.main_port) for place in places} == {("algo-1", places[0].nodes.main_port)}
+    other = options_of_container({**HOSTS, "SM_CURRENT_HOST": "algo-1", "TRAINING_JOB_NAME": "job-2"})
+    assert other["main_port"] != places[0].nodes.main_port
+
+
+@pytest.mark.parametrize(("variables", "processes"), [({"SM_NUM_GPUS": "0"}, 1), ({}, 1), ({"SM_NUM_GPUS": "8", "TOOLKIT_PROCESSES": "2"}, 2)])
+def test_one_machine_runs_a_process_for_each_gpu_or_as_many_as_asked_for(variables: dict[str, str], processes: int) -> None:
+    """Fails when: a machine without GPUs runs none."""
+    place = placement_of(options_of_container({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1", **variables}))
+    assert (place.processes, place.nodes.count) == (processes, 1)
+
+
+def test_an_accelerate_config_of_the_job_is_read_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the variable that names it is another one."""
+    monkeypatch.chdir(ROOT / "recipes")
+    one = {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1", "TOOLKIT_ACCELERATE_CONFIG": "launch/zero2.yaml", "TOOLKIT_PROCESSES": "2"}
+    place = placement_of(options_of_container(one))
+    assert place.environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+
+
+def test_without_secrets_nothing_is_asked_for() -> None:
+    """In an environment without boto3. Fails when: it is imported for nothing."""
+    assert read_secrets({"TOOLKIT_RECIPE": "x"}) == {}
+
+
+@pytest.mark.parametrize(("text", "value"), [("abc\n", "abc"), ('{"KEY": "abc", "x": 1}', "abc"), ('{"x": "abc"}', None), ("{broken", None), ('{"KEY": 3}', None)])
+def test_a_secret_is_its_text_or_json_with_the_name(text: str, value: str | None) -> None:
+    """Fails when: what is wrong is shown with the secret's text."""
+    if value is not None:
+        assert _value_of("KEY", "my/secret", text) == value
+        return
+    with pytest.raises(Refusal, match="--secret KEY=my/secret: is JSON without a text named KEY") as refused:
+        _value_of("KEY", "my/secret", text)
+    assert "abc" not in str(refused.value)
+
+
+def test_settings_of_a_file_become_hyperparameters_and_flags_win(tmp_path: Path) -> None:
+    """Defaults that are written out, as in a config.yaml, are not sent. Fails when: the file's name is sent in place of it."""
+    (tmp_path / "mine.yaml").write_text("max_steps: 5\nlearning_rate: 0.5\nseed: 42\ndataset: {channel:a: 0.25, 'stdlib:sft': 0.75}\n")
+    config, given = read_recipe_flags(ROOT / "recipes/sft.py", ["--config", str(tmp_path / "mine.yaml"), "--max-steps", "7"])
+    assert given == {"max_steps": 7, "learning_rate": 0.5, "dataset": "channel:a:0.25,stdlib:sft:0.75"}
+    assert json.loads(json.dumps(given)) == given
+    assert config.max_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"dataset": "{here}/a.jsonl"}, "is on this machine"),
+        ({"dataset": "{here}/a.jsonl:0.5,stdlib:sft:0.5"}, "is on this machine"),
+        ({"model": "{here}"}, "--model channel:data"),
+        ({"chat_template": "{here}/a.jsonl"}, "--include"),
+        ({"dataset": "channel:b"}, "The job's channels are a"),
+        ({"dataset": "channel:a/x.jsonl:0.5,stdlib:sft", "model": "org/name", "chat_template": "a.jsonl"}, None),
+    ],
+)
+def test_what_is_on_this_machine_only_is_refused(settings: dict[str, str], said: str | None, tmp_path: Path) -> None:
+    """Fails when: one part of a mixture is looked at, or an included file's own name is refused."""
+    (tmp_path / "a.jsonl").write_text("{}")
+    settings = {name: value.replace("{here}", str(tmp_path)) for name, value in settings.items()}
+    if said is None:
+        check_places(settings, ["a"], (tmp_path / "a.jsonl",))
+        return
+    with pytest.raises(Refusal, match=said):
+        check_places(settings, ["a"], ())
+
+
+@pytest.mark.parametrize(
+    ("flags", "packages"),
+    [([], []), (["--report-to", "wandb,tensorboard"], ["tensorboard", "wandb"]), (["--zero-stage", "2"], ["deepspeed"]), (["--optim", "adamw_bnb_8bit"], ["bitsandbytes"])],
+)  # fmt: skip
+def test_packages_that_settings_need_are_added(flags: list[str], packages: list[str]) -> None:
+    """Fails when: `none` of report_to is taken for a package."""
+    config, _ = read_recipe_flags(ROOT / "recipes/sft.py", flags)
+    assert packages_for(config) == packages

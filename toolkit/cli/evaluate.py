@@ -1,0 +1,135 @@
+"""toolkit evaluate: figures of a trained model on a dataset."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from toolkit.cli.setting_options import option, read_options
+from toolkit.config import ClassificationConfig, DataConfig, ModelConfig
+
+
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run's output directory, a model's or an adapter's directory, or a Hub id.",
+            show_default=False,
+        ),
+    ],
+    dataset: Annotated[str | None, option(DataConfig, "dataset")] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            "--metrics",
+            metavar="A,B",
+            show_default=False,
+            help="Language models: loss, perplexity, token_accuracy, and where every token is supervised bits_per_byte. "
+            "Classifiers: accuracy, f1 and others, or modules of evaluate. Reward models: loss, reward_accuracy and others. "
+            "Default: all; of classifiers the usual.",
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            "--task",
+            metavar="sft|lm|classification|preference",
+            show_default=False,
+            help="Default: what the model is for; of a language model what the columns are known for.",
+        ),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            "--split",
+            metavar="NAME",
+            show_default=False,
+            help="Of the dataset. Default: validation, else test, else all there is. validation, where there is none: the rows "
+            "that training holds out; with --config that is the default.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="A recipe's YAML, such as a run's config.yaml, for its data.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else on standard output.")] = False,
+    max_length: Annotated[str | None, option(DataConfig, "max_length")] = None,
+    overlong: Annotated[str | None, option(DataConfig, "overlong")] = None,
+    per_device_eval_batch_size: Annotated[str | None, option(DataConfig, "per_device_eval_batch_size")] = None,
+    max_eval_examples: Annotated[str | None, option(DataConfig, "max_eval_examples")] = None,
+    completion_only_loss: Annotated[bool | None, option(DataConfig, "completion_only_loss")] = None,
+    assistant_only_loss: Annotated[bool | None, option(DataConfig, "assistant_only_loss")] = None,
+    problem_type: Annotated[str | None, option(ClassificationConfig, "problem_type")] = None,
+    rename_columns: Annotated[str | None, option(DataConfig, "rename_columns", "OLD=NEW,...")] = None,
+    sample_by: Annotated[str | None, option(DataConfig, "sample_by")] = None,
+    tokenizer: Annotated[str | None, option(ModelConfig, "tokenizer")] = None,
+    chat_template: Annotated[str | None, option(ModelConfig, "chat_template", "FILE")] = None,
+    model_revision: Annotated[str | None, option(ModelConfig, "model_revision")] = None,
+    trust_remote_code: Annotated[bool | None, option(ModelConfig, "trust_remote_code")] = None,
+    dtype: Annotated[str | None, option(ModelConfig, "dtype")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", metavar="NAME", help="Such as cuda:1 or cpu. Default: an accelerator, if any.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Evaluate a model on a dataset: figures over all rows of a split, exact for any batch size.
+
+    They are the figures that training logs, computed in float32 unless --dtype says otherwise, and rows are read as training
+    reads them: longer ones are truncated to --max-length, which is 1,024 or what the model has positions for.
+    """
+    typed = {
+        name: value
+        for name, value in locals().items()
+        if name not in ("metrics", "task", "split", "config", "as_json", "device", "model")
+    }
+    if dataset is None and config is None:
+        raise typer.BadParameter("which? A file, a folder, a Hub id or stdlib:NAME.", param_hint="--dataset")
+
+    from toolkit.trained import find_model
+    from toolkit.trained_figures import TASKS, EvaluationConfig, evaluate_model
+
+    if task is not None and task not in TASKS:
+        raise typer.BadParameter(f"{task}: is none of {', '.join(TASKS)}.", param_hint="--task")
+    settings = read_options(EvaluationConfig, {**typed, "model": find_model(model)}, config, without=_OF_TRAINING)
+    split = split or ("validation" if config else None)  # whoever names a run's settings means what that run evaluates on
+    names = [name.strip() for name in (metrics or "").split(",") if name.strip()]
+
+    from toolkit.data.tokenising.preflight import print_preflight
+
+    found = evaluate_model(
+        settings, names, task, split, device, is_length_given=max_length is not None or config is not None,
+        show=lambda preflight: print_preflight(preflight, sys.stderr),
+    )  # fmt: skip
+    if as_json:
+        told = {
+            "model": settings.model,
+            "dataset": settings.dataset,
+            "split": found.split,
+            "task": found.task,
+            "rows": found.rows,
+        }
+        typer.echo(json.dumps({**told, "metrics": found.figures}, ensure_ascii=False))
+        return
+    typer.echo(f"{settings.model} on {found.rows:,} rows of {settings.dataset} ({found.split}), as {found.task}")
+    width = max(map(len, found.figures), default=0)
+    for name, value in found.figures.items():
+        typer.echo(f"  {name:<{width}}  {_shown(value)}")
+
+
+# What a run's config.yaml says of the model as it was made, and of the rows it was trained on.
+_OF_TRAINING = frozenset({
+    "model", "tokenizer", "model_revision", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "intermediate_size", "max_position_embeddings", "dropout", "hidden_act", "dtype", "metrics",
+    "class_weights", "gradient_checkpointing", "torch_compile", "streaming", "packing", "packing_strategy", "group_by_length",
+})  # fmt: skip
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,233 @@
+"""toolkit inspect: a dataset as training would see it, with every row that it would refuse."""
+
+import re
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.cli.setting_options import option, read_options
+from toolkit.config import ClassificationConfig, DataConfig, ModelConfig, Refusal
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from toolkit.data.tokenising.inspection import Inspection, Problem
+
+_TASKS = "sft|lm|preference|classification"
+_BAR = 30  # columns
+_MOST_BINS = 12
+
+
+@dataclass(frozen=True)
+class _Config(ModelConfig, DataConfig, ClassificationConfig):
+    """What is read of a recipe's settings."""
+
+
+def inspect(
+    dataset: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DATASET",
+            help="A file, a folder, a Hub id, stdlib:NAME or a mixture, as --dataset of recipes.",
+            show_default=False,
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar=_TASKS, help="What to train on it. Default: what the columns are known for.", show_default=False),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="A recipe's YAML, for its data and its tokenizer.", show_default=False),
+    ] = None,
+    model: Annotated[str | None, option(_Config, "model")] = None,
+    tokenizer: Annotated[str | None, option(_Config, "tokenizer")] = None,
+    chat_template: Annotated[str | None, option(_Config, "chat_template", "FILE")] = None,
+    model_revision: Annotated[str | None, option(_Config, "model_revision")] = None,
+    trust_remote_code: Annotated[bool | None, option(_Config, "trust_remote_code")] = None,
+    max_length: Annotated[str | None, option(_Config, "max_length")] = None,
+    overlong: Annotated[str | None, option(_Config, "overlong")] = None,
+    packing: Annotated[bool | None, option(_Config, "packing")] = None,
+    packing_strategy: Annotated[str | None, option(_Config, "packing_strategy")] = None,
+    per_device_train_batch_size: Annotated[str | None, option(_Config, "per_device_train_batch_size")] = None,
+    completion_only_loss: Annotated[bool | None, option(_Config, "completion_only_loss")] = None,
+    assistant_only_loss: Annotated[bool | None, option(_Config, "assistant_only_loss")] = None,
+    problem_type: Annotated[str | None, option(_Config, "problem_type")] = None,
+    rename_columns: Annotated[str | None, option(_Config, "rename_columns", "OLD=NEW,...")] = None,
+    sample_by: Annotated[str | None, option(_Config, "sample_by")] = None,
+    train_split: Annotated[str | None, option(_Config, "train_split")] = None,
+    eval_split: Annotated[str | None, option(_Config, "eval_split")] = None,
+    eval_fraction: Annotated[str | None, option(_Config, "eval_fraction")] = None,
+    streaming: Annotated[bool | None, option(_Config, "streaming")] = None,
+    max_train_examples: Annotated[str | None, option(_Config, "max_train_examples")] = None,
+    max_eval_examples: Annotated[str | None, option(_Config, "max_eval_examples")] = None,
+    examples: Annotated[int, typer.Option(metavar="N", min=0, help="How many examples are shown.")] = 2,
+) -> None:
+    """Look at a dataset as training would see it: formats, lengths, what is supervised, and every problem by row.
+
+    Without --model or --tokenizer lengths are those of a small tokenizer trained on the standard library. Most options are
+    settings of recipes and mean the same.
+
+    Ends with 0 when training would start, with 1 when there are problems, with 2 when the data can't be read at all.
+    """
+    typed = {name: value for name, value in locals().items() if name not in ("task", "config", "examples")}
+    settings = read_options(_Config, typed, config)
+    if dataset is None and config is None:
+        raise typer.BadParameter("which? Give a file, a folder, a Hub id or stdlib:NAME.", param_hint="DATASET")
+    if task is not None and task not in _TASKS.split("|"):
+        raise typer.BadParameter(f"{task}: is none of {_TASKS.replace('|', ', ')}.", param_hint="--task")
+
+    from toolkit.data.sources.load import load_splits
+    from toolkit.data.tokenising.inspection import guess_task, inspect_splits
+    from toolkit.data.tokenising.plans import columns_of
+    from toolkit.tokenizer import load_tokenizer
+
+    try:
+        splits = load_splits(settings)
+    except Refusal as refusal:
+        lines = _unreadable_lines(settings)
+        if not lines:
+            raise
+        if str(refusal) not in lines:
+            lines.append(str(refusal))
+        typer.echo("\n".join([f"{settings.dataset}: lines that can't be read", *(f"  {line}" for line in lines)]))
+        typer.echo(f"\n{_number(len(lines), 'problem')}. The rest is looked at once these are corrected.")
+        raise typer.Exit(1) from refusal
+    task = task or guess_task(columns_of(splits["train"], "train"))
+    found = inspect_splits(task, splits, load_tokenizer(settings), settings, examples)
+    _show(found, task, splits, settings)
+    if found.problems:
+        raise typer.Exit(1)
+
+
+def _show(found: "Inspection", task: str, splits: Any, settings: _Config) -> None:
+    from toolkit.data.tokenising.preflight import example_lines, marks_for, preflight_lines, print_lines
+
+    marks = marks_for(sys.stdout)
+    first, *rest = preflight_lines(found.preflight, marks)
+    tokenizer = settings.tokenizer or settings.model
+    lines = [
+        f"{splits['train'].info.description}",
+        f"Task: {task}. Tokens: those of {tokenizer}'s tokenizer.",
+        first, *rest, "",
+    ]  # fmt: skip
+    if len(found.whole["train"]):
+        lines += ["Lengths of train, in tokens", *_histogram(found.whole["train"], settings), ""]
+    if task in ("sft", "lm") and len(found.kept.get("train", ())):
+        lines += [_packing(found.kept["train"], settings), ""]
+    for origin, pieces in found.examples:
+        lines += [*example_lines(pieces, origin, found.preflight.example_names, marks), ""]
+    lines += _problems(found.problems)
+    print_lines(lines, sys.stdout)
+
+
+def _histogram(lengths: "np.ndarray", settings: _Config) -> list[str]:
+    """A bar for each stretch of lengths; all beyond the 99th percentile in the last one."""
+    import numpy as np
+
+    usual = int(np.percentile(lengths, 99, method="inverted_cdf"))
+    step = next(size for size in _steps() if usual / size < _MOST_BINS - 1)
+    edges = [*range(int(lengths.min()) // step * step, usual + 1, step), usual // step * step + step]
+    bins = [
+        (low + (low == 0), high - 1, int(((lengths >= low) & (lengths < high)).sum()))
+        for low, high in pairwise(edges)
+    ]
+    beyond = int((lengths >= edges[-1]).sum())
+    rows = [(f"{low:,} - {high:,}", count) for low, high, count in bins]
+    rows += [(f"{edges[-1]:,} - {lengths.max():,}", beyond)] if beyond else []
+    sign = "█" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
+    width, most = max(len(name) for name, _ in rows), max(count for _, count in rows)
+    lines = [
+        f"  {name:>{width}}  {sign * max(round(_BAR * count / most), count > 0):<{_BAR}}  {count:>{len(f'{most:,}')},}"
+        for name, count in rows
+    ]
+    over = int((lengths > settings.max_length).sum())
+    share = f"{over:,} of {len(lengths):,} ({over / len(lengths):.1%})"
+    return [*lines, f"  longer than --max-length {settings.max_length:,}: {share if over else 'none'}"]
+
+
+def _steps() -> Any:
+    """1, 2, 5, 10, 20, 50, 100 ..."""
+    power = 1
+    while True:
+        yield from (power, 2 * power, 5 * power)
+        power *= 10
+
+
+def _packing(lengths: "np.ndarray", settings: _Config) -> str:
+    from toolkit.data.tokenising.inspection import packed, padded_fill
+
+    packing, size = packed(lengths, settings), settings.per_device_train_batch_size
+    return (
+        f"With --packing ({settings.packing_strategy}): {_number(len(packing), 'row')} of {settings.max_length:,} tokens, "
+        f"{packing.fill:.1%} full. Without: {_number(len(lengths), 'example')}, in micro-batches of {size} "
+        f"{padded_fill(lengths, size):.1%} full."
+    )
+
+
+def _problems(problems: list["Problem"]) -> list[str]:
+    """Each kind of problem once, with all its rows."""
+    if not problems:
+        return ["No problems: training would start."]
+    rows, kinds = dict[str, list[str]](), dict[str, list[str]]()
+    for problem in problems:
+        what = problem.what if problem.origin else f"{problem.split}: {problem.what}"
+        kind = re.sub(r"\d[\d,]*", "0", what)  # 81 tokens are too many in the same way as 85
+        rows.setdefault(kind, []).append(problem.origin)
+        kinds.setdefault(kind, []).append(what)
+    number = sum(1 for problem in problems if problem.origin)
+    lines = [f"{_number(len(rows), 'problem')}" + (f", in {_number(number, 'row')}:" if number else ":")]
+    for kind, origins in rows.items():
+        likewise = " (the first row's numbers)" if len(set(kinds[kind])) > 1 else ""
+        places = _places([origin for origin in origins if origin])
+        lines += [f"  {kinds[kind][0]}{likewise}", *(f"    {place}" for place in places)]
+    return lines
+
+
+def _places(origins: list[str]) -> list[str]:
+    """Rows as `file:3, 17, 25-30`, a line for each file."""
+    numbers, others = dict[str, list[int]](), list[str]()
+    for origin in origins:
+        found = re.fullmatch(r"(.*:)(\d+)", origin)
+        if found:
+            numbers.setdefault(found[1], []).append(int(found[2]))
+        else:
+            others.append(origin)
+    return [file + ", ".join(_ranges(sorted(rows))) for file, rows in numbers.items()] + others
+
+
+def _ranges(numbers: list[int]) -> list[str]:
+    runs = list[list[int]]()
+    for number in numbers:
+        if runs and number <= runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [str(low) if low == high else f"{low}-{high}" for low, high in runs]
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _unreadable_lines(settings: _Config) -> list[str]:
+    """All lines of the files of JSON lines that can't be read."""
+    from toolkit.data.sources.find_files import find_files
+    from toolkit.data.sources.readers import unreadable_lines
+
+    try:
+        files = find_files(settings.dataset) or {}
+        found = [
+            line
+            for split in files.values()
+            for file in split
+            if file.ending in (".jsonl", ".ndjson")
+            for line in unreadable_lines(file.path)
+        ]
+    except Refusal:
+        return []
+    return found

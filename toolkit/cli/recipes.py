@@ -1,0 +1,110 @@
+"""toolkit recipes, copy and diff: the recipes that there are, and copies of them to edit."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.cli.recipe_file import complete_own_file
+from toolkit.copies import KINDS, changes_of, find_own_file, first_line, is_copy, make_copy, own_files, recipes_folder
+
+_COLOURS = {"+": "green", "-": "red", "@": "cyan"}
+_TITLES = {
+    "recipes": "Recipes: toolkit train NAME, or to edit one: toolkit copy NAME",
+    "configs": "Configs: toolkit copy NAME, then toolkit train RECIPE --config NAME.yaml",
+    "launch": "Several processes: toolkit train RECIPE --accelerate-config NAME",
+}
+
+
+def recipes() -> None:
+    """List the recipes, configs and launch files that there are, one line each, and where they lie.
+
+    Your own come first: copies in this folder, and the files of ./recipes. A name means yours where you have one.
+    """
+    copies = {path.stem: path for path in sorted(Path().glob("*.py")) if is_copy(path)}
+    own = {path.stem: path for path in sorted(Path("recipes").glob("[!_]*.py")) if path.resolve().parent != recipes_folder()}
+    mine = own | copies
+    if mine:
+        _list("Your recipes", " and ".join(["this folder"] * bool(copies) + ["./recipes"] * bool(own)), mine)
+    for kind in KINDS:
+        folder = recipes_folder() / KINDS[kind]
+        _list(_TITLES[kind], os.fspath(folder), {name: path for name, path in own_files(kind).items() if name not in mine})
+
+
+def copy(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="A name that `toolkit recipes` lists: of a recipe, a config or a launch file.",
+            autocompletion=complete_own_file,
+            show_default=False,
+        ),
+    ],
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="[FILE]", help="The copy, or a folder for it; default: this folder.", show_default=False),
+    ] = None,
+) -> None:
+    """Copy a recipe, a config or a launch file, to edit it.
+
+    The copy runs from anywhere: python FILE, or toolkit train FILE. Its first line says where it comes from. The text as it
+    is now is kept beside it, in .toolkit/originals, so that `toolkit diff FILE` can tell what you changed from what upstream
+    did: leave it there, and commit it with the copy. Nothing is overwritten.
+    """
+    source = find_own_file(recipe)
+    target = Path(file or source.name)
+    if target.is_dir() or (file or "").endswith(("/", os.sep)):
+        target = target / source.name
+    make_copy(source, target)
+    typer.echo(f"{target}: a copy of {source.relative_to(recipes_folder()).as_posix()}. {_how_to_use(source, target)}")
+
+
+def diff(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `toolkit copy` made.", show_default=False)],
+) -> None:
+    """Show what you changed in a copy, and what upstream changed since it was made.
+
+    What was copied is found in .toolkit/originals beside the file or in a folder above it, or is what is installed where that
+    has not changed since.
+    """
+    changes = changes_of(file)
+    origin = changes.origin
+    if not changes.original_found:
+        typer.echo(
+            f"What {file} was copied from ({origin.name} of toolkit {origin.version}) is kept nowhere near it, and has changed "
+            "since. Compared with what is installed, your changes and upstream's together:"
+        )
+        _show(changes.yours)
+        return
+    _show(changes.yours, f"You changed in {file}:", f"You changed nothing in {file}.")
+    if changes.upstream is None:
+        typer.echo(f"Upstream {origin.name} is gone.")
+    else:
+        nothing = f"Upstream changed nothing in {origin.name} since {origin.version}."
+        _show(changes.upstream, f"\nUpstream changed in {origin.name} since {origin.version}:", nothing)
+
+
+def _list(title: str, place: str, files: dict[str, Path]) -> None:
+    typer.secho(title, bold=True)
+    width = max(map(len, files), default=0)
+    for name, path in files.items():
+        typer.echo(f"  {name:<{width}}  {first_line(path)}")
+    typer.echo(f"  in {place}\n")
+
+
+def _how_to_use(source: Path, target: Path) -> str:
+    if source.suffix == ".py":
+        return f"Edit it, and run it: python {target}"
+    flag = "--accelerate-config" if source.parent.name == "launch" else "--config"
+    return f"Edit it, and use it: toolkit train RECIPE {flag} {target}"
+
+
+def _show(lines: list[str], title: str = "", otherwise: str = "") -> None:
+    if title or not lines:
+        typer.echo(title if lines else otherwise)
+    for line in lines:
+        colour = _COLOURS.get(line[:1]) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else None
+        typer.echo(typer.style(line, fg=colour, bold=line.startswith(("---", "+++"))) if colour else line)

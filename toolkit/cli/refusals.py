@@ -1,0 +1,41 @@
+"""How a refusal is shown, and a mistake in what was typed."""
+
+import os
+import shutil
+import sys
+import textwrap
+from typing import Any
+
+from toolkit.config import Refusal
+
+
+def print_refusal(refusal: Refusal) -> None:
+    """The message on standard error: wrapped on a terminal, whole lines in a log, where they are searched for."""
+    _print(f"refused: {refusal}")
+
+
+def print_mistake(mistake: Any) -> None:
+    """Likewise one of Typer's exceptions: what is wrong on the command line, and whose --help says what would be right.
+
+    The exception of a command line without any word has no message: it has shown the help page.
+    """
+    message = mistake.format_message()
+    if message:
+        context = getattr(mistake, "ctx", None)
+        _print(f"refused: {message}" + (f"\n`{context.command_path} --help` says what can be typed." if context else ""))
+
+
+def _print(text: str) -> None:
+    lines = text.splitlines()
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [part for line in lines for part in _wrapped(line, width)]
+        if "NO_COLOR" not in os.environ:
+            lines[0] = lines[0].replace("refused:", "\033[1;31mrefused:\033[0m", 1)
+    sys.stdout.flush()
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(line, width, subsequent_indent=indent + "  ", break_long_words=False, break_on_hyphens=False) or [""]

@@ -1,0 +1,42 @@
+"""Options of commands that mean what a recipe's settings of the same name do: their help, their values, their refusals."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+
+from toolkit.config import Refusal, Settings, read_config_file, read_values, settings_of
+from toolkit.config.values import split_list
+
+AnyConfig = TypeVar("AnyConfig", bound=Settings)
+
+
+def option(config_class: type[Settings], name: str, metavar: str | None = None) -> Any:
+    """The option of a setting; typed as text, or as a switch."""
+    setting = settings_of(config_class)[name]
+    usual = {str: "TEXT", int: "N", float: "X", bool: None}[setting.kind]
+    metavar = metavar or ("|".join(setting.choices) if setting.choices else "A,B" if setting.is_list else usual)
+    flag = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if setting.is_switch else setting.flag
+    return typer.Option(flag, metavar=metavar, help=setting.help, show_default=False)
+
+
+def read_options(
+    config_class: type[AnyConfig], typed: Mapping[str, Any], file: Path | None = None, without: frozenset[str] = frozenset()
+) -> AnyConfig:
+    """The config of what was typed (None: nothing) and, of a recipe's YAML, of the settings that it has in common.
+
+    `without`: settings that are not read of the YAML.
+
+    Raises:
+        Refusal: a value that its setting doesn't take, or a file that can't be read.
+    """
+    settings = settings_of(config_class)
+    spellings = {spelling: each.name for each in settings.values() for spelling in (each.name, *each.aliases)}
+    written = read_config_file(file) if file else {}
+    names = {key: spellings.get(key.replace("-", "_")) for key in written}
+    shared = {key: value for key, value in written.items() if names[key] is not None and names[key] not in without}
+    if file and not shared:
+        raise Refusal(f"--config {file}: has no setting that is read here.")
+    flags = {name: split_list(value) if settings[name].is_list else value for name, value in typed.items() if value is not None}
+    return config_class(**(read_values(config_class, shared, str(file)) | read_values(config_class, flags)))

@@ -1,0 +1,174 @@
+"""The Hub's client as we use it: who we are, whether we may write, and which errors are worth another try."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from toolkit.config import Refusal
+from toolkit.config.conditions import REPOSITORY
+
+Result = TypeVar("Result")
+_LOG_IN = "Set HF_TOKEN to a token with write access, or log in with `hf auth login`."
+_TRY_AGAIN = (408, 409, 412, 425, 429)  # beside 5xx; 412: someone else committed in between
+_LONGEST_WAIT = 60.0
+
+
+class NotNow(Exception):
+    """The Hub can't be reached or is too busy, after several tries."""
+
+
+def hub_api() -> Any:
+    """A client of the Hub that HF_ENDPOINT names, with the token of HF_TOKEN or of the login."""
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+
+
+def check_write_access(api: Any, repo_id: str, private: bool | None = None, revision: str | None = None) -> str:
+    """Make sure that we may write to a repository, which is made when it isn't there; returns its id with the user's name.
+
+    Raises:
+        Refusal: no token, one that may not write there, a repository of somebody else, or a public one for what is private.
+        NotNow: the Hub can't be asked.
+    """
+    from huggingface_hub import get_token
+
+    if api.token is None and get_token() is None:
+        raise Refusal(f"the Hub: there is no token. {_LOG_IN}")
+    try:
+        full = full_name(api, repo_id)
+        if not REPOSITORY.fullmatch(full):
+            raise Refusal(f"the Hub: {full} is no name for a repository; name another with --hub-model-id.")
+        patiently(lambda: make_repository(api, full, private, revision))
+        patiently(lambda: api.auth_check(full, write=True))
+        is_private = patiently(lambda: api.repo_info(full)).private
+    except Refusal:
+        raise
+    except NotNow:
+        raise
+    except Exception as error:
+        raise Refusal(f"the Hub: no write access to {repo_id}: {reason(error)}. {_LOG_IN}") from error
+    if private and not is_private:
+        raise Refusal(f"the Hub: {public_already(full)}")
+    return full
+
+
+def public_already(repo_id: str) -> str:
+    return (
+        f"{repo_id} is there already and public, and what is to be private would be seen by all. Name another with "
+        "--hub-model-id, or make it private in its settings."
+    )
+
+
+def full_name(api: Any, repo_id: str) -> str:
+    """`user/name` of an id that may lack the user.
+
+    Raises:
+        Refusal: the token only reads, or belongs to somebody else.
+    """
+    told = patiently(api.whoami)
+    user, role = told["name"], ((told.get("auth") or {}).get("accessToken") or {}).get("role")
+    if role == "read":
+        raise Refusal(f"the Hub: the token of {user} may only read. {_LOG_IN}")
+    owners = [user, *(each["name"] for each in told.get("orgs", []))]
+    owner = repo_id.split("/")[0] if "/" in repo_id else user
+    if owner not in owners:
+        raise Refusal(
+            f"the Hub: {repo_id} belongs to {owner}, and the token to {', '.join(owners)}. Take --hub-model-id "
+            f"{user}/{repo_id.split('/')[-1]}, or a token of {owner}."
+        )
+    return f"{owner}/{repo_id.split('/')[-1]}"
+
+
+def make_repository(api: Any, repo_id: str, private: bool | None, revision: str | None) -> None:
+    """Make a repository, and a branch of it, where they aren't there."""
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    if revision and revision != "main" and not re.fullmatch(r"refs/pr/\d+", revision):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+
+
+def patiently(action: Callable[[], Result], tries: int = 3, sleep: Callable[[float], None] = time.sleep) -> Result:
+    """What an action returns, after several tries when the Hub is away.
+
+    Raises:
+        NotNow: it stayed away. Any other error comes through as it is.
+    """
+    waits = waiting_times()
+    for number in range(tries):
+        try:
+            return action()
+        except Exception as error:
+            if not may_pass(error):
+                raise
+            if number == tries - 1:
+                raise NotNow(reason(error)) from error
+            sleep(max(next(waits), asked_wait(error)))
+    raise AssertionError("no try was left")
+
+
+def waiting_times() -> Iterator[float]:
+    """Seconds before the next try: 1, 2, 4 ... 60."""
+    wait = 1.0
+    while True:
+        yield wait
+        wait = min(2 * wait, _LONGEST_WAIT)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether another try may go well: the network, a busy Hub, a commit of somebody else in between."""
+    status = _status(error)
+    if status is not None:
+        return status in _TRY_AGAIN or status >= 500
+    from huggingface_hub.errors import LocalTokenNotFoundError
+
+    never = (
+        Refusal, ValueError, TypeError, LookupError, AttributeError, FileNotFoundError, PermissionError,
+        LocalTokenNotFoundError,
+    )  # fmt: skip
+    return not any(isinstance(each, never) for each in _causes(error))
+
+
+def asked_wait(error: BaseException) -> float:
+    """The seconds that an answer asks to wait, up to five minutes."""
+    for each in _causes(error):
+        headers = getattr(getattr(each, "response", None), "headers", None) or {}
+        told = headers.get("Retry-After", "")
+        if told.isdigit():
+            return min(float(told), 300.0)
+    return 0.0
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line: its status and what the Hub says of it, without addresses and numbers of requests."""
+    if isinstance(error, Refusal):
+        return str(error)
+    status = _status(error)
+    for each in _causes(error):
+        headers = getattr(getattr(each, "response", None), "headers", None) or {}
+        if said := getattr(each, "server_message", None) or headers.get("X-Error-Message"):
+            return f"{status} {said.splitlines()[0]}".rstrip(".")
+    if status is not None:
+        return f"the Hub answers {status}"
+    last = list(_causes(error))[-1]
+    words = re.sub(r"https?://\S+", "", str(last)).strip().splitlines()
+    return f"{type(last).__name__}{f' ({words[0].strip()})' if words else ''}"
+
+
+def _status(error: BaseException) -> int | None:
+    for each in _causes(error):
+        status = getattr(getattr(each, "response", None), "status_code", None)
+        if status is not None:
+            return int(status)
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it came from: the client wraps some."""
+    each: BaseException | None = error
+    while each is not None:
+        yield each
+        each = each.__cause__

@@ -1,0 +1,81 @@
+"""Which files go to the Hub: those that make a model or a checkpoint, by name. Whatever else lies beside them stays here."""
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+_OF_A_MODEL = (
+    "config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
+)  # fmt: skip
+_MEANT = (
+    *_OF_A_MODEL, *(f"base/{name}" for name in _OF_A_MODEL),
+    "adapter_config.json", "adapter_model.safetensors", "model_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "*.model", "*.tiktoken", "chat_template.jinja", "additional_chat_templates/*.jinja",
+    "modeling_*.py", "configuration_*.py", "tokenization_*.py",
+    "README.md", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+# A model in other files than the one before must not leave those behind: from_pretrained would read them.
+_REPLACED = (
+    "config.json", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_config.json",
+    "adapter_model.safetensors",
+)  # fmt: skip
+LAST_CHECKPOINT = "last-checkpoint"
+
+
+def model_files(directory: Path) -> dict[str, Path]:
+    """The files of a model directory that are meant for the Hub, by their path in the repository. Links aren't followed."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and not path.is_symlink() and any(_matches(name, pattern) for pattern in _MEANT):
+            found[name] = path
+    return found
+
+
+def is_model(directory: Path) -> bool:
+    """Whether a directory holds what from_pretrained of transformers or peft reads."""
+    return bool({"config.json", "adapter_config.json"} & model_files(directory).keys())
+
+
+def checkpoint_files(checkpoint: Path) -> dict[str, Path]:
+    """The files of a checkpoint, as its manifest lists them, by their path in the repository."""
+    listed = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))["files"]
+    return {f"{LAST_CHECKPOINT}/{name}": checkpoint / name for name in ("MANIFEST.json", *listed)}
+
+
+def collect(files: Mapping[str, Path], into: Path) -> None:
+    """Put files under a folder: tensors as hard links where the disk has them, which cost nothing; the rest as copies."""
+    for name, source in files.items():
+        target = into / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.suffix == ".safetensors":
+            try:
+                os.link(source, target)
+                continue
+            except OSError:  # another file system, or one without links
+                pass
+        shutil.copyfile(source, target)
+
+
+def left_behind(in_repository: Collection[str], sent: Collection[str]) -> list[str]:
+    """Files of an earlier model or checkpoint in a repository that would be read beside those that are sent."""
+    sends_model = not {"config.json", "adapter_config.json"}.isdisjoint(sent)
+    sends_checkpoint = f"{LAST_CHECKPOINT}/MANIFEST.json" in sent
+    return [
+        name
+        for name in in_repository
+        if name not in sent
+        and (
+            (sends_model and any(_matches(name, pattern) for pattern in _REPLACED))
+            or (sends_checkpoint and name.startswith(f"{LAST_CHECKPOINT}/"))
+        )
+    ]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = PurePosixPath(name).parts, PurePosixPath(pattern).parts
+    return len(parts) == len(patterns) and all(fnmatchcase(part, each) for part, each in zip(parts, patterns, strict=True))

@@ -1,0 +1,71 @@
+"""A job as a person asks for it: machines, time, places and names; what the recipe is told stands apart."""
+
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.config import Refusal
+
+LONGEST_NAME = 63
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of SageMaker. Times in seconds, the volume in GB; None: the default, which `request` fills in.
+
+    `channels` by name; `secrets` and `tags` by the name of the variable or tag; `tokens` are names of variables of the caller.
+    """
+
+    name: str
+    recipe: Path
+    instance_type: str
+    instance_count: int = 1
+    role: str | None = None
+    region: str | None = None
+    bucket: str | None = None
+    image_uri: str | None = None
+    transformers_version: str = "4.56.2"  # the newest image that the SDK (2.257) knows; requirements.txt brings newer packages
+    pytorch_version: str = "2.8.0"
+    py_version: str = "py312"
+    spot: bool = False
+    max_run: int = 24 * 3600
+    max_wait: int | None = None
+    keep_alive: int | None = None
+    volume_size: int = 100
+    checkpoints: str | None = None
+    channels: dict[str, str] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict)
+    tokens: tuple[str, ...] = ()
+    tags: dict[str, str] = field(default_factory=dict)
+    subnets: tuple[str, ...] = ()
+    security_groups: tuple[str, ...] = ()
+    processes: int | None = None
+    accelerate_config: Path | None = None
+    include: tuple[Path, ...] = ()
+
+
+def name_of_job(recipe: Path, now: float | None = None) -> str:
+    """A name that no other job has: the recipe's, the time, four random digits."""
+    stem = re.sub("[^a-zA-Z0-9]+", "-", recipe.stem).strip("-") or "job"
+    when = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    ending = f"-{when}-{secrets.token_hex(2)}"
+    return stem[: LONGEST_NAME - len(ending)].rstrip("-") + ending
+
+
+def read_pairs(written: list[str], option: str, example: str) -> dict[str, str]:
+    """NAME=VALUE options as a dictionary.
+
+    Raises:
+        Refusal: one without a name or a value, or a name twice. A value is not repeated: it may be a key.
+    """
+    pairs: dict[str, str] = {}
+    for text in written:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise Refusal(f"{option}: must be NAME=VALUE, such as {option} {example}.")
+        if name in pairs:
+            raise Refusal(f"{option} {name}: given twice; keep one.")
+        pairs[name] = value
+    return pairs

@@ -1,0 +1,82 @@
+"""A recipe's flags, read here as the container will read them: what it would refuse is refused before anything is sent."""
+
+import importlib.util
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.cli.recipe import config_class_of, read_command_line
+from toolkit.config import Refusal, Settings, check_together, settings_of
+from toolkit.config.values import flag_of
+from toolkit.container import channels_named
+
+# The container decides these: they are places and circumstances of its own.
+_OF_THE_CONTAINER = {
+    "output_dir": "a job writes where SageMaker copies from: checkpoints and figures to S3 as they come, the model at the end",
+    "overwrite_output_dir": "a job has an output directory of its own",
+    "resume": "a job goes on by itself from what is in its checkpoints' prefix; to go on from another job's, --checkpoints",
+    "resume_from": "checkpoints come from S3: give their prefix with --checkpoints s3://BUCKET/PREFIX",
+}
+_MAY_BE_PATHS = ("dataset", "model", "tokenizer", "chat_template", "deepspeed")
+
+
+def read_recipe_flags(recipe: Path, flags: Sequence[str]) -> tuple[Settings, dict[str, Any]]:
+    """The config that the flags ask for, and the settings that were given, which become the job's hyperparameters.
+
+    Raises:
+        Refusal: whatever the recipe itself would refuse, and settings that are the container's own.
+        SystemExit: with code 0, after --help.
+    """
+    config_class = _config_class(recipe)
+    config, given = read_command_line(config_class, flags, {}, sys.modules[config_class.__module__].__doc__ or "")
+    check_together(config, given)
+    for name in sorted(given & _OF_THE_CONTAINER.keys()):
+        raise Refusal(f"{flag_of(name)}: {_OF_THE_CONTAINER[name]}.")
+    return config, {name: getattr(config, name) for name in settings_of(config_class) if name in given}
+
+
+def check_places(hyperparameters: Mapping[str, Any], channels: Collection[str], included: Sequence[Path]) -> None:
+    """Refuse data, models and files that are on this machine only, and channels that the job hasn't."""
+    for name in channels_named(hyperparameters):
+        if name not in channels:
+            there = f"The job's channels are {', '.join(channels)}." if channels else "The job has no channel."
+            raise Refusal(f"channel:{name}: {there} Add --channel {name}=s3://BUCKET/PREFIX.")
+    sent = {path.name for path in included}
+    for name in _MAY_BE_PATHS:
+        value = hyperparameters.get(name)
+        for part in str(value).split(",") if value else []:
+            path = Path(part.rsplit(":", 1)[0] if not Path(part).exists() else part)
+            if path.exists() and str(path) not in sent:
+                raise Refusal(
+                    f"{flag_of(name)} {part}: is on this machine, where the job can't read it. A small file goes along with "
+                    f"--include {path} {flag_of(name)} {path.name}. Else bring it to S3 and name it as a channel: "
+                    f"aws s3 cp --recursive {path} s3://BUCKET/PREFIX, then --channel data=s3://BUCKET/PREFIX "
+                    f"{flag_of(name)} channel:data"
+                )
+
+
+def packages_for(config: Settings) -> list[str]:
+    """What a run with these settings imports besides the toolkit's own dependencies."""
+    wanted = {name for name in getattr(config, "report_to", []) if name not in ("none", "all")}
+    if getattr(config, "zero_stage", None) or getattr(config, "deepspeed", None):
+        wanted.add("deepspeed")
+    if "8bit" in str(getattr(config, "optim", "")) or getattr(config, "load_in_4bit", False):
+        wanted.add("bitsandbytes")
+    return sorted(wanted)
+
+
+def _config_class(recipe: Path) -> type[Settings]:
+    """The `Config` of a recipe's file, which is imported, as its --help does, and not run."""
+    name = f"recipe_{recipe.stem}"
+    spec = importlib.util.spec_from_file_location(name, recipe)
+    if spec is None or spec.loader is None:
+        raise Refusal(f"{recipe}: is not a Python file.")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise Refusal(f"{recipe}: can't be imported here ({error}).") from error
+    if not hasattr(module, "main"):
+        raise Refusal(f"{recipe}: has no function main(config), as a recipe has.")
+    return config_class_of(module.main)
