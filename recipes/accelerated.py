@@ -30,7 +30,7 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.ClassificationCon
 
 def main(config: Config) -> tk.Summary:
     accelerator = tk.build_accelerator(config)
-    tokenizer = tk.load_tokenizer(config)
+    tokenizer = tk.pad_apart_from_end(tk.load_tokenizer(config))  # a decoder is read at its last token before padding
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_classification(raw, tokenizer, config)
     model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, **tk.label_settings(raw, config))

@@ -35,7 +35,7 @@ def main(config: Config) -> tk.Summary:
 
     tk.check_output_dir(config)
     device = torch.device("cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu")
-    tokenizer = tk.load_tokenizer(config)
+    tokenizer = tk.pad_apart_from_end(tk.load_tokenizer(config))  # a decoder is read at its last token before padding
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_classification(raw, tokenizer, config)
     model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, **tk.label_settings(raw, config)).to(device)

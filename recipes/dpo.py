@@ -1,7 +1,7 @@
 """Direct preference optimisation (DPO) of a language model on pairs of a chosen and a rejected answer.
 
     python recipes/dpo.py
-    accelerate launch recipes/dpo.py --model Qwen/Qwen3-0.6B --dataset trl-lib/ultrafeedback_binarized --use-peft
+    accelerate launch recipes/dpo.py --config recipes/configs/qwen3_0.6b_dpo.yaml
 
 Without an argument it goes on from the model that `make demo` has fine-tuned. A random one, which it takes where that is not
 there, learns nothing from pairs in minutes.
@@ -45,7 +45,7 @@ def main(config: Config) -> tk.Summary:
     reference = tk.build_reference(accelerator, model, make_model, train, evaluation, config)
 
     def logps(model: Any, pairs: dict[str, Any]) -> Any:
-        """Log-probabilities of both answers: of the model as it was, and as it is."""
+        """Log-probabilities of both answers: of the model as it is, and of the reference, as it was."""
         before = reference(model, pairs)
         return tk.pair_logps(model, pairs, config.ld_alpha), before
 

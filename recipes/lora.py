@@ -1,10 +1,11 @@
 """Supervised fine-tuning of a causal language model through an adapter (LoRA): the model itself stays as it is.
 
     python recipes/lora.py
-    accelerate launch recipes/lora.py --model Qwen/Qwen3-0.6B --dataset trl-lib/Capybara
+    accelerate launch recipes/lora.py --config recipes/configs/qwen3_4b_lora.yaml
 
 What is written is the adapter alone; `toolkit merge` makes a model of it. Without an argument it adapts the model that `make
-demo` has pretrained; where that is not there, a random one, whose embedding learns as well.
+demo` has pretrained; where that is not there, a random one, whose embedding learns as well. That model has never seen a chat:
+the rows of the template's tokens learn too. A model that knows its chats needs `--lora-trainable-tokens '[]'`.
 """
 
 from dataclasses import dataclass, field

@@ -37,7 +37,7 @@ def main(config: Config) -> tk.Summary:
         offload_param_device="cpu" if config.offload == "parameters" else None,
     )
     accelerator = tk.build_accelerator(config, deepspeed_plugin=plugin)
-    tokenizer = tk.load_tokenizer(config)
+    tokenizer = tk.pad_apart_from_end(tk.load_tokenizer(config))  # a decoder is read at its last token before padding
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_classification(raw, tokenizer, config)
     model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, **tk.label_settings(raw, config))

@@ -19,7 +19,7 @@ from typing import Any
 PACKAGES = (
     "torch", "accelerate", "transformers", "datasets", "evaluate", "peft", "safetensors", "tokenizers", "huggingface_hub",
     "numpy", "pyarrow", "typer", "deepspeed", "bitsandbytes", "flash-attn", "triton", "torchao", "trl", "liger-kernel",
-    "wandb", "trackio", "tensorboard", "mlflow", "sagemaker", "optuna",
+    "wandb", "trackio", "tensorboard", "mlflow", "mlflow-skinny", "sagemaker", "optuna",
 )  # fmt: skip
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "HIP_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF",

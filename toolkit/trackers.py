@@ -6,6 +6,7 @@ end. So one that raises costs a warning, and one that hangs what it was to be to
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import secrets
@@ -22,6 +23,7 @@ from toolkit.output import write_atomically
 PROJECT = "toolkit"
 WAITING = 10_000  # records that wait for a tracker before further ones are lost
 CLOSE_SECONDS, HURRIED_SECONDS = 60.0, 3.0  # at the end of a run, and of one that a signal stopped
+LOOKS_EVERY = 0.1  # seconds: how soon a tracker with nothing to do sees that the run is over
 Record = Callable[["Any"], None]
 
 
@@ -65,7 +67,7 @@ class Trackers:
                 sender.put(partial(_FILES[sender.name], files=there))
         ends = time.monotonic() + (HURRIED_SECONDS if hurried else CLOSE_SECONDS)
         for sender in self._senders:
-            sender.put(None)
+            sender.end()
         for sender in self._senders:
             sender.wait(max(0.1, ends - time.monotonic()))
         self._say_news()
@@ -100,13 +102,18 @@ class _Sender:
 
     def __init__(self, name: str, opened: Callable[..., Any], *what: Any) -> None:
         self.name, self.news = name, list[str]()
-        self._records: queue.Queue[Record | None] = queue.Queue(WAITING)
+        self._records: queue.Queue[Record] = queue.Queue(WAITING)
+        self._is_over = threading.Event()
         self._lost, self._failed, self._reason = 0, 0, ""
         self._thread = threading.Thread(target=self._work, args=(opened, *what), name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def put(self, record: Record | None) -> None:
-        """Returns at once; None is the end."""
+    def end(self) -> None:
+        """What waits is the last there is."""
+        self._is_over.set()
+
+    def put(self, record: Record) -> None:
+        """Returns at once."""
         try:
             self._records.put_nowait(record)
         except queue.Full:
@@ -129,8 +136,9 @@ class _Sender:
         except BaseException as error:  # wandb and others end a process by SystemExit, and here that is a thread's own affair
             self._reason = _one_line(error)
             self.news.append(f"could not start, and is left out: {self._reason}")
-        while (record := self._records.get()) is not None:
-            self._try(tracker, record)
+        while not (self._is_over.is_set() and self._records.empty()):
+            with contextlib.suppress(queue.Empty):
+                self._try(tracker, self._records.get(timeout=LOOKS_EVERY))
         self._try(tracker, lambda opened: opened.finish())
 
     def _try(self, tracker: Any, record: Record) -> None:
@@ -150,18 +158,19 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
-def _started(kind: str, settings: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
+def _started(kind: str, stored: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
     """Accelerate's tracker of that kind, started, with the run's settings stored."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    tracker = LOGGER_TYPE_TO_CLASS[kind](PROJECT, *arguments, **options)
+    project = os.environ.get("WANDB_PROJECT", PROJECT) if kind == "wandb" else PROJECT
+    tracker = LOGGER_TYPE_TO_CLASS[kind](project, *arguments, **options)
     tracker.start()
-    tracker.store_init_configuration(dict(settings))
+    tracker.store_init_configuration(dict(stored))
     return tracker
 
 
 def _name(config: Any) -> str:
-    return config.run_name or Path(config.output_dir).name
+    return config.run_name or Path(config.output_dir).absolute().name
 
 
 def _folder(config: Any) -> str:
@@ -170,7 +179,9 @@ def _folder(config: Any) -> str:
 
 def _open_wandb(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
     os.makedirs(_folder(config), exist_ok=True)
-    return _started("wandb", settings, name=_name(config), dir=_folder(config), id=ids["wandb"], resume="allow")
+    options = {"name": _name(config), "dir": _folder(config), "id": ids["wandb"], "resume": "allow"}
+    # no git metadata: the address of a remote can hold a token
+    return _started("wandb", settings, **options, settings={"disable_git": True})
 
 
 def _open_tensorboard(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
@@ -179,7 +190,7 @@ def _open_tensorboard(config: Any, settings: Mapping[str, Any], ids: dict[str, s
 
 
 def _open_trackio(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
-    return _started("trackio", settings, name=_name(config), resume="allow")
+    return _started("trackio", settings, name=_name(config), resume="allow" if step else "never")
 
 
 def _open_mlflow(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:

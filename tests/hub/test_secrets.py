@@ -1,4 +1,4 @@
-"""No token leaves its place: not into a file of the run, not into what the Hub receives, but for the header that is meant for it."""
+"""No token leaves its place: not into a file of the run, its trackers' among them, not into what the Hub receives, but for the header that is meant for it."""
 
 import os
 import subprocess
@@ -29,10 +29,10 @@ def test_no_planted_token_is_in_a_file_of_the_run_or_in_what_the_hub_receives(ru
     )
     copied.write_text(text.replace("runs/sft", "runs/mine"))
     secrets = {name: PLANTED[name] for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")}
-    env = {**secrets, "HOME": str(home), "HF_HOME": str(home / "huggingface"), "WANDB_MODE": "disabled"}
+    env = {**secrets, "HOME": str(home), "HF_HOME": str(home / "huggingface"), "WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path / "trackio")}
     hub.fail("POST", "/commit/", 500, times=1)
     hub.fail("POST", "/preupload/", 403, times=1)
-    code, out = run_sft("--push-to-hub", "--hub-model-id", "model", "--hub-strategy", "checkpoint", "--eval-strategy", "epoch", env=env, recipe=str(copied.with_suffix("")))
+    code, out = run_sft("--push-to-hub", "--hub-model-id", "model", "--hub-strategy", "checkpoint", "--eval-strategy", "epoch", "--report-to", "wandb,tensorboard,trackio,mlflow", env=env, recipe=str(copied.with_suffix("")))
     assert code == 0, out
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -41,8 +41,10 @@ def test_no_planted_token_is_in_a_file_of_the_run_or_in_what_the_hub_receives(ru
     assert hub.files("alice/model")
     config = (tmp_path / "out/config.yaml").read_text()
     assert PLANTED["of a recipe"] in config  # what a recipe's author calls a setting is one, and this file repeats the run
-    files = {str(path): path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file() and path.name != "config.yaml"}
+    written = [path for folder in ("out", "trackio") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    files = {str(path): path.read_bytes() for path in written if path != tmp_path / "out/config.yaml"}
     assert len(files) > 15
+    assert {"wandb", "mlflow", "toolkit"} <= {path.name for path in (tmp_path / "out/trackers").iterdir()}
     received = {f"{method} {path}": f"{path} {headers}".encode() + body for method, path, headers, body in hub.requests}
     stored = {f"on the Hub: {name}": content for name, content in hub.files("alice/model").items()}
     shown = {"printed": (out + said).replace(f"api_key = {PLANTED['of a recipe']}", "").encode()}

@@ -1,7 +1,8 @@
 """toolkit merge: an ordinary model of an adapter and its base."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,12 +41,21 @@ def merge(
         into = into.absolute()
         make_folder(into.parent)
         dtype = str(merged.dtype).removeprefix("torch.")
-        card = (
-            f"---\nbase_model: {merged.base}\nlibrary_name: transformers\n---\n\n# {into.name}\n\n"
-            f"`{merged.base}` with an adapter merged into its weights.\n"
-        )
-        write_model_directory(into, merged.model, whole_state_dict(None, merged.model) or {}, merged.tokenizer, card, dtype)
+        state = whole_state_dict(None, merged.model) or {}
+        write_model_directory(into, merged.model, state, merged.tokenizer, _card(adapter, merged, into.name), dtype)
     except (NotTheSame, BadModel) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     typer.echo(f"{into}: a model in {dtype}; its logits are {merged.difference:.1e} of the largest away from the adapted one's")
+
+
+def _card(adapter: Path, merged: Any, name: str) -> str:
+    """A model card, from the run card beside the adapter where there is one."""
+    from toolkit.hub.card import base_licence, model_card
+
+    path = adapter.resolve().parent / "run.json"
+    run_card = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    run_card["model"] = {**run_card.get("model", {}), "name": merged.base}
+    figures = run_card.get("end", {}).get("figures", {})
+    text = model_card(run_card, figures, name, type(merged.model).__name__, licence=base_licence(merged.base))
+    return f"{text.rstrip()}\n\nThe adapter that was trained is merged into the weights.\n"

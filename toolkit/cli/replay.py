@@ -40,6 +40,7 @@ def replay(
 
     Ends with 0 when they are identical, with 1 when they differ, with the recipe's own code when it fails.
     """
+    directory = directory.absolute()
     card, settings = _read(directory)
     script = recipe or _script(card)
     _check_recipe(script, card)
@@ -74,6 +75,9 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise Refusal(f"{directory}: the run is {card['end']['status']}. Continue it with --resume, then replay it.")
     except (ValueError, KeyError, TypeError) as error:
         raise Refusal(f"{directory}: the run has not ended, or its run.json is of another version ({error!r}).") from error
+    for name in ("resume_from", "allow_change"):
+        if settings.get(name):
+            raise Refusal(f"{directory}: {name} is given, the run began with other settings or elsewhere; it can't be replayed.")
     return card, settings
 
 
@@ -100,11 +104,12 @@ def _say_what_changed(card: dict[str, Any]) -> None:
 
     from toolkit.run_card import library_versions
 
+    hardware = card["hardware"]
     now = {"python": platform.python_version(), **library_versions()}
     for name, before in card["versions"].items():
         if now.get(name) != before:
             typer.echo(f"{name} was {before} and is {now.get(name, 'not there')}: the weights may differ", err=True)
-    if os.cpu_count() != card["hardware"]["cores"]:
+    if (os.cpu_count(), platform.processor() or platform.machine()) != (hardware["cores"], hardware["processor"]):
         typer.echo("this is another machine than the run's: the weights may differ", err=True)
 
 
@@ -120,8 +125,11 @@ def _placement(card: dict[str, Any]) -> Placement:
 def _differences(one: Path, other: Path) -> list[str]:
     from toolkit.run_differences import first_loss_difference, first_model_difference
 
-    data = [json.loads((each / "run.json").read_text(encoding="utf-8"))["data"]["fingerprint"] for each in (one, other)]
-    found = [] if data[0] == data[1] else ["the data are not the same: another fingerprint"]
+    cards = [json.loads((each / "run.json").read_text(encoding="utf-8")) for each in (one, other)]
+    found = [] if cards[0]["data"] == cards[1]["data"] else ["the data are not the same: another fingerprint"]
+    for name, before in cards[0]["layout"].items():
+        if cards[1]["layout"].get(name) != before:
+            found.append(f"{name.replace('_', ' ')}: {before}, then {cards[1]['layout'].get(name)}; start it as it was started")
     loss = first_loss_difference(one, other)
     if loss is not None:
         found.append(f"first loss that differs: step {loss.step}: {loss.losses[0]!r}, then {loss.losses[1]!r}")

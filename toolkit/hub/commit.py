@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,8 @@ def send_job(
             if not job.folder.exists():  # left out for a later one that brings the same files
                 return job
             job = dataclasses.replace(job, problem=reason(error))
-            write_record(job)
+            with contextlib.suppress(OSError):  # a full disk: then the reason is only said
+                write_record(job)
             if not may_pass(error) or number == tries:
                 raise CannotSend(job.problem) from error
             if number >= 3 and say and not told:
@@ -58,7 +60,7 @@ def _send_once(api: Any, job: Job) -> Job:
         return job
     tree = api.list_repo_tree(job.repo_id, recursive=True, revision=head)
     removed = left_behind([entry.path for entry in tree if hasattr(entry, "blob_id")], files := job.files)
-    job = dataclasses.replace(job, parent=head)
+    job = dataclasses.replace(job, parent=head, problem=None)
     write_record(job)  # before: whoever goes on after a kill must know that it may have arrived
     api.create_commit(  # makes none where the branch has all of it
         job.repo_id,
@@ -95,8 +97,11 @@ def _with_repository(api: Any, job: Job) -> tuple[Job, str]:
 
 
 def _has_arrived(api: Any, job: Job, head: str) -> bool:
-    """Whether this commit is in the branch, below others that came after it."""
-    if job.parent is None or job.parent == head:
+    """Whether this commit is in the branch, below others that came after it.
+
+    Of one that was never tried as far as is known, all of the branch is looked through: its folder may be an older copy.
+    """
+    if job.parent == head:
         return False
     for commit in api.list_repo_commits(job.repo_id, revision=job.revision):
         if commit.commit_id == job.parent:

@@ -29,6 +29,7 @@ class Job:
 
     `repo_id` without a user is one of whoever the token belongs to. `parent`: the commit before it, once it has been tried.
     `mark` stands in the description of the commit: by it a commit that arrived is known. `problem`: why it is still here.
+    `sizes`: bytes of its files; a folder that lacks some of them, as a copy of half a queue does, is no commit.
     """
 
     repo_id: str
@@ -38,6 +39,7 @@ class Job:
     mark: str = ""
     parent: str | None = None
     problem: str | None = None
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     folder: Path = Path()
 
     @property
@@ -61,6 +63,7 @@ def add_job(queue: Path, job: Job, name: str, fill: Callable[[Path], None]) -> J
         job = dataclasses.replace(job, mark=job.mark or f"toolkit:{secrets.token_hex(8)}", folder=temporary)
         for path in job.files.values():
             sync(path)
+        job = dataclasses.replace(job, sizes={name: path.stat().st_size for name, path in job.files.items()})
         write_record(job)
         last = max((int(path.name[:6]) for path in _folders(queue)), default=0)
         folder = queue / f"{last + 1:06d}-{name}"
@@ -73,12 +76,13 @@ def add_job(queue: Path, job: Job, name: str, fill: Callable[[Path], None]) -> J
 
 
 def list_jobs(queue: Path) -> list[Job]:
-    """The commits that wait, in order; a folder that has just been removed is left out."""
+    """The commits that wait, in order; a folder that has just been removed, or isn't whole, is left out."""
     found = []
     for folder in _folders(queue):
         with contextlib.suppress(FileNotFoundError):
-            record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-            found.append(Job(**record, folder=folder))
+            job = Job(**json.loads((folder / RECORD).read_text(encoding="utf-8")), folder=folder)
+            if job.sizes == {name: path.stat().st_size for name, path in job.files.items()}:
+                found.append(job)
     return found
 
 

@@ -155,7 +155,7 @@ class Uploads:
             add_job(self.queue, job, name, fill)
             for left_out in leave_out_replaced(self.queue):
                 self.run.say(f"the Hub is behind: left out, as a later one brings it newer: {left_out.message}")
-            if self.sender is None:
+            if self.sender is None or self.sender.poll() is not None:  # refused before, it may be allowed by now
                 self.sender = start_sender(self.queue)
         except OutOfTime:
             raise

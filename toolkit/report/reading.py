@@ -150,7 +150,8 @@ def _read_settings(path: Path, card: dict[str, Any], complaints: list[str]) -> l
         elif lines and line.strip():  # a value that goes on: a list item, a folded text
             last = lines[-1]
             lines[-1] = SettingLine(last.name, f"{last.value}\n{line}".strip(), last.panel, last.default)
-    return lines
+    public = card.get("settings")  # a recipe's own texts may hold a key, and pages are passed on: the card leaves them out
+    return [line for line in lines if line.name in public] if isinstance(public, dict) else lines
 
 
 def _without_quotes(value: str) -> str:
