@@ -151,7 +151,7 @@ def test_value_is_read_as_its_writer_meant_it(written: dict[str, Any], value: di
     [
         ({"lerning_rate": 1}, "c.yaml: unknown setting lerning_rate. Did you mean learning_rate?"),
         ({"packin": 1, "sed": 2}, "c.yaml: unknown settings\n  - packin. Did you mean packing?\n  - sed. Did you mean seed?"),
-        ({"lr_scheduler_kwargs": {}}, "Its counterpart here: min_lr_ratio, lr_cycles"),
+        ({"epochs": 3}, "Its counterpart here: num_train_epochs"),
         ({"hub_token": "hf_verysecret"}, "c.yaml: unknown setting hub_token. Tokens and keys are never settings"),
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, "--warmup-ratio and --warmup-steps (c.yaml) are one setting: give it once."),
         ({"warmup_ratio": 1}, "--warmup-ratio 1: must be below 1"),

@@ -120,6 +120,8 @@ def trainable_tokens(model: Any, config: Any, tokenizer: Any) -> dict[str, list[
     Empty where the embedding is trained whole, or where there is no chat template to take them from.
     """
     wanted, flag = config.lora_trainable_tokens, "--lora-trainable-tokens"
+    if tokenizer is None and set(wanted) - {TEMPLATE}:
+        raise TypeError("lora_trainable_tokens need the tokenizer: add_adapter(model, config, tokenizer)")
     ids = {number for word in wanted if word == TEMPLATE for number in template_tokens(tokenizer)}
     for token in (word for word in wanted if word != TEMPLATE):
         if token not in tokenizer.get_vocab():
@@ -154,8 +156,14 @@ def template_tokens(tokenizer: Any) -> list[int]:
     """Ids of the special tokens that the chat template writes around a question and an answer."""
     if not getattr(tokenizer, "chat_template", None):
         return []
+    from jinja2 import TemplateError
+
     chat = [{"role": role, "content": "x"} for role in ("user", "assistant")]
-    written = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
+    try:
+        written = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
+    except TemplateError as error:
+        say_once(f"the chat template's tokens are not trained: it can't render a question and an answer ({error})")
+        return []
     return sorted(set(written).intersection(tokenizer.get_added_vocab().values()))
 
 

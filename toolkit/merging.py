@@ -138,8 +138,10 @@ def _texts(adapter: Path, dataset: str | None, tokenizer: Any) -> list[str]:
 
 
 def _text(row: dict[str, Any], tokenizer: Any) -> str:
-    if row.get("messages") and tokenizer.chat_template:
-        return str(tokenizer.apply_chat_template(row["messages"], tokenize=False))
+    parts = [row.get(name) for name in ("messages", "prompt", "chosen", "completion")]
+    chat = [message for part in parts if isinstance(part, list) for message in part if isinstance(message, dict)]
+    if chat and tokenizer.chat_template:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False))
     return "\n".join(str(value) for name, value in row.items() if name != "origin" and value)
 
 

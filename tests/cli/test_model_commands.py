@@ -197,12 +197,13 @@ def test_ctrl_c_ends_an_answer_and_the_end_of_input_the_chat(made: Path) -> None
     os.set_blocking(main, False)
     heard = ""
 
-    def wait_for(words: str, seconds: float = 120) -> None:
+    def wait_for(words: str, more: int = 0, seconds: float = 120) -> None:
+        """Until the words are heard, and so many characters after them."""
         nonlocal heard
         end = time.monotonic() + seconds
-        while words not in heard:
+        while words not in heard or len(heard.partition(words)[2]) < more:
             assert time.monotonic() < end, heard
-            time.sleep(0.02)
+            time.sleep(0.005)
             try:
                 heard += os.read(main, 65536).decode(errors="replace")
             except BlockingIOError:
@@ -213,8 +214,7 @@ def test_ctrl_c_ends_an_answer_and_the_end_of_input_the_chat(made: Path) -> None
     try:
         wait_for("> ")
         os.write(main, f"{endless}\n".encode())
-        wait_for(f"{endless}\r\n")
-        time.sleep(0.5)
+        wait_for(f"{endless}\r\n", more=3)
         process.send_signal(signal.SIGINT)
         wait_for("(ended)")
         heard = heard.partition("(ended)")[2]

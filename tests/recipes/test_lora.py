@@ -36,6 +36,7 @@ class Base(NamedTuple):
             "--model", str(self.folder), "--dataset", str(self.rows), "--max-length", "64", "--seed", "5", "--no-packing",
             "--per-device-train-batch-size", "2", "--num-train-epochs", "1", "--logging-steps", "1", "--warmup-steps", "0",
             "--lora-r", "4", "--lora-alpha", "6", "--lr-scheduler-type", "constant", "--max-grad-norm", str(CLIP),
+            "--lora-trainable-tokens", "[]",
         ]  # fmt: skip
 
 

@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from toolkit.config.foreign_names import is_foreign
 from toolkit.config.setting import Refusal, Setting, show_value
-from toolkit.config.values import WORDS_FOR_FALSE, WORDS_FOR_NONE, WORDS_FOR_TRUE, flag_of, unknown_settings
+from toolkit.config.values import WORDS_FOR_FALSE, WORDS_FOR_NONE, WORDS_FOR_TRUE, flag_of, foreign_settings, unknown_settings
 
 _SWITCH_WORDS = (*WORDS_FOR_TRUE, *WORDS_FOR_FALSE, *WORDS_FOR_NONE)
 
@@ -25,6 +26,7 @@ def canonical_arguments(
     spellings = {spelling: each for each in settings.values() for spelling in (each.name, *each.aliases)}
     repeats = {key.replace("-", "_"): lossy_text(value) for key, value in hyperparameters.items()}
     words, canonical, unknown, flag = deque(arguments), [], [], ""
+    foreign: dict[str, str] = {}
     while words:
         word = words.popleft()
         if word in ("-h", "--help"):
@@ -40,6 +42,8 @@ def canonical_arguments(
         setting, positive = spellings.get(name), spellings.get(name.removeprefix("no_"))
         if setting is None and positive is not None and positive.is_switch and not equals:
             canonical.append(f"{flag_of(name.removeprefix('no_'))}=false")
+        elif setting is None and is_foreign(name):
+            foreign[name] = text if equals else words.popleft() if words and not words[0].startswith("--") else "true"
         elif setting is None and name != "config":
             unknown.append(name)
             while words and not words[0].startswith("--"):  # the value that was meant for it
@@ -53,9 +57,11 @@ def canonical_arguments(
             canonical.append(f"{flag_of(name)}={words.popleft()}")
         else:
             raise Refusal(f"{flag_of(name)}: needs a value{f', such as {_example(setting)}' if setting else ' (a YAML file)'}.")
-    if unknown:
-        raise unknown_settings(unknown, settings)
-    return canonical
+    given = {name.removeprefix("--").replace("-", "_"): text for name, _, text in (each.partition("=") for each in canonical)}
+    meant, advice = foreign_settings(given | foreign, spellings)
+    if unknown or advice:
+        raise unknown_settings(unknown, settings, "", advice)
+    return canonical + [f"{flag_of(name)}={show_value(value)}" for _, name, value in meant]
 
 
 def read_hyperparameters(text: str | None) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise Refusal(f"{directory}: the run has not ended, or its run.json is of another version ({error!r}).") from error
     for name in ("resume_from", "allow_change"):
         if settings.get(name):
-            raise Refusal(f"{directory}: {name} is given, the run began with other settings or elsewhere; it can't be replayed.")
+            raise Refusal(f"{directory}: {name} is given: the run began elsewhere, or as another one. It can't be replayed.")
     return card, settings
 
 

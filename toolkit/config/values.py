@@ -8,9 +8,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from toolkit.config.foreign_names import is_foreign, translate
 from toolkit.config.setting import Refusal, Setting, Settings, check_value, nearest, settings_of, show_value
 
 WORDS_FOR_TRUE = ("true", "yes", "on", "1")
@@ -29,14 +30,15 @@ def read_values(config_class: type[Settings], written: Mapping[str, Any], source
     """
     settings = settings_of(config_class)
     spellings = {spelling: each for each in settings.values() for spelling in (each.name, *each.aliases)}
-    keys = {key: str(key).replace("-", "_") for key in written}
-    unknown = [keys[key] for key in written if keys[key] not in spellings]
-    if unknown:
-        raise unknown_settings(unknown, settings, source)
+    named = {str(key).replace("-", "_"): raw for key, raw in written.items()}
+    meant, advice = foreign_settings(named, spellings)
+    unknown = [key for key in named if key not in spellings and not is_foreign(key)]
+    if unknown or advice:
+        raise unknown_settings(unknown, settings, source, advice)
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
-    for key, raw in written.items():
-        setting, spelling = spellings[keys[key]], keys[key]
+    for spelling, name, raw in [*((key, key, raw) for key, raw in named.items() if key in spellings), *meant]:
+        setting = spellings[name]
         if setting.name in values:
             raise Refusal(
                 f"{flag_of(spelled[setting.name])} and {flag_of(spelling)}{f' ({source})' if source else ''} "
@@ -44,10 +46,33 @@ def read_values(config_class: type[Settings], written: Mapping[str, Any], source
             )
         if raw is None and setting.is_switch and not setting.takes_none:
             continue
-        translate = _OTHER_TRAINERS.get(spelling)
-        value = read_value(setting, translate(raw) if translate else raw, source)
+        reform = _OTHER_TRAINERS.get(name)
+        value = read_value(setting, reform(raw) if reform else raw, source)
         values[setting.name], spelled[setting.name] = value, spelling
     return values
+
+
+def foreign_settings(
+    named: Mapping[str, Any], spellings: Mapping[str, Setting]
+) -> tuple[list[tuple[str, str, Any]], list[tuple[str, Any, str]]]:
+    """What the keys of Trainer and TRL among those written mean here.
+
+    Returns (key, setting's name, its value as written) for each setting that one of them says, and (key, value, what to do) for
+    those that can't be honoured.
+    """
+    meant: list[tuple[str, str, Any]] = []
+    advice: list[tuple[str, Any, str]] = []
+    for key, raw in named.items():
+        if key in spellings or not is_foreign(key):
+            continue
+        found = translate(key, raw, named)
+        if isinstance(found, str):
+            advice.append((key, raw, found))
+        elif any(name not in spellings for name in found):
+            advice.append((key, raw, "leave it out: this recipe has no such thing."))
+        else:
+            meant += [(key, name, value) for name, value in found.items()]
+    return meant, advice
 
 
 def read_value(setting: Setting, raw: Any, source: str = "") -> Any:
@@ -80,11 +105,20 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def unknown_settings(names: list[str], settings: Mapping[str, Setting], source: str = "") -> Refusal:
-    """The refusal of keys that no setting has, each with what was probably meant. Never repeats a value: it may be a key."""
+def unknown_settings(
+    names: list[str], settings: Mapping[str, Setting], source: str = "", foreign: Sequence[tuple[str, Any, str]] = ()
+) -> Refusal:
+    """The refusal of keys that no setting has, each with what was probably meant. Never repeats their values: one may be a key.
+
+    `foreign`: keys of other trainers, their values, and what to do about each.
+    """
     shown = str if source else flag_of
     where = f"{source}: " if source else ""
     lines = [f"{shown(name)}.{_suggestion(name, settings, shown)}" for name in names]
+    if foreign:
+        lines = [f"unknown: {line}" for line in lines]
+        lines = [f"{shown(key)} {show_value(value)}: {advice}" for key, value, advice in foreign] + lines
+        return Refusal("\n  - ".join([f"{where}settings of Trainer and TRL that can't be taken as they are", *lines]))
     if len(lines) == 1:
         return Refusal(f"{where}unknown setting {lines[0]}")
     return Refusal("\n  - ".join([f"{where}unknown settings", *lines]))
@@ -141,6 +175,12 @@ def _mixture(raw: Any) -> Any:
     return raw
 
 
+def _fsdp(raw: Any) -> Any:
+    """Trainer's text of options: full_shard and auto_wrap are what FSDP2 does."""
+    words = set(raw if isinstance(raw, list) else str(raw).split())
+    return bool(words) if words <= {"full_shard", "auto_wrap"} else raw
+
+
 def _ratio(raw: Any) -> Any:
     """A warm-up ratio of 1 would be read as one step."""
     try:
@@ -158,6 +198,8 @@ _OTHER_TRAINERS: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda raw: raw.removeprefix("torch.") if isinstance(raw, str) else raw,
     "torch_dtype": lambda raw: raw.removeprefix("torch.") if isinstance(raw, str) else raw,
     "optim": lambda raw: {"adamw_8bit": "adamw_bnb_8bit"}.get(raw, raw) if isinstance(raw, str) else raw,
+    "fsdp": lambda raw: _fsdp(raw),
+    "lr_scheduler_type": lambda raw: "cosine" if raw == "cosine_with_min_lr" else raw,  # with min_lr_rate, our min_lr_ratio
     "report_to": lambda raw: ["none"] if raw is None else raw,
     "init_lora_weights": lambda raw: str(raw).lower() if isinstance(raw, bool) else raw,
     "dataset": _mixture,
@@ -165,17 +207,9 @@ _OTHER_TRAINERS: dict[str, Callable[[Any], Any]] = {
     "warmup_ratio": _ratio,
 }
 
-# Keys of transformers and TRL that have no alias because they are cut otherwise here.
+# What is asked for under these names has other ones here.
 _COUNTERPARTS = {
-    "lr_scheduler_kwargs": ("min_lr_ratio", "lr_cycles", "lr_power", "lr_gamma", "lr_decay_ratio"),
-    "model_init_kwargs": ("dtype", "attn_implementation", "model_revision"),
-    "gradient_checkpointing_kwargs": ("gradient_checkpointing",),
-    "dataset_config": ("dataset",),
     "dataset_config_name": ("dataset",),
-    "do_eval": ("eval_strategy",),
-    "no_cuda": ("use_cpu",),
-    "padding_free": ("packing",),
-    "eval_packing": ("packing",),
     "batch_size": ("per_device_train_batch_size", "global_batch_size"),
     "epochs": ("num_train_epochs",),
     "lr": ("learning_rate",),

@@ -24,8 +24,8 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
     """Write the trained model, its tokenizer and a model card to `output_dir/model` and return that directory.
 
     A sharded model comes together on the main process, a tensor at a time. It is written beside, read again and checked, and
-    then takes its place whole: a reader sees the old model or the new one. Without an accelerator (None) the model is taken
-    as it is.
+    then takes its place whole: a reader sees the old model or the new one, or for an instant, between two renames, neither.
+    Without an accelerator (None) the model is taken as it is.
 
     Raises:
         BadModel: a tensor that was written is missing, empty, of another shape or not finite; the old model stays.
@@ -100,6 +100,8 @@ def write_model_directory(
         BadModel: as `save_model` says.
     """
     temporary, old = (directory.with_name(f".{directory.name}.{end}") for end in ("tmp", "old"))
+    if old.exists() and not directory.exists():  # a kill between the two renames below
+        os.rename(old, directory)
     for leftover in (temporary, old):
         shutil.rmtree(leftover, ignore_errors=True)
     shapes = {name: tensor.shape for name, tensor in state.items()}  # save_pretrained empties the dictionary

@@ -1,0 +1,242 @@
+"""Keys of transformers' Trainer and TRL that are no settings here: the value that says what happens anyway, or what to do.
+
+Their YAML files hold many keys that only say a default. `SAME` lists the values that mean what every recipe does: such a
+key is taken and changes nothing. `TRANSLATED` turns keys into settings. Any other value is refused with what to do instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# The name, the values that mean what happens here anyway (a null always does), and what to do about any other value.
+SAME: dict[str, tuple[tuple[Any, ...], str]] = {
+    # Precision and speed
+    "use_liger_kernel": ((False,), "leave it out: the head works at supervised tokens only; torch_compile fuses layers."),
+    "liger_kernel_config": ((), "leave it out."),
+    "activation_offloading": ((False,), "leave it out, or take gradient_checkpointing, which saves more."),
+    "bf16_full_eval": ((False,), "leave it out: evaluation computes as training does."),
+    "fp16_full_eval": ((False,), "leave it out: evaluation computes as training does."),
+    "torch_compile_backend": (("inductor",), "leave it out: layers are compiled with inductor."),
+    "torch_compile_mode": (("default",), "leave it out: layers are compiled in the default mode."),
+    "torch_empty_cache_steps": ((), "leave it out; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment."),
+    "use_cache": ((True, False), "leave it out: training keeps no cache, generation does."),
+    "neftune_noise_alpha": ((0,), "leave it out, or add the noise in a copy of the recipe (toolkit copy sft)."),
+    "pad_to_multiple_of": (("auto",), "leave it out, or pack: rows without padding."),
+    "optim_args": (("",), "leave it out: adam_beta1, adam_beta2, adam_epsilon and momentum are settings."),
+    "optim_target_modules": ((), "leave it out, or take lr_patterns, factors on the rate by parameter name."),
+    "average_tokens_across_devices": ((True,), "leave it out: a mean is always over the tokens of all devices."),
+    "full_determinism": ((False,), "leave it out, and call torch.use_deterministic_algorithms(True) in a copy of the recipe."),
+    "router_aux_loss_coef": ((0,), "leave it out: the loss of a router is not added here."),
+    # Data
+    "dataset_num_proc": ((1,), "leave it out: one process tokenises, once, and the result is cached."),
+    "dataset_kwargs": (({}, {"skip_prepare_dataset": False}), "leave it out: rows of input_ids are taken as they are."),
+    "remove_unused_columns": ((True,), "leave it out: the model is given only what it was tokenised for."),
+    "shuffle_dataset": ((True, False), "leave it out: each epoch has an order of its own, drawn from the seed."),
+    "eos_token": ((), "leave it out: turns end as the chat template ends them; another end needs another tokenizer."),
+    "pad_token": ((), "leave it out: padding is masked, whatever it is made of."),
+    "label_names": ((), "leave it out: the label column is `label`; see rename_columns."),
+    "length_column_name": (("length",), "leave it out: lengths are counted."),
+    "dataloader_drop_last": ((False,), "leave it out: every example is trained on, those of a short last batch too."),
+    "dataloader_pin_memory": ((True,), "leave it out: memory is pinned where the device is a GPU."),
+    "dataloader_persistent_workers": ((True, False), "leave it out: workers live as long as the run."),
+    "dataloader_prefetch_factor": ((2,), "leave it out: each worker is two batches ahead."),
+    "dataloader_multiprocessing_context": ((), "leave it out."),
+    "dataloader_in_order": ((True,), "leave it out: the order is exact."),
+    "ignore_data_skip": ((False,), "leave it out: a resumed run goes on at the very next example."),
+    # Logging and evaluation
+    "logging_first_step": ((False,), "take logging_steps: 1, which logs every step."),
+    "logging_nan_inf_filter": ((True, False), "leave it out, see nonfinite."),
+    "log_level": (("passive",), "leave it out."),
+    "log_level_replica": (("warning",), "leave it out."),
+    "log_on_each_node": ((True, False), "leave it out: the main process alone prints."),
+    "disable_tqdm": ((True, False), "leave it out."),  # there is no bar: a line at each logging
+    "include_num_input_tokens_seen": (("no", False), "leave it out: supervised tokens are logged always."),
+    "include_tokens_per_second": ((True, False), "leave it out: tokens_per_second is logged always."),
+    "prediction_loss_only": ((False,), "leave it out: evaluation keeps sums, and no predictions."),
+    "eval_accumulation_steps": ((), "leave it out: evaluation keeps sums, and no predictions."),
+    "eval_do_concat_batches": ((True,), "leave it out: evaluation keeps sums, and no predictions."),
+    "eval_use_gather_object": ((False,), "leave it out."),
+    "include_for_metrics": (([],), "leave it out."),
+    "batch_eval_metrics": ((False,), "leave it out: evaluation keeps sums, and no predictions."),
+    "generate_during_eval": ((False,), "take num_samples, texts that are written at each evaluation."),
+    "project": (("huggingface",), "leave it out: in every tracker the project is called toolkit; a run has its run_name."),
+    "trackio_space_id": ((), "leave it out: trackio writes on this machine."),
+    "do_predict": ((False,), "leave it out, and run toolkit evaluate MODEL --split test afterwards."),
+    "do_train": ((True,), "leave it out: a recipe trains. To evaluate alone: toolkit evaluate MODEL."),
+    "debug": (("", []), "leave it out."),
+    "skip_memory_metrics": ((True,), "leave it out."),
+    # Saving
+    "save_only_model": ((False,), "leave it out, or take save_strategy: no, which writes the model at the end alone."),
+    "save_on_each_node": ((False,), "leave it out: output_dir is one that all nodes see."),
+    "save_safetensors": ((True,), "leave it out: nothing is saved as a pickle."),
+    "enable_jit_checkpoint": ((True, False), "leave it out: a signal is always answered with a checkpoint."),
+    "restore_callback_states_from_checkpoint": ((False, True), "leave it out."),
+    "hub_always_push": ((False,), "leave it out: what could not be sent waits on disk for toolkit push."),
+    # Devices
+    "local_rank": ((-1, 0), "leave it out: the launcher says it."),
+    "ddp_timeout": ((1800,), "take hang_timeout, seconds of silence after which a rank counts as hanging."),
+    "ddp_find_unused_parameters": ((False,), "leave it out; freeze what gets no gradient in a copy of the recipe."),
+    "ddp_bucket_cap_mb": ((25,), "leave it out."),
+    "ddp_broadcast_buffers": ((), "leave it out."),
+    "ddp_static_graph": ((False,), "leave it out."),
+    "fsdp_config": (({},), "leave it out, and give toolkit train --accelerate-config FILE (see toolkit copy fsdp2)."),
+    "accelerator_config": (({},), "leave it out: batches are cut the same way on any number of devices."),
+    "parallelism_config": ((), "leave it out: tensor and context parallelism are not supported."),
+    "activation_checkpointing": ((False,), "take gradient_checkpointing."),
+    "half_precision_backend": (("auto",), "leave it out."),
+    # Model and adapter
+    "lora_task_type": (("CAUSAL_LM",), "leave it out: the recipe says it."),
+    "lora_target_parameters": (([],), "leave it out: modules alone are adapted, see lora_target_modules."),
+    "load_in_8bit": ((False,), "take load_in_4bit."),
+    "bnb_4bit_quant_storage": (("uint8",), "leave it out."),
+    # Preferences
+    "ignore_bias_buffers": ((False,), "leave it out."),
+    "use_weighting": ((False,), "leave it out: WPO is not among the losses."),
+    "reference_free": ((False,), "take loss_type simpo, cpo, orpo or sft, which have no reference."),
+    "precompute_ref_batch_size": ((), "leave it out."),
+    "max_prompt_length": ((), "leave it out: a prompt loses its beginning where a pair is longer than max_length."),
+    "max_completion_length": ((), "leave it out: both answers are cut at one place where a pair is longer than max_length."),
+    "label_pad_token_id": ((-100,), "leave it out."),
+    "is_encoder_decoder": ((False,), "leave it out: models that only decode are trained."),
+    "force_use_ref_model": ((False,), "take reference: model."),
+    "ref_model_name_or_path": ((), "leave it out: the reference is the model as it was when training began."),
+}  # fmt: skip
+
+
+def translate(key: str, value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    """What a key of theirs means: settings with values as they would be written (perhaps none), or what to do about it.
+
+    Args:
+        value: as it was written: text on a command line, or what YAML made of it.
+        written: all that was written beside it, by names with underscores.
+    """
+    value = _read(value)
+    if key in SAME:
+        same, advice = SAME[key]
+        return {} if value is None or any(type(each) is type(value) and each == value for each in same) else advice
+    return {} if value is None else TRANSLATED[key](value, written)
+
+
+def is_foreign(key: str) -> bool:
+    """Whether a name, with underscores, is one of theirs that this file knows."""
+    return key in SAME or key in TRANSLATED
+
+
+def _read(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if value.strip().lower() in words:
+        return words[value.strip().lower()]
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _gradient_checkpointing(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    always = value in ({}, {"use_reentrant": False})
+    return {} if always else "leave it out: recomputation is always torch's with use_reentrant: false."
+
+
+def _model_arguments(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    names = {"dtype": "dtype", "torch_dtype": "torch_dtype", "attn_implementation": "attn_implementation",
+             "revision": "model_revision", "trust_remote_code": "trust_remote_code"}  # fmt: skip
+    left = [name for name in value if name not in names and name != "use_cache"] if isinstance(value, dict) else ["its text"]
+    if left:
+        return f"leave {', '.join(left)} out of it; its dtype, attn_implementation, revision and trust_remote_code are known."
+    return {names[name]: each for name, each in value.items() if name in names}
+
+
+def _schedule_arguments(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    names = {"min_lr_rate": "min_lr_ratio", "num_cycles": "lr_cycles", "power": "lr_power"}
+    cosine = str(written.get("lr_scheduler_type", "")) != "cosine_with_restarts"  # there num_cycles is half a wave
+    if not isinstance(value, dict) or any(name not in names or (name == "num_cycles" and cosine) for name in value):
+        return "take min_lr_ratio, lr_cycles, lr_power, lr_gamma or lr_decay_ratio."
+    return {names[name]: each for name, each in value.items()}
+
+
+def _text_column(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    return {} if value in ("text", "messages", "prompt") else {"rename_columns": [f"{value}=text"]}
+
+
+def _dataset_configuration(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    name = written.get("dataset_name", written.get("dataset", "NAME"))
+    return f"write it behind the dataset's name: dataset_name: {name}:{value}"
+
+
+def _padding_free(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    return {} if value is False or _read(written.get("packing")) is True else "take packing, whose rows have no padding."
+
+
+def _evaluation_packing(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    same = value == (_read(written.get("packing")) or False)
+    return {} if same else "leave it out: evaluation packs as training does, and its figures are the same either way."
+
+
+def _data_seed(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    return {} if value == _read(written.get("seed", 42)) else "leave it out: seed draws the order of the data as well."
+
+
+def _sampling(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    known: dict[str, dict[str, Any]] = {"random": {}, "group_by_length": {"group_by_length": True}}
+    return known.get(str(value), "take random or group_by_length: examples are shuffled in each epoch.")
+
+
+def _evaluates(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    return {} if value is True or "eval_strategy" in written else {"eval_strategy": "no"}
+
+
+def _truncation(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    if value == "keep_start":
+        return {}
+    return "take keep_start, or overlong: split, drop or refuse."
+
+
+def _no_dropout(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    if value is True and _read(written.get("lora_dropout", 0)):
+        return "in TRL it turns lora_dropout off as well: write lora_dropout: 0.0 and dropout: 0.0, or leave it out."
+    return {"dropout": 0.0} if value is True else {}
+
+
+def _sft_loss(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    plain = value in ("nll", "chunked_nll")
+    return {} if plain else "leave it out, or write that loss in a copy of the recipe (toolkit copy sft)."
+
+
+def _of_an_adapter(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    unused = value is False or _read(written.get("use_peft")) is False
+    return {} if unused else "it is for an adapter: take recipes/lora.py, this recipe with one (toolkit train lora)."
+
+
+def _renamed(name: str) -> Callable[[Any, Mapping[str, Any]], dict[str, Any] | str]:
+    return lambda value, written: {name: value}
+
+
+TRANSLATED: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any] | str]] = {
+    "gradient_checkpointing_kwargs": _gradient_checkpointing,
+    "activation_checkpointing_kwargs": _gradient_checkpointing,
+    "model_init_kwargs": _model_arguments,
+    "lr_scheduler_kwargs": _schedule_arguments,
+    "dataset_text_field": _text_column,
+    "dataset_config": _dataset_configuration,
+    "padding_free": _padding_free,
+    "eval_packing": _evaluation_packing,
+    "data_seed": _data_seed,
+    "train_sampling_strategy": _sampling,
+    "do_eval": _evaluates,
+    "truncation_mode": _truncation,
+    "disable_dropout": _no_dropout,
+    "loss_type": _sft_loss,  # of DPO it is a setting
+    "precompute_ref_log_probs": lambda value, written: {"reference": "cache"} if value is True else {},
+    "evaluation_strategy": _renamed("eval_strategy"),
+    "dataset_streaming": _renamed("streaming"),
+    "chat_template_path": _renamed("chat_template"),
+    "use_bnb_nested_quant": _renamed("bnb_4bit_use_double_quant"),
+    "no_cuda": _renamed("use_cpu"),
+    # Where the recipe has no adapter
+    **dict.fromkeys(("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
+                     "use_rslora", "use_dora", "load_in_4bit", "bnb_4bit_quant_type"), _of_an_adapter),
+}  # fmt: skip
