@@ -61,6 +61,7 @@ def main(config: Config) -> tk.Summary:
     print("to beat, eval_accuracy:", *(f" {name} {value:.4g}" for name, value in baselines.items()), flush=True)
     skipped, summary, started = 0, tk.Summary({"baselines": {"figure": "eval_accuracy", **baselines}}), time.monotonic()
     with tk.claimed(config) as output_dir:
+        tk.write_run_card(output_dir / "run.json", None, config, model, train)
         for step, batch in enumerate(train.batches(), start=1):
             for group, rate in zip(optimizer.param_groups, schedule(batch.position / train.examples_to_consume), strict=True):
                 group["lr"] = rate
@@ -95,6 +96,7 @@ def main(config: Config) -> tk.Summary:
                 tk.save_model(None, model, tokenizer, config, summary)
         tk.save_model(None, model, tokenizer, config, summary)
         tk.write_summary(output_dir, summary)
+        tk.end_run_card(output_dir / "run.json", "finished", time.monotonic() - started, summary.figures)
     return summary
 
 

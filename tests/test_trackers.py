@@ -50,7 +50,7 @@ def test_a_tracker_that_raises_costs_a_warning_and_the_others_nothing(opened: An
     def unable() -> None:
         raise SystemExit("no login")
 
-    sent, said = opened(trackio=lambda: bad, tensorboard=lambda: good, wandb=unable)
+    sent, said = opened(tensorboard=lambda: bad, trackio=lambda: good, wandb=unable)
     for step in range(5):
         sent.log({"loss": 1.0 / (step + 1)}, step)
     sent.close(lambda: [])
@@ -58,8 +58,8 @@ def test_a_tracker_that_raises_costs_a_warning_and_the_others_nothing(opened: An
     assert good.finished
     assert bad.finished
     assert sum("wandb: could not start, and is left out: SystemExit: no login" in line for line in said) == 1
-    assert sum("trackio: ZeroDivisionError" in line for line in said) == 1
-    assert sum("trackio: 5 records were not taken" in line for line in said) == 1
+    assert sum("tensorboard: ZeroDivisionError" in line for line in said) == 1
+    assert sum("tensorboard: 5 records were not taken" in line for line in said) == 1
     assert len(said) == 3
 
 
@@ -70,7 +70,7 @@ def test_a_tracker_that_hangs_is_waited_for_at_the_end_only_and_not_long(
     monkeypatch.setattr(trackers, "WAITING", 50)
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.5)
     forever, good = threading.Event(), Told()
-    sent, said = opened(trackio=lambda: Told(before=forever.wait), tensorboard=lambda: good)  # type: ignore[arg-type]
+    sent, said = opened(tensorboard=lambda: Told(before=forever.wait), trackio=lambda: good)  # type: ignore[arg-type]
     began = time.monotonic()
     for step in range(200):
         sent.log({"loss": 1.0}, step)
@@ -78,6 +78,6 @@ def test_a_tracker_that_hangs_is_waited_for_at_the_end_only_and_not_long(
     sent.close(lambda: [])
     assert time.monotonic() - began < 5
     assert len(good.records) == 200
-    assert sum("trackio: does not answer: 50 records wait" in line for line in said) == 1
-    assert sum("trackio: does not end; it may lack the last 199 records" in line for line in said) == 1
+    assert sum("tensorboard: does not answer: 50 records wait" in line for line in said) == 1
+    assert sum("tensorboard: does not end; it may lack the last 199 records" in line for line in said) == 1
     forever.set()

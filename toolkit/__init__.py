@@ -59,6 +59,7 @@ _ROOMS = {
     "evaluation": ("Metrics", "eval_with_gather"),
     "run": ("Run", "open_run"),
     "summary": ("Summary",),
+    "run_card": ("end_run_card", "write_run_card"),
     "output": ("append_line", "check_output_dir", "claimed", "write_summary"),
     "signals": ("Interrupted",),
     "best": ("load_best", "stopped_improving"),

@@ -25,7 +25,7 @@ from toolkit.heartbeat import Heartbeat, start_heartbeat
 from toolkit.hub.uploads import hub_uploads
 from toolkit.ranks import on_main
 from toolkit.resume import checkpoint_to_resume
-from toolkit.run_card import files_of_a_run, finish_run_card, write_run_card
+from toolkit.run_card import end_run_card, files_of_a_run, write_run_card
 from toolkit.run_state import check_room, check_saves, report_saves, restore_run, save_run
 from toolkit.signals import Interrupted, OutOfTime, StopSignal, signals_noted, stop_deadline
 from toolkit.stopping import how_to_continue, interrupt, leave_in_time
@@ -196,7 +196,7 @@ class Run:
         if self.accelerator.is_main_process:
             try:
                 output.write_summary(self.output_dir, self.summary)
-                finish_run_card(self)
+                end_run_card(self.output_dir / "run.json", self.status, self.seconds, self.summary.figures)
             except OSError as error:
                 self.say(f"WARNING: no summary.json: {error}")
         self.trackers.close(lambda: files_of_a_run(self), hurried=self.status == "interrupted")

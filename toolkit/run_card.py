@@ -26,9 +26,10 @@ LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "pef
 def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train: Any) -> None:
     """Write settings, recipe, data, model, libraries, hardware and layout of a run as JSON. What is in it is listed here.
 
-    `finish_run_card` adds how it ended.
+    `end_run_card` adds how it ended. Without an accelerator (None) it is a run of one process in full precision.
     """
-    device = accelerator.device
+    device = accelerator.device if accelerator else next(model.parameters()).device
+    processes = accelerator.num_processes if accelerator else 1
     settings = public_settings(config)
     card = {
         "settings": settings,
@@ -49,12 +50,12 @@ def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train:
         },
         "seeds": {name: value for name, value in settings.items() if name == "seed" or name.endswith("_seed")},
         "layout": {
-            "processes": accelerator.num_processes,
-            "engine": getattr(accelerator, "engine_label", str(accelerator.distributed_type.value)),
-            "precision": accelerator.mixed_precision,
+            "processes": processes,
+            "engine": getattr(accelerator, "engine_label", str(accelerator.distributed_type.value)) if accelerator else "none",
+            "precision": accelerator.mixed_precision if accelerator else "no",
             "global_batch_size": train.global_batch_size,
             "micro_batch_size": train.micro_batch_size,
-            "gradient_accumulation_steps": -(-train.global_batch_size // (train.micro_batch_size * accelerator.num_processes)),
+            "gradient_accumulation_steps": -(-train.global_batch_size // (train.micro_batch_size * processes)),
             "steps": train.num_steps,
         },
         "hardware": {
@@ -68,15 +69,13 @@ def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train:
     write_atomically(path, json.dumps(card, indent=1, default=str) + "\n")
 
 
-def finish_run_card(run: Any) -> None:
-    """Add how a run ended, how long it took and its last figures. Seconds count from its first step on, over all resumes."""
-    path = run.output_dir / "run.json"
+def end_run_card(path: Path, status: str, seconds: float, figures: dict[str, Any]) -> None:
+    """Add how a run ended, how long it took (seconds on the wall) and its last figures."""
     if path.exists():
         card = json.loads(path.read_text(encoding="utf-8"))
-        seconds = round(run.seconds, 3)
         card["end"] = {
-            "status": run.status, "date": datetime.now(UTC).isoformat(timespec="seconds"), "wall_seconds": seconds,
-            "device_seconds": round(seconds * run.accelerator.num_processes, 3), "figures": run.summary.figures,
+            "status": status, "date": datetime.now(UTC).isoformat(timespec="seconds"), "wall_seconds": round(seconds, 3),
+            "device_seconds": round(seconds * card["layout"]["processes"], 3), "figures": figures,
         }  # fmt: skip
         write_atomically(path, json.dumps(card, indent=1, default=str) + "\n")
 

@@ -246,6 +246,14 @@ def _wandb_files(tracker: Any, files: Sequence[Path]) -> None:
     tracker.run.log_artifact(artifact)
 
 
+def _trackio_files(tracker: Any, files: Sequence[Path]) -> None:
+    import trackio
+
+    if hasattr(trackio, "log_artifact"):  # not in its first versions
+        for path in files:
+            trackio.log_artifact(str(path), name=path.stem, type="run")
+
+
 def _mlflow_files(tracker: Any, files: Sequence[Path]) -> None:
     for path in files:
         tracker.log_artifact(str(path))
@@ -253,4 +261,4 @@ def _mlflow_files(tracker: Any, files: Sequence[Path]) -> None:
 
 _OPEN = {"wandb": _open_wandb, "tensorboard": _open_tensorboard, "trackio": _open_trackio, "mlflow": _open_mlflow}
 _TABLE = {"wandb": _wandb_table, "tensorboard": _tensorboard_table, "trackio": _trackio_table, "mlflow": _mlflow_table}
-_FILES = {"wandb": _wandb_files, "mlflow": _mlflow_files}
+_FILES = {"wandb": _wandb_files, "trackio": _trackio_files, "mlflow": _mlflow_files}

@@ -112,3 +112,16 @@ def test_what_cannot_be_replayed_is_refused(run: Path, tmp_path: Path) -> None:
         assert done.returncode == 2, (folder, done.stderr)
         assert words in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_run_of_one_plain_process_is_replayed_too(tmp_path: Path) -> None:
+    """recipes/basic.py, which has no Accelerator. Fails when: it writes no card, or one that says nothing of its end."""
+    small = ["--hidden-size", "32", "--num-hidden-layers", "1", "--max-train-examples", "40", "--max-steps", "3", "--logging-steps", "1", "--use-cpu"]
+    done = toolkit(tmp_path, "train", "basic", *small, "--output-dir", "plain")
+    assert done.returncode == 0, done.stdout + done.stderr
+    card = json.loads((tmp_path / "plain/run.json").read_text())
+    assert (card["layout"]["processes"], card["layout"]["precision"], card["end"]["status"]) == (1, "no", "finished")
+    assert card["end"]["figures"]["eval_accuracy"] == json.loads((tmp_path / "plain/summary.json").read_text())["eval_accuracy"]
+    done = toolkit(tmp_path, "replay", "plain")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "identical" in done.stdout

@@ -93,6 +93,41 @@ def test_a_commit_that_arrived_is_known_below_those_of_others(hub: Any, api: Any
     assert hub.files("alice/model")["README.md"] == b"theirs"
 
 
+def test_half_a_commit_is_none(queued: Any, tmp_path: Path) -> None:
+    """As a folder that is copied file by file may bring it back. Fails when: a commit is whole when its record is there."""
+    queued(MODEL, "step 1")
+    queued(MODEL, "step 2")
+    queue = tmp_path / "hub_queue"
+    first, second = list_jobs(queue)
+    first.files["model.safetensors"].unlink()
+    assert [job.message for job in list_jobs(queue)] == ["step 2"]
+    second.files["README.md"].write_bytes(b"cut")
+    assert list_jobs(queue) == []
+
+
+def test_a_commit_that_comes_back_untried_is_known_by_its_mark(hub: Any, api: Any, queued: Any, tmp_path: Path) -> None:
+    """Sent by a machine that is gone, and its folder brought back as it was before. Then a newer one had been sent as well.
+
+    Fails when: only a commit that knows its parent is looked for, and an old model comes after the newer one.
+    """
+    import shutil
+
+    hub.make("alice/model")
+    queued(MODEL, "step 1")
+    queue = tmp_path / "hub_queue"
+    (old,) = queue.glob("[0-9]*")
+    shutil.copytree(old, tmp_path / "copy")
+    send_all(api, queue)
+    newer = {**MODEL, "model.safetensors": b"newer" * 100}
+    queued(newer, "step 2")
+    send_all(api, queue)
+    shutil.copytree(tmp_path / "copy", old)
+    send_all(api, queue)
+    assert hub.titles("alice/model") == ["step 1", "step 2"]
+    assert hub.files("alice/model") == newer
+    assert list_jobs(queue) == []
+
+
 def test_a_commit_of_somebody_else_in_between_stays(hub: Any, api: Any, queued: Any, tmp_path: Path) -> None:
     """It comes between our look at the branch and our commit. Fails when: commits are sent without their parent."""
     hub.make("alice/model")

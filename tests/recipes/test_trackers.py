@@ -67,6 +67,8 @@ def test_every_tracker_gets_the_run_and_goes_on_with_it_after_a_resume(run_recip
     assert len({path.name.rpartition("-")[2] for path in (again.output_dir / "trackers/wandb").glob("offline-run-*")}) == 1
     assert list((again.output_dir / "trackers/wandb").rglob("samples_*.table.json"))
     assert _in_trackio(tmp_path / "trackio") == pytest.approx(losses)
+    kept = {path.read_bytes() for path in (tmp_path / "trackio").rglob("*") if path.is_file()}
+    assert (again.output_dir / "run.json").read_bytes() in kept
 
 
 def _in_mlflow(database: Path) -> dict[int, float]:

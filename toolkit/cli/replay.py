@@ -68,7 +68,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     files = [directory / "run.json", directory / "config.yaml"]
     for path in files:
         if not path.exists():
-            raise Refusal(f"{path}: is not there. A run on an Accelerator writes it; recipes/basic.py has none.")
+            raise Refusal(f"{path}: is not there. Every recipe writes it when its run begins.")
     try:
         card, settings = json.loads(files[0].read_text(encoding="utf-8")), yaml.safe_load(files[1].read_text(encoding="utf-8"))
         if card["end"]["status"] not in ("finished", "stopped early"):

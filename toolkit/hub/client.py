@@ -106,7 +106,10 @@ def patiently(action: Callable[[], Result], tries: int = 3, sleep: Callable[[flo
                 raise
             if number == tries - 1:
                 raise NotNow(reason(error)) from error
-            sleep(max(next(waits), asked_wait(error)))
+            wait = min(max(next(waits), asked_wait(error)), _LONGEST_WAIT)
+            if wait > 5:
+                print(f"the Hub: {reason(error)}; it is asked again in {wait:.0f} s", flush=True)
+            sleep(wait)
     raise AssertionError("no try was left")
 
 
