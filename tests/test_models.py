@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from toolkit.config import DataConfig, ModelConfig, Refusal
-from toolkit.models import check_context, load_model, model_identity
+from toolkit.models import check_context, load_model
 from toolkit.shapes import built_in_config
 
 CAUSAL, CLASSES = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
@@ -212,17 +212,13 @@ def test_each_layer_is_compiled_by_itself(name):
 # ---------------------------------------------------------------------------------------------------- directories and the Hub
 
 
-def test_a_saved_model_comes_back_with_its_weights_and_identity(tmp_path):
+def test_a_saved_model_comes_back_with_its_weights(tmp_path):
     model = load_model(CAUSAL, ModelConfig(**SMALL, seed=5))
     model.save_pretrained(tmp_path)
     config = ModelConfig(model=str(tmp_path))
     loaded = load_model(CAUSAL, config, packed=True)
     assert torch.equal(weights(model), weights(loaded))
     assert loaded.training
-    assert model_identity(loaded, config) == {
-        "model": str(tmp_path), "revision": None, "architecture": "LlamaForCausalLM", "parameters": weights(model).numel(),
-        "dtype": "float32", "attention": "toolkit_documents",
-    }  # fmt: skip
 
 
 def test_a_larger_tokenizer_enlarges_the_embedding_and_says_so(tmp_path, capsys):

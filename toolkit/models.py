@@ -99,18 +99,6 @@ def _may_be_packed(model_config: Any, model_class: type | None, config: ModelCon
     return config.attn_implementation not in ("sdpa", "eager")
 
 
-def model_identity(model: PreTrainedModel, config: ModelConfig) -> dict[str, Any]:
-    """What was loaded, for the run's files: name, the commit it came from (None for a directory), size, type, attention."""
-    return {
-        "model": config.model,
-        "revision": getattr(model.config, "_commit_hash", None),
-        "architecture": type(model).__name__,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": model.config._attn_implementation,
-    }
-
-
 def check_context(model_config: Any, max_length: int) -> None:
     """Refuse examples longer than the positions a model has."""
     longest = positions_of(model_config)

@@ -50,6 +50,10 @@ def test_the_card_says_what_the_run_was_made_of_and_how_it_ended(run: Path) -> N
     assert card["launch"] == ["--processes", "2"]
     assert card["layout"]["processes"] == 2
     assert card["seeds"] == {"seed": 42}
+    of_model = {"name": "tiny-llama", "commit": None, "architecture": "LlamaForCausalLM", "dtype": "float32", "attention": "toolkit_documents"}
+    assert of_model.items() <= card["model"].items()
+    weights = load_file(run / "model/adapter_model.safetensors")
+    assert 0 < card["model"]["trainable"] <= sum(tensor.numel() for tensor in weights.values())
     assert card["hardware"]["threads"] == 1
     assert card["versions"]["torch"] == torch.__version__.partition("+")[0] or card["versions"]["torch"] == torch.__version__
     summary = json.loads((run / "summary.json").read_text())
