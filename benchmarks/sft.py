@@ -142,7 +142,7 @@ COMPARISON = Comparison(
     flags={f"TRL, {name}": partial(trl, **settings) for name, settings in FLAGS.items()},
     make_rows=make_rows,
     counted=("supervised tokens",),
-    default_examples={"cpu": 16, "cuda": 512},
+    default_examples={"cpu": 48, "cuda": 512},
     default_batch={"cpu": 8, "cuda": 32},
 )
 
