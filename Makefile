@@ -22,9 +22,9 @@ test: $(DEV) $(SDK)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests -n 2 --dist loadfile $(PYTEST)
 
 # TRIALS is the share of the trials in percent; PYTEST="-k power" takes some of the faults.
-chaos: $(DEV)
+chaos: $(DEV) $(SDK)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false FAULT_TRIALS=$(or $(TRIALS),100) FAULT_TABLE=docs/reliability.md \
-		$(BIN)/python -m pytest tests/faults $(PYTEST)
+		$(BIN)/python -m pytest tests/faults tests/hub/test_commit.py tests/sagemaker_jobs/test_simulated_jobs.py $(PYTEST)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -41,7 +41,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "padding-free": {"padding_free": True},
     "eager attention": {"model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager"}},
     "two loader processes": {"dataloader_num_workers": 2},
-    "one pair at a time, accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    "one pair at a time, accumulated": {"per_device_train_batch_size": 1},
     "compiled": {"torch_compile": True},
     "Liger": {"use_liger_kernel": True},
     "Hub kernels": {"model_init_kwargs": {"dtype": "float32", "use_kernels": True}},
@@ -53,7 +53,8 @@ HELPFUL = {
 
 @dataclass(frozen=True)
 class Config(
-    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.PairsConfig, tk.PreferenceConfig, tk.OptimConfig, tk.RunConfig,
+    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.PairsConfig, tk.ReferenceConfig, tk.PreferenceConfig, tk.OptimConfig,
+    tk.RunConfig,
 ):  # fmt: skip
     """The settings of recipes/dpo.py."""
 
@@ -131,6 +132,9 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
             with task.watch.running():
                 return super()._precompute_ref_logps(*args)
 
+    if settings.get("per_device_train_batch_size") == 1:
+        settings["gradient_accumulation_steps"] = task.batch  # a step is of as many pairs, however they are cut
+
     trainer = OnTokenisedPairs(
         model=task.model,
         args=DPOConfig(**trl_arguments(task, settings)),
@@ -158,8 +162,8 @@ COMPARISON = Comparison(
     flags={f"TRL, {name}": partial(trl, **settings) for name, settings in FLAGS.items()},
     make_rows=make_rows,
     counted=("pairs", "supervised tokens"),
-    default_examples={"cpu": 8, "cuda": 512},
-    default_batch={"cpu": 4, "cuda": 8},
+    default_examples={"cpu": 32, "cuda": 512},
+    default_batch={"cpu": 8, "cuda": 8},  # TRL's own
 )
 
 if __name__ == "__main__":

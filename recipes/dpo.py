@@ -16,8 +16,8 @@ import toolkit as tk
 
 @dataclass(frozen=True)
 class Config(
-    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.PairsConfig, tk.PreferenceConfig, tk.OptimConfig, tk.SampleConfig,
-    tk.RunConfig,
+    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.RankedAnswersConfig, tk.PairsConfig, tk.ReferenceConfig,
+    tk.PreferenceConfig, tk.OptimConfig, tk.SampleConfig, tk.RunConfig,
 ):  # fmt: skip
     model: str = tk.trained_model("runs/demo/sft/model", otherwise="tiny-llama")
     dataset: str = "stdlib:dpo"

@@ -14,7 +14,9 @@ import toolkit as tk
 
 
 @dataclass(frozen=True)
-class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.RewardConfig, tk.OptimConfig, tk.RunConfig):
+class Config(
+    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.RankedAnswersConfig, tk.RewardConfig, tk.OptimConfig, tk.RunConfig
+):  # fmt: skip
     model: str = tk.trained_model("runs/demo/sft/model", otherwise="tiny-llama")
     dataset: str = "stdlib:dpo"
     max_length: int = 256

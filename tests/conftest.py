@@ -25,6 +25,13 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parent
+_SPEC = importlib.util.spec_from_file_location("tally", HERE / "tally.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+_TALLY = sys.modules["tally"] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_TALLY)
+tally, count, chance, long_form = _TALLY.tally, _TALLY.count, _TALLY.chance, _TALLY.long_form
+pytest_terminal_summary = _TALLY.pytest_terminal_summary
 ROOT = HERE.parent
 TINY_RUN = str(HERE / "tiny_run.py")
 PRELOADED = [

@@ -329,8 +329,35 @@ def test_four_bits_are_refused_where_they_cannot_be(tmp_path: Path, monkeypatch:
         tk.load_model(CAUSAL, config)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr("toolkit.models._device", lambda config: "mps")
-    with pytest.raises(Refusal, match=re.escape("needs a CUDA device, and training would be on the MPS")):
+    with pytest.raises(Refusal, match=re.escape("trains on CUDA devices and CPUs, and training would be on the MPS")):
         tk.load_model(CAUSAL, config)
+
+
+def test_weights_in_4_bits_take_a_gradient_through_them_after_an_evaluation_too(tmp_path: Path) -> None:
+    """The gradient of the adapter is that on the weights which the 4 bits stand for.
+
+    Fails when: keep_gradients does nothing, on a CPU with AVX-512 for bfloat16: bitsandbytes 0.50 has changed the layout by then.
+    """
+    config = on_directory(base_directory(tmp_path), load_in_4bit=True, seed=4)
+    model = load(config)
+    frozen = {name: parameter for name, parameter in model.named_parameters() if parameter.dtype == torch.uint8}
+    assert len(frozen) == 2 * 7
+    logits(model)
+
+    def gradients(model: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = 0.1 * torch.randn_like(parameter)
+        model.train()(input_ids=IDS, labels=IDS).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    found = gradients(model)
+    plain = tk.add_adapter(tk.load_model(CAUSAL, config).dequantize(torch.float32), dataclasses.replace(config, load_in_4bit=False))
+    expected = gradients(plain)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
 
 
 # ------------------------------------------------------------------------------------------------------- what is written, and read

@@ -17,6 +17,7 @@ from toolkit.config import (
     changed_settings,
     check_together,
     groups,
+    methods,
     read_config_file,
     read_values,
     settings_of,
@@ -26,7 +27,7 @@ from toolkit.config.rules import CONTRADICTIONS, NO_EFFECT, broken_rules
 
 GROUPS: list[type[tk.Settings]] = [
     group
-    for group in vars(groups).values()
+    for group in {**vars(groups), **vars(methods)}.values()
     if inspect.isclass(group) and issubclass(group, tk.Settings) and group is not tk.Settings
 ]
 
@@ -34,7 +35,7 @@ GROUPS: list[type[tk.Settings]] = [
 @dataclass(frozen=True)
 class Everything(
     tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.ClassificationConfig, tk.PairsConfig,
-    tk.PreferenceConfig,
+    tk.RankedAnswersConfig, tk.ReferenceConfig, tk.PreferenceConfig,
     tk.RewardConfig,
     tk.SampleConfig,
     tk.RunConfig,
@@ -57,10 +58,13 @@ def test_every_setting_has_help_and_every_default_keeps_its_own_rules(group: typ
 
 
 def test_no_setting_is_declared_by_two_groups_and_no_alias_is_taken() -> None:
-    """Fails when RunConfig declares a `seed` of its own, or an alias equals another setting's name."""
+    """Losses of pairs and of single answers, which no recipe has both of, call what they have in common by TRL's names.
+
+    Fails when RunConfig declares a `seed` of its own, or an alias equals another setting's name."""
     declared = [name for group in GROUPS for name in inspect.get_annotations(group)]
     aliases = {alias for group in GROUPS for each in settings_of(group).values() for alias in each.aliases}
-    assert sorted(declared) == sorted(set(declared))
+    assert sorted(name for name in set(declared) if declared.count(name) > 1) == ["beta", "loss_type"]
+    assert {"beta", "loss_type"} == set(settings_of(tk.PreferenceConfig)) & set(settings_of(tk.UnpairedConfig))
     assert not aliases & set(declared)
 
 
@@ -220,9 +224,9 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("", "has none: take --reference model", {"sync_ref_model": True, "reference": "cache"}, {"reference": "model"}),
     ("", "mixes whole models", {"sync_ref_model": True, "use_peft": True}, {"use_peft": False}),
     ("", "take --zero-stage 2, or DDP", {"sync_ref_model": True, "zero_stage": 3}, {"zero_stage": 2}),
-    ("", "has no rows", {"streaming": True, "reference": "cache", "max_steps": 1}, {"reference": "auto"}),
     *[(name, "which has no reference model", {name: value, "loss_type": ["simpo", "sft"]}, {"loss_type": ["simpo", "ipo"]})
       for name, value in [("reference", "model"), ("sync_ref_model", True)]],
+    ("max_pairs_per_prompt", "one pair of each list", {"max_pairs_per_prompt": 4}, {"pairs_per_prompt": "all"}),
     *[(name, "without --sync-ref-model", {name: value}, {"sync_ref_model": True})
       for name, value in [("ref_model_mixup_alpha", 0.5), ("ref_model_sync_steps", 4)]],
     *[(name, "without --load-in-4bit", {name: value, "use_peft": True, "model": "org/m"}, {"load_in_4bit": True})

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+import toolkit as tk
 from toolkit.attention import DOCUMENTS, register_attention
 from toolkit.attention_kernels import Rules, flex_kernel, loop_kernel, varlen_kernel
 from toolkit.config import Refusal
@@ -128,6 +129,39 @@ def test_an_adapter_trains_on_shared_prompts_as_on_padded_rows() -> None:
     model = get_peft_model(build("qwen3", torch.float64), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     model = model.double()
     assert error(in_layout(model, "shared"), in_layout(model, "padded")) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+def test_compiled_layers_give_a_pair_its_loss_and_its_gradient(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the settings, on two micro-batches of other shapes. Captured and differentiated by torch.compile, run without inductor,
+    whose C++ would take a minute.
+
+    Fails when: the layers are not compiled (what dynamo captured is counted), or a graph keeps the first micro-batch's bounds.
+    """
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 260}
+    tokens: Any = type("Tokens", (), {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "__len__": lambda self: 260})()
+    plain, compiled = (
+        tk.load_model("AutoModelForCausalLM", tk.ModelConfig(**shape, torch_compile=compiles), tokens, packed=None) for compiles in (False, True)
+    )
+    settings, reference = tk.PreferenceConfig(), torch.linspace(-9, 3, 8)
+    for rows in (pairs(), pairs([(4, 6, 2), (9, 1, 3)])):
+        found = []
+        for model in (plain, compiled):
+            model.zero_grad()
+            batch = collate_pairs(rows, layout=layout)
+            logps = pair_logps(model, batch)
+            before = logps._replace(chosen=reference[: len(rows)], rejected=reference[4 : 4 + len(rows)])
+            loss, _ = tk.preference_loss(logps, before, {"pairs": float(len(rows))}, settings)
+            loss.backward()
+            found.append([loss.detach()[None], torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters())])])
+        assert error(found[1], found[0]) < 1e-5
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 def test_the_head_sees_answer_positions_only() -> None:

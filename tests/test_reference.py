@@ -19,7 +19,10 @@ from toolkit.reference import build_reference, sync_reference
 
 
 @dataclass(frozen=True)
-class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.PairsConfig, tk.PreferenceConfig, tk.OptimConfig, tk.RunConfig):
+class Config(
+    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.PairsConfig, tk.ReferenceConfig, tk.PreferenceConfig, tk.OptimConfig,
+    tk.RunConfig,
+):  # fmt: skip
     vocab_size: int | None = 260
     hidden_size: int | None = 16
     num_hidden_layers: int | None = 1

@@ -2,14 +2,16 @@
 
 import io
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
+import toolkit as tk
 from toolkit import tracking
-from toolkit.tracking import PEAK_FLOPS, Progress, flops_per_token, peak_flops
+from toolkit.tracking import PEAK_FLOPS, Progress, flops_per_token, peak_flops, public_settings
 
 WIDTH, FEED, LAYERS, VOCABULARY, KEYS = 16, 24, 3, 48, 8
 
@@ -152,3 +154,19 @@ def test_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch, clock: list[f
     progress.say("hello")
     progress.close()
     assert screen.getvalue() + out.getvalue() == ""
+
+
+def test_settings_of_the_toolkits_groups_leave_the_machine_and_a_recipes_own_texts_do_not() -> None:
+    """Fails when: the groups of single methods are forgotten, or a text of a recipe's own is let through."""
+
+    @dataclass(frozen=True)
+    class Config(tk.OptimConfig, tk.AdapterConfig, tk.PreferenceConfig):
+        my_key: str = "hf_planted"
+        my_number: int = 3
+
+    public = public_settings(Config(loss_type=["sigmoid", "sft"]))
+    assert public["loss_type"] == ["sigmoid", "sft"]
+    assert public["lora_target_modules"] == ["all-linear"]
+    assert public["optim"] == Config().optim
+    assert public["my_number"] == 3
+    assert "my_key" not in public

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ BASE = "base"  # the folder for a base that stands nowhere else
 # The settings of the adapted model, under a name of its own: with a config.json a directory is taken for a whole model.
 MODEL_CONFIG = "model_config.json"
 _PREFIX = "base_model.model."
+# peft imports bitsandbytes where that is installed, and on a CPU that one recommends a package for inference, of no use here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def is_adapted(model: Any) -> bool:

@@ -1,5 +1,6 @@
 """Figures of steps on their way from the device to a logging event."""
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,12 +59,17 @@ class Window:
     def event(self, optimizer: Any, model: Any, accelerator: Any) -> dict[str, float]:
         """One logging event for the read steps: means over those that count, and rates. Empties the window.
 
-        A step that was not finite is counted in `nonfinite_steps` and enters no mean.
+        A step that was not finite is counted in `nonfinite_steps` and enters no mean. Nor does a figure that is not a number,
+        as that of desirable answers is in a step that has none.
         """
         seconds, self.seconds = self.seconds, 0.0
         steps, self.steps = self.steps, []
         good = [step.values for step in steps if not step.values.get("nonfinite")]
-        event = {name: sum(v[name] for v in good) / len(good) for name in (good[0] if good else {}) if name not in FLAGS}
+        event = {}
+        for name in good[0] if good else ():
+            known = [values[name] for values in good if not math.isnan(values[name])]
+            if known and name not in FLAGS:
+                event[name] = sum(known) / len(known)
         event["learning_rate"] = max(group["lr"] for group in optimizer.param_groups)
         event["examples_per_second"] = sum(step.batch.totals["examples"] for step in steps) / seconds
         if "tokens" in steps[0].batch.totals:

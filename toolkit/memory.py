@@ -13,6 +13,8 @@ from toolkit.step import LossFn, to_device
 
 WHAT_HELPS = "Lower --max-length, take --gradient-checkpointing, --bf16, another --optim, or a smaller model."
 
+_UNITS = ("examples", "tokens", "weight", "pairs", "chosen_tokens", "desirable", "undesirable")
+
 
 class OutOfMemory(Exception):
     """The device ran out of memory in the middle of a run; the message says what to change."""
@@ -40,7 +42,7 @@ def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, lo
     if sharded:
         return train
     asked, size = train.micro_batch_size, train.micro_batch_size
-    plain, totals = unwrapped(model), dict.fromkeys(("examples", "tokens", "weight", "pairs", "chosen_tokens"), 1.0)
+    plain, totals = unwrapped(model), dict.fromkeys(_UNITS, 1.0)
     while not _fits(accelerator, plain, optimizer, dataclasses.replace(train, micro_batch_size=size), loss_fn, totals):
         size = -(-size // 2) if size > 1 else 0
         if not size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from toolkit.adapter_files import MODEL_CONFIG, base_of, read_adapter_config
 from toolkit.config import Refusal
 from toolkit.config.conditions import is_adapter
 from toolkit.hub.model_directory import no_progress_bar
+from toolkit.quantised import as_trained, keep_gradients
 
 # How far a logit may be from the adapted model's, as a share of the largest, by the type that the weights are written in:
 # the order of sums in float32; in the others a rounding of each weight, 2^-11 and 2^-8, through all layers.
@@ -47,9 +49,10 @@ class NotTheSame(Exception):
 def merge_adapter(adapter: Path, dataset: str | None = None) -> Merged:
     """Load an adapter's base and put the adapter's updates into its weights.
 
-    Everything is computed in float32 on weights as they were published, also where the adapter was trained on 4-bit ones, and
-    rounded to the type of the published weights at the end. Compared are the logits on the first rows of a dataset: of
-    `dataset`, else of the one that config.yaml beside the adapter's directory names, else of an embedded text.
+    Everything is computed in float32 and rounded to the type of the published weights at the end. An adapter that was trained
+    on weights in 4 bits is put on what these stand for, which is the model that it learned to complete. Compared are the
+    logits on the first rows of a dataset: of `dataset`, else of the one that config.yaml beside the adapter's directory names,
+    else of an embedded text.
 
     Raises:
         Refusal: no adapter, or its base is not to be had, or is quantised itself.
@@ -75,7 +78,9 @@ def _merge(adapter: Path, dataset: str | None) -> Merged:
         model.resize_token_embeddings(len(tokenizer))
     with _explained(adapter, "can't be put on its base"):
         adapted = PeftModel.from_pretrained(model, adapter).eval()
-    expected = _logits(adapted, rows)
+        expected = _logits(adapted, rows)
+        if getattr(model, "is_quantized", False):
+            adapted = PeftModel.from_pretrained(adapted.unload().dequantize(torch.float32), adapter).eval()
     merged = adapted.merge_and_unload().to(dtype)
     difference = max(
         float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
@@ -90,7 +95,7 @@ def _merge(adapter: Path, dataset: str | None) -> Merged:
 
 
 def _load_base(adapter: Path, base: str, revision: str | None) -> tuple[Any, torch.dtype]:
-    """The base in float32, and the type in which it was published."""
+    """The base in float32, or in the 4 bits that the adapter was trained on, and the type in which it was published."""
     import transformers
 
     task = read_adapter_config(adapter).get("task_type")
@@ -106,9 +111,19 @@ def _load_base(adapter: Path, base: str, revision: str | None) -> tuple[Any, tor
             raise Refusal(f"{adapter}: task_type {task} of adapter_config.json is none of {', '.join(_CLASSES)}.")
         for name, value in settings_of_the_task(adapter).items():
             setattr(settings, name, value)
-        auto = getattr(transformers, _CLASSES[task])
-        model = auto.from_pretrained(base, config=settings, revision=revision, dtype=torch.float32, use_safetensors=True)
+        auto, rounding = getattr(transformers, _CLASSES[task]), _rounding(adapter)
+        model = auto.from_pretrained(
+            base, config=settings, revision=revision, dtype=torch.float32, use_safetensors=True, **rounding
+        )
+        keep_gradients(model)
     return model, published if published in TOLERANCES else torch.float32
+
+
+def _rounding(adapter: Path) -> dict[str, Any]:
+    """How the base's weights were rounded while the adapter was trained, for `from_pretrained`; nothing where they were not."""
+    path = adapter / MODEL_CONFIG
+    settings = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.exists() else None
+    return as_trained(settings) if settings and settings.get("load_in_4bit") else {}
 
 
 def settings_of_the_task(adapter: Path) -> dict[str, Any]:
@@ -152,7 +167,8 @@ def _logits(model: Any, rows: list[Any]) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without bars, and without the warning of peft 0.21.2's that it reads a property which transformers 5.23 has renamed."""
+    """Without bars, DeepSpeed's word that there is no GPU, and peft 0.21.2's of a property that transformers has renamed."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # a merge is computed there
     with no_progress_bar(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
         yield

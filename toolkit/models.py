@@ -17,10 +17,10 @@ from toolkit.config.conditions import is_adapter
 from toolkit.layers import checkpoint_layers, compile_layers
 from toolkit.network import stay_offline_without_network
 from toolkit.packable import PROVEN, NotPackable, check_no_contamination, check_packable
-from toolkit.quantised import in_4_bits
+from toolkit.quantised import in_4_bits, keep_gradients
 from toolkit.ranks import say_once
 from toolkit.shapes import DIMENSIONS, built_in_config
-from toolkit.tokenizer import hub_problem, is_built_in
+from toolkit.tokenizer import commit_in_cache, hub_problem, is_built_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -139,9 +139,12 @@ def _pretrained_config(config: ModelConfig) -> Any:
     if not directory.is_dir():
         stay_offline_without_network()
     with _explained(config):
-        return AutoConfig.from_pretrained(
+        found = AutoConfig.from_pretrained(
             _name(config), revision=config.model_revision, trust_remote_code=config.trust_remote_code
         )
+    if not directory.is_dir():
+        found._commit_hash = commit_in_cache(config.model, config.model_revision, ["config.json"])
+    return found
 
 
 def _pretrained_model(auto: Any, config: ModelConfig, model_config: Any, attention: str | None) -> Any:
@@ -153,6 +156,7 @@ def _pretrained_model(auto: Any, config: ModelConfig, model_config: Any, attenti
             trust_remote_code=config.trust_remote_code, use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True, **in_4_bits(config, _device(config)),
         )  # fmt: skip
+    keep_gradients(model)
     mismatched = {name for name, *_ in report["mismatched_keys"]}
     in_body = sorted(name for name in mismatched | set(report["missing_keys"]) if _is_in_body(model, name))
     if mismatched.intersection(in_body):

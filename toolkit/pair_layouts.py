@@ -1,4 +1,4 @@
-"""How preference pairs are laid out for a model: the fastest way that is exact for it, and said where it is not the fastest."""
+"""How pairs, or single answers, are laid out for a model: the fastest exact way, and said where it is not the fastest."""
 
 from typing import Any
 
@@ -36,6 +36,14 @@ def choose_pair_layout(model: Any, config: Any) -> str:
             say_once(f"pairs are {layout}: {_problem(model, 'shared')}")
         return layout
     return config.pair_layout
+
+
+def choose_answer_layout(model: Any) -> str:
+    """The layout of `collate_answers` for a model: `packed`, or `padded`, and why, where packed rows would not be exact."""
+    problem = _problem(model, "packed")
+    if problem is not None:
+        say_once(f"answers are padded: {problem}")
+    return "packed" if problem is None else "padded"
 
 
 def _problem(model: Any, layout: str) -> str | None:

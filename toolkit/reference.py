@@ -6,14 +6,15 @@ adapter off. `model`: it is a second one, frozen, in memory; the only one that c
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from toolkit.config import Refusal
+from toolkit.config import Refusal, UnpairedConfig
 from toolkit.config.conditions import is_adapter
 from toolkit.engines import unwrapped
-from toolkit.losses.answer_logps import pair_logps
+from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
 from toolkit.losses.pair_logps import PairLogps
 from toolkit.losses.preference import needs_reference
 from toolkit.metrics.evaluation_mode import evaluation_mode
@@ -23,20 +24,25 @@ from toolkit.reference_cache import reference_table
 _STARTS_AS_NOTHING = ("true", "gaussian")  # initialisations of an adapter that leave the frozen weights as they were
 
 
+Ask = Callable[[Any, dict[str, Any]], Any]
+
+
 @dataclass
 class Reference:
-    """`reference(model, micro_batch)`: the reference's log-probabilities of a micro-batch of pairs, without a gradient.
+    """`reference(model, micro_batch)`: the reference's log-probabilities of a micro-batch, without a gradient.
 
-    `way`: cache, adapter, model, or none for losses that have no reference, where the call gives None. `frozen`: the second
-    model, where there is one.
+    `PairLogps` of pairs; of single answers a tensor `[answers]`, and `mismatched(model, micro_batch)` the same of the answers
+    that belong to other prompts. `way`: cache, adapter, model, or none for losses that have no reference, where the call gives
+    None. `frozen`: the second model, where there is one.
     """
 
     way: str
-    logps: Callable[[Any, dict[str, Any]], PairLogps | None]
+    logps: Ask
+    mismatched: Ask | None = None
     frozen: Any = None
     is_kept: bool = False  # whether the run's checkpoints have it
 
-    def __call__(self, model: Any, micro_batch: dict[str, Any]) -> PairLogps | None:
+    def __call__(self, model: Any, micro_batch: dict[str, Any]) -> Any:
         return self.logps(model, micro_batch)
 
 
@@ -48,33 +54,25 @@ def build_reference(
     Args:
         model: the prepared one, with the weights that training starts from; also when a run is going to be resumed.
         make_model: makes the same model once more, for a second one.
-        train, evaluation: the loaders of the pairs; evaluation may be None.
+        train, evaluation: the loaders of the pairs or answers; evaluation may be None.
         config: `reference` (auto, cache, adapter, model), `loss_type`, `sync_ref_model` and the settings of the model.
 
     Raises:
         Refusal: the way that is asked for would not be exact.
     """
     ways = {"none": _none, "cache": _cached, "adapter": _adapter_off, "model": _second_model}
-    way = _choose_way(train, config)
+    way = _choose_way(config)
     return ways[way](accelerator, model, make_model, train, evaluation, config)
 
 
-def _choose_way(train: Any, config: Any) -> str:
-    if not needs_reference(config):
+def _choose_way(config: Any) -> str:
+    if not isinstance(config, UnpairedConfig) and not needs_reference(config):
         return "none"
-    is_stream = not hasattr(train, "rows")
-    adapter_problem = _adapter_problem(config)
-    if config.reference == "adapter" and adapter_problem:
-        raise Refusal(f"--reference adapter: {adapter_problem}. Take --reference auto.")
-    if config.reference == "cache" and is_stream:
-        raise Refusal("--reference cache: a stream has no rows that could be found again. Take --reference auto.")
+    if config.reference == "adapter" and (problem := _adapter_problem(config)):
+        raise Refusal(f"--reference adapter: {problem}. Take --reference auto.")
     if config.reference != "auto":
         return config.reference
-    if config.sync_ref_model:
-        return "model"
-    if not is_stream:
-        return "cache"
-    return "model" if adapter_problem else "adapter"
+    return "model" if config.sync_ref_model else "cache"
 
 
 def _adapter_problem(config: Any) -> str | None:
@@ -95,21 +93,31 @@ def _none(*_: Any) -> Reference:
 def _cached(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
     table = reference_table(accelerator, model, train, evaluation, config)
 
-    def logps(model: Any, micro_batch: dict[str, Any]) -> PairLogps:
+    def of_pairs(model: Any, micro_batch: dict[str, Any]) -> PairLogps:
         chosen, rejected = table[micro_batch["pair"]].unbind(1)
         return PairLogps(chosen, rejected, micro_batch["chosen_tokens"], micro_batch["rejected_tokens"])
 
-    return Reference("cache", logps)
+    def own(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+        return table[micro_batch["answer"], 0]
+
+    def mismatched(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+        return table[micro_batch["answer"], 1]
+
+    return Reference("cache", own, mismatched) if isinstance(config, UnpairedConfig) else Reference("cache", of_pairs)
 
 
 def _adapter_off(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
     say_once("reference: the model with its adapter off")
 
-    def logps(model: Any, micro_batch: dict[str, Any]) -> PairLogps:
-        with evaluation_mode(model), unwrapped(model).disable_adapter():
-            return pair_logps(model, micro_batch, config.ld_alpha)
+    def asking(logps_of: Ask) -> Ask:
+        def logps(model: Any, micro_batch: dict[str, Any]) -> Any:
+            with evaluation_mode(model), unwrapped(model).disable_adapter():
+                return logps_of(model, micro_batch)
 
-    return Reference("adapter", logps)
+        return logps
+
+    own, mismatched = _what_is_asked(config)
+    return Reference("adapter", asking(own), asking(mismatched))
 
 
 def _second_model(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
@@ -117,11 +125,22 @@ def _second_model(accelerator: Any, model: Any, make_model: Any, train: Any, eva
     frozen, how = _placed(accelerator, frozen)
     say_once(f"reference: a second model, frozen, {how}")
 
-    def logps(model: Any, micro_batch: dict[str, Any]) -> PairLogps:
-        with torch.no_grad(), accelerator.autocast():
-            return pair_logps(frozen, micro_batch, config.ld_alpha)
+    def asking(logps_of: Ask) -> Ask:
+        def logps(model: Any, micro_batch: dict[str, Any]) -> Any:
+            with torch.no_grad(), accelerator.autocast():
+                return logps_of(frozen, micro_batch)
 
-    return Reference("model", logps, frozen)
+        return logps
+
+    own, mismatched = _what_is_asked(config)
+    return Reference("model", asking(own), asking(mismatched), frozen=frozen)
+
+
+def _what_is_asked(config: Any) -> tuple[Ask, Ask]:
+    """Of pairs both answers; of single answers their own. And of mismatched ones, which only single answers have."""
+    if isinstance(config, UnpairedConfig):
+        return answer_logps, mismatched_logps
+    return partial(pair_logps, ld_alpha=config.ld_alpha), mismatched_logps
 
 
 def _placed(accelerator: Any, frozen: Any) -> tuple[Any, str]:

@@ -1,4 +1,4 @@
-"""A reference's log-probabilities on disk: each pair's computed once, under a key of all that they depend on."""
+"""A reference's log-probabilities on disk: each pair's or answer's computed once, under a key of all that they depend on."""
 
 import hashlib
 import json
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.config import AdapterConfig, ModelConfig, settings_of
+from toolkit.config import AdapterConfig, ModelConfig, UnpairedConfig, settings_of
 from toolkit.config.conditions import is_built_in
 from toolkit.data.loaders import EvalLoader
 from toolkit.data.order import plan_steps
 from toolkit.data.rows import column
 from toolkit.engines import unwrapped
-from toolkit.losses.answer_logps import pair_logps
+from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.output import make_folder
 from toolkit.ranks import largest, on_main, say_once
@@ -28,28 +28,32 @@ SECONDS_BETWEEN_WRITES = 60.0
 # What of the settings of a model changes no log-probability, or only their rounding in ways that exact layouts share.
 _NOT_OF_THE_NUMBERS = {"gradient_checkpointing", "torch_compile", "attn_implementation", "dropout", "lora_dropout"}
 
+_DIGESTED = ("input_ids", "prompt_tokens", "chosen_tokens", "pair", "answer", "mismatched_row", "mismatched_tokens")
+
 
 def reference_table(accelerator: Any, model: Any, train: Any, evaluation: Any, config: Any) -> torch.Tensor:
-    """Log-probabilities `[pairs, 2]` of the chosen and rejected answers, by the number of the pair, on the device.
+    """Log-probabilities on the device: `[pairs, 2]` of the chosen and rejected answers, by the number of the pair.
 
-    Only pairs that the run is going to see are computed, in evaluation mode, and only those that no earlier run with the
-    same model, data and precision has left on disk. What is done is written every minute, so that a killed run loses no
-    more. Others are NaN. A collective: each rank computes its share.
+    Or `[answers, 1]` of single answers by their number, with KTO `[answers, 2]`: of the mismatched ones too. Only those that
+    the run is going to see are computed, in evaluation mode, and only those that no earlier run with the same model, data and
+    precision has left on disk. What is done is written every minute, so that a killed run loses no more. Others are NaN. A
+    collective: each rank computes its share.
     """
     loaders = [train, *([evaluation] if evaluation is not None else [])]
-    pairs = 1 + max(int(column(loader.rows.dataset, "pair").max()) for loader in loaders)
+    kind = _kind(config)
+    pairs = 1 + max(int(column(loader.rows.dataset, kind).max()) for loader in loaders)
     path = on_main(accelerator, lambda: _path_of(model, train, evaluation, config))
-    known = on_main(accelerator, lambda: _read(path, pairs))
-    missing = [_Some(train.rows, _unknown(train.rows, _seen_in_training(train), known))]
+    known = on_main(accelerator, lambda: _read(path, (pairs, 1 if config.loss_type == "apo_zero_unpaired" else 2)))
+    missing = [_Some(train.rows, _unknown(train.rows, kind, _seen_in_training(train), known))]
     if evaluation is not None and config.eval_strategy != "no":
-        missing.append(_Some(evaluation.rows, _unknown(evaluation.rows, np.arange(len(evaluation.rows)), known)))
+        missing.append(_Some(evaluation.rows, _unknown(evaluation.rows, kind, np.arange(len(evaluation.rows)), known)))
     count = sum(map(len, missing))
     if not count:
         say_once(f"reference: log-probabilities read from {path}")
     else:
-        say_once(f"reference: log-probabilities of {count:,} pairs, computed once and kept in {path}")
+        say_once(f"reference: log-probabilities of {count:,} {kind}s, computed once and kept in {path}")
         began = time.monotonic()
-        work = _Work(accelerator, path, known, count)
+        work = _Work(accelerator, path, known, kind)
         with evaluation_mode(model):
             for some in missing:
                 loader = EvalLoader(
@@ -57,10 +61,24 @@ def reference_table(accelerator: Any, model: Any, train: Any, evaluation: Any, c
                 )
                 for batch in loader if len(some) else ():
                     on_device = to_device(batch.micro_batches[0], accelerator.device)
-                    work.add(batch, pair_logps(model, on_device, config.ld_alpha))
+                    work.add(batch, _answers_of(model, on_device, config))
         known = work.finished()
         say_once(f"reference: done in {time.monotonic() - began:.0f} s")
     return torch.from_numpy(known).to(accelerator.device)
+
+
+def _kind(config: Any) -> str:
+    """What the rows are; the column that numbers them."""
+    return "answer" if isinstance(config, UnpairedConfig) else "pair"
+
+
+def _answers_of(model: Any, micro_batch: dict[str, Any], config: Any) -> torch.Tensor:
+    """Log-probabilities of a micro-batch, in the columns of the table."""
+    if _kind(config) == "pair":
+        logps = pair_logps(model, micro_batch, config.ld_alpha)
+        return torch.stack([logps.chosen, logps.rejected], dim=1)
+    own = [answer_logps(model, micro_batch)]
+    return torch.stack([*own, mismatched_logps(model, micro_batch)] if config.loss_type == "kto" else own, dim=1)
 
 
 @dataclass
@@ -87,20 +105,20 @@ class _Some:
 class _Work:
     """Log-probabilities of all ranks, brought together and written now and then."""
 
-    def __init__(self, accelerator: Any, path: Path, known: np.ndarray, count: int) -> None:
-        self.accelerator, self.path, self.known, self.count = accelerator, path, known, count
-        self.new = torch.zeros(len(known), 3)  # chosen, rejected, and 1 where this rank has computed them
+    def __init__(self, accelerator: Any, path: Path, known: np.ndarray, kind: str) -> None:
+        self.accelerator, self.path, self.known, self.kind = accelerator, path, known, kind
+        self.new = torch.zeros(len(known), known.shape[1] + 1)  # the answers, and 1 where this rank has computed them
         self.batches, self.written = 0, time.monotonic()
 
-    def add(self, batch: Any, logps: Any) -> None:
+    def add(self, batch: Any, logps: torch.Tensor) -> None:
         if batch.real[0]:
-            values = torch.stack([logps.chosen, logps.rejected, torch.ones_like(logps.chosen)], dim=1)
-            self.new[batch.micro_batches[0]["pair"]] = values.float().cpu()
+            values = torch.cat([logps, torch.ones_like(logps[:, :1])], dim=1)
+            self.new[batch.micro_batches[0][self.kind]] = values.float().cpu()
         self.batches += 1
         # the ranks ask each other seldom, and after the same batches
         if self.batches % 16 == 0 and largest(self.accelerator, int(time.monotonic() - self.written > SECONDS_BETWEEN_WRITES)):
             self.finished()
-            say_once(f"reference: {int((~np.isnan(self.known[:, 0])).sum()):,} pairs done")
+            say_once(f"reference: {int((~np.isnan(self.known[:, 0])).sum()):,} {self.kind}s done")
 
     def finished(self) -> np.ndarray:
         """All that is known now, written and on every rank."""
@@ -109,8 +127,8 @@ class _Work:
             on_device = total.to(self.accelerator.device)
             torch.distributed.all_reduce(on_device)
             total = on_device.cpu()
-        done = total[:, 2].numpy() > 0
-        self.known[done] = (total[:, :2] / total[:, 2:].clamp(min=1)).numpy()[done]
+        done = total[:, -1].numpy() > 0
+        self.known[done] = (total[:, :-1] / total[:, -1:].clamp(min=1)).numpy()[done]
         on_main(self.accelerator, lambda: _write(self.path, self.known))
         self.written = time.monotonic()
         return self.known
@@ -127,8 +145,8 @@ def _seen_in_training(train: Any) -> np.ndarray:
     return np.array(sorted({example for plan in plans for example in plan.everyone}))
 
 
-def _unknown(rows: Any, examples: np.ndarray, known: np.ndarray) -> np.ndarray:
-    pairs = column(rows.dataset, "pair")[examples]
+def _unknown(rows: Any, kind: str, examples: np.ndarray, known: np.ndarray) -> np.ndarray:
+    pairs = column(rows.dataset, kind)[examples]
     return examples[np.isnan(known[pairs, 0])]
 
 
@@ -141,7 +159,7 @@ def _path_of(model: Any, train: Any, evaluation: Any, config: Any) -> Path:
         "version": FORMAT_VERSION,
         "settings": {name: getattr(config, name) for name in sorted(names)},
         "precision": [config.bf16, config.fp16, config.tf32],
-        "ld_alpha": config.ld_alpha,
+        "ld_alpha": getattr(config, "ld_alpha", None),
         "weights": _weights(unwrapped(model), config.model),
         "pairs": [_digest_of_pairs(loader.rows.dataset) for loader in (train, evaluation) if loader is not None],
     }
@@ -165,7 +183,8 @@ def _digest_of_file(path: Path) -> str:
 
 def _digest_of_pairs(dataset: Any) -> str:
     digest = hashlib.sha256()
-    for batch in dataset.with_format("arrow", columns=["input_ids", "prompt_tokens", "chosen_tokens", "pair"]).iter(10_000):
+    read = [name for name in _DIGESTED if name in dataset.column_names]
+    for batch in dataset.with_format("arrow", columns=read).iter(10_000):
         for values in batch.columns:
             for chunk in values.chunks:
                 flat = chunk.flatten() if hasattr(chunk, "offsets") else chunk
@@ -173,14 +192,14 @@ def _digest_of_pairs(dataset: Any) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, pairs: int) -> np.ndarray:
+def _read(path: Path, shape: tuple[int, int]) -> np.ndarray:
     try:
         known = np.load(path, allow_pickle=False)
-        if known.shape == (pairs, 2):
+        if known.shape == shape:
             return known
     except (OSError, ValueError, EOFError):  # not there, or cut off: computed anew
         pass
-    return np.full((pairs, 2), np.nan, dtype=np.float32)
+    return np.full(shape, np.nan, dtype=np.float32)
 
 
 def _write(path: Path, known: np.ndarray) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from toolkit.config import changed_settings
+from toolkit.directory_digest import digests_of_directories
 from toolkit.engines import element_count
 from toolkit.launch import TRAIN_OPTIONS
 from toolkit.output import write_atomically
@@ -39,12 +40,15 @@ def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train:
         "data": {
             "dataset": getattr(config, "dataset", None), "fingerprint": train.fingerprint, "epoch_size": train.epoch_size,
             "revision": _revision_of(getattr(config, "dataset", None)),
+            "commits": getattr(train, "commits", {}),
         },
         "model": {
             "name": getattr(config, "model", None),
             "revision": getattr(config, "model_revision", None),
             "commit": getattr(model.config, "_commit_hash", None),
             "tokenizer": getattr(config, "tokenizer", None) or getattr(config, "model", None),
+            "tokenizer_commit": getattr(getattr(model, "tokenizer", None), "commit", None),
+            "directories": digests_of_directories(getattr(config, "model", None), getattr(config, "tokenizer", None)),
             "architecture": type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__,
             "dtype": str(model.dtype).removeprefix("torch."),
             "attention": getattr(model.config, "_attn_implementation", None),

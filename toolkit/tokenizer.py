@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,6 +36,7 @@ CHATML = """\
 {%- endif %}
 """
 
+OFFLINE = "give a directory, or begin offline with --model tiny-llama"  # what one who wants to train can do
 _TRAINING_VERSION = 1  # raise it when train_tokenizer makes another tokenizer from the same texts
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
@@ -158,7 +159,22 @@ def _pretrained_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
             f"{setting} {name}: its tokenizer ({type(tokenizer).__name__}) has no fast version (tokenizer.json), which the "
             "supervised masks need. Name another with --tokenizer"
         )
+    tokenizer.commit = None if is_directory else commit_in_cache(name, revision, _TOKENIZER_FILES)  # for the run card
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def commit_in_cache(name: str, revision: str | None, files: Sequence[str]) -> str | None:
+    """The commit of what was just read from the Hub, by the folder of its cache in which one of the files lies.
+
+    transformers keeps it no longer: configs have lost their `_commit_hash` (5.23).
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in files:
+        found = try_to_load_from_cache(name, file, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent.name
+    return None
 
 
 def hub_problem(error: BaseException, name: str, revision: str | None) -> str | None:
@@ -178,7 +194,7 @@ def hub_problem(error: BaseException, name: str, revision: str | None) -> str | 
     if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError", "TimeoutException"}:
         return (
             "there is no such directory, it is not in the local cache, and the Hub can't be reached. Check the network (and "
-            "that HF_HUB_OFFLINE is not set), give a directory, or begin offline with --model tiny-llama"
+            f"that HF_HUB_OFFLINE is not set), {OFFLINE}"
         )
     if "trust_remote_code" in str(error):
         return "it needs code from its repository. Read that code, then: --trust-remote-code --model-revision COMMIT"

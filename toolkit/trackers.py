@@ -19,6 +19,7 @@ from typing import Any
 
 from toolkit.config import RunConfig
 from toolkit.output import write_atomically
+from toolkit.told_before import told_to_mlflow, told_to_trackio
 
 PROJECT = "toolkit"
 WAITING = 10_000  # records that wait for a tracker before further ones are lost
@@ -45,14 +46,14 @@ class Trackers:
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Numbers of one step. Returns at once."""
-        self._send(lambda tracker: tracker.log(dict(figures), step=step))
+        self._send(partial(_log, figures=dict(figures), step=step))
 
     def add_samples(self, samples: Sequence[Mapping[str, str]], step: int) -> None:
         """Texts that the model wrote, as a table where the tracker has such."""
         columns = list(dict.fromkeys(name for sample in samples for name in sample))
         rows = [[str(sample.get(name, "")) for name in columns] for sample in samples]
         for sender in self._senders:
-            sender.put(partial(_TABLE[sender.name], columns=columns, rows=rows, step=step))
+            sender.put(partial(_log_table, _TABLE[sender.name], columns=columns, rows=rows, step=step))
         self._say_news()
 
     def close(self, files: Callable[[], Sequence[Path]], hurried: bool = False) -> None:
@@ -158,6 +159,17 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
+def _log(tracker: Any, figures: dict[str, float], step: int) -> None:
+    new = {name: value for name, value in figures.items() if (name, step) not in getattr(tracker, "told", ())}
+    if new:
+        tracker.log(new, step=step)
+
+
+def _log_table(add: Callable[..., None], tracker: Any, columns: list[str], rows: list[list[str]], step: int) -> None:
+    if ("samples", step) not in getattr(tracker, "told", ()):
+        add(tracker, columns=columns, rows=rows, step=step)
+
+
 def _started(kind: str, stored: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
     """Accelerate's tracker of that kind, started, with the run's settings stored."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -185,12 +197,15 @@ def _open_wandb(config: Any, settings: Mapping[str, Any], ids: dict[str, str], s
 
 
 def _open_tensorboard(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
-    # what was logged after the checkpoint, before the run was cut off, is shown no more
-    return _started("tensorboard", settings, _folder(config), **({"purge_step": step + 1} if step else {}))
+    # what was logged after the checkpoint, before the run was cut off, is shown no more; all of it where there was none yet
+    return _started("tensorboard", settings, _folder(config), purge_step=step + 1 if step else 0)
 
 
 def _open_trackio(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
-    return _started("trackio", settings, name=_name(config), resume="allow" if step else "never")
+    tracker = _started("trackio", settings, name=_name(config), resume="allow" if step else "never")
+    if step and not config.allow_change:
+        tracker.told = told_to_trackio(PROJECT, tracker.run, step)
+    return tracker
 
 
 def _open_mlflow(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
@@ -198,13 +213,18 @@ def _open_mlflow(config: Any, settings: Mapping[str, Any], ids: dict[str, str], 
 
     folder = Path(_folder(config), "mlflow").absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    if "MLFLOW_TRACKING_URI" not in os.environ:
+    is_here = "MLFLOW_TRACKING_URI" not in os.environ  # where the next line puts it
+    if is_here:
         mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
     kept = folder / "run_id"  # the service gives it, perhaps after the checkpoint that a run is continued from
     known = ids.get("mlflow") or (kept.read_text(encoding="utf-8") if step and kept.exists() else None)
     # A known one without settings: MLflow refuses another value for a parameter that it has, such as resume.
     what, same = ({}, {"run_id": known}) if known else (settings, {"run_name": _name(config)})
+    if is_here:  # files too: else they go to `mlruns` where the run was started
+        same["logging_dir"] = (folder / "files").as_uri()
     tracker = _started("mlflow", what, **same)
+    if known and not config.allow_change:
+        tracker.told = told_to_mlflow(known, step)
     ids["mlflow"] = tracker.tracker.info.run_id
     write_atomically(kept, ids["mlflow"])
     return tracker

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from toolkit.config import groups
+from toolkit.config import groups, methods
 from toolkit.container import in_container
 from toolkit.engines import element_count
 
@@ -59,7 +59,7 @@ def public_settings(config: Any) -> dict[str, Any]:
 
     A recipe's author may keep a key in a field of text; no field of ours is for one.
     """
-    known = [group for group in vars(groups).values() if dataclasses.is_dataclass(group)]
+    known = [group for group in (*vars(groups).values(), *vars(methods).values()) if dataclasses.is_dataclass(group)]
     ours = {field.name for group in known for field in dataclasses.fields(group)}
     values = dataclasses.asdict(config)
     return {name: value for name, value in values.items() if name in ours or isinstance(value, (bool, int, float))}

@@ -12,7 +12,7 @@ import torch
 from toolkit.adapter_files import base_of, read_adapter_config
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.conditions import is_adapter, is_built_in
-from toolkit.tokenizer import load_tokenizer
+from toolkit.tokenizer import OFFLINE, load_tokenizer
 
 _CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification"}
 
@@ -89,7 +89,7 @@ def load_trained(auto_class: str, config: ModelConfig, device: torch.device) -> 
             if untrained:
                 raise Refusal(f"{config.model}: has no trained head for this ({', '.join(untrained)}): train it first.")
     except Refusal as refusal:
-        raise Refusal(str(refusal).removeprefix("--model ")) from refusal
+        raise Refusal(_for_a_trained_model(str(refusal).removeprefix("--model "))) from refusal
     return model.to(device).eval(), tokenizer
 
 
@@ -146,4 +146,9 @@ def _published_config(config: ModelConfig) -> Any:
         )
     except Exception as error:  # whatever a file or the Hub can do wrong; the cause stays attached
         reason = hub_problem(error, config.model, config.model_revision) or (str(error).splitlines() or [""])[0]
-        raise Refusal(f"{config.model}: {reason}") from error
+        raise Refusal(f"{config.model}: {_for_a_trained_model(reason)}") from error
+
+
+def _for_a_trained_model(message: str) -> str:
+    """A shape without weights is of no use to one who looks for a trained model."""
+    return message.replace(OFFLINE, "or give a directory")

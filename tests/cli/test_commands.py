@@ -85,9 +85,11 @@ def test_a_help_page_fits_the_terminal(columns: int) -> None:
         (["copy", "sfx"], "Did you mean sft?"),
         (["diff", "nowhere.py"], "nowhere.py: can't be read"),
         (["inspect"], "Invalid value for DATASET: which?"),
-        (["inspect", "x.jsonl", "--task", "sleep"], "sleep: is none of sft, lm, preference, classification"),
+        (["inspect", "x.jsonl", "--task", "sleep"], "sleep: is none of sft, lm, preference, unpaired, classification"),
         (["inspect", "x.jsonl", "--max-length", "long"], "--max-length long: must be a whole number"),
         (["generate", "tiny-llama", "--prompt", "x"], "tiny-llama: is a shape with random weights"),
+        (["generate", "org/none", "--prompt", "x"], "(and that HF_HUB_OFFLINE is not set), or give a directory\n"),
+        (["evaluate", "org/none", "--dataset", "stdlib:sft"], "(and that HF_HUB_OFFLINE is not set), or give a directory\n"),
         (["chat", "tests"], "tests: there is no model in it"),
         (["evaluate", "runs"], "Invalid value for --dataset: which?"),
     ],
@@ -95,7 +97,7 @@ def test_a_help_page_fits_the_terminal(columns: int) -> None:
 )  # fmt: skip
 def test_a_mistake_is_one_message_and_code_2(words: list[str], message: str) -> None:
     """Fails when: a message goes to standard output, Typer's usage stands before it, or the exit code is 1."""
-    done = toolkit(*words)
+    done = toolkit(*words, HF_HUB_OFFLINE="1")
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("refused: ")

@@ -42,7 +42,8 @@ def make_adapter(folder: Path, dtype: str = "float32", **settings: Any) -> Path:
     model = tk.add_adapter(tk.load_model(CAUSAL, config), config, tokenizer)
     torch.manual_seed(0)
     for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter) * parameter.requires_grad
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
     tk.save_model(None, model, tokenizer, config)
     rows = [json.dumps({"messages": [{"role": "user", "content": f"one {i}"}, {"role": "assistant", "content": "two"}]}) for i in range(9)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
@@ -93,6 +94,28 @@ def test_the_merged_model_computes_what_the_adapted_one_does(
     assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
     assert not (tmp_path / "merged/adapter_config.json").exists()
     assert not list(tmp_path.glob(".merged.*"))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_an_adapter_of_a_base_in_4_bits_is_merged_into_what_it_was_trained_on(tmp_path: Path, kind: str) -> None:
+    """The merged model computes what the adapter on the 4-bit base does, and the published weights would not.
+
+    Fails when: the base is read as it was published, or rounded in another way than in training.
+    """
+    adapter = make_adapter(tmp_path, load_in_4bit=True, bnb_4bit_quant_type=kind)
+    done = merge(adapter, "--into", tmp_path / "merged")
+    assert done.exit_code == 0, done.output
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not hasattr(merged.config, "quantization_config")
+    rounding = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype="float32")
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=rounding, device_map="cpu")
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(rounded, adapter).train()(input_ids=IDS).logits  # no dropout; in float32 throughout
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    published = logits(PeftModel.from_pretrained(base, adapter))
+    largest = float(adapted.abs().max())
+    assert float((logits(merged) - adapted).abs().max()) <= 1e-5 * largest
+    assert float((published - adapted).abs().max()) > 1e-3 * largest
 
 
 def test_the_rows_compared_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +198,8 @@ def test_a_classifier_is_merged_with_its_own_head(tmp_path: Path) -> None:
     model = tk.add_adapter(tk.load_model("AutoModelForSequenceClassification", config, **labels), config)
     torch.manual_seed(0)
     for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter) * parameter.requires_grad
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
     tk.save_model(None, model, tk.load_tokenizer(config), config)
     done = merge(tmp_path / "classes/model", "--into", tmp_path / "merged", "--dataset", tmp_path / "rows.jsonl")
     assert done.exit_code == 0, done.output

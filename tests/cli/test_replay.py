@@ -129,3 +129,23 @@ def test_a_run_of_one_plain_process_is_replayed_too(tmp_path: Path) -> None:
     done = toolkit(tmp_path, "replay", "plain")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "identical" in done.stdout
+
+
+def test_a_run_whose_models_files_are_others_now_is_not_replayed(run: Path, tmp_path: Path) -> None:
+    """Fails when: the digest that the run card has is not compared. What is as it was goes on to the next check."""
+    from toolkit.cli.replay import _check_directories
+    from toolkit.directory_digest import digests_of_directories
+
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes(b"weights")
+    card = json.loads((run / "run.json").read_text())
+    assert card["model"]["directories"] == {}
+    card["model"]["directories"] = digests_of_directories(str(base))
+    _check_directories(card)
+    (base / "model.safetensors").write_bytes(b"Weights")
+    (tmp_path / "mine.py").write_bytes((run.parent / "mine.py").read_bytes())
+    _edited(run, tmp_path / "begun", model=card["model"])
+    done = toolkit(tmp_path, "replay", "begun")
+    assert done.returncode == 2
+    assert f"{base}: the model's files have changed since that run" in done.stderr

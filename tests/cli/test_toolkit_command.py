@@ -170,6 +170,15 @@ def test_checkpoints_are_listed_in_order_with_the_best_and_the_last(saved: Path,
     assert [(step, *marks) for step, _, *marks in rows(output)] == [("2", "whole", "", ""), ("4", "whole", "yes", ""), ("10", "whole", "", "yes")]
 
 
+def test_checkpoints_are_listed_and_verified_without_the_heavy_libraries(saved: Path) -> None:
+    """Listing takes the time of a help page. Fails when: a file of toolkit/checkpoint that it needs imports torch."""
+    script = "import sys\nfrom toolkit.cli.main import main\ntry:\n    main()\nexcept SystemExit as end:\n    print(end.code or 0, sorted({'torch', 'numpy', 'safetensors', 'rich'} & sys.modules.keys()))"
+    command = [sys.executable, "-c", script, "checkpoints", str(saved), "--verify"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    assert len(rows(ran.stdout)) == 3
+    assert ran.stdout.splitlines()[-1] == "0 []"
+
+
 def test_damage_is_named_and_ends_with_1(saved: Path) -> None:
     """A changed byte is seen with --verify only, a short file always. Fails when: the code does not say what the table says."""
     file = saved / "checkpoints/step-4/model.safetensors"

@@ -18,6 +18,7 @@ RECIPES = {
     "sft": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "512"],
     "pretrain": ["--max-train-examples", "8", "--vocab-size", "300", "--num-samples", "1", "--sample-max-new-tokens", "4"],
     "dpo": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "256"],
+    "kto": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "256"],
     "lora": ["--num-samples", "0", "--max-length", "512"],
     "reward": ["--max-length", "256"],
     "dpo with a second model": ["--num-samples", "0", "--max-length", "256", "--reference", "model", "--pair-layout", "padded"],

@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location("hub_server", Path(__file__).with_name("hub_server.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-hub_server = importlib.util.module_from_spec(_SPEC)
-sys.modules["hub_server"] = hub_server
-_SPEC.loader.exec_module(hub_server)
+
+def _module_beside(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_module_beside("card_rules")
+hub_server = _module_beside("hub_server")
 
 
 @pytest.fixture

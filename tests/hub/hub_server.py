@@ -1,6 +1,7 @@
-"""A Hub on loopback: as much of its HTTP interface as the real client needs for models, with faults on demand.
+"""A Hub on loopback: as much of its HTTP interface as the real client needs for models, and to read datasets; faults on demand.
 
     with Hub() as hub:             # hub.url is the HF_ENDPOINT
+        hub.make("datasets/alice/rows", files={"train.jsonl": b"..."})
         hub.fail("POST", "/commit/", 503, times=2)
 
 A fault is an answer with a status, or a dropped connection: DROP before the request has an effect, DROP_AFTER when it had it.
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from card_rules import problems_of_card
 
 DROP, DROP_AFTER = -1, -2
 TOKENS = {"hf_write": ("alice", "write"), "hf_read": ("bob", "read")}
@@ -178,17 +181,18 @@ class Handler(BaseHTTPRequestHandler):
                 return self.answer(fault.status, {"error": said}, {"X-Error-Message": said, **fault.headers})
         try:
             with self.hub.lock:
-                status, answer = self.act()
+                answered = self.act()
         except Refused as refused:
             status, message, code = refused.args
             return self.answer(status, {"error": message}, {"X-Error-Message": message, **({"X-Error-Code": code} if code else {})})
         if fault and fault.status == DROP_AFTER:
             return self.drop()
-        return self.answer(status, answer)
+        if answered is not None:
+            self.answer(*answered)
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_request
 
-    def act(self) -> tuple[int, Any]:
+    def act(self) -> tuple[int, Any] | None:
         address = urlsplit(self.path)
         self.query = {name: values[0] for name, values in parse_qs(address.query).items()}
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ").strip()
@@ -203,7 +207,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def repository(self, name: str, write: bool = False) -> Repository:
         repository = self.hub.repositories.get(name)
-        owns = self.user == name.split("/")[0]
+        owns = self.user == name.removeprefix("datasets/").split("/")[0]
         if repository is None or (repository.private and not owns):
             raise Refused(404 if self.user else 401, "Repository not found", "RepoNotFound")
         if write and not (owns and self.role == "write"):
@@ -264,6 +268,31 @@ def tree(request: Handler, name: str, revision: str) -> tuple[int, Any]:
     return 200, entries
 
 
+def paths_info(request: Handler, name: str, revision: str) -> tuple[int, Any]:
+    form = request.body.decode()
+    asked = json.loads(form)["paths"] if form.startswith("{") else parse_qs(form).get("paths", [])
+    return 200, [entry for entry in tree(request, name, revision)[1] if entry["path"] in asked]
+
+
+def download(request: Handler, name: str, revision: str, path: str) -> None:
+    """A file, or the part of it that the header Range asks for; answers by itself."""
+    commit = request.commit_of(request.repository(name), revision)
+    of_commit = {"X-Repo-Commit": commit.sha}
+    file = commit.files.get(path)
+    if file is None:
+        said = {**of_commit, "X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"}
+        return request.answer(404, {"error": "Entry not found"}, said)
+    headers = {**of_commit, "ETag": f'"{file.oid}"', "Content-Type": "application/octet-stream"}
+    if file.is_large:
+        headers |= {"X-Linked-Etag": f'"{file.oid}"', "X-Linked-Size": str(len(file.content))}
+    part = re.match(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or "")
+    if part is None:
+        return request.answer(200, file.content, headers)
+    first, last = int(part[1]), min(int(part[2] or len(file.content) - 1), len(file.content) - 1)
+    range_ = {"Content-Range": f"bytes {first}-{last}/{len(file.content)}"}
+    return request.answer(206, file.content[first : last + 1], {**headers, **range_})
+
+
 def history(request: Handler, name: str, revision: str) -> tuple[int, Any]:
     repository = request.repository(name)
     request.commit_of(repository, revision)
@@ -288,6 +317,11 @@ def preupload(request: Handler, name: str, revision: str) -> tuple[int, Any]:
         oid = there[asked["path"]].oid if asked["path"] in there else None
         answers.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
     return 200, {"files": answers}
+
+
+def validate_card(request: Handler) -> tuple[int, Any]:
+    problems = problems_of_card(json.loads(request.body)["content"])
+    return (400 if problems else 200), {"errors": [{"message": each} for each in problems], "warnings": []}
 
 
 def large_batch(request: Handler, name: str) -> tuple[int, Any]:
@@ -320,6 +354,8 @@ def commit(request: Handler, name: str, branch: str) -> tuple[int, Any]:
                 raise Refused(412, "A commit has happened since. Please refresh and try again.", None)
         elif part["key"] == "file":
             files[value["path"]] = StoredFile(base64.b64decode(value["content"]), is_large=False)
+            if value["path"] == "README.md" and (problems := problems_of_card(files["README.md"].content.decode())):
+                raise Refused(400, f"Invalid metadata in README.md: {'; '.join(problems)}", None)
         elif part["key"] == "lfsFile":
             if value["oid"] not in request.hub.large:
                 raise Refused(400, f"{value['oid']} was not uploaded", None)
@@ -331,18 +367,22 @@ def commit(request: Handler, name: str, branch: str) -> tuple[int, Any]:
 
 
 _NAME, _PART = "([^/]+/[^/]+)", "([^/]+)"
-ROUTES: list[tuple[str, str, Callable[..., tuple[int, Any]]]] = [
+_MODEL, _ANY = f"/api/models/{_NAME}", "/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)"
+ROUTES: list[tuple[str, str, Callable[..., Any]]] = [
     ("GET", "/api/whoami-v2", whoami),
     ("POST", "/api/repos/create", create),
-    ("POST", "/api/validate-yaml", lambda request: (200, {"errors": [], "warnings": []})),
-    ("GET", f"/api/models/{_NAME}/auth-check/write", may_write),
-    ("GET", f"/api/models/{_NAME}", info),
-    ("GET", f"/api/models/{_NAME}/revision/{_PART}", info),
-    ("GET", f"/api/models/{_NAME}/tree/{_PART}", tree),
-    ("GET", f"/api/models/{_NAME}/commits/{_PART}", history),
-    ("POST", f"/api/models/{_NAME}/branch/{_PART}", make_branch),
-    ("POST", f"/api/models/{_NAME}/preupload/{_PART}", preupload),
-    ("POST", f"/api/models/{_NAME}/commit/{_PART}", commit),
+    ("POST", "/api/validate-yaml", validate_card),
+    ("GET", f"{_MODEL}/auth-check/write", may_write),
+    ("GET", _ANY, info),
+    ("GET", f"{_ANY}/revision/{_PART}", info),
+    ("GET", f"{_ANY}/tree/{_PART}(?:/.*)?", tree),
+    ("POST", f"{_ANY}/paths-info/{_PART}", paths_info),
+    ("GET", f"/((?:datasets/)?[^/]+/[^/]+)/resolve/{_PART}/(.+)", download),
+    ("HEAD", f"/((?:datasets/)?[^/]+/[^/]+)/resolve/{_PART}/(.+)", download),
+    ("GET", f"{_MODEL}/commits/{_PART}", history),
+    ("POST", f"{_MODEL}/branch/{_PART}", make_branch),
+    ("POST", f"{_MODEL}/preupload/{_PART}", preupload),
+    ("POST", f"{_MODEL}/commit/{_PART}", commit),
     ("POST", f"/{_NAME}\\.git/info/lfs/objects/batch", large_batch),
     ("PUT", f"/_large/{_PART}", put_large),
 ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from card_rules import problems_of_card
 from huggingface_hub import ModelCard
 
 import toolkit as tk
@@ -37,6 +38,18 @@ def test_the_hubs_reader_finds_base_licence_data_task_and_metrics() -> None:
     assert {(each.task_type, each.dataset_type) for each in data.eval_results or []} == {("text-generation", "trl-lib/Capybara")}
     for words in ("`c0ffee`", "`apache-2.0`", "| learning_rate | 0.0002 |", "| max_steps | 40 |", "| global_batch_size | 16 |", "| torch | 2.13 |"):
         assert words in card.text
+
+
+@pytest.mark.parametrize("adapter", [None, "elsewhere", "inside"])
+@pytest.mark.parametrize("licence", [None, "mit", "llama3.2", "Qwen RESEARCH (v1)", "qwen-research"])
+def test_the_hub_takes_every_card(licence: str | None, adapter: str | None) -> None:
+    """A licence that isn't among its own is `other` with a name. Fails when: a base's license_name is written as the license."""
+    for architecture in ("Qwen3ForCausalLM", "BertForSequenceClassification", "Odd"):
+        card = model_card(RUN_CARD, FIGURES, "run: of #1", architecture, adapter=adapter, licence=licence)
+        assert problems_of_card(card) == []
+    known, data = licence in (None, "mit", "llama3.2"), ModelCard(card).data
+    assert data.license == (licence if known else "other")
+    assert (data.license_name, data.license_link) == ((None, None) if known else (re.sub("[^a-z0-9]+", "-", str(licence).lower()).strip("-"), "https://huggingface.co/Qwen/Qwen3-0.6B"))
 
 
 def test_settings_that_say_nothing_of_the_training_stay_out() -> None:

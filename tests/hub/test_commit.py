@@ -1,10 +1,8 @@
 """Commits on their way to a Hub that fails: the right files, each commit once, whatever breaks. The client is the real one.
 
-HUB_TRIALS is the number of random fault sequences, 100 without it.
+100 random sequences of faults are tried, 1,000 in `make chaos`.
 """
 
-import json
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +64,25 @@ def test_what_the_hub_refuses_is_asked_once_and_kept(
     send_all(api, tmp_path / "hub_queue")
     assert hub.titles("alice/model") == ["step 1", "step 2"]
     assert hub.files("alice/model")["model.safetensors"] == b"later" * 100
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        ("license: research-only", '"license" must be one'), ("license: [mit", "YAML is invalid"), ("base_model: /home/ann/model", '"base_model" with value'),
+        ("license: other\nlicense_name: My Own", '"license_name"'), ("datasets: [a, 'b c']", '"datasets" with value "b c"'),
+        ("model-index:\n- name: x\n  results: [{task: {}, dataset: {type: a, name: b}, metrics: [{type: loss, value: 1}]}]", '"model-index" is not valid'),
+    ],
+    ids=["license", "yaml", "base", "license-name", "datasets", "model-index"],
+)  # fmt: skip
+def test_a_card_that_the_hub_refuses_is_told_and_kept(hub: Any, api: Any, queued: Any, tmp_path: Path, card: str, said: str) -> None:
+    """By the client before anything is sent, and once. Fails when: it is tried for ever, or the message isn't the Hub's."""
+    hub.make("alice/model")
+    queued({**MODEL, "README.md": f"---\n{card}\n---\nA model\n".encode()})
+    with pytest.raises(CannotSend) as refused:
+        send_all(api, tmp_path / "hub_queue")
+    assert said in str(refused.value)
+    assert (hub.count("POST", "validate-yaml"), hub.titles("alice/model"), len(list_jobs(tmp_path / "hub_queue"))) == (1, [], 1)
 
 
 def test_a_commit_that_arrived_is_known_below_those_of_others(hub: Any, api: Any, queued: Any, tmp_path: Path) -> None:
@@ -275,48 +292,54 @@ class MortalApi:
 
 
 def test_after_any_sequence_of_faults_the_right_files_are_there_and_each_commit_once(
-    hub: Any, api: Any, tmp_path: Path
+    hub: Any, api: Any, tally: Any, count: Any, tmp_path: Path
 ) -> None:
     """Four commits, up to twelve faults of every kind at random requests, kills at random calls; the queue is all that
     survives a kill. Fails when: a commit isn't looked for before it is made, or leaves the queue before it is made."""
-    trials = int(os.environ.get("HUB_TRIALS", "100"))
+    line = tally("Hub", "four commits, up to 12 faults at random requests, kills at random calls: each commit once, right files")
     kills = faults = 0
-    for trial in range(trials):
-        numbers = random.Random(trial)
-        name, queue = f"alice/model-{trial}", tmp_path / f"queue-{trial}"
-        hub.make(name, files={"mine.txt": b"kept"})
-        hub.faults.clear()
-        expected = {"mine.txt": b"kept"}
-        for step in range(1, 5):
-            files = {"config.json": b"{}", "model.safetensors": numbers.randbytes(300), "README.md": f"step {step}".encode()}
-            if numbers.random() < 0.5:
-                files |= {f"last-checkpoint/{each}": numbers.randbytes(50) for each in ("MANIFEST.json", "model.safetensors", f"{step}.json")}
-                expected = {path: content for path, content in expected.items() if not path.startswith("last-checkpoint/")}
-            expected |= files
+    for trial in range(count(100, 1000)):
+        with line.trial(trial):
+            killed, failed = _one_sequence(hub, api, random.Random(trial), f"alice/model-{trial}", tmp_path / f"queue-{trial}")
+            kills, faults = kills + killed, faults + failed
+        line.figures = f"{faults:,} faults, {kills:,} kills"
+    line.check()
+    assert kills > line.tried
+    assert faults > line.tried
 
-            def fill(folder: Path, files: dict[str, bytes] = files) -> None:
-                for path, content in files.items():
-                    (folder / path).parent.mkdir(exist_ok=True)
-                    (folder / path).write_bytes(content)
 
-            add_job(queue, Job(name, f"step {step}"), f"step-{step}", fill)
-        for _ in range(numbers.randrange(12)):
-            method, path = numbers.choice(list(PLACES.values()))
-            status = numbers.choice([401, 403, 409, 412, 429, 500, 502, 503, DROP, DROP_AFTER, DROP_AFTER])
-            hub.fail(method, path.replace("alice/model", name), status, times=numbers.choice([1, 1, 2, 7]))
-        planned = sum(fault.times for fault in hub.faults)
-        for _ in range(200):
-            try:
-                send_all(MortalApi(api, numbers.random), queue, tries=3)
-                break
-            except Killed:
-                kills += 1
-            except CannotSend:
-                pass
-        faults += planned - sum(fault.times for fault in hub.faults)
-        assert hub.files(name) == expected, trial
-        assert hub.titles(name) == [f"step {step}" for step in range(1, 5)], trial
-        assert list_jobs(queue) == [], trial
-    assert kills > trials
-    assert faults > trials
-    print(json.dumps({"sequences": trials, "faults": faults, "kills": kills}))
+def _one_sequence(hub: Any, api: Any, numbers: random.Random, name: str, queue: Path) -> tuple[int, int]:
+    """Kills and faults of it."""
+    hub.make(name, files={"mine.txt": b"kept"})
+    hub.faults.clear()
+    expected, kills = {"mine.txt": b"kept"}, 0
+    for step in range(1, 5):
+        files = {"config.json": b"{}", "model.safetensors": numbers.randbytes(300), "README.md": f"step {step}".encode()}
+        if numbers.random() < 0.5:
+            files |= {f"last-checkpoint/{each}": numbers.randbytes(50) for each in ("MANIFEST.json", "model.safetensors", f"{step}.json")}
+            expected = {path: content for path, content in expected.items() if not path.startswith("last-checkpoint/")}
+        expected |= files
+
+        def fill(folder: Path, files: dict[str, bytes] = files) -> None:
+            for path, content in files.items():
+                (folder / path).parent.mkdir(exist_ok=True)
+                (folder / path).write_bytes(content)
+
+        add_job(queue, Job(name, f"step {step}"), f"step-{step}", fill)
+    for _ in range(numbers.randrange(12)):
+        method, path = numbers.choice(list(PLACES.values()))
+        status = numbers.choice([401, 403, 409, 412, 429, 500, 502, 503, DROP, DROP_AFTER, DROP_AFTER])
+        hub.fail(method, path.replace("alice/model", name), status, times=numbers.choice([1, 1, 2, 7]))
+    planned = sum(fault.times for fault in hub.faults)
+    for _ in range(200):
+        try:
+            send_all(MortalApi(api, numbers.random), queue, tries=3)
+            break
+        except Killed:
+            kills += 1
+        except CannotSend:
+            pass
+    assert hub.files(name) == expected
+    assert hub.titles(name) == [f"step {step}" for step in range(1, 5)]
+    assert list_jobs(queue) == []
+    return kills, planned - sum(fault.times for fault in hub.faults)

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,46 @@ def test_every_save_sends_the_model_of_each_checkpoint(run_sft: Any, hub: Any, t
     assert hub.files(NAME).keys() == OF_A_MODEL
     for step, content in zip((2, 4), weights_of_commits(hub), strict=True):
         assert same_weights(content, tmp_path / f"out/checkpoints/step-{step}")
+
+
+def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Path) -> None:
+    """From the second checkpoint on; of tied weights too. What is sent is what a model directory of that step holds, file by file.
+
+    Fails when: every model is written and read again while training waits, or the first one's weights are sent each time.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from toolkit import checkpoint as ckpt
+    from toolkit.engines.pieces import whole_state_dict
+    from toolkit.hub import uploads
+    from toolkit.tokenizer import train_tokenizer
+
+    for tied in (False, True):
+        folder = tmp_path / f"tied-{tied}"
+        torch.manual_seed(0)
+        shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=300, tie_word_embeddings=tied, **shape))
+        model.tokenizer = train_tokenizer(["a few words"] * 9, 270)
+        settings = {"output_dir": str(folder), "dtype": "auto", "model": "tiny-llama", "dataset": "stdlib:sft", "push_to_hub": False}
+        accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value="NO"))
+        run = SimpleNamespace(config=SimpleNamespace(**settings), model=model, accelerator=accelerator, events=[], output_dir=folder)
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps({"model": {"name": "tiny-llama"}, "data": {"dataset": "stdlib:sft"}}))
+        sent = uploads.Uploads(run, "alice/model")
+        for step in (1, 2, 3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.01 * step)
+            optimizer = torch.optim.SGD(model.parameters())
+            checkpoint = ckpt.save_checkpoint(folder, step, ckpt.capture_state(model, optimizer, {"step": step}, None, {}, {}))
+            files, directory = folder / f"{step}/files", folder / f"{step}/reference"
+            files.mkdir(parents=True)
+            sent._add_model(checkpoint, step, files)
+            uploads.write_model(directory, model, whole_state_dict(None, model), model.tokenizer, run.config, {})
+            expected = {**contents(directory), "README.md": contents(directory)["README.md"].replace(f'"tied-{tied}"'.encode(), b'"alice/model"')}
+            assert contents(files) == expected
+            assert ((files / "model.safetensors").stat().st_ino == (checkpoint / "model.safetensors").stat().st_ino) == (step > 1)
 
 
 def test_best_sends_better_models_only_and_ends_with_the_best(run_sft: Any, hub: Any, tmp_path: Path) -> None:

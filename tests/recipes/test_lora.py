@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -18,7 +19,11 @@ from toolkit.cli.recipe import read_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 INITIALISATIONS = ["true", "gaussian", "pissa", "pissa_niter_4", "olora"]
-WAYS = [*(["--init-lora-weights", each] for each in INITIALISATIONS), ["--use-rslora"], ["--use-dora"], ["--loraplus-lr-ratio", "8"]]
+IN_4_BITS = [["--load-in-4bit"], ["--load-in-4bit", "--bnb-4bit-quant-type", "fp4", "--bnb-4bit-use-double-quant"]]
+WAYS = [
+    *(["--init-lora-weights", each] for each in INITIALISATIONS), ["--use-rslora"], ["--use-dora"], ["--loraplus-lr-ratio", "8"],
+    *IN_4_BITS,
+]  # fmt: skip
 ROWS, RATE, CLIP = 20, 3e-2, 0.5
 STEPS = [6, 6, 6, 2]  # 20 rows in steps of 2 x 3 and a short last one
 
@@ -69,13 +74,21 @@ def next_token(logits: torch.Tensor, labels: list[int]) -> torch.Tensor:
     return -log_p.gather(1, wanted[wanted != -100][:, None]).sum()
 
 
+def round_to_4_bits(layers: list[torch.nn.Linear], config: Any) -> None:
+    """Their weights as bitsandbytes' functions round them, in float32."""
+    for layer in layers:
+        rounded = quantize_4bit(layer.weight.data, quant_type=config.bnb_4bit_quant_type, compress_statistics=config.bnb_4bit_use_double_quant)
+        layer.weight.data = dequantize_4bit(*rounded).float()
+
+
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_an_adapter_trains_as_a_plain_loop_on_whole_weights_does(
     run_recipe: Any, base: Base, way: list[str]
 ) -> None:  # fmt: skip
     """SGD on A and B of the model with the weights W + s B A, one document a forward; the toolkit gives the first A and B.
 
-    Fails when: the scale or the rate of B is another, or what is written is an adapter of other weights than the base's.
+    Fails when: the scale or the rate of B is another, or what is written is an adapter of other weights than the base's; when
+    --load-in-4bit rounds nothing, or not as it is told.
     """
     sgd = ["--optim", "sgd", "--momentum", "0", "--gradient-accumulation-steps", "3", "--learning-rate", str(RATE)]
     flags = [*base.flags, *sgd, "--eval-fraction", "0", "--save-strategy", "no", *way]
@@ -87,6 +100,8 @@ def test_an_adapter_trains_as_a_plain_loop_on_whole_weights_does(
     modules = {name: module for name, module in first.named_modules() if hasattr(module, "lora_A")}
     assert len(modules) == 7
     plain, scale = AutoModelForCausalLM.from_pretrained(base.folder), 6 / (2 if config.use_rslora else 4)
+    if way in IN_4_BITS:
+        round_to_4_bits([plain.get_submodule(name) for name in modules], config)
     a, b, m, fixed = {}, {}, {}, {}
     for name, module in modules.items():
         a[name], b[name] = (getattr(module, part)["default"].weight.detach().clone().requires_grad_() for part in ("lora_A", "lora_B"))
@@ -118,7 +133,10 @@ def test_an_adapter_trains_as_a_plain_loop_on_whole_weights_does(
     ids = torch.tensor([base.documents[3][0]])
     with torch.no_grad():
         expected, before = functional_call(plain, weights(), (), {"input_ids": ids}).logits, plain(input_ids=ids).logits
-        found = AutoPeftModelForCausalLM.from_pretrained(run.output_dir / "model").eval()(input_ids=ids).logits
+        if way in IN_4_BITS:
+            found = PeftModel.from_pretrained(plain, run.output_dir / "model").eval()(input_ids=ids).logits
+        else:
+            found = AutoPeftModelForCausalLM.from_pretrained(run.output_dir / "model").eval()(input_ids=ids).logits
     moved = float((expected - before).norm())
     assert moved > 0
     assert float((found - expected).norm()) < 1e-3 * moved + 1e-6 * float(expected.norm())

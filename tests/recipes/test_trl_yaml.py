@@ -16,7 +16,7 @@ import yaml
 import toolkit as tk
 from toolkit.cli.recipe import read_command_line
 from toolkit.config import Refusal, read_values, settings_of
-from toolkit.config.foreign_names import SAME, TRANSLATED, is_foreign, translate
+from toolkit.config.foreign_names import PASSED_OVER, SAME, TRANSLATED, is_foreign, translate
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = Path(__file__).with_name("fixtures")
@@ -154,6 +154,8 @@ def test_a_key_of_theirs_means_what_it_means_there(written: dict[str, Any], mean
         ({"dataset_text_field": "a", "rename_columns": "b=text"}, "are one setting: give it once"),
         ({"use_peft": True}, "take recipes/lora.py"),
         ({"fsdp": "full_shard offload"}, "--fsdp full_shard offload"),
+        ({"eos_token": "<|im_end|>"}, "tokenizer: a directory whose tokenizer_config.json says it"),
+        ({"truncation_mode": "keep_end"}, "overlong: split, drop or refuse"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -162,6 +164,17 @@ def test_what_they_mean_otherwise_is_refused(written: dict[str, Any], message: s
     with pytest.raises(Refusal) as refusal:
         read_values(SETTINGS["sft"], written)
     assert message in str(refusal.value)
+
+
+def test_keys_on_which_no_result_depends_are_passed_over_with_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever their value, on a command line and in a file. Fails when: they are refused, said twice, or not said."""
+    typed = ["--dataset_num_proc", "8", "--dataloader-prefetch-factor", "4", "--max-steps", "3"]
+    config, given = read_command_line(SETTINGS["sft"], typed, {})
+    assert (config.max_steps, given) == (3, {"max_steps"})
+    assert read_values(SETTINGS["dpo"], {"precompute_ref_batch_size": 7, "dataset_num_proc": 8, "eval_accumulation_steps": None, "dataloader_pin_memory": True}) == {}
+    said = capsys.readouterr().err.splitlines()
+    assert sorted(line.partition(": ")[2].split(":")[0] for line in said) == ["dataloader_prefetch_factor 4", "dataset_num_proc 8", "precompute_ref_batch_size 7"]
+    assert all(line.startswith("passed over: ") and line.endswith(".") for line in said)
 
 
 def test_flags_of_theirs_are_read_like_keys() -> None:
@@ -179,6 +192,7 @@ def test_no_key_of_theirs_shadows_a_setting_of_ours() -> None:
     """Fails when: a row is left in the table after the setting of that name came."""
     ours = {spelling for config in SETTINGS.values() for each in settings_of(config).values() for spelling in (each.name, *each.aliases)}
     of_some_recipes = {"loss_type"} | {name for name, meaning in TRANSLATED.items() if meaning is TRANSLATED["use_peft"]}
-    assert (set(SAME) | set(TRANSLATED)) & ours == of_some_recipes
+    assert (set(SAME) | set(TRANSLATED) | set(PASSED_OVER)) & ours == of_some_recipes
     assert not set(SAME) & set(TRANSLATED)
+    assert not (set(SAME) | set(TRANSLATED)) & set(PASSED_OVER)
     assert all(advice.endswith(".") for _, advice in SAME.values())

@@ -164,6 +164,8 @@ LINES = {
     "pretrain": "step 1/1  eval_loss 8.3179  eval_perplexity 4097  eval_token_accuracy 0.0037  eval_bits_per_byte 3.4226",
     "dpo": "step 0/1  eval_loss 0.6931  eval_rewards_chosen 0  eval_rewards_rejected 0  eval_reward_margin -2.35e-04  "
     "eval_reward_accuracy 0  eval_logps_chosen -69.4381  eval_logps_rejected -76.0175  eval_kl 0",
+    "kto": "step 6/6  eval_loss 0.5002  eval_rewards_desirable -0.0045  eval_rewards_undesirable -0.0032  eval_reward_margin -0.0013  "
+    "eval_reward_accuracy 0.5208  eval_logps_desirable -78.4870  eval_logps_undesirable -79.2801  eval_kl 0  eval_reward_auc 0.4635",
     "reward": "step 1/1  eval_loss 0.6933  eval_rewards_chosen -0.0598  eval_rewards_rejected -0.0596  eval_reward_margin -2.35e-04  "
     "eval_reward_accuracy 0.5000",
     "accelerated": "step 1/1  eval_loss 1.9366  eval_accuracy 0.2500  eval_f1 0",

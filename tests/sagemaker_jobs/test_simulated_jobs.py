@@ -6,7 +6,6 @@ Each test names the one-line change under which it fails.
 import hashlib
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -196,34 +195,32 @@ def _assert_definitions_find_the_figures(out: str, folder: Path) -> None:
     assert printed <= set(names.values())
 
 
-TRIALS = max(1, round(10 * float(os.environ.get("FAULT_TRIALS") or 0) / 100))  # the variable is a share of ten, in percent
-
-
 @pytest.mark.slow
 def test_a_job_whose_machines_are_taken_away_ends_with_the_weights_of_an_uninterrupted_one(
-    simulate: Any, whole: Path, tmp_path: Path, sums: Path
+    simulate: Any, whole: Path, tally: Any, count: Any, chance: Any, tmp_path: Path, sums: Path
 ) -> None:
-    """SIGKILL to all of it at a random moment; a new machine begins with what S3 holds of the files, which were on their way
-    there in random order. Bit for bit. Fails when: a container doesn't resume by itself, half a checkpoint is taken for a whole
-    one, or a second machine begins with an empty folder. FAULT_TRIALS=100 makes ten trials."""
-    expected, losses = weights(whole), curve(whole)
+    """SIGKILL to the real `train` command and all below it at a random moment; a new machine begins with what S3 holds of the
+    files, which were on their way there in random order. Bit for bit. Fails when: a container doesn't resume by itself, half a
+    checkpoint is taken for a whole one, or a second machine begins with an empty folder."""
+    line, trials = tally("spot", "SageMaker's `train` command: its machine is taken away at a random moment, a new one goes on"), count(2, 10)
     # The time in the figures is counted from about when the folder is opened.
-    seconds, trial = metrics(whole)[-1]["time"], 0
-    for attempt in range(3 * TRIALS):
-        moment = round(random.uniform(0.0, 1.0) * seconds, 2)
-        ran = simulate(
-            tmp_path, "sft", *SMALL, "--channel", f"train={sums}", "--interrupt-after", moment, folder=f"job-{attempt}", python=sys.executable
-        )
-        assert ran.code == 0, ran.err + ran.out
-        if "taken away" not in ran.out:  # it was quicker than the one that was not interrupted
+    seconds, steps, in_part = metrics(whole)[-1]["time"], [], 0
+    for attempt in range(3 * trials):
+        moment, folder = round(chance.uniform(0.0, 1.0) * seconds, 2), f"job-{attempt}"
+        ran = simulate(tmp_path, "sft", *SMALL, "--channel", f"train={sums}", "--real", "--interrupt-after", moment, folder=folder)
+        if ran.code == 0 and "taken away" not in ran.out:  # it was quicker than the one that was not interrupted
             continue
-        found, trial = weights(tmp_path / f"job-{attempt}"), trial + 1
-        assert found.keys() == expected.keys()
-        assert all(found[name].equal(tensor) for name, tensor in expected.items()), f"interrupted after {moment} s"
-        assert curve(tmp_path / f"job-{attempt}") == losses
-        resumed = re.search(r"resumed from .*: step (\d+)", ran.out)
-        in_part = ran.out.count("came back from S3 in part")
-        print(f"trial {trial}: taken away after {moment} s, went on from step {resumed[1] if resumed else 0} of 24, in part: {in_part}")
-        if trial == TRIALS:
+        with line.trial(f"interrupted after {moment} s"):
+            assert ran.code == 0, ran.err[-1500:] + ran.out[-1500:]
+            found, expected = weights(tmp_path / folder), weights(whole)
+            assert found.keys() == expected.keys()
+            assert all(found[name].equal(tensor) for name, tensor in expected.items())
+            assert curve(tmp_path / folder) == curve(whole)
+            resumed = re.search(r"resumed from .*: step (\d+)", ran.out)
+            steps.append(int(resumed[1]) if resumed else 0)
+            in_part += ran.out.count("came back from S3 in part")
+        if line.tried == trials:
             break
-    assert trial == TRIALS
+    line.figures = f"went on from steps {', '.join(map(str, sorted(steps)))} of 24; {in_part} checkpoints had reached S3 in part"
+    line.check()
+    assert line.tried == trials

@@ -4,6 +4,8 @@ A directory with its final name is complete: it was written beside, synced, and 
 and SHA-256 of every file, was on disk.
 """
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import json
@@ -11,15 +13,16 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from toolkit.checkpoint.state import State
-from toolkit.checkpoint.trees import flatten, unflatten
 from toolkit.config import Refusal
 from toolkit.container import in_container
 from toolkit.output import make_folder, sync, write_atomically, written_beside
+
+if TYPE_CHECKING:
+    import torch
+
+    from toolkit.checkpoint.state import State
 
 MANIFEST, SCHEMA = "MANIFEST.json", 1
 
@@ -34,6 +37,8 @@ def save_checkpoint(root: str | Path, step: int, state: State) -> Path:
     """
     from safetensors.torch import save_file
 
+    from toolkit.checkpoint.trees import flatten
+
     root, final = Path(root), Path(root) / f"step-{step}"
     if final.exists() and not verify_checkpoint(final):
         return final
@@ -47,7 +52,8 @@ def save_checkpoint(root: str | Path, step: int, state: State) -> Path:
         flat = {name: flatten(tree) for name, tree in trees.items()}
         files = {"model": state.model, "kept": state.kept, **{name: tensors for name, (tensors, _) in flat.items()}}
         for name, tensors in files.items():
-            save_file(_savable(tensors), temporary / f"{name}.safetensors")
+            # the mark that transformers leaves: a model directory can then have the very same file
+            save_file(_savable(tensors), temporary / f"{name}.safetensors", metadata={"format": "pt"})
         record = {
             "run": state.run, "scaler": state.scaler, "parameter_names": state.parameter_names, "base": state.base,
             **{name: skeleton for name, (_, skeleton) in flat.items()},
@@ -123,6 +129,9 @@ def load_checkpoint(path: str | Path) -> State:
         Refusal: a file is missing or damaged, or the schema is newer than this version.
     """
     from safetensors.torch import load_file
+
+    from toolkit.checkpoint.state import State
+    from toolkit.checkpoint.trees import unflatten
 
     path = Path(path)
     if not path.is_dir():

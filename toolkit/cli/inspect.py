@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from toolkit.data.tokenising.inspection import Inspection, Problem
 
-_TASKS = "sft|lm|preference|classification"
+_TASKS = "sft|lm|preference|unpaired|classification"
 _BAR = 30  # columns
 _MOST_BINS = 12
 

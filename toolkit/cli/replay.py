@@ -13,6 +13,7 @@ import yaml
 from toolkit.cli.placement import Placement, placement_of
 from toolkit.cli.recipe_file import find_recipe
 from toolkit.config import Refusal
+from toolkit.config.conditions import is_adapter
 from toolkit.launch import launch
 
 # What a replay must not do once more, and what would make it another run: these keys are left at their defaults.
@@ -44,13 +45,15 @@ def replay(
     card, settings = _read(directory)
     script = recipe or _script(card)
     _check_recipe(script, card)
+    _check_directories(card)
     _say_what_changed(card)
     into = into or directory.with_name(f"{directory.name}-replay")
     placement = _placement(card)
     environment = {**placement.environment, "OMP_NUM_THREADS": str(card["hardware"]["threads"])}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.yaml")
-        config.write_text(yaml.safe_dump({k: v for k, v in settings.items() if k not in _NOT_REPEATED}), encoding="utf-8")
+        repeated = {name: value for name, value in settings.items() if name not in _NOT_REPEATED} | _commits(card, settings)
+        config.write_text(yaml.safe_dump(repeated), encoding="utf-8")
         command = [sys.executable, script, "--config", str(config), "--output-dir", str(into)]
         code = launch(command, placement.processes, placement.nodes, environment=environment)
     if code:
@@ -99,6 +102,28 @@ def _check_recipe(script: str, card: dict[str, Any]) -> None:
         raise Refusal(f"{script}: is not the recipe of that run, whose text was another.{at} Name that one: --recipe FILE")
 
 
+def _check_directories(card: dict[str, Any]) -> None:
+    from toolkit.directory_digest import directory_digest
+
+    for name, digest in card["model"].get("directories", {}).items():
+        if Path(name).expanduser().is_dir() and directory_digest(name) != digest:
+            raise Refusal(
+                f"{name}: the model's files have changed since that run, which began from others. Put those back to replay it."
+            )
+
+
+def _commits(card: dict[str, Any], settings: dict[str, Any]) -> dict[str, str]:
+    """Settings that take from the Hub what the run took, whatever its branches and tags are now."""
+    pinned: dict[str, str] = {}
+    model, dataset = card["model"], settings.get("dataset")
+    if model.get("commit") and "model_revision" in settings and not is_adapter(model["name"]):
+        pinned["model_revision"] = model["commit"]
+    commit = card["data"].get("commits", {}).get(str(dataset))
+    if isinstance(dataset, str) and commit:
+        pinned["dataset"] = f"{dataset.rpartition('@')[0] if '@' in dataset else dataset}@{commit}"
+    return pinned
+
+
 def _say_what_changed(card: dict[str, Any]) -> None:
     import platform
 
@@ -126,7 +151,11 @@ def _differences(one: Path, other: Path) -> list[str]:
     from toolkit.run_differences import first_loss_difference, first_model_difference
 
     cards = [json.loads((each / "run.json").read_text(encoding="utf-8")) for each in (one, other)]
-    found = [] if cards[0]["data"] == cards[1]["data"] else ["the data are not the same: another fingerprint"]
+    data = [card["data"]["fingerprint"] for card in cards]
+    found = [] if data[0] == data[1] else ["the data are not the same: another fingerprint"]
+    tokenizers = [card["model"].get("tokenizer_commit") for card in cards]
+    if tokenizers[0] is not None and tokenizers[0] != tokenizers[1]:
+        found.append(f"the tokenizer of {cards[0]['model']['tokenizer']}: of commit {tokenizers[0]}, then of {tokenizers[1]}")
     for name, before in cards[0]["layout"].items():
         if cards[1]["layout"].get(name) != before:
             found.append(f"{name.replace('_', ' ')}: {before}, then {cards[1]['layout'].get(name)}; start it as it was started")

@@ -22,8 +22,11 @@ from toolkit.config.methods import (
     ClassificationConfig,
     PairsConfig,
     PreferenceConfig,
+    RankedAnswersConfig,
+    ReferenceConfig,
     RewardConfig,
     SampleConfig,
+    UnpairedConfig,
 )
 from toolkit.config.rules import check_together, implied_settings
 from toolkit.config.setting import Refusal, Setting, Settings, check_value, check_values, setting, settings_of, show_value
@@ -31,8 +34,9 @@ from toolkit.config.values import read_values
 
 __all__ = [
     "AdapterConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "HubConfig", "ModelConfig",
-    "OptimConfig", "OutputConfig", "PairsConfig", "PreferenceConfig", "Refusal", "RewardConfig", "RunConfig", "SampleConfig",
-    "SeedConfig", "Setting", "Settings", "changed_settings", "check_together", "check_value", "check_values",
+    "OptimConfig", "OutputConfig", "PairsConfig", "PreferenceConfig", "RankedAnswersConfig", "ReferenceConfig", "Refusal",
+    "RewardConfig", "RunConfig", "SampleConfig", "SeedConfig", "Setting", "Settings", "UnpairedConfig", "changed_settings",
+    "check_together", "check_value", "check_values",
     "implied_settings", "read_config_file", "read_values", "setting", "settings_of", "show_value", "trained_model",
     "write_config_file",
 ]  # fmt: skip

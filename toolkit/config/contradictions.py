@@ -104,10 +104,6 @@ CONTRADICTIONS = (
         lambda sync_ref_model, zero_stage, fsdp, deepspeed: sync_ref_model and (zero_stage == 3 or fsdp or deepspeed),
         "--sync-ref-model needs whole models on each device, and here they would be sharded: take --zero-stage 2, or DDP.",
     ),
-    Contradiction(
-        lambda streaming, reference: streaming and reference == "cache",
-        "{reference} finds pairs again by their row, and {streaming} has no rows: take --reference auto.",
-    ),
     # Optimiser
     Contradiction(
         lambda warmup_steps: warmup_steps > 1 and warmup_steps != int(warmup_steps),

@@ -1,7 +1,8 @@
 """Keys of transformers' Trainer and TRL that are no settings here: the value that says what happens anyway, or what to do.
 
 Their YAML files hold many keys that only say a default. `SAME` lists the values that mean what every recipe does: such a
-key is taken and changes nothing. `TRANSLATED` turns keys into settings. Any other value is refused with what to do instead.
+key is taken and changes nothing. `PASSED_OVER` are keys on which no result depends: any value is taken, and what happens in
+its place is said. `TRANSLATED` turns keys into settings. Any other value is refused with what to do instead.
 """
 
 from __future__ import annotations
@@ -30,19 +31,16 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "full_determinism": ((False,), "leave it out, and call torch.use_deterministic_algorithms(True) in a copy of the recipe."),
     "router_aux_loss_coef": ((0,), "leave it out: the loss of a router is not added here."),
     # Data
-    "dataset_num_proc": ((1,), "leave it out: one process tokenises, once, and the result is cached."),
     "dataset_kwargs": (({}, {"skip_prepare_dataset": False}), "leave it out: rows of input_ids are taken as they are."),
     "remove_unused_columns": ((True,), "leave it out: the model is given only what it was tokenised for."),
     "shuffle_dataset": ((True, False), "leave it out: each epoch has an order of its own, drawn from the seed."),
-    "eos_token": ((), "leave it out: turns end as the chat template ends them; another end needs another tokenizer."),
+    "eos_token": ((), "leave it out: a turn ends as the chat template ends it, which generation is told too, and a text "
+                      "with its tokenizer's end. For another, tokenizer: a directory whose tokenizer_config.json says it."),
     "pad_token": ((), "leave it out: padding is masked, whatever it is made of."),
     "label_names": ((), "leave it out: the label column is `label`; see rename_columns."),
     "length_column_name": (("length",), "leave it out: lengths are counted."),
     "dataloader_drop_last": ((False,), "leave it out: every example is trained on, those of a short last batch too."),
-    "dataloader_pin_memory": ((True,), "leave it out: memory is pinned where the device is a GPU."),
     "dataloader_persistent_workers": ((True, False), "leave it out: workers live as long as the run."),
-    "dataloader_prefetch_factor": ((2,), "leave it out: each worker is two batches ahead."),
-    "dataloader_multiprocessing_context": ((), "leave it out."),
     "dataloader_in_order": ((True,), "leave it out: the order is exact."),
     "ignore_data_skip": ((False,), "leave it out: a resumed run goes on at the very next example."),
     # Logging and evaluation
@@ -55,7 +53,6 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "include_num_input_tokens_seen": (("no", False), "leave it out: supervised tokens are logged always."),
     "include_tokens_per_second": ((True, False), "leave it out: tokens_per_second is logged always."),
     "prediction_loss_only": ((False,), "leave it out: evaluation keeps sums, and no predictions."),
-    "eval_accumulation_steps": ((), "leave it out: evaluation keeps sums, and no predictions."),
     "eval_do_concat_batches": ((True,), "leave it out: evaluation keeps sums, and no predictions."),
     "eval_use_gather_object": ((False,), "leave it out."),
     "include_for_metrics": (([],), "leave it out."),
@@ -78,7 +75,6 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "local_rank": ((-1, 0), "leave it out: the launcher says it."),
     "ddp_timeout": ((1800,), "take hang_timeout, seconds of silence after which a rank counts as hanging."),
     "ddp_find_unused_parameters": ((False,), "leave it out; freeze what gets no gradient in a copy of the recipe."),
-    "ddp_bucket_cap_mb": ((25,), "leave it out."),
     "ddp_broadcast_buffers": ((), "leave it out."),
     "ddp_static_graph": ((False,), "leave it out."),
     "fsdp_config": (({},), "leave it out, and give toolkit train --accelerate-config FILE (see toolkit copy fsdp2)."),
@@ -95,7 +91,6 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "ignore_bias_buffers": ((False,), "leave it out."),
     "use_weighting": ((False,), "leave it out: WPO is not among the losses."),
     "reference_free": ((False,), "take loss_type simpo, cpo, orpo or sft, which have no reference."),
-    "precompute_ref_batch_size": ((), "leave it out."),
     "max_prompt_length": ((), "leave it out: a prompt loses its beginning where a pair is longer than max_length."),
     "max_completion_length": ((), "leave it out: both answers are cut at one place where a pair is longer than max_length."),
     "label_pad_token_id": ((-100,), "leave it out."),
@@ -103,6 +98,17 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "force_use_ref_model": ((False,), "take reference: model."),
     "ref_model_name_or_path": ((), "leave it out: the reference is the model as it was when training began."),
 }  # fmt: skip
+
+# The name, the values that mean just that, and what happens whatever its value.
+PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
+    "dataset_num_proc": ((1,), "one process tokenises, once, and the result is cached."),
+    "dataloader_pin_memory": ((True,), "memory is pinned where the device is a GPU."),
+    "dataloader_prefetch_factor": ((2,), "each worker is two batches ahead."),
+    "dataloader_multiprocessing_context": ((), "workers start as they do by default on this system."),
+    "eval_accumulation_steps": ((), "evaluation keeps sums, and no predictions."),
+    "ddp_bucket_cap_mb": ((25,), "gradients go in buckets of torch's own size."),
+    "precompute_ref_batch_size": ((), "the reference is computed in micro-batches of the training's size."),
+}
 
 
 def translate(key: str, value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -113,6 +119,8 @@ def translate(key: str, value: Any, written: Mapping[str, Any]) -> dict[str, Any
         written: all that was written beside it, by names with underscores.
     """
     value = _read(value)
+    if key in PASSED_OVER:
+        return {}
     if key in SAME:
         same, advice = SAME[key]
         return {} if value is None or any(type(each) is type(value) and each == value for each in same) else advice
@@ -121,7 +129,15 @@ def translate(key: str, value: Any, written: Mapping[str, Any]) -> dict[str, Any
 
 def is_foreign(key: str) -> bool:
     """Whether a name, with underscores, is one of theirs that this file knows."""
-    return key in SAME or key in TRANSLATED
+    return key in SAME or key in PASSED_OVER or key in TRANSLATED
+
+
+def passed_over(key: str, value: Any) -> str | None:
+    """What happens in place of a value that is taken and has no effect; None where it means that or is no such key."""
+    if key not in PASSED_OVER:
+        return None
+    same, instead = PASSED_OVER[key]
+    return None if _read(value) in (None, *same) else instead
 
 
 def _read(value: Any) -> Any:
@@ -192,7 +208,7 @@ def _evaluates(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
 def _truncation(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
     if value == "keep_start":
         return {}
-    return "take keep_start, or overlong: split, drop or refuse."
+    return "take keep_start, or overlong: split, drop or refuse. Of a pair the prompt loses its beginning first, always."
 
 
 def _no_dropout(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:

@@ -63,6 +63,34 @@ class PreferenceConfig(Settings):
 
 
 @dataclass(frozen=True)
+class UnpairedConfig(Settings):
+    """Unpaired loss"""
+
+    loss_type: str = setting(
+        "kto", "Loss of an answer, by TRL's names. kto: measured from the divergence so far. apo_zero_unpaired: from 0.",
+        choices=("kto", "apo_zero_unpaired"),
+    )
+    beta: float = setting(0.1, "How strongly the policy is held to the reference model.", above=0.0)
+    desirable_weight: float = setting(
+        1.0, "Weight of desirable answers in the loss; more where they are few, so that both kinds weigh about the same.",
+        above=0.0,
+    )
+    undesirable_weight: float = setting(1.0, "Weight of undesirable answers in the loss.", above=0.0)
+
+
+@dataclass(frozen=True)
+class RankedAnswersConfig(Settings):
+    """Lists of answers"""
+
+    pairs_per_prompt: str = setting(
+        "best_worst", "Pairs made of a list of scored or ranked answers. best_others: the best with each worse one. all: each "
+        "with each worse one.",
+        choices=("best_worst", "best_others", "all"),
+    )
+    max_pairs_per_prompt: int = setting(10, "Most pairs of one list: those whose answers lie furthest apart.", least=1)
+
+
+@dataclass(frozen=True)
 class RewardConfig(Settings):
     """Reward model"""
 
@@ -103,19 +131,25 @@ class AdapterConfig(Settings):
         "true", "First weights: true (A as in a linear layer, B zero), gaussian, pissa, pissa_niter_16 (faster), olora."
     )
     loraplus_lr_ratio: float = setting(1.0, "LoRA+: the matrices B learn so many times as fast as the rest.", above=0.0)
-    load_in_4bit: bool = setting(False, "QLoRA: hold the frozen weights in 4 bits. Needs bitsandbytes and a CUDA device.")
+    load_in_4bit: bool = setting(False, "QLoRA: hold the frozen weights in 4 bits. Needs bitsandbytes, on CUDA or a CPU.")
     bnb_4bit_quant_type: str = setting("nf4", "Code of the 4-bit numbers.", choices=("nf4", "fp4"))
     bnb_4bit_use_double_quant: bool = setting(False, "Quantise the scales of the 4-bit blocks as well: 0.4 bits less a weight.")
 
 
 @dataclass(frozen=True)
 class PairsConfig(Settings):
-    """Pairs and reference"""
+    """Pairs"""
 
     pair_layout: str = setting(
         "auto", "shared: a prompt is encoded once for both answers. packed: twice, unpadded. auto: the fastest exact one.",
         choices=("auto", "shared", "packed", "padded"),
     )
+
+
+@dataclass(frozen=True)
+class ReferenceConfig(Settings):
+    """Reference"""
+
     reference: str = setting(
         "auto", "cache: computed once, kept on disk. adapter: the model with its adapter off. model: a second one in memory.",
         choices=("auto", "cache", "adapter", "model"),

@@ -130,6 +130,10 @@ NO_EFFECT = (
         ("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda sync_ref_model: not sync_ref_model,
         "without --sync-ref-model: leave it out, or add it.",
     ),
+    NoEffect(
+        ("max_pairs_per_prompt",), lambda pairs_per_prompt: pairs_per_prompt == "best_worst",
+        "with {pairs_per_prompt}, one pair of each list: leave it out, or take --pairs-per-prompt best_others or all.",
+    ),
     # Data
     NoEffect(("packing_strategy",), lambda packing: not packing, "without --packing: leave it out, or pack."),
     NoEffect(

@@ -6,12 +6,15 @@ One reader for all of them, so that the same setting means the same thing wherev
 from __future__ import annotations
 
 import ast
+import functools
 import json
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from toolkit.config.foreign_names import is_foreign, translate
+from toolkit.config.foreign_names import is_foreign, passed_over, translate
 from toolkit.config.setting import Refusal, Setting, Settings, check_value, nearest, settings_of, show_value
 
 WORDS_FOR_TRUE = ("true", "yes", "on", "1")
@@ -66,6 +69,8 @@ def foreign_settings(
         if key in spellings or not is_foreign(key):
             continue
         found = translate(key, raw, named)
+        if instead := passed_over(key, raw):
+            _say_once(f"passed over: {key} {show_value(raw)}: {instead}")
         if isinstance(found, str):
             advice.append((key, raw, found))
         elif any(name not in spellings for name in found):
@@ -73,6 +78,13 @@ def foreign_settings(
         else:
             meant += [(key, name, value) for name, value in found.items()]
     return meant, advice
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    """However often settings are read, and by one of a run's processes."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
 
 
 def read_value(setting: Setting, raw: Any, source: str = "") -> Any:

@@ -102,13 +102,30 @@ def shared_tokens_accuracy(prompts: Sequence[Sequence[int]], pairs: Sequence[Seq
     N: of `prompts`, those that are counted over; n: those with the token (both one more, so that an unknown token counts too).
     `pairs`: token ids of prompt, chosen and rejected answer. A pair of like sums counts half.
     """
+    chosen, rejected = (shared_tokens(prompts, [(pair[0], pair[side]) for pair in pairs]) for side in (1, 2))
+    return float(np.mean([(a > b) + 0.5 * (a == b) for a, b in zip(chosen, rejected, strict=True)]))
+
+
+def shared_tokens(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]]) -> list[float]:
+    """How much each answer has in common with its prompt, as above; `answers`: token ids of prompt and answer."""
     seen_in = Counter(token for prompt in prompts for token in set(prompt))
+    return [
+        math.fsum(math.log((len(prompts) + 1) / (seen_in[token] + 1)) for token in set(prompt) & set(answer))
+        for prompt, answer in answers
+    ]
 
-    def shared(prompt: Sequence[int], answer: Sequence[int]) -> float:
-        return math.fsum(math.log((len(prompts) + 1) / (seen_in[token] + 1)) for token in set(prompt) & set(answer))
 
-    lead = [shared(prompt, chosen) - shared(prompt, rejected) for prompt, chosen, rejected in pairs]
-    return float(np.mean([(each > 0) + 0.5 * (each == 0) for each in lead]))
+def area_under_curve(scores: np.ndarray, positive: np.ndarray) -> float:
+    """Share of couples of a positive and a negative in which the positive scores higher, ties counting half.
+
+    From mean ranks (Mann and Whitney 1947). Not a number where one of the two kinds is missing.
+    """
+    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    positives, negatives = int(positive.sum()), int((~positive).sum())
+    if not positives or not negatives:
+        return math.nan
+    return float((ranks[positive].sum() - positives * (positives + 1) / 2) / (positives * negatives))
 
 
 def label_baselines(train: Labelled, held_out: Labelled) -> dict[str, float]:

@@ -11,9 +11,10 @@ class Batch:
     """The micro-batches of one step on this rank, and what the loss needs to know about the whole global batch.
 
     `totals`: sums over the global batch, of all ranks: "examples", "tokens" (supervised tokens) where the rows have them,
-    "weight" where the rows have one, "pairs" and "chosen_tokens" of preference pairs. `real`: whether a micro-batch counts; a
-    filler has weight zero. `seeds`: of the random numbers in each forward pass, from (seed, epoch, first example).
-    `position`: examples consumed before this step, `size` those in it, `examples` their indices over all ranks.
+    "weight" where the rows have one, "pairs" and "chosen_tokens" of preference pairs, "desirable" and "undesirable" ones of
+    single answers. `real`: whether a micro-batch counts; a filler has weight zero. `seeds`: of the random numbers in each
+    forward pass, from (seed, epoch, first example). `position`: examples consumed before this step, `size` those in it,
+    `examples` their indices over all ranks.
     """
 
     micro_batches: list[dict[str, Any]]

@@ -8,7 +8,8 @@ import torch
 PAIR_LAYOUTS = ("shared", "packed", "padded")
 # What of such a micro-batch is for the loss, and not for the model's forward.
 NOT_FOR_THE_MODEL = (
-    "answer_positions", "answer_tokens", "answer_slots", "longest_answer", "chosen_tokens", "rejected_tokens", "pair", "margin",
+    "answer_positions", "answer_tokens", "answer_slots", "longest_answer", "answers", "chosen_tokens", "rejected_tokens",
+    "pair", "margin", "desirable", "answer",
 )  # fmt: skip
 
 
@@ -21,9 +22,9 @@ def collate_pairs(documents: list[dict[str, Any]], *, layout: str = "packed", pa
     `[2 * pairs, longest]`, all chosen answers and then all rejected ones, each after its prompt.
 
     For the loss, where `A` is the number of answer tokens: `answer_positions` `[A]`, the flat index of the position that
-    predicts each; `answer_tokens` `[A]`; `answer_slots` `[A]`, their places in a table `[2 * pairs, longest_answer]` of first
-    the chosen and then the rejected answers; `chosen_tokens` and `rejected_tokens` `[pairs]`, float; `pair` `[pairs]`, the
-    number of each, through all splits; `margin` `[pairs]` where the rows have one.
+    predicts each; `answer_tokens` `[A]`; `answer_slots` `[A]`, their places in a table `[answers, longest_answer]` of first
+    the chosen and then the rejected answers, `answers` in all; `chosen_tokens` and `rejected_tokens` `[pairs]`, float; `pair`
+    `[pairs]`, the number of each, through all splits; `margin` `[pairs]` where the rows have one.
 
     Each document has `input_ids` (prompt, chosen and rejected, one behind the other), `prompt_tokens`, `chosen_tokens`,
     `rejected_tokens` and `pair`.
@@ -33,17 +34,9 @@ def collate_pairs(documents: list[dict[str, Any]], *, layout: str = "packed", pa
     parts = [np.split(row, np.cumsum(size)[:-1]) for row, size in zip(tokens, sizes, strict=True)]
     inputs, first_positions = {"shared": _shared, "packed": _packed, "padded": _padded}[layout](parts, sizes, pad_token_id)
     answers = [chosen for _, chosen, _ in parts] + [rejected for *_, rejected in parts]
-    lengths = np.array([len(answer) for answer in answers])
-    longest, place = int(lengths.max()), _places(lengths)
-    # the first token of an answer is predicted by the prompt's last, which may lie elsewhere in the row
-    positions = np.repeat(first_positions[1], lengths) + place - 1
-    positions[place == 0] = first_positions[0]
     batch = {
         **inputs,
-        "answer_positions": torch.from_numpy(positions),
-        "answer_tokens": torch.from_numpy(np.concatenate(answers)),
-        "answer_slots": torch.from_numpy(np.repeat(np.arange(len(answers)) * longest, lengths) + place),
-        "longest_answer": longest,
+        **locate_answers(answers, *first_positions),
         "chosen_tokens": torch.from_numpy(sizes[:, 1].astype(np.float32)),
         "rejected_tokens": torch.from_numpy(sizes[:, 2].astype(np.float32)),
         "pair": torch.tensor([int(document["pair"]) for document in documents]),
@@ -73,7 +66,7 @@ def _shared(parts: _Parts, sizes: np.ndarray, pad_token_id: int) -> _Laid:
     inputs = {
         "input_ids": torch.from_numpy(np.concatenate([part for pair in parts for part in pair]))[None],
         "position_ids": torch.from_numpy(np.concatenate(positions))[None],
-        "cu_seq_lens_q": _bounds(own), "cu_seq_lens_k": _bounds(seen), "max_length_q": longest, "max_length_k": longest,
+        "cu_seq_lens_q": bounds_of(own), "cu_seq_lens_k": bounds_of(seen), "max_length_q": longest, "max_length_k": longest,
         "shared_keys": torch.from_numpy(np.concatenate(keys)),
     }  # fmt: skip
     ends = starts + prompts
@@ -84,10 +77,10 @@ def _packed(parts: _Parts, sizes: np.ndarray, pad_token_id: int) -> _Laid:
     prompts, chosen, rejected = sizes.T
     lengths = np.stack([prompts + chosen, prompts + rejected], axis=1)
     ends = np.cumsum(lengths.reshape(-1)).reshape(-1, 2) - lengths + prompts[:, None]  # of each prompt
-    bounds, longest = _bounds(lengths.reshape(-1)), int(lengths.max())
+    bounds, longest = bounds_of(lengths.reshape(-1)), int(lengths.max())
     inputs = {
         "input_ids": torch.from_numpy(np.concatenate([part for p, c, r in parts for part in (p, c, p, r)]))[None],
-        "position_ids": torch.from_numpy(_places(lengths.reshape(-1)))[None],
+        "position_ids": torch.from_numpy(places_within(lengths.reshape(-1)))[None],
         "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest,
     }  # fmt: skip
     first = ends.T.reshape(-1)
@@ -104,10 +97,30 @@ def _padded(parts: _Parts, sizes: np.ndarray, pad_token_id: int) -> _Laid:
     return {"input_ids": torch.from_numpy(tokens), "attention_mask": torch.from_numpy(mask)}, (first - 1, first)
 
 
-def _bounds(lengths: np.ndarray) -> torch.Tensor:
+def locate_answers(answers: list[np.ndarray], before: np.ndarray, first: np.ndarray) -> dict[str, Any]:
+    """What the loss needs to find answers in a micro-batch, as `collate_pairs` says.
+
+    `before` and `first` `[answers]`: flat indices of the last token of each one's prompt, which may lie elsewhere in the row,
+    and of its own first token.
+    """
+    lengths = np.array([len(answer) for answer in answers])
+    longest, place = int(lengths.max()), places_within(lengths)
+    positions = np.repeat(first, lengths) + place - 1
+    positions[place == 0] = before
+    return {
+        "answer_positions": torch.from_numpy(positions),
+        "answer_tokens": torch.from_numpy(np.concatenate(answers)),
+        "answer_slots": torch.from_numpy(np.repeat(np.arange(len(answers)) * longest, lengths) + place),
+        "longest_answer": longest,
+        "answers": len(answers),
+    }
+
+
+def bounds_of(lengths: np.ndarray) -> torch.Tensor:
+    """0 and the end of each run, int32 `[runs + 1]`."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
-def _places(lengths: np.ndarray) -> np.ndarray:
+def places_within(lengths: np.ndarray) -> np.ndarray:
     """0, 1, 2 ... within each run."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -5,7 +5,7 @@ The position of a run is one integer, the examples consumed. Everything else fol
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.batch import Batch
 from toolkit.data.collate import collate_padded
+from toolkit.data.collate_answers import collate_answers
 from toolkit.data.collate_pairs import collate_pairs
 from toolkit.data.order import StepPlan, cut_step, hash_numbers, plan_steps
 from toolkit.data.packing import Packing, pack_best_fit, pack_wrapped
 from toolkit.data.rows import Document, PackedRows, PlainRows, Rows, column
+from toolkit.data.sources.load import commits_of_sources
 from toolkit.data.streams import StreamLoader
 
 __all__ = ["Batch", "EvalLoader", "StreamLoader", "TrainLoader", "build_dataloaders", "packing_name"]
@@ -72,6 +74,7 @@ class TrainLoader:
     lengths: np.ndarray | None = None
     augment: Augment | None = None
     pin_memory: bool = False
+    commits: dict[str, str] = field(default_factory=dict)  # of datasets of the Hub
 
     @property
     def epoch_size(self) -> int:
@@ -154,6 +157,8 @@ def build_dataloaders(
         raise Refusal("--packing puts documents of several examples into one row, which this recipe's padded rows cannot hold.")
     if config.packing and _collate_fn(collate) is collate_pairs:
         raise Refusal("--packing: pairs stand one behind the other without padding as it is (--pair-layout). Remove it.")
+    if config.packing and _collate_fn(collate) is collate_answers:
+        raise Refusal("--packing: answers stand one behind the other without padding as it is. Remove it.")
     train_split, pack, pack_held_out = splits["train"], _packer(config), _packer(config, overlap=True)
     global_batch_size = config.global_batch_size or (
         config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
@@ -162,6 +167,7 @@ def build_dataloaders(
         "collate": collate, "seed": config.seed, "micro_batch_size": config.per_device_train_batch_size,
         "global_batch_size": global_batch_size, "rank": rank, "world_size": world_size,
         "fingerprint": f"{getattr(train_split, '_fingerprint', '')}-{packing_name(config)}",
+        "commits": commits_of_sources(config),
     }  # fmt: skip
     evaluation = None
     if "validation" in splits:

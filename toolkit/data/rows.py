@@ -11,6 +11,7 @@ Document = dict[str, Any]
 MODEL_COLUMNS = (
     "input_ids", "labels", "token_type_ids", "supervised_tokens", "weight",
     "prompt_tokens", "chosen_tokens", "rejected_tokens", "pair", "margin",
+    "completion_tokens", "desirable", "answer", "mismatched_row", "mismatched_tokens",
 )  # fmt: skip
 
 
@@ -44,7 +45,17 @@ class PlainRows:
 
     def documents(self, examples: list[int]) -> list[Document]:
         columns = self.dataset[examples]
-        return [{name: values[i] for name, values in columns.items()} for i in range(len(examples))]
+        documents = [{name: values[i] for name, values in columns.items()} for i in range(len(examples))]
+        return self._with_mismatched(documents) if "mismatched_row" in columns else documents
+
+    def _with_mismatched(self, documents: list[Document]) -> list[Document]:
+        """Each with `mismatched`: the tokens of an answer that belongs to another prompt."""
+        others = self.dataset[[int(document["mismatched_row"]) for document in documents]]
+        answers = [ids[start:] for ids, start in zip(others["input_ids"], others["prompt_tokens"], strict=True)]
+        return [
+            {**document, "mismatched": answer[: document["mismatched_tokens"]]}
+            for document, answer in zip(documents, answers, strict=True)
+        ]
 
     def origins(self, example: int) -> list[str]:
         """Where the example comes from, as file and row, when the source says so."""
@@ -100,4 +111,7 @@ def _units(dataset: Any) -> dict[str, np.ndarray]:
     if "chosen_tokens" in dataset.column_names:
         units["pairs"] = units["examples"]
         units["chosen_tokens"] = column(dataset, "chosen_tokens").astype(np.float64)
+    if "desirable" in dataset.column_names:
+        units["desirable"] = column(dataset, "desirable").astype(np.float64)
+        units["undesirable"] = 1.0 - units["desirable"]
     return units

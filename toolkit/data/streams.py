@@ -42,6 +42,7 @@ class StreamLoader:
     rank: int = 0
     world_size: int = 1
     epoch_size: int | None = None
+    commits: dict[str, str] = dataclasses.field(default_factory=dict)  # of datasets of the Hub
 
     def __post_init__(self) -> None:
         self._mark = _Mark()

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from toolkit.config import ClassificationConfig, Refusal
-from toolkit.data.baselines import compression_baselines, label_baselines, ngram_bits_per_byte, shared_tokens_accuracy
+from toolkit.data.baselines import (
+    area_under_curve,
+    compression_baselines,
+    label_baselines,
+    ngram_bits_per_byte,
+    shared_tokens,
+    shared_tokens_accuracy,
+)
 from toolkit.data.collate import IGNORED
 from toolkit.data.tokenising.columns import label_column
 
@@ -98,6 +105,27 @@ def preference_baselines(tokenised: Any) -> dict[str, float]:
     pairs = [_prompt_and_answers(row) for row in held_out]
     overlap = shared_tokens_accuracy(prompts, pairs)
     return {"longer answer": longer, "shorter answer": 1 - longer, "answer that shares more with the prompt": overlap}
+
+
+def unpaired_baselines(tokenised: Any) -> dict[str, float]:
+    """Area under the curve on the validation answers of scores that take no model; 0.5 is chance.
+
+    The length of an answer, and what it shares with its prompt, rare tokens counting more (rare among the first 20,000
+    training prompts). Nothing to compare with (an empty dict) without a validation split.
+    """
+    if "validation" not in tokenised:
+        return {}
+    train, held_out = tokenised["train"], tokenised["validation"]
+    prompts = [row["input_ids"][: row["prompt_tokens"]] for row in train.select(range(min(len(train), LABELLED_ROWS)))]
+    answers = [(row["input_ids"][: row["prompt_tokens"]], row["input_ids"][row["prompt_tokens"] :]) for row in held_out]
+    desirable = np.asarray(held_out["desirable"][:], dtype=bool)
+    lengths = np.asarray(held_out["completion_tokens"][:], dtype=np.float64)
+    shared = np.asarray(shared_tokens(prompts, answers))
+    return {
+        "chance": 0.5,
+        "longer answer": area_under_curve(lengths, desirable),
+        "answer that shares more with the prompt": area_under_curve(shared, desirable),
+    }
 
 
 def _prompt_and_answers(row: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:

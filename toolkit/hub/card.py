@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.conditions import is_built_in
+from toolkit.hub.licences import licence_fields
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Settings that say how a model was trained. Nothing else of the run card's settings is shown.
@@ -48,7 +49,7 @@ def model_card(
     if is_hub_id(base):
         front |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
     if licence:
-        front["license"] = licence
+        front |= licence_fields(licence, base if is_hub_id(base) else None)
     if task:
         front["pipeline_tag"] = task[0]
     hub_dataset = re.split(r"[:@]", dataset)[0]

@@ -15,7 +15,9 @@ _MEANT = (
     "adapter_config.json", "adapter_model.safetensors", "model_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "*.tiktoken", "chat_template.jinja", "additional_chat_templates/*.jinja",
-    "modeling_*.py", "configuration_*.py", "tokenization_*.py",
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
+    "modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py",
+    "video_processing_*.py", "feature_extraction_*.py",
     "README.md", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 # A model in other files than the one before must not leave those behind: from_pretrained would read them.
@@ -23,7 +25,7 @@ _REPLACED = (
     "config.json", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_config.json",
     "adapter_model.safetensors",
 )  # fmt: skip
-LAST_CHECKPOINT = "last-checkpoint"
+LAST_CHECKPOINT, WEIGHTS = "last-checkpoint", "model.safetensors"
 
 
 def model_files(directory: Path) -> dict[str, Path]:
@@ -59,6 +61,17 @@ def collect(files: Mapping[str, Path], into: Path) -> None:
             except OSError:  # another file system, or one without links
                 pass
         shutil.copyfile(source, target)
+
+
+def has_same_tensors(one: Path, other: Path) -> bool:
+    """Whether two files of weights are there and have the same header: names, types, shapes and places of all tensors."""
+    headers = []
+    for path in (one, other):
+        if not path.is_file():
+            return False
+        with open(path, "rb") as file:
+            headers.append(file.read(int.from_bytes(file.read(8), "little")))
+    return headers[0] == headers[1]
 
 
 def left_behind(in_repository: Collection[str], sent: Collection[str]) -> list[str]:

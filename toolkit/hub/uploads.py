@@ -18,8 +18,8 @@ from toolkit.engines import engine_of
 from toolkit.engines.pieces import whole_state_dict
 from toolkit.hub.card import with_name
 from toolkit.hub.client import NotNow, check_write_access, hub_api
-from toolkit.hub.files import checkpoint_files, collect, model_files
-from toolkit.hub.model_directory import write_model
+from toolkit.hub.files import WEIGHTS, checkpoint_files, collect, has_same_tensors, model_files
+from toolkit.hub.model_directory import card_of_run, write_model
 from toolkit.hub.queue import QUEUE, Job, add_job, clean_queue, leave_out_replaced, list_jobs
 from toolkit.hub.sender import start_sender
 from toolkit.ranks import on_main
@@ -69,6 +69,7 @@ class Uploads:
     def __init__(self, run: Any, repo_id: str) -> None:
         self.run, self.repo_id, self.queue = run, repo_id, run.output_dir / QUEUE
         self.is_open, self.warned = True, False
+        self.beside_weights: dict[str, bytes] | None = None  # of a model whose weights are a checkpoint's file as it is
         self.sender: subprocess.Popen[bytes] | None = None
         clean_queue(self.queue)
         if list_jobs(self.queue):
@@ -163,18 +164,34 @@ class Uploads:
             self.run.say(f"WARNING: not sent to the Hub: {message}: {error}")
 
     def _add_model(self, checkpoint: Path, step: int, files: Path) -> None:
-        """Write the model of a checkpoint, and put it under `files`."""
+        """Put the model of a checkpoint under `files`; where its weights are the checkpoint's file, that is linked."""
+        run, directory = self.run, files.with_name("model")
+        evaluated = [e for e in run.events if e["step"] <= step and any(name.startswith("eval_") for name in e)]
+        figures = evaluated[-1] if evaluated else {}
+        if self.beside_weights is not None:
+            for name, content in self.beside_weights.items():
+                (files / name).parent.mkdir(parents=True, exist_ok=True)
+                (files / name).write_bytes(content)
+            (files / "README.md").write_text(card_of_run(run.model, run.config, figures), encoding="utf-8")
+            collect({WEIGHTS: checkpoint / WEIGHTS}, files)
+        else:
+            self._write_model(checkpoint, directory, figures)
+            written = model_files(directory)
+            collect(written, files)
+            if has_same_tensors(directory / WEIGHTS, checkpoint / WEIGHTS):
+                rest = written.keys() - {WEIGHTS, "README.md"}
+                self.beside_weights = {name: written[name].read_bytes() for name in rest}
+            shutil.rmtree(directory)
+        self._name_card(files)
+
+    def _write_model(self, checkpoint: Path, directory: Path, figures: dict[str, Any]) -> None:
         from safetensors.torch import load_file
 
-        run, directory = self.run, files.with_name("model")
-        state = load_file(checkpoint / "model.safetensors")
+        run = self.run
+        state = load_file(checkpoint / WEIGHTS)
         if not engine_of(run.accelerator).shards:
             state = (whole_state_dict(None, run.model) or {}) | state  # what is frozen isn't in a checkpoint
-        evaluated = [e for e in run.events if e["step"] <= step and any(name.startswith("eval_") for name in e)]
-        write_model(directory, run.model, state, run.model.tokenizer, run.config, evaluated[-1] if evaluated else {})
-        collect(model_files(directory), files)
-        shutil.rmtree(directory)
-        self._name_card(files)
+        write_model(directory, run.model, state, run.model.tokenizer, run.config, figures)
 
     def _name_card(self, files: Path) -> None:
         card = files / "README.md"

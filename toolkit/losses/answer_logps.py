@@ -1,4 +1,4 @@
-"""Log-probabilities of the answers of preference pairs, of one forward pass, in whatever layout the pairs have."""
+"""Log-probabilities of answers, those of preference pairs or single ones, of one forward pass, in whatever layout they have."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit.data.collate_answers import MISMATCHED, mismatched_of
 from toolkit.data.collate_pairs import NOT_FOR_THE_MODEL
 from toolkit.losses.chunked_sums import Logits, rows_in_a_chunk
 from toolkit.losses.pair_logps import PairLogps
@@ -26,12 +27,26 @@ def pair_logps(model: Any, micro_batch: dict[str, Any], ld_alpha: float | None =
     return PairLogps(chosen, rejected, micro_batch["chosen_tokens"], micro_batch["rejected_tokens"])
 
 
+def answer_logps(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+    """Sums over the tokens of each single answer `[answers]`, in nats, from one forward pass over `collate_answers`' batch."""
+    return answer_token_logps(model, micro_batch).sum(1)
+
+
+def mismatched_logps(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+    """The same of the answers that don't belong to the prompts they stand behind."""
+    return answer_logps(model, mismatched_of(micro_batch))
+
+
 def answer_token_logps(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
-    """Log-probability of each answer token `[2 * pairs, longest_answer]`, chosen answers first, 0 after an answer's end.
+    """Log-probability of each answer token `[answers, longest_answer]`, 0 after an answer's end; chosen answers of pairs first.
 
     The head is applied at answer positions only; logits `[batch, length, V]` are never built.
     """
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+    inputs = {
+        name: value
+        for name, value in micro_batch.items()
+        if name not in NOT_FOR_THE_MODEL and not name.startswith(MISMATCHED)
+    }
     targets = micro_batch["answer_tokens"]
 
     def logps(logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -39,7 +54,7 @@ def answer_token_logps(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
 
     found = at_positions(model, inputs, micro_batch["answer_positions"], logps)
     # each slot is written once, so that the sum over a row has one order, on a GPU too
-    table = found.new_zeros(2 * len(micro_batch["pair"]) * micro_batch["longest_answer"])
+    table = found.new_zeros(micro_batch["answers"] * micro_batch["longest_answer"])
     return table.scatter(0, micro_batch["answer_slots"], found).view(-1, micro_batch["longest_answer"])
 
 

@@ -51,4 +51,4 @@ def apo_zero_unpaired_loss(
 
 
 def _weights(desirable: torch.Tensor, if_so: float, if_not: float, like: torch.Tensor) -> torch.Tensor:
-    return torch.where(desirable, if_so, if_not).to(like.dtype)
+    return torch.where(desirable, like.new_tensor(if_so), like.new_tensor(if_not))  # of two numbers it would be float32

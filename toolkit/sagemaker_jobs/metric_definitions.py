@@ -13,7 +13,11 @@ _OF_PAIRS = ("rewards_chosen", "rewards_rejected", "reward_margin", "reward_accu
 # What the recipes' evaluations are called beside eval_loss, by a setting that only their settings have.
 _OF_EVALUATION = {
     "z_loss": ("perplexity", "token_accuracy", "bits_per_byte"),
-    "loss_type": (*_OF_PAIRS, "logps_chosen", "logps_rejected", "kl"),
+    "ld_alpha": (*_OF_PAIRS, "logps_chosen", "logps_rejected", "kl"),
+    "desirable_weight": (
+        "rewards_desirable", "rewards_undesirable", "reward_margin", "reward_accuracy", "logps_desirable", "logps_undesirable",
+        "kl", "reward_auc",
+    ),
     "center_rewards_coefficient": _OF_PAIRS,
 }
 MOST = 40

@@ -111,16 +111,21 @@ def _machine(job: Job, base: Path, hyperparameters: Mapping[str, Any], train: st
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a process and to all that it started, which have sessions of their own."""
+    """SIGKILL to a process and to all that it started, which have sessions of their own. Stopped first, it starts no others."""
     import psutil  # with accelerate
 
+    found: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(process.pid)
-        family = [parent, *parent.children(recursive=True)]
-        for member in family:
+        waiting = [psutil.Process(process.pid)]
+        while waiting:
+            found.append(waiting.pop())
             with contextlib.suppress(psutil.NoSuchProcess):
-                member.send_signal(signal.SIGKILL)
-        psutil.wait_procs(family[1:], timeout=10)
+                found[-1].suspend()
+                waiting += found[-1].children()
+    for member in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(found[1:], timeout=10)
     process.wait()
 
 

@@ -3,6 +3,7 @@
 import inspect
 import io
 import textwrap
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from tokenizers import processors
 
-from toolkit.config import DataConfig, Refusal
+from toolkit.config import DataConfig, RankedAnswersConfig, Refusal
 from toolkit.data.baselines import shared_tokens_accuracy
 from toolkit.data.sources.load import load_splits
 from toolkit.data.texts import preference_baselines
@@ -344,6 +345,70 @@ def test_the_best_answer_of_a_list_is_paired_with_the_worst_and_ties_are_counted
     assert ties >= 2
 
 
+@dataclass(frozen=True)
+class ListsConfig(DataConfig, RankedAnswersConfig):
+    """What recipes of pairs read of lists."""
+
+
+def plain_couples(numbers, given, sign, which):
+    """All couples of a better and a worse answer with their lead, in a loop; only those with the first best one where asked."""
+    scored = [(sign * number, i) for i, number in enumerate(numbers) if number is not None]
+    first_best = next((i for number, i in scored if number == max(scored)[0]), None)
+    return [
+        (better - worse, i, j)
+        for better, i in scored
+        for worse, j in scored
+        if better > worse and given[i] != given[j] and (which == "all" or i == first_best)
+    ]
+
+
+@pytest.mark.parametrize("beside", ["scores", "ranks"])
+@pytest.mark.parametrize(("which", "most"), [("best_others", 10), ("best_others", 2), ("all", 10), ("all", 3)])
+def test_a_list_makes_the_pairs_that_are_asked_for_those_furthest_apart_first(tokenizer, which, most, beside):
+    """Fails when: equal scores make a pair, ranks are read as scores, the cap keeps the first in the list, or a row's pairs are one
+    example."""
+    numbers = np.random.default_rng(2).integers(1, 5, size=(12, 4)).tolist()
+    numbers[3], numbers[4] = [2, 2, 2, 2], [None, 3, None, 1]
+    answers = np.array(texts(48, 40, seed=6)).reshape(12, 4).tolist()
+    rows = [{"prompt": f"Question {i}:\n", "responses": answers[i], beside: numbers[i]} for i in range(12)]
+    prepared = prepare("preference", splits_of(rows), tokenizer, ListsConfig(pairs_per_prompt=which, max_pairs_per_prompt=most))
+    found = prepared.splits["train"].to_list()
+    assert [row["pair"] for row in found] == list(range(len(found)))
+    capped = 0
+    for i, row in enumerate(rows):
+        couples = plain_couples(numbers[i], answers[i], 1 if beside == "scores" else -1, which)
+        mine = [made for made in found if made["origin"] == f"train.jsonl:{i + 1}"]
+        assert len(mine) == min(len(couples), most)
+        capped += len(couples) > most
+        sides = {
+            tuple(map(tuple, plain_parts(tokenizer, row["prompt"] + answers[i][a], row["prompt"] + answers[i][b], len(row["prompt"])))): lead
+            for lead, a, b in couples
+        }
+        leads = [sides[tuple(map(tuple, parts_of(made)))] for made in mine]
+        assert leads == sorted((lead for lead, *_ in couples), reverse=True)[:most]
+        if beside == "scores":
+            assert [made["margin"] for made in mine] == leads
+    assert prepared.preflight.splits[0].pairs == {"ties": 1} | ({"capped": capped} if capped else {})
+    assert (capped > 0) is (most < 5)
+    by = "scores (the highest" if beside == "scores" else "ranks (the lowest"
+    words = {"best_others": "the best with each worse one", "all": "each with each worse one"}[which]
+    assert prepared.preflight.layout.startswith(f"pairs of text: of each row's responses {words} by {by} is the best)")
+
+
+def test_more_pairs_of_rows_that_are_pairs_are_refused(tokenizer):
+    """Fails when: the setting is ignored where there are no lists."""
+    with pytest.raises(Refusal, match="--pairs-per-prompt all has no effect: the rows are pairs"):
+        tokenize_for_preference(splits_of([GOOD]), tokenizer, ListsConfig(pairs_per_prompt="all"))
+
+
+def test_other_pairs_of_the_same_lists_are_tokenised_anew(tokenizer):
+    """And like answers make none. Fails when: the setting is left out of the cache's key."""
+    rows = [{"prompt": "Is it?\n", "responses": ["a", "b", "c", "c"], "scores": [1, 2, 3, 3.5]}]
+    counts = [len(tokenize_for_preference(splits_of(rows), tokenizer, ListsConfig(pairs_per_prompt=which))["train"])
+              for which in ("best_worst", "best_others", "all")]  # fmt: skip
+    assert counts == [1, 2, 5]
+
+
 @pytest.mark.parametrize("columns", [("score_chosen", "score_rejected"), ("chosen-rating", "rejected-rating"), ("margin",)])
 def test_a_margin_is_the_difference_of_the_scores(tokenizer, columns):
     """Fails when: the two are swapped, or `not_higher` leaves out a margin of zero."""
@@ -460,7 +525,7 @@ REFUSED = {
     "all the same": ([{**GOOD, "chosen": "a b c d e f", "rejected": "a b c d e g"}], {"max_length": 6}, r"Nothing is left of the train"),
     "all dropped": ([GOOD], {"max_length": 4, "overlong": "drop"}, r"Nothing is left of the train split.*longest example has"),
     "ends cut off": ([GOOD], {"max_length": 4}, r"No end of a text or turn .*raise it"),
-    "split": ([GOOD], {"overlong": "split"}, r"--overlong split: a pair compares two whole answers"),
+    "split": ([GOOD], {"overlong": "split"}, r"--overlong split: what is judged is a whole answer"),
     "completion loss": ([GOOD], {"completion_only_loss": True}, r"--completion-only-loss has no effect"),
     "assistant loss": ([CHAT], {"assistant_only_loss": False}, r"--assistant-only-loss has no effect"),
     "wrapped": ([GOOD], {"packing": True, "packing_strategy": "wrapped"}, r"--packing-strategy wrapped would cut pairs"),

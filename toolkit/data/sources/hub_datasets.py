@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
 from toolkit.network import stay_offline_without_network
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_commits_read: dict[str, str] = {}  # of this process, by dataset as the settings name it
+
+
+def commit_read(dataset: str) -> str | None:
+    """The commit at which this process has read a dataset of the Hub; None where that isn't known."""
+    return _commits_read.get(dataset)
 
 
 def load_from_hub(dataset: str, streaming: bool) -> dict[str, Dataset | IterableDataset]:
@@ -55,7 +64,25 @@ def load_from_hub(dataset: str, streaming: bool) -> dict[str, Dataset | Iterable
         if type(error).__module__.split(".")[0] in ("httpx", "httpcore", "requests", "aiohttp"):
             raise Refusal(_unreachable(dataset, error)) from None
         raise
+    commit = _commit_of(next(iter(splits.values())), name, revision)
+    if commit is not None:
+        _commits_read[dataset] = commit
     return dict(splits)
+
+
+def _commit_of(rows: Any, name: str, revision: str | None) -> str | None:
+    """datasets (5.2) keeps rows in a folder that bears the commit's name; of a stream the Hub is asked."""
+    for file in getattr(rows, "cache_files", None) or []:
+        if _COMMIT.fullmatch(folder := Path(file["filename"]).parent.name):
+            return folder
+    if hasattr(rows, "__len__"):
+        return None
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(name, revision=revision, timeout=10).sha
+    except Exception:  # it is written down for later, and nothing here depends on it
+        return None
 
 
 def parse_hub_name(dataset: str) -> tuple[str, str | None, str | None]:

@@ -79,6 +79,14 @@ def describe_source(config: DataConfig | str) -> str:
     return f"{dataset}: {sum(map(len, files.values())):,} local file(s)"
 
 
+def commits_of_sources(config: DataConfig) -> dict[str, str]:
+    """The commits at which this process has read the sources that are datasets of the Hub, by the sources' names."""
+    from toolkit.data.sources.hub_datasets import commit_read
+
+    names = [source.dataset for source in as_mixture(config.dataset) or [Source(config.dataset)]]
+    return {name: commit for name in names if (commit := commit_read(name))}
+
+
 def load_source(source: Source, config: DataConfig) -> Splits:
     """All splits of one source under its own names, columns renamed."""
     splits = _load(source.dataset, config)

@@ -23,7 +23,7 @@ from toolkit.data.tokenising.preflight import Measures, Piece, Preflight, SplitF
 from toolkit.data.tokenising.prepare import BATCH_ROWS, STREAM_ROWS, Reader, build_reader, class_names
 from toolkit.data.tokenising.tasks import describe_rows, example_of, names_of_pieces, plan_splits
 
-TASKS = ("sft", "lm", "preference", "classification")
+TASKS = ("sft", "lm", "preference", "unpaired", "classification")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ def guess_task(columns: list[str]) -> str:
     present = set(columns)
     if {"chosen", "rejected"} <= present or ("prompt" in present and present & set(ANSWER_LISTS)):
         return "preference"
+    if {"prompt", "completion", "label"} <= present:
+        return "unpaired"
     if "label" in present or ({"text", "labels"} <= present and "input_ids" not in present):
         return "classification"
     if (
@@ -111,7 +113,7 @@ def inspect_splits(task: str, splits: Any, tokenizer: Any, config: DataConfig, n
             train_rows.update(row for part in measures for row in part.rows)
     first = next(iter(plans.values()))
     preflight = Preflight(
-        describe_rows(first, tokenizer), config.max_length, config.overlong, figures, notes,
+        describe_rows(first, tokenizer, config), config.max_length, config.overlong, figures, notes,
         example_names=names_of_pieces(first), first_rows=_stream_rows(config) if is_stream else None,
     )  # fmt: skip
     rows = [row for documents in candidates for row in _rows(documents)]

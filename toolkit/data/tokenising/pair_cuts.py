@@ -10,6 +10,7 @@ from toolkit.config import Refusal
 from toolkit.data.tokenising.documents import Cut, Documents
 
 PARTS = ("prompt_tokens", "chosen_tokens", "rejected_tokens")  # columns of a pair, in the order of its tokens
+PARTS_OF_AN_ANSWER = ("prompt_tokens", "completion_tokens")
 
 
 def cut_pairs(documents: Documents, max_length: int, overlong: str, bos: int | None) -> tuple[Documents, Cut]:

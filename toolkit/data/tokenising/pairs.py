@@ -21,7 +21,7 @@ from toolkit.data.tokenising.language import with_origin
 from toolkit.data.tokenising.masks import ChatTemplate, Message, common_prefix, supervised_tokens, turn_start
 from toolkit.data.tokenising.pair_cuts import PARTS, cut_pairs
 from toolkit.data.tokenising.plans import Plan
-from toolkit.data.tokenising.preferences import Preference, read_preference
+from toolkit.data.tokenising.preferences import Preference, read_preferences
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -31,9 +31,9 @@ SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class PairText:
-    """Both sides of a pair as text, of which the first `prompt` characters are the prompt."""
+    """A prompt with each of its answers, one or the two of a pair, as text: the first `prompt` characters are the prompt."""
 
-    sides: tuple[str, str]  # with chosen, with rejected
+    sides: tuple[str, ...]  # of a pair: with chosen, with rejected
     prompt: int
     is_implicit: bool = False  # the prompt is what both texts begin with
     remarks: tuple[str, ...] = ()
@@ -48,22 +48,24 @@ class PairRows:
     template: ChatTemplate | None  # for chats
     max_length: int
     overlong: str
+    pairs_per_prompt: str = "best_worst"
+    most_pairs: int = 10  # of one list
 
     def read(self, batch: dict[str, list[Any]], origins: list[str]) -> tuple[Documents, Counter[str]]:
         """Whole pairs, and counts of what is peculiar about them. Rows that prefer no answer are left out and counted."""
         texts, kept, margins, remarks = list[PairText](), list[str](), list[float | None](), Counter[str]()
         for values, origin in zip(zip(*batch.values(), strict=True), origins, strict=True):
             row = dict(zip(batch, values, strict=True))
-            preference = read_preference(row, self.plan, origin)
-            if preference is None:
-                remarks["ties"] += 1
-                continue
+            preferences = read_preferences(row, self.plan, origin, self.pairs_per_prompt)
+            remarks["ties"] += not preferences
+            remarks["capped"] += len(preferences) > self.most_pairs
             read = _text_pair if self.template is None else self._chat_pair
-            texts.append(with_origin(origin, read, preference, row, origin))
-            remarks.update(texts[-1].remarks)
-            remarks["not_higher"] += preference.margin is not None and preference.margin <= 0
-            kept.append(origin)
-            margins.append(preference.margin)
+            for preference in preferences[: self.most_pairs]:
+                texts.append(with_origin(origin, read, preference, row, origin))
+                remarks.update(texts[-1].remarks)
+                remarks["not_higher"] += preference.margin is not None and preference.margin <= 0
+                kept.append(origin)
+                margins.append(preference.margin)
         documents = self._documents(texts, kept, remarks)
         if self.plan.margin:
             documents.columns["margin"] = margins
@@ -78,53 +80,68 @@ class PairRows:
         encodings = self.encoder.encode([side for text in texts for side in text.sides], positions=True)
         ids, spans, counts = list[list[int]](), list[list[tuple[int, int]]](), list[tuple[int, int, int]]()
         for text, origin, *both in zip(texts, origins, encodings, encodings, strict=True):
-            sides = [side.ids if self.template else self.encoder.add_start(side.ids) for side in both]
-            prompt, is_merged = _prompt_tokens(text, both, sides, origin)
+            prompt, (better, worse), is_merged = split_sides(text, both, self.encoder, self.template, origin, SIDES)
             remarks["merged"] += is_merged
-            better, worse = (self._ended(side, origin, name)[prompt:] for side, name in zip(sides, SIDES, strict=True))
-            for name, answer in zip(SIDES, (better, worse), strict=True):
-                if answer[0] == self.encoder.tokenizer.bos_token_id:
-                    raise Refusal(
-                        f"{origin}: {name} begins with BOS (token {answer[0]}), within the text. Take it out of the text."
-                    )
             if better == worse:
                 raise Refusal(f"{origin}: chosen and rejected are identical: there is nothing to prefer. Remove the row.")
-            ids.append(sides[0][:prompt] + better + worse)
-            spans.append([(prompt, len(ids[-1]))])
-            counts.append((prompt, len(better), len(worse)))
+            ids.append(prompt + better + worse)
+            spans.append([(len(prompt), len(ids[-1]))])
+            counts.append((len(prompt), len(better), len(worse)))
         columns: dict[str, list[Any]] = {name: [count[i] for count in counts] for i, name in enumerate(PARTS)}
         documents = join_documents(ids, spans, origins, columns)
         documents.whole[:] = [prompt + max(answers) for prompt, *answers in counts]  # what --max-length is about
         return documents
 
-    def _ended(self, side: list[int], origin: str, name: str) -> list[int]:
-        """With an end that tells the model to stop, once."""
-        end = self.encoder.end
-        if self.template is None:
-            side = self.encoder.add_end(side)
-        elif not self.template.turn_ends and end is not None and side[-1:] != [end]:
-            side = [*side, end]
-        if side[-2:] == [side[-1]] * 2:
-            shown = self.encoder.tokenizer.decode(side[-1:])
-            raise Refusal(f"{origin}: {name} ends with {shown!r} (token {side[-1]}) twice. Take it out of the text.")
-        return side
-
     def _chat_pair(self, preference: Preference, row: dict[str, Any], origin: str) -> PairText:
         """Rendered by the template: the prompt with its generation prompt, then each answer up to the end of its turn."""
-        template, options = self.template, read_options(row, origin)
-        assert template is not None
-        prompt, answers = _prompt_and_answers(preference, origin)
-        texts = [_until_end(template, template.render(prompt + answer, options), name, origin)
-                 for answer, name in zip(answers, SIDES, strict=True)]  # fmt: skip
-        asked = template.render(prompt, options, add_generation_prompt=True)
-        remarks = ["turns"] * any(message["role"] != "assistant" for answer in answers for message in answer)
-        at = len(asked)
-        if not all(text.startswith(asked) for text in texts):
-            remarks.append("rewritten_prompts")
-            starts = [turn_start(template, prompt + answer, options, len(prompt), text)
-                      for answer, text in zip(answers, texts, strict=True)]  # fmt: skip
-            at = min(*starts, common_prefix(*texts))
-        return PairText((texts[0], texts[1]), at, remarks=tuple(remarks))
+        assert self.template is not None
+        return chat_sides(self.template, *_prompt_and_answers(preference, origin), SIDES, row, origin)
+
+
+def chat_sides(
+    template: ChatTemplate, prompt: list[Message], answers: tuple[list[Message], ...], names: tuple[str, ...],
+    row: dict[str, Any], origin: str,
+) -> PairText:  # fmt: skip
+    """A prompt with each of its answers, rendered by the template; `names` of the answers, for messages."""
+    options = read_options(row, origin)
+    texts = [_until_end(template, template.render(prompt + answer, options), name, origin)
+             for answer, name in zip(answers, names, strict=True)]  # fmt: skip
+    asked = template.render(prompt, options, add_generation_prompt=True)
+    remarks = ["turns"] * any(message["role"] != "assistant" for answer in answers for message in answer)
+    at = len(asked)
+    if not all(text.startswith(asked) for text in texts):
+        remarks.append("rewritten_prompts")
+        starts = [turn_start(template, prompt + answer, options, len(prompt), text)
+                  for answer, text in zip(answers, texts, strict=True)]  # fmt: skip
+        at = min(*starts, *(common_prefix(texts[0], text) for text in texts))
+    return PairText(tuple(texts), at, remarks=tuple(remarks))
+
+
+def split_sides(
+    text: PairText, encodings: list[Encoding], encoder: Encoder, template: ChatTemplate | None, origin: str,
+    names: tuple[str, ...],
+) -> tuple[list[int], list[list[int]], bool]:  # fmt: skip
+    """Ids of the prompt and of each answer, which ends; and whether a token joins the prompt's end with an answer's start."""
+    sides = [side.ids if template else encoder.add_start(side.ids) for side in encodings]
+    prompt, is_merged = _prompt_tokens(text, encodings, sides, origin)
+    answers = [_ended(encoder, template, side, origin, name)[prompt:] for side, name in zip(sides, names, strict=True)]
+    for name, answer in zip(names, answers, strict=True):
+        if answer[0] == encoder.tokenizer.bos_token_id:
+            raise Refusal(f"{origin}: {name} begins with BOS (token {answer[0]}), within the text. Take it out of the text.")
+    return sides[0][:prompt], answers, is_merged
+
+
+def _ended(encoder: Encoder, template: ChatTemplate | None, side: list[int], origin: str, name: str) -> list[int]:
+    """With an end that tells the model to stop, once."""
+    end = encoder.end
+    if template is None:
+        side = encoder.add_end(side)
+    elif not template.turn_ends and end is not None and side[-1:] != [end]:
+        side = [*side, end]
+    if side[-2:] == [side[-1]] * 2:
+        shown = encoder.tokenizer.decode(side[-1:])
+        raise Refusal(f"{origin}: {name} ends with {shown!r} (token {side[-1]}) twice. Take it out of the text.")
+    return side
 
 
 def _text_pair(preference: Preference, row: dict[str, Any], origin: str) -> PairText:
@@ -141,7 +158,7 @@ def _text_pair(preference: Preference, row: dict[str, Any], origin: str) -> Pair
 def _prompt_and_answers(preference: Preference, origin: str) -> tuple[list[Message], tuple[list[Message], list[Message]]]:
     """Messages of the prompt and of each answer. Answers that begin with their prompt are taken without it."""
     chosen, rejected = (
-        _messages(answer, name, origin)
+        answer_messages(answer, name, origin)
         for answer, name in zip((preference.chosen, preference.rejected), SIDES, strict=True)
     )  # fmt: skip
     given = [preference.prompt] if isinstance(preference.prompt, dict) else preference.prompt
@@ -167,7 +184,7 @@ def _prompt_and_answers(preference: Preference, origin: str) -> tuple[list[Messa
     return chosen[:count], (chosen[count:], rejected[count:])
 
 
-def _messages(answer: Any, name: str, origin: str) -> list[Message]:
+def answer_messages(answer: Any, name: str, origin: str) -> list[Message]:
     """An answer as messages; a text is what the assistant says."""
     if isinstance(answer, str):
         check_texts([answer], name, [origin])
@@ -201,8 +218,9 @@ def _prompt_tokens(text: PairText, encodings: list[Encoding], sides: list[list[i
         within.append(first + len(side) - len(encoding))
         is_joined |= joins and not text.is_implicit
     prompt = min(within)
-    if sides[0][:prompt] != sides[1][:prompt]:
-        prompt = next(i for i in range(prompt) if sides[0][i] != sides[1][i])
+    for side in sides[1:]:
+        if side[:prompt] != sides[0][:prompt]:
+            prompt = next(i for i in range(prompt) if side[i] != sides[0][i])
     if prompt <= 0:
         joined = "the prompt is empty, or joined with an answer in one token"
         what = "chosen and rejected begin with nothing in common" if text.is_implicit else joined

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.config import DataConfig, Refusal
@@ -11,6 +11,7 @@ from toolkit.data.tokenising.columns import describe, wrong_columns
 from toolkit.data.tokenising.plans import Plan, columns_of, is_wrapped
 
 PAIR = "pair"  # what a plan supervises: both answers of a pair
+ANSWER = "answer"  # or a single one
 ANSWER_LISTS = ("responses", "completions", "answers", "generations")
 SCORE_LISTS = ("scores", "ratings", "rating", "rewards")  # one number an answer, the highest the best
 RANK_LISTS = ("ranks", "ranking", "rank")  # one number an answer, the lowest the best
@@ -21,6 +22,7 @@ SCORE_PAIRS = (
 _TEXT_KEYS = ("response", "answer", "completion", "text", "content")  # of an answer that is an object
 _SCORE_KEYS = ("overall_score", "score", "rating", "reward")
 _RANK_KEYS = ("rank",)
+_UNPAIRED = "prompt, completion and label (true for a desirable answer); or chosen and rejected, two answers a row"
 _LAYOUTS = "chosen and rejected, with or without prompt; or prompt and responses (a list) with scores or ranks"
 
 
@@ -40,47 +42,86 @@ def plan_preference(splits: dict[str, Any], config: DataConfig) -> dict[str, Pla
     Raises:
         Refusal: columns that are no preferences, or a setting that has no effect on them.
     """
-    from datasets import Dataset
-
-    for flag, value in (("completion", config.completion_only_loss), ("assistant", config.assistant_only_loss)):
-        if value is not None:
-            raise Refusal(f"--{flag}-only-loss has no effect: of a pair both answers count, the prompt never. Remove it.")
-    if getattr(config, "label_smoothing_factor", 0.0):
-        raise Refusal("--label-smoothing-factor is for the labels of tokens. Take --label-smoothing, where the loss has it.")
-    if config.overlong == "split":
-        raise Refusal("--overlong split: a pair compares two whole answers. Choose truncate, drop or refuse.")
-    if is_wrapped(config):
-        raise Refusal("--packing-strategy wrapped would cut pairs to fill rows, and a pair can't be cut. Use bfd.")
-    if not all(isinstance(split, Dataset) for split in splits.values()):
-        raise Refusal("Preference data can't be read as a stream: each pair has its number in the split. Remove --streaming.")
-    return {name: _plan(split, name) for name, split in splits.items()}
+    _check_settings(splits, config)
+    plans = {name: _plan(split, name) for name, split in splits.items()}
+    asked = getattr(config, "pairs_per_prompt", "best_worst")
+    if asked != "best_worst" and not any(plan.layout.endswith("lists") for plan in plans.values()):
+        raise Refusal(f"--pairs-per-prompt {asked} has no effect: the rows are pairs, and no lists of answers. Remove it.")
+    return plans
 
 
-def describe_preference(plan: Plan) -> str:
+def plan_unpaired(splits: dict[str, Any], config: DataConfig) -> dict[str, Plan]:
+    """Plans for single answers that are marked desirable or not. `layout` is text_answers or chat_answers; or that of the
+    pairs of which each makes two answers.
+
+    Raises:
+        Refusal: as for pairs.
+    """
+    plans = {}
+    for name, split in splits.items():
+        present = columns_of(split, name)
+        if {"prompt", "completion", "label"} <= set(present):
+            first: dict[str, Any] = next(iter(split), {})
+            is_chat = _is_chat(first.get("prompt")) or _is_chat(first.get("completion"))
+            read = ("prompt", "completion", "label", *(("tools", "chat_template_kwargs") if is_chat else ()), "origin")
+            columns = tuple(column for column in read if column in present)
+            plans[name] = Plan("chat_answers" if is_chat else "text_answers", ANSWER, columns)
+        elif not set(present) & {"chosen", "rejected", *ANSWER_LISTS}:
+            raise Refusal(wrong_columns(present, name, _UNPAIRED, (("prompt", "completion", "label"), ("chosen", "rejected"))))
+    paired = {name: split for name, split in splits.items() if name not in plans}
+    _check_settings(splits, config)
+    plans |= {name: replace(_plan(split, name), supervise=ANSWER) for name, split in paired.items()}
+    return {name: plans[name] for name in splits}
+
+
+def describe_preference(plan: Plan, pairs_per_prompt: str = "best_worst") -> str:
     """The plan in words."""
     kind = "text" if plan.layout.startswith("text") else "chats"
+    if plan.layout.endswith("answers"):
+        return f"single answers, {kind}: prompt, completion and label; the answer supervised"
+    split = ", each made into a desirable answer and an undesirable one" if plan.supervise == ANSWER else ""
+    supervised = "" if split else "; both answers supervised"
     if plan.layout.endswith("lists"):
         answers, order = _list_columns(plan.columns)
         order = order or f"the {'scores' if plan.margin else 'ranks'} in them"
         by = f"{order} (the {'highest' if plan.margin else 'lowest'} is the best)"
-        return f"pairs of {kind}: of each row's {answers} the best and the worst by {by}; both answers supervised"
+        which = {"best_worst": "the best and the worst", "best_others": "the best with each worse one",
+                 "all": "each with each worse one"}[pairs_per_prompt]  # fmt: skip
+        return f"pairs of {kind}: of each row's {answers} {which} by {by}{split}{supervised}"
     prompt = "" if "prompt" in plan.columns else ", the prompt being what both begin with"
-    return f"pairs of {kind}: chosen and rejected{prompt}; both answers supervised"
+    return f"pairs of {kind}: chosen and rejected{prompt}{split}{supervised}"
 
 
-def read_preference(row: dict[str, Any], plan: Plan, origin: str) -> Preference | None:
-    """The preference of a row; None where no answer of a list is better than another.
+def read_preferences(row: dict[str, Any], plan: Plan, origin: str, pairs_per_prompt: str = "best_worst") -> list[Preference]:
+    """The preferences of a row; none where no answer of a list is better than another.
 
-    A list makes one pair: its best answer, chosen, with its worst one; the first where several are alike. Answers
+    Of a list its best answer, chosen, with its worst one (`best_worst`; the first where several are alike), the best with
+    each worse one (`best_others`), or each with each worse one (`all`); those first whose answers lie furthest apart. Answers
     without a score (null or NaN) are left out.
     """
     if plan.layout.endswith("lists"):
-        return _best_and_worst(row, plan, origin)
+        return _preferences_of_a_list(row, plan, origin, pairs_per_prompt)
     margin = None
     if plan.margin:
         numbers = [_number(row[column], column, origin) for column in _margin_columns(plan.columns)]
         margin = numbers[0] if len(numbers) == 1 else numbers[0] - numbers[1]
-    return Preference(row.get("prompt"), row["chosen"], row["rejected"], margin)
+    return [Preference(row.get("prompt"), row["chosen"], row["rejected"], margin)]
+
+
+def _check_settings(splits: dict[str, Any], config: DataConfig) -> None:
+    from datasets import Dataset
+
+    for flag, value in (("completion", config.completion_only_loss), ("assistant", config.assistant_only_loss)):
+        if value is not None:
+            raise Refusal(f"--{flag}-only-loss has no effect: answers count whole, and prompts never. Remove it.")
+    if getattr(config, "label_smoothing_factor", 0.0):
+        raise Refusal("--label-smoothing-factor is for the labels of tokens. Take --label-smoothing, where the loss has it.")
+    if config.overlong == "split":
+        raise Refusal("--overlong split: what is judged is a whole answer. Choose truncate, drop or refuse.")
+    if is_wrapped(config):
+        raise Refusal("--packing-strategy wrapped would cut pairs to fill rows, and a pair can't be cut. Use bfd.")
+    if not all(isinstance(split, Dataset) for split in splits.values()):
+        raise Refusal("Preference data can't be read as a stream: each pair has its number in the split. Remove --streaming.")
 
 
 def _plan(split: Any, name: str) -> Plan:
@@ -126,7 +167,7 @@ def _margin_columns(columns: Any) -> tuple[str, ...]:
     return ("margin",) if "margin" in columns else next(pairs, ())
 
 
-def _best_and_worst(row: dict[str, Any], plan: Plan, origin: str) -> Preference | None:
+def _preferences_of_a_list(row: dict[str, Any], plan: Plan, origin: str, pairs_per_prompt: str) -> list[Preference]:
     column, order = _list_columns(plan.columns)
     answers = row[column]
     if not isinstance(answers, list):
@@ -148,13 +189,25 @@ def _best_and_worst(row: dict[str, Any], plan: Plan, origin: str) -> Preference 
         for place, number in enumerate(given)
         if number is not None and number == number  # not NaN
     ]
-    if len(scored) < 2:
-        return None
-    best, worst = max(scored, key=lambda item: (item[0], -item[1])), min(scored)
-    chosen, rejected = (_content(answers[place]) for _, place in (best, worst))
-    if chosen == rejected:  # where all scores are alike, the first answer is both the best and the worst
-        return None
-    return Preference(row["prompt"], chosen, rejected, best[0] - worst[0] if plan.margin else None)
+    # the best first, the worst last; of answers that score alike the first one counts
+    best = sorted(scored, key=lambda item: (-item[0], item[1]))
+    worst = sorted(scored)
+    couples = {
+        "best_worst": [(best[0], worst[0])] if scored else [],
+        "best_others": [(best[0], other) for other in worst],
+        "all": [(better, other) for better in best for other in worst],
+    }[pairs_per_prompt]
+    found = [
+        (better[0] - other[0], _content(answers[better[1]]), _content(answers[other[1]]))
+        for better, other in couples
+        if better[0] > other[0]
+    ]
+    found.sort(key=lambda item: -item[0])  # stable
+    return [
+        Preference(row["prompt"], chosen, rejected, lead if plan.margin else None)
+        for lead, chosen, rejected in found
+        if chosen != rejected
+    ]
 
 
 def _stated(answer: Any, is_score: bool, column: str, origin: str) -> Any:

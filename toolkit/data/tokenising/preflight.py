@@ -22,9 +22,12 @@ from toolkit.data.tokenising.documents import IGNORED, Cut, Documents
 
 FEW_ROWS = 20  # with fewer one row moves an accuracy by more than 5 %
 SHOWN_CHARACTERS = 1000  # of the example; what is longer has its middle left out
+ANSWER_CLASSES = ("desirable", "undesirable")  # of single answers
 Piece = tuple[str, bool]  # text, and whether it is supervised
 PAIR_REMARKS = {
     "ties": "{:,} rows make no pair: none of their answers is better than another",
+    "capped": "{:,} lists make more pairs than --max-pairs-per-prompt: those whose answers lie furthest apart are kept",
+    "both_labels": "{:,} answers are marked desirable in one row and undesirable in another",
     "identical": "{:,} pairs dropped, as truncation made their answers the same",
     "clipped": "{:,} prompts were cut on the left to leave room for the answers",
     "not_higher": "{:,} pairs have a chosen answer that scores no higher than the rejected one",
@@ -77,6 +80,7 @@ class Measures:
 
     whole: np.ndarray  # length of each document before cutting
     rows: list[int]  # a hash of each
+    wanted: list[int]  # the hashes of those that are marked desirable
     sums: Counter[str]
     first_origin: str
 
@@ -90,7 +94,9 @@ def measure(whole: Documents, kept: Documents, cut: Cut, rules: Rules, remarks: 
         kept_ends=count_turn_ends(kept, rules)[1], identical=cut.identical, clipped=cut.clipped,
     )  # fmt: skip
     rows = [hash(whole.values[a:b].tobytes()) for a, b in pairwise(whole.bounds.tolist())]
-    return Measures(whole.whole, rows, sums + remarks, whole.origins[0] if whole.origins else "")
+    marks = whole.columns.get("desirable", [])
+    wanted = [row for row, mark in zip(rows, marks, strict=False) if mark]
+    return Measures(whole.whole, rows, wanted, sums + remarks, whole.origins[0] if whole.origins else "")
 
 
 def summarise(
@@ -119,6 +125,9 @@ def summarise(
             f"No end of a text or turn is supervised in the {name} split: the model would never learn to stop. "
             + (cut_off if sums["supervised_ends"] else left_out)
         )
+    if classes == [*ANSWER_CLASSES]:
+        _check_both_kinds(name, sums)
+        sums["both_labels"] = _count_both_labels(measures)
     median, percentile_95 = np.percentile(whole, [50, 95], method="inverted_cdf") if len(whole) else (0, 0)
     rows = [row for part in measures for row in part.rows]
     counted = ("examples", "tokens", "overlong", "cut_tokens", "dropped", "unsupervised", "merged", "rewritten")
@@ -129,6 +138,21 @@ def summarise(
         classes={label: sums[f"class {label}"] for label in classes},
         pairs={remark: sums[remark] for remark in PAIR_REMARKS if sums[remark]}, **{key: sums[key] for key in counted},
     )  # fmt: skip
+
+
+def _check_both_kinds(name: str, sums: Counter[str]) -> None:
+    """Refuse answers to train on of which none is desirable, or none undesirable."""
+    missing = [kind for kind in ANSWER_CLASSES if not sums[f"class {kind}"]]
+    if name == "train" and missing:
+        told = "true" if missing == ["undesirable"] else "false"
+        instead = " To learn from good answers alone: recipes/sft.py, without the column label." if told == "true" else ""
+        raise Refusal(f"label is {told} in each row of the {name} split: no answer in it is {missing[0]}.{instead}")
+
+
+def _count_both_labels(measures: list[Measures]) -> int:
+    wanted = Counter(row for part in measures for row in part.wanted)
+    given = Counter(row for part in measures for row in part.rows)
+    return sum(given[row] > count for row, count in wanted.items())
 
 
 def example_pieces(ids: list[int], labels: list[int] | None, decode: Callable[[list[int]], str]) -> list[Piece]:

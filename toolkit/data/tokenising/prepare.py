@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import ClassificationConfig, DataConfig, Refusal
 from toolkit.data.sources.arrow_cache import cache_folder, cached_splits, write_tables
+from toolkit.data.tokenising.answers import ANSWER_COLUMNS, AnswerRows
 from toolkit.data.tokenising.checks import Rules, check_supervision, check_tokens
 from toolkit.data.tokenising.classify import LabelledTexts
 from toolkit.data.tokenising.documents import Documents
@@ -26,8 +27,8 @@ from toolkit.data.tokenising.masks import read_chat_template, turn_end_ids
 from toolkit.data.tokenising.pair_cuts import PARTS
 from toolkit.data.tokenising.pairs import PairRows
 from toolkit.data.tokenising.plans import CHATS, Plan, is_wrapped
-from toolkit.data.tokenising.preferences import PAIR
-from toolkit.data.tokenising.preflight import Measures, SplitFigures, measure, summarise
+from toolkit.data.tokenising.preferences import ANSWER, PAIR
+from toolkit.data.tokenising.preflight import ANSWER_CLASSES, Measures, SplitFigures, measure, summarise
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -84,7 +85,7 @@ class Reader:
     name: str
     plan: Plan
     rules: Rules
-    rows: TextRows | LabelledTexts | PairRows
+    rows: TextRows | LabelledTexts | PairRows | AnswerRows
 
     def read(self, batch: Batch, at: int) -> tuple[Documents, Measures]:
         """One batch, whose first row is row `at` of the split: tokenised, checked, cut, counted."""
@@ -101,7 +102,7 @@ class Reader:
 
 def _build(folder: Path, splits: dict[str, Any], plans: dict[str, Plan], tokenizer: Any, config: DataConfig) -> None:
     """Write each split as an Arrow file, and the figures of all beside them."""
-    figures, train_rows, pairs = [], set[int](), count()  # pairs are numbered through all splits
+    figures, train_rows, pairs = [], set[int](), count()  # pairs and answers are numbered through all splits
     for name, split in splits.items():
         reader, measures = build_reader(name, plans[name], tokenizer, config), list[Measures]()
         schema = _schema(plans[name], tokenizer, config)
@@ -127,8 +128,8 @@ def _tables(
             measures.append(part)
             bounds = pa.array(documents.bounds, pa.int32())
             columns = _columns(documents, reader.plan)
-            if reader.plan.supervise == PAIR:
-                columns["pair"] = list(islice(pairs, len(documents)))
+            if reader.plan.supervise in (PAIR, ANSWER):
+                columns[reader.plan.supervise] = list(islice(pairs, len(documents)))
             for name, flat in (("input_ids", documents.values), ("labels", documents.labels)):
                 if name in schema.names and name not in columns:
                     columns[name] = pa.ListArray.from_arrays(bounds, pa.array(flat, pa.int32()))
@@ -156,16 +157,17 @@ def _columns(documents: Documents, plan: Plan) -> dict[str, Any]:
 def build_reader(name: str, plan: Plan, tokenizer: Any, config: DataConfig) -> Reader:
     """What reads the rows of a split as its plan says."""
     encoder = build_encoder(tokenizer)
-    rows: TextRows | LabelledTexts | PairRows
+    rows: TextRows | LabelledTexts | PairRows | AnswerRows
     if plan.classes is not None:
         assert isinstance(config, ClassificationConfig)
         rows = LabelledTexts(
             None if plan.layout == "tokenised" else encoder, pair_frame(tokenizer) if "text_pair" in plan.columns else None,
             plan.classes, _label_column(plan), config.problem_type, config.class_weights, config.max_length, config.overlong,
         )  # fmt: skip
-    elif plan.supervise == PAIR:
+    elif plan.supervise in (PAIR, ANSWER):
         template = read_chat_template(tokenizer) if plan.layout.startswith("chat") else None
-        rows = PairRows(plan, encoder, template, config.max_length, config.overlong)
+        pairs = PairRows(plan, encoder, template, config.max_length, config.overlong, *_pairs_of_a_list(config))
+        rows = pairs if plan.supervise == PAIR else AnswerRows(pairs)
     else:
         template = read_chat_template(tokenizer) if plan.layout in CHATS else None
         overlong = None if is_wrapped(config) else config.overlong
@@ -177,12 +179,19 @@ def build_reader(name: str, plan: Plan, tokenizer: Any, config: DataConfig) -> R
     return Reader(name, plan, Rules(len(tokenizer), tokenizer.bos_token_id, tuple(ends)), rows)
 
 
+def _pairs_of_a_list(config: DataConfig) -> tuple[str, int]:
+    """Which pairs a list of answers makes, and how many at most, where the recipe has the settings."""
+    return getattr(config, "pairs_per_prompt", "best_worst"), getattr(config, "max_pairs_per_prompt", 1)
+
+
 def _label_column(plan: Plan) -> str:
     return next(column for column in ("label", "labels") if column in plan.columns)
 
 
 def class_names(plan: Plan, config: DataConfig) -> list[str]:
     """The names under which examples are counted by class; none where labels are no classes."""
+    if plan.supervise == ANSWER:
+        return [*ANSWER_CLASSES]
     is_single = isinstance(config, ClassificationConfig) and config.problem_type == "single_label"
     return plan.classes.names if plan.classes and is_single else []
 
@@ -202,6 +211,8 @@ def _schema(plan: Plan, tokenizer: Any, config: DataConfig) -> pa.Schema:
     else:
         if plan.supervise == PAIR:  # the lengths of its parts say what is supervised
             fields |= {name: pa.int32() for name in (*PARTS, "pair")} | ({"margin": pa.float32()} if plan.margin else {})
+        elif plan.supervise == ANSWER:
+            fields |= {name: pa.type_for_alias(kind) for name, kind in ANSWER_COLUMNS.items()}
         elif plan.is_masked:
             fields["labels"] = ids
         fields["supervised_tokens"] = pa.int32()
@@ -213,6 +224,8 @@ def _content_key(splits: dict[str, Any], plans: dict[str, Plan], tokenizer: Any,
     settings = [config.max_length, config.overlong, is_wrapped(config)]
     if isinstance(config, ClassificationConfig):
         settings += [config.problem_type, config.class_weights]
+    if any(plan.layout.endswith("lists") for plan in plans.values()):
+        settings += _pairs_of_a_list(config)
     rows = {name: [split._fingerprint, repr(plans[name])] for name, split in splits.items()}
     content = json.dumps([FORMAT_VERSION, rows, tokenizer_digest(tokenizer), settings], sort_keys=True)
     return f"tokenised-{hashlib.sha256(content.encode()).hexdigest()[:24]}"

@@ -7,9 +7,9 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import DataConfig, Refusal
-from toolkit.data.tokenising.pair_cuts import PARTS
+from toolkit.data.tokenising.pair_cuts import PARTS, PARTS_OF_AN_ANSWER
 from toolkit.data.tokenising.plans import Plan, describe_plan, describe_settings, plan_classification, plan_text
-from toolkit.data.tokenising.preferences import PAIR, describe_preference, plan_preference
+from toolkit.data.tokenising.preferences import ANSWER, PAIR, describe_preference, plan_preference, plan_unpaired
 from toolkit.data.tokenising.preflight import Piece, Preflight, example_pieces, part_pieces, print_preflight
 from toolkit.data.tokenising.prepare import STREAM_ROWS, tokenise, tokenise_stream
 
@@ -59,6 +59,23 @@ def tokenize_for_preference(splits: Any, tokenizer: Any, config: DataConfig) -> 
     return _shown(prepare("preference", splits, tokenizer, config))
 
 
+def tokenize_for_unpaired(splits: Any, tokenizer: Any, config: DataConfig) -> DatasetDict:
+    """Single answers to a prompt, each marked desirable or undesirable. Prints the preflight.
+
+    A row is an answer: its `input_ids` are the tokens of the prompt and of the answer, `prompt_tokens` and
+    `completion_tokens` of them; the answer ends as those of pairs do. `desirable` is its mark; `answer` numbers the rows of
+    all splits; `prompt_key`, a hash of the prompt's tokens, is the same for answers to one prompt; `length`,
+    `supervised_tokens` and `origin`.
+
+    Columns that are read: `prompt`, `completion` and `label`, true for a desirable answer, texts or chats; or pairs, in all
+    the layouts of `tokenize_for_preference`, each of which makes two rows: the chosen answer, desirable, and the rejected one.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    return _shown(prepare("unpaired", splits, tokenizer, config))
+
+
 def tokenize_for_classification(splits: Any, tokenizer: Any, config: DataConfig) -> DatasetDict:
     """Texts, or pairs of them (`text_pair`), with a label as the model takes it. Prints the preflight.
 
@@ -83,7 +100,7 @@ class Prepared:
 def prepare(
     task: str, splits: Any, tokenizer: Any, config: DataConfig, class_names: list[str] | None = None
 ) -> Prepared:
-    """Tokenise, check and count all splits for a task (lm, sft, preference, classification), without printing.
+    """Tokenise, check and count all splits for a task (lm, sft, preference, unpaired, classification), without printing.
 
     `class_names` are the classes in the order of their numbers, of a model that has them already.
 
@@ -97,11 +114,13 @@ def prepare(
     is_stream = not all(isinstance(given[name], Dataset) for name in plans)
     work = tokenise_stream if is_stream else tokenise
     tokenised, figures = work({name: given[name] for name in plans}, plans, tokenizer, config)
+    if plans[next(iter(plans))].supervise == ANSWER:
+        notes += weight_notes(figures[0].classes, config)
     notes += [f"{name}: left out, as it has no rows" for name in plans if name not in tokenised]
     first = next(iter(tokenised))
     origin, example = example_of(next(iter(tokenised[first])), plans[first], tokenizer)
     preflight = Preflight(
-        describe_rows(plans[first], tokenizer), config.max_length, config.overlong, figures, notes, example, origin,
+        describe_rows(plans[first], tokenizer, config), config.max_length, config.overlong, figures, notes, example, origin,
         example_names=names_of_pieces(plans[first]), first_rows=STREAM_ROWS if is_stream else None,
     )  # fmt: skip
     return Prepared(tokenised, preflight)
@@ -123,21 +142,42 @@ def plan_splits(
     else:
         if tokenizer.eos_token_id is None:
             raise Refusal("The tokenizer has no end-of-text token: no text would end. Set eos_token in tokenizer_config.json")
-        plans = plan_preference(splits, config) if task == "preference" else plan_text(splits, config, task)
+        of_answers = {"preference": plan_preference, "unpaired": plan_unpaired}
+        plans = of_answers[task](splits, config) if task in of_answers else plan_text(splits, config, task)
     notes += describe_settings(plans, splits, tokenizer, config)
     if next(iter(plans.values())).supervise == PAIR:
         notes.append("median, 95 % and longest are of a prompt with its longer answer")
     return plans, notes
 
 
-def describe_rows(plan: Plan, tokenizer: Any) -> str:
+def weight_notes(counts: dict[str, int], config: Any) -> list[str]:
+    """A hint where desirable answers together don't weigh as much as undesirable ones, or up to a third more.
+
+    That is the range of KTO, arXiv:2402.01306, section 4.2: n_D λ_D / (n_U λ_U) between 1 and 4/3.
+    """
+    desirable, undesirable = counts["desirable"], counts["undesirable"]
+    weights = getattr(config, "desirable_weight", 1.0), getattr(config, "undesirable_weight", 1.0)
+    share = desirable * weights[0] / (undesirable * weights[1])
+    if 1 <= round(share, 2) <= 1.34:
+        return []
+    flag = "desirable" if share < 1 else "undesirable"
+    least = weights[0] / share if share < 1 else weights[1] * share * 3 / 4
+    return [
+        f"with {desirable:,} desirable and {undesirable:,} undesirable answers the desirable ones weigh {share:.3g} times as "
+        f"much; KTO's authors advise 1 to 1.33: --{flag}-weight {least:.3g} to {least * 4 / 3:.3g}"
+    ]
+
+
+def describe_rows(plan: Plan, tokenizer: Any, config: Any) -> str:
     """The plan in words."""
-    return describe_preference(plan) if plan.supervise == PAIR else describe_plan(plan, tokenizer)
+    if plan.supervise in (PAIR, ANSWER):
+        return describe_preference(plan, getattr(config, "pairs_per_prompt", "best_worst"))
+    return describe_plan(plan, tokenizer)
 
 
 def names_of_pieces(plan: Plan) -> tuple[str, ...]:
     """Of the pieces of an example, where each is shown by itself."""
-    return ("prompt", "chosen", "rejected") if plan.supervise == PAIR else ()
+    return {PAIR: ("prompt", "chosen", "rejected"), ANSWER: ("prompt", "completion")}.get(plan.supervise, ())
 
 
 def _shown(prepared: Prepared) -> Any:
@@ -148,8 +188,11 @@ def _shown(prepared: Prepared) -> Any:
 def example_of(row: dict[str, Any], plan: Plan, tokenizer: Any) -> tuple[str, list[Piece]]:
     """Where a row comes from, and its text in pieces."""
     origin = row.get("origin") or "row 0"
-    if plan.supervise == PAIR:
-        bounds = list(accumulate((row[name] for name in PARTS), initial=0))
+    if plan.supervise in (PAIR, ANSWER):
+        parts = PARTS if plan.supervise == PAIR else PARTS_OF_AN_ANSWER
+        bounds = list(accumulate((row[name] for name in parts), initial=0))
+        if plan.supervise == ANSWER:
+            origin = f"{origin}, {'desirable' if row['desirable'] else 'undesirable'}"
         return origin, part_pieces([row["input_ids"][start:end] for start, end in pairwise(bounds)], tokenizer.decode)
     labels = row["labels"] if plan.is_masked else None
     if plan.classes is not None:

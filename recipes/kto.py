@@ -1,0 +1,90 @@
+"""Kahneman-Tversky optimisation (KTO) of a language model on single answers that are marked desirable or undesirable.
+
+    python recipes/kto.py
+    accelerate launch recipes/kto.py --model Qwen/Qwen3-0.6B --dataset trl-lib/kto-mix-14k
+
+`dpo.py` needs two answers to each prompt, this one a thumb up or down; a pair makes one of each. What differs is what the loss
+measures from: a mean over answers that belong to other prompts, taken over the global batch before each step. Without an
+argument it goes on from the model that `make demo` has fine-tuned.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import toolkit as tk
+
+
+@dataclass(frozen=True)
+class Config(
+    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.ReferenceConfig, tk.UnpairedConfig, tk.OptimConfig, tk.SampleConfig,
+    tk.RunConfig,
+):  # fmt: skip
+    model: str = tk.trained_model("runs/demo/sft/model", otherwise="tiny-llama")
+    dataset: str = "stdlib:dpo"
+    max_length: int = 512
+    learning_rate: float = 5e-4
+    per_device_train_batch_size: int = 16
+    warmup_steps: float = 0.05
+    eval_on_start: bool = True
+    output_dir: str = "runs/kto"
+
+
+def main(config: Config) -> tk.Summary:
+    accelerator = tk.build_accelerator(config)
+    tokenizer = tk.load_tokenizer(config)
+    raw = tk.load_splits(config)
+    splits = tk.tokenize_for_unpaired(raw, tokenizer, config)
+    if config.loss_type == "kto":
+        splits = tk.mismatch_answers(splits, config)
+
+    def make_model() -> Any:
+        return tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=None), config, tokenizer)
+
+    model = make_model()
+    collate = partial(tk.collate_answers, layout=tk.choose_answer_layout(model), pad_token_id=tokenizer.pad_token_id)
+    train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    reference = tk.build_reference(accelerator, model, make_model, train, evaluation, config)
+
+    def logps(model: Any, answers: dict[str, Any]) -> Any:
+        """Log-probabilities of the answers: of the model as it is, and of the reference, as it was."""
+        before = reference(model, answers)
+        return tk.answer_logps(model, answers), before
+
+    def logps_of_mismatched(model: Any, answers: dict[str, Any]) -> Any:
+        """The same of answers that belong to other prompts."""
+        return tk.mismatched_logps(model, answers), reference.mismatched(model, answers)
+
+    def loss_fn(model: Any, answers: dict[str, Any], totals: dict[str, float], kl: Any = 0.0) -> Any:
+        return tk.unpaired_loss(*logps(model, answers), answers["desirable"], kl, totals, config)
+
+    metrics = tk.unpaired_metrics(logps, logps_of_mismatched, config)
+    prompts = tk.sample_prompts(raw, tokenizer, config)
+    train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
+
+    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+        run.compare_with("eval_reward_auc", lambda: tk.unpaired_baselines(splits))
+        if run.due("eval_on_start"):
+            run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
+            run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
+        for batch in run:
+            tk.sync_reference(run, reference, model, config)
+            kl = tk.estimate_kl(accelerator, model, batch, logps_of_mismatched) if config.loss_type == "kto" else 0.0
+            step_loss, rates = partial(loss_fn, kl=kl), schedule(run.progress)
+            run.log(tk.train_step(accelerator, model, optimizer, batch, step_loss, rates, max_grad_norm=config.max_grad_norm))
+            if run.due("eval"):
+                run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
+                run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
+                if tk.stopped_improving(run.history(config.metric_for_best_model), config):
+                    break
+        tk.load_best(run)
+        tk.save_model(accelerator, model, tokenizer, config, run.summary)
+        tk.save_to_hub(run)
+
+    return run.summary
+
+
+if __name__ == "__main__":
+    tk.run_recipe(main)
