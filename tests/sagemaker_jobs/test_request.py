@@ -118,6 +118,20 @@ def test_the_smallest_request_has_no_spot_no_channels_and_one_day(sdk: Any) -> N
     }  # fmt: skip
 
 
+def test_torch_distributed_is_the_estimators(sdk: Any) -> None:
+    """Fails when: the option doesn't reach the estimator, or its options go together with those that torchrun knows nothing of."""
+    words = ["sagemaker", "submit", "sft", "--instance-type", "ml.g5.12xlarge", "--instance-count", 2, "--bucket", BUCKET, "--torch-distributed"]
+    ran = sdk.toolkit(*words, SAGEMAKER_ROLE=ROLE)
+    assert ran.code == 0, ran.err
+    sent = ran.requests[0]["HyperParameters"]
+    assert sent["sagemaker_torch_distributed_enabled"] == "true"
+    assert sent["sagemaker_instance_type"] == '"ml.g5.12xlarge"'
+    refused = sdk.toolkit(*words, "--processes", 4, SAGEMAKER_ROLE=ROLE)
+    assert refused.code == 2
+    assert "--torch-distributed and --processes: torchrun starts one process for each GPU" in refused.err
+    assert not refused.requests
+
+
 def test_an_image_and_warm_machines_and_an_earlier_jobs_checkpoints_are_taken(sdk: Any) -> None:
     """Fails when: an image of one's own still needs to be one that the SDK knows, or --checkpoints gets the job's name added."""
     image = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/mine:1"

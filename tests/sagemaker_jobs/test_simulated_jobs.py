@@ -179,6 +179,21 @@ def test_two_hosts_of_the_real_train_command_train_as_one_process_does(simulate:
     _assert_definitions_find_the_figures(two.out, folder)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_that_sagemakers_torchrun_starts_train_as_one_process_does(
+    simulate: Any, whole: Path, tmp_path: Path, sums: Path, hosts: int
+) -> None:
+    """On one host and on two. Fails when: `train` isn't told of it, the hosts train apart, or the settings are not read there."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # torchrun is beside this Python
+    words = ["--channel", f"train={sums}", "--real", "--torch-distributed", "--instance-count", hosts]
+    ran = simulate(tmp_path, "sft", *SMALL, *words, PATH=path)
+    assert ran.code == 0, ran.err + ran.out[-3000:]
+    assert "torchrun" in ran.out + ran.err
+    assert json.loads((tmp_path / "job/s3/checkpoints/run.json").read_text())["layout"]["processes"] == hosts
+    assert [loss for _, loss in curve(tmp_path / "job")] == pytest.approx([loss for _, loss in curve(whole)], rel=1e-5)
+
+
 def _assert_definitions_find_the_figures(out: str, folder: Path) -> None:
     config, _ = read_recipe_flags(ROOT / "recipes/sft.py", SMALL)
     definitions = {each["Name"]: each["Regex"] for each in metric_definitions(config)}

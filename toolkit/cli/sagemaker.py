@@ -29,6 +29,13 @@ InstanceCount = Annotated[int, typer.Option(metavar="N", help="Machines.")]
 Processes = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Processes on each machine. Default: one for each GPU.")
 ]
+TorchDistributed = Annotated[
+    bool,
+    typer.Option(
+        "--torch-distributed",
+        help="Let SageMaker start torchrun in the place of the toolkit's launcher; it ends with 1 whatever the cause.",
+    ),
+]
 AccelerateConfig = Annotated[
     str | None,
     typer.Option(metavar="NAME|FILE", help="An Accelerate config: a name of recipes/launch, such as zero2, or any file."),
@@ -91,6 +98,7 @@ def submit(
     pytorch_version: Annotated[str, typer.Option(metavar="X.Y.Z", help="Of the image.")] = "2.8.0",
     py_version: Annotated[str, typer.Option(metavar="pyXYZ", help="Of the image.")] = "py312",
     processes: Processes = None,
+    torch_distributed: TorchDistributed = False,
     accelerate_config: AccelerateConfig = None,
     include: Include = None,
     secret: Secret = None,
@@ -114,7 +122,8 @@ def submit(
         channels=read_pairs(channel or [], "--channel", "train=s3://BUCKET/PREFIX"), spot=spot, max_run=max_run,
         max_wait=max_wait, checkpoints=checkpoints, volume_size=volume_size, keep_alive=keep_alive, image_uri=image_uri,
         transformers_version=transformers_version, pytorch_version=pytorch_version, py_version=py_version,
-        processes=processes, accelerate_config=_config_file(accelerate_config), include=tuple(map(Path, include or [])),
+        processes=processes, torch_distributed=torch_distributed, accelerate_config=_config_file(accelerate_config),
+        include=tuple(map(Path, include or [])),
         secrets=read_pairs(secret or [], "--secret", _EXAMPLE_SECRET), tokens=tuple(token or []),
         tags=read_pairs(tag or [], "--tag", "team=speech"), subnets=tuple(subnet or []),
         security_groups=tuple(security_group or []),
@@ -191,6 +200,7 @@ def simulate(
     ] = False,
     job_name: Annotated[str | None, typer.Option(metavar="NAME", help="Default: the recipe's and the time.")] = None,
     processes: Processes = None,
+    torch_distributed: TorchDistributed = False,
     accelerate_config: AccelerateConfig = None,
     include: Include = None,
     secret: Secret = None,
@@ -206,7 +216,8 @@ def simulate(
     job = _job(
         recipe, job_name, instance_type="ml.local.simulated", instance_count=instance_count,
         channels=read_pairs(channel or [], "--channel", "train=data.jsonl"), processes=processes,
-        accelerate_config=_config_file(accelerate_config), include=tuple(map(Path, include or [])),
+        torch_distributed=torch_distributed, accelerate_config=_config_file(accelerate_config),
+        include=tuple(map(Path, include or [])),
         secrets=read_pairs(secret or [], "--secret", _EXAMPLE_SECRET), tokens=tuple(token or []),
     )  # fmt: skip
     _, hyperparameters = _read_flags(job, flags or [])

@@ -20,7 +20,7 @@ _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS)$")
 
 def lay_out(
     base: Path, hosts: list[str], this: str, hyperparameters: Mapping[str, Any], channels: Mapping[str, Path],
-    instance_type: str,
+    instance_type: str, torch_distributed: bool = False,
 ) -> None:  # fmt: skip
     """Make a machine's /opt/ml at `base`; its code and checkpoints are put there by others.
 
@@ -40,10 +40,11 @@ def lay_out(
         "current_group_name": "homogeneousCluster", "instance_groups": [group],
     }  # fmt: skip
     kind = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
+    of_the_sdk = {"sagemaker_program": ENTRY, "sagemaker_submit_directory": str(base / "code")}
+    if torch_distributed:
+        of_the_sdk |= encoded({"sagemaker_torch_distributed_enabled": True, "sagemaker_instance_type": instance_type})
     files = {
-        "hyperparameters": {
-            **encoded(hyperparameters), "sagemaker_program": ENTRY, "sagemaker_submit_directory": str(base / "code")
-        },
+        "hyperparameters": {**encoded(hyperparameters), **of_the_sdk},
         "resourceconfig": resources,
         "inputdataconfig": dict.fromkeys(channels, kind),
     }  # fmt: skip

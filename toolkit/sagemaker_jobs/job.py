@@ -42,6 +42,7 @@ class Job:
     subnets: tuple[str, ...] = ()
     security_groups: tuple[str, ...] = ()
     processes: int | None = None
+    torch_distributed: bool = False
     accelerate_config: Path | None = None
     include: tuple[Path, ...] = ()
 

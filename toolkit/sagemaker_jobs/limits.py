@@ -50,6 +50,9 @@ def _of_name_and_machines(job: Job) -> Iterator[str]:
         yield f"--volume-size {job.volume_size}: must be 1 to {LARGEST_VOLUME} (GB)."
     if job.role and not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/?[\w+=,.@/-]+", job.role):
         yield f"--role {job.role}: must be a role's ARN, such as arn:aws:iam::111122223333:role/SageMakerExecution."
+    if job.torch_distributed and (job.processes or job.accelerate_config):
+        option = "--processes" if job.processes else "--accelerate-config"
+        yield f"--torch-distributed and {option}: torchrun starts one process for each GPU by itself. Leave one out."
     if job.image_uri and (len(job.image_uri) > 255 or re.search(r"\s", job.image_uri)):
         yield "--image-uri: at most 255 characters, without spaces."
 

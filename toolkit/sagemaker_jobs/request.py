@@ -49,8 +49,8 @@ def estimator_arguments(
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments of `sagemaker.huggingface.HuggingFace`.
 
-    No `distribution`: `start.py` starts the ranks on each machine itself. The profiler and debugger that the SDK adds to each
-    job by itself are off: they cost time and a processing job, and know another loop.
+    Without `distribution` `start.py` starts the ranks on each machine itself. The profiler and debugger that the SDK adds to
+    each job by itself are off: they cost time and a processing job, and know another loop.
     """
     image = {"image_uri": job.image_uri} if job.image_uri else {}
     versions = {"transformers_version": job.transformers_version, "pytorch_version": job.pytorch_version}
@@ -68,6 +68,8 @@ def estimator_arguments(
     }  # fmt: skip
     if job.spot:
         arguments["max_wait"] = job.max_wait or min(2 * job.max_run, LONGEST_RUN)
+    if job.torch_distributed:
+        arguments["distribution"] = {"torch_distributed": {"enabled": True}}
     if job.keep_alive is not None:
         arguments["keep_alive_period_in_seconds"] = job.keep_alive
     if job.subnets:

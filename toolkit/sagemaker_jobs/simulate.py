@@ -38,6 +38,8 @@ def simulate(
     Raises:
         Refusal: a channel isn't on this machine, the package isn't installed, or `folder` holds something else.
     """
+    if job.torch_distributed and not real:
+        raise Refusal("--torch-distributed: it is the real `train` command that starts torchrun. Add --real.")
     for name, place in job.channels.items():
         if not Path(place).exists():
             raise Refusal(f"--channel {name}={place}: no such file or folder here; simulate takes data from this machine.")
@@ -67,7 +69,7 @@ def _one_life(job: Job, hyperparameters: Mapping[str, Any], folder: Path, second
     for host, base in zip(hosts, bases, strict=True):
         shutil.rmtree(base, ignore_errors=True)
         channels = {name: Path(place) for name, place in job.channels.items()}
-        lay_out(base, hosts, host, hyperparameters, channels, job.instance_type)
+        lay_out(base, hosts, host, hyperparameters, channels, job.instance_type, job.torch_distributed)
         make_source(base / "code", job)
         (base / "code/requirements.txt").unlink()  # this Python's own packages are used
         copied.append(download(bucket, base / "checkpoints"))

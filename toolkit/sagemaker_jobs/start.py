@@ -1,8 +1,8 @@
 """What a SageMaker container runs, on each of its machines: read the keys, start the recipe's ranks, hand on their exit code.
 
-Copied as it is to the top of a job's code. The ranks are started as `toolkit train` starts them, not by torchrun, which
-SageMaker's torch_distributed would run: torchrun turns a refusal's code 2 and its one message into 1 and a table, and takes no
-Accelerate config. Where the machines are, the container says in both cases.
+Copied as it is to the top of a job's code. The ranks are started as `toolkit train` starts them, unless torchrun has done so
+already (--torch-distributed): it turns a refusal's code 2 and its one message into 1 and a table, and takes no Accelerate
+config. Where the machines are, the container says in both cases.
 """
 
 import json
@@ -24,11 +24,13 @@ def main() -> None:
     """Run the recipe that TOOLKIT_RECIPE names, with this process's arguments; never returns."""
     try:
         keys = read_secrets(os.environ)
+        command = [sys.executable, os.environ["TOOLKIT_RECIPE"], *sys.argv[1:]]
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # this process is a rank of torchrun's
+            os.execve(sys.executable, command, {**os.environ, **keys})
         placement = placement_of(options_of_container(os.environ))
     except Refusal as refusal:
         print_refusal(refusal)
         sys.exit(2)
-    command = [sys.executable, os.environ["TOOLKIT_RECIPE"], *sys.argv[1:]]
     sys.exit(launch(command, placement.processes, placement.nodes, environment={**placement.environment, **keys}))
 
 
