@@ -21,7 +21,7 @@ from toolkit.config import Refusal
 from toolkit.parameter_groups import parameter_groups
 
 CAUSAL, CLASSES = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
-INITIALISATIONS = ["true", "gaussian", "pissa", "pissa_niter_4", "olora"]
+INITIALISATIONS = ["true", "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora"]
 IDS = torch.arange(24).reshape(2, 12) * 7 % 290
 
 
@@ -93,6 +93,7 @@ def test_an_adapter_begins_as_the_model_it_is_on(initialisation: str) -> None:
 VARIANTS: list[dict[str, Any]] = [
     {"init_lora_weights": "true"}, {"init_lora_weights": "gaussian", "use_rslora": True}, {"init_lora_weights": "pissa"},
     {"init_lora_weights": "olora", "use_rslora": True}, {"init_lora_weights": "pissa_niter_4"}, {"use_dora": True},
+    {"init_lora_weights": "orthogonal", "use_rslora": True},
     {"use_dora": True, "use_rslora": True},
     {"lora_rank_pattern": ["q_proj=2", r"layers\.1\.mlp\.down_proj=6"], "lora_alpha_pattern": ["down_proj=3"]},
     {"lora_target_modules": [r".*\.0\..*(q|o)_proj"]}, {"lora_target_modules": ["v_proj", "gate_proj"], "lora_layers_to_transform": [1]},
@@ -294,6 +295,8 @@ def test_loraplus_gives_b_its_own_rate() -> None:
         ({"lora_layers_to_transform": [0, 2]}, ["--lora-layers-to-transform 2", "0 to 1"]),
         ({"lora_r": 17, "init_lora_weights": "pissa"}, ["--lora-r 16", "k_proj"]),
         ({"lora_target_modules": ["embed_tokens"], "init_lora_weights": "olora"}, ["embed_tokens"]),
+        ({"lora_target_modules": ["embed_tokens"], "init_lora_weights": "orthogonal"}, ["embed_tokens"]),
+        ({"lora_rank_pattern": ["q_proj=3"], "init_lora_weights": "orthogonal"}, ["q_proj is 3", "an even one"]),
     ],
     ids=str,
 )

@@ -255,6 +255,19 @@ def test_the_fastest_exact_layout_is_taken_and_another_one_is_said(capsys: pytes
     assert chosen_layout(build("llama"), capsys, "padded") == ("padded", "")
 
 
+def test_dropout_that_a_model_calls_as_a_function_is_found_in_its_config(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails when: only modules are looked at, or the rate of a head that the model hasn't counts."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+    dropping, kept = (transformers.OPTConfig(**sizes, max_position_embeddings=256, dropout=rate) for rate in (0.1, 0.0))
+    layout, said = chosen_layout(build("opt", config=dropping), capsys)
+    assert layout == "packed"
+    assert "with a dropout of 0.1 a prompt has another mask" in said
+    assert chosen_layout(build("opt", config=kept), capsys) == ("shared", "")
+    neox = transformers.GPTNeoXConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
+    assert neox.classifier_dropout == 0.1
+    assert "dropout" not in chosen_layout(build("neox", config=neox), capsys)[1]
+
+
 def test_a_layout_that_would_not_be_exact_is_refused_when_asked_for() -> None:
     """Fails when: the setting wins over the check."""
     config = transformers.LlamaConfig(**_BODY, attention_dropout=0.2)

@@ -158,6 +158,26 @@ def test_another_directory_of_weights_is_another_reference(tmp_path: Path, forwa
     assert sorted(forwards) == list(range(14))
 
 
+def test_another_base_under_an_adapter_is_another_reference(tmp_path: Path, forwards: list[int]) -> None:
+    """The adapter's own files stay as they are. Fails when: only these are in the key, and not those of the base they name."""
+    shape = {"vocab_size": None, "hidden_size": None, "num_hidden_layers": None, "num_attention_heads": None, "intermediate_size": None}
+    config = Config(**shape, model=str(tmp_path / "base"), use_peft=True, output_dir=str(tmp_path / "run"))
+    made = tk.load_model("AutoModelForCausalLM", Config(), Tokens())  # type: ignore[arg-type]
+    made.save_pretrained(tmp_path / "base")
+    adapted = tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, Tokens()), config)  # type: ignore[arg-type]
+    adapted.save_pretrained(tmp_path / "adapter")
+    further = replace(config, model=str(tmp_path / "adapter"))
+    built(further)
+    forwards.clear()
+    built(further)
+    assert forwards == []
+    with torch.no_grad():
+        made.lm_head.weight.mul_(2)
+    made.save_pretrained(tmp_path / "base")
+    built(further)
+    assert sorted(forwards) == list(range(14))
+
+
 def test_work_that_was_cut_off_goes_on_where_it_was_written(monkeypatch: pytest.MonkeyPatch, forwards: list[int]) -> None:
     """Fails when: nothing is written before the end."""
     monkeypatch.setattr(reference_cache, "SECONDS_BETWEEN_WRITES", -1.0)

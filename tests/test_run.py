@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -355,6 +356,53 @@ def test_what_changes_the_mathematics_is_refused_by_name_and_allowed_by_name(tmp
     assert (tmp_path / "run/metrics.jsonl").read_text() == before
     _, run = train(replace(config, resume=True, weight_decay=0.1, allow_change=["weight_decay"]))
     assert run.step == 11
+
+
+@dataclass(frozen=True)
+class PairsConfig(Config, tk.PreferenceConfig):
+    """With a loss of pairs by name; the loss itself is the one of this file."""
+
+
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
+def test_another_micro_batch_is_another_loss_where_the_loss_compares_its_examples(tmp_path: Path, capsys, loss: str) -> None:
+    """Same steps, other cuts: refused, allowed by name and then not called a matter of masks. The same cut goes on.
+
+    Fails when: `couples_a_micro_batch` is not asked, or the settings are compared in the place of the cut that there was.
+    """
+    config = PairsConfig(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, loss_type=["sft", loss])
+    train(config, lambda run: run.step == 4)
+    other = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    with pytest.raises(tk.Refusal, match=rf"had 2 examples and has 3, and --loss-type sft,{loss} .*--allow-change per_device_train"):
+        train(replace(config, resume=True, **other))
+    train(replace(config, resume=True), lambda run: run.step == 6)
+    capsys.readouterr()
+    train(replace(config, resume=True, allow_change=["per_device_train_batch_size"], **other))
+    told = capsys.readouterr().out
+    assert "per_device_train_batch_size was 2 and is 3: the loss compares other pairs from here on" in told
+    assert "dropout masks" not in told
+
+
+@pytest.mark.parametrize(("loss", "goes_on"), [("sigmoid", True), ("aot", False)])
+def test_a_micro_batch_is_not_halved_where_that_would_be_another_loss(tmp_path: Path, loss: str, goes_on: bool) -> None:
+    """Fails when: `fit_micro_batch` halves it for any loss."""
+    config = PairsConfig(output_dir=str(tmp_path), per_device_train_batch_size=6, gradient_accumulation_steps=1, loss_type=[loss])
+    accelerator, model = Accelerator(cpu=True), Bigram()
+    loader, _ = tk.build_dataloaders(rows(), tk.collate_padded, config, accelerator)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def needs_memory(model: nn.Module, micro_batch: dict, totals: dict) -> tuple[torch.Tensor, dict]:
+        if len(micro_batch["input_ids"]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss_fn(model, micro_batch, totals)
+
+    def fit() -> Any:
+        return tk.fit_micro_batch(accelerator, model, optimizer, loader, needs_memory, config)
+
+    if goes_on:
+        assert fit().micro_batch_size == 3
+    else:
+        with pytest.raises(tk.Refusal, match=r"--loss-type aot .*--per-device-train-batch-size 3 --global-batch-size 6"):
+            fit()
 
 
 def test_every_setting_of_run_and_samples_is_known_to_a_resume() -> None:

@@ -147,6 +147,21 @@ def test_steps_that_a_killed_run_had_logged_and_trains_again_are_shown_once(live
     assert json.loads(table.read_text())["data"] == [[4, "a", "b"]]
 
 
+def test_wandb_that_is_disabled_takes_figures_tables_and_files_and_keeps_nothing(tmp_path: Path) -> None:
+    """WANDB_MODE=disabled, without a login. Fails when: the mode is set here, and wandb asks for a key."""
+    (tmp_path / "run.json").write_text("{}")
+    script = LIFE.replace("config, {}, start", "config, {'wandb': 'abcd1234'}, start")
+    script = script.replace("\nsent.close(lambda: [])", "\nfrom pathlib import Path\nsent.close(lambda: [Path('run.json')])")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
+    command = [sys.executable, "-c", script, "2", "wandb"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
+
+
 @pytest.mark.slow
 def test_steps_that_are_trained_again_otherwise_are_shown_twice(lives: Any, tmp_path: Path) -> None:
     """After --allow-change, where MLflow and trackio can't forget the first. Fails when: the figures of now are left out."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from toolkit.config import Refusal
+from toolkit.config.conditions import is_adapter
 
 BASE = "base"  # the folder for a base that stands nowhere else
 # The settings of the adapted model, under a name of its own: with a config.json a directory is taken for a whole model.
@@ -65,6 +66,30 @@ def base_of(directory: str | Path) -> tuple[str, str | None]:
             "base_model_name_or_path of adapter_config.json."
         )
     return name, None if os.path.isdir(name) else revision
+
+
+def base_of_adapter(model: str | None) -> dict[str, str | None] | None:
+    """For a run card: name and revision of the base, where `model` is the directory of an adapter; None where it isn't."""
+    if not model or not is_adapter(model):
+        return None
+    name, revision = base_of(model)
+    return {"name": name, "revision": revision}
+
+
+def warning_of_base(base: str | None, model: str | Path) -> str | None:
+    """What to say before an adapter is sent to others whose base they haven't: a directory of this machine. None otherwise.
+
+    Args:
+        base: base_model_name_or_path of the adapter; empty where the base is sent along.
+        model: the adapter's directory.
+    """
+    if not base or not (os.path.isabs(base) or os.path.isdir(base)):
+        return None
+    return (
+        f"WARNING: the adapter's base is {base}, a directory of this machine: nobody else can load the adapter. Send a whole "
+        f"model: toolkit merge {model} --into DIR, then toolkit push DIR. Or push the base first, and name it: in "
+        "base_model_name_or_path of adapter_config.json, or with --model when you train"
+    )
 
 
 def settings_of_base(config: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from toolkit.config import Refusal
-from toolkit.config.conditions import is_adapter
+from toolkit.config.conditions import STARTS_ON_THE_BASE, is_adapter
 from toolkit.ranks import say_once
 
 ALL_LINEAR, TEMPLATE = "all-linear", "template"
@@ -198,21 +198,23 @@ def _initial_adapter(adapted: Any, config: Any) -> dict[str, torch.Tensor]:
 
     PiSSA (https://arxiv.org/abs/2404.02948) and OLoRA (https://arxiv.org/abs/2406.01775) leave W - s B0 A0 of a weight W.
     """
-    if config.init_lora_weights in ("true", "gaussian"):
+    if config.init_lora_weights in STARTS_ON_THE_BASE:
         return {}
     parts = (".lora_A.default.weight", ".lora_B.default.weight")
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in adapted.named_parameters() if name.endswith(parts)}
 
 
 def _check_ranks(config: Any, targets: list[str], modules: dict[str, nn.Module], ranks: dict[str, float]) -> None:
-    """A decomposition has no more directions than the smaller side of its matrix."""
-    flag = f"--init-lora-weights {config.init_lora_weights}"
+    """A decomposition has no more directions than the smaller side of its matrix; orthogonal halves have an even rank."""
+    flag, halves = f"--init-lora-weights {config.init_lora_weights}", config.init_lora_weights == "orthogonal"
     for name in targets:
         if isinstance(modules[name], nn.Embedding):
-            raise Refusal(f"{flag} decomposes the weights of linear layers, and {name} is an embedding: leave it out.")
+            raise Refusal(f"{flag} is for the weights of linear layers, and {name} is an embedding: leave it out.")
         rank = next((int(rank) for pattern, rank in ranks.items() if _fits(pattern, name)), config.lora_r)
+        if halves and rank % 2:
+            raise Refusal(f"{flag}: A and B take half of the rank each, and that of {name} is {rank}. Take an even one.")
         smaller = min(_parameter(modules[name]).shape)
-        if rank > smaller:
+        if rank > smaller and not halves:
             raise Refusal(
                 f"{flag}: {name} has {smaller} directions at most, fewer than the rank {rank}. Take --lora-r {smaller}."
             )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from toolkit.config import Refusal
+from toolkit.config.conditions import couples_a_micro_batch
 from toolkit.data.order import seed_micro_batch
 from toolkit.engines import unwrapped
 from toolkit.ranks import largest
@@ -34,7 +35,7 @@ def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, lo
     So are models that the engine shards, which a rank can't try alone.
 
     Raises:
-        Refusal: not even one example fits.
+        Refusal: not even one example fits; or a smaller micro-batch would be another loss (aot), which nobody asked for.
     """
     if not config.auto_find_batch_size or train.longest_micro_batch() is None:
         return train
@@ -52,6 +53,12 @@ def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, lo
         raise Refusal(f"out of memory: not even one example of the longest fits. {WHAT_HELPS}")
     if size == asked:
         return train
+    if couples_a_micro_batch(config):
+        raise Refusal(
+            f"out of memory with {asked} examples in a micro-batch, and --loss-type {','.join(config.loss_type)} compares the "
+            f"pairs of a micro-batch with each other: a smaller one is another loss. {size} would fit: take "
+            f"--per-device-train-batch-size {size} --global-batch-size {train.global_batch_size}. Or keep it: {WHAT_HELPS}"
+        )
     if accelerator.is_main_process:
         print(
             f"out of memory with {asked} examples in a micro-batch: going on with {size}, and "

@@ -69,7 +69,9 @@ def _merge(adapter: Path, dataset: str | None) -> Merged:
     from transformers import AutoTokenizer
 
     base, revision = base_of(adapter)
-    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    with _explained(adapter, f"neither it nor its base {base} has a tokenizer that can be loaded"):
+        own = (adapter / "tokenizer_config.json").exists()  # not in every adapter from elsewhere
+        tokenizer = AutoTokenizer.from_pretrained(adapter) if own else AutoTokenizer.from_pretrained(base, revision=revision)
     rows = [
         tokenizer(text, truncation=True, max_length=TOKENS, return_tensors="pt") for text in _texts(adapter, dataset, tokenizer)
     ]

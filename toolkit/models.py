@@ -234,9 +234,14 @@ def _check_direction(model: Any, auto_class: str, config: ModelConfig) -> None:
                 )
 
 
+def dropout_fields(model_config: dict[str, Any]) -> list[str]:
+    """The names of the dropout rates in a model's config."""
+    return [name for name in model_config if _DROPOUT_FIELD.search(name)]
+
+
 def _set_dropout(model_config: Any, config: ModelConfig) -> None:
     text_config = model_config.get_text_config()
-    fields = [name for name in text_config.to_dict() if _DROPOUT_FIELD.search(name)]
+    fields = dropout_fields(text_config.to_dict())
     if not fields:
         raise Refusal(f"--dropout {config.dropout}: model type {model_config.model_type!r} has no dropout. Remove it.")
     for name in fields:

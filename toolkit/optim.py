@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from toolkit.config import OptimConfig, Refusal
+from toolkit.config.conditions import OF_BITSANDBYTES
 from toolkit.engines.engine import Piece
 from toolkit.muon import muon_step, sharded_muon_step
 from toolkit.parameter_groups import Group, parameter_groups
@@ -191,7 +192,5 @@ _OPTIMIZERS: dict[str, Callable[[list[Group], OptimConfig, nn.Module], torch.opt
     "rmsprop": _build_rmsprop,
     "adagrad": _build_adagrad,
     "muon": _build_muon,
-    "adamw_bnb_8bit": _build_bitsandbytes,
-    "lion_32bit": _build_bitsandbytes,
-    "lion_8bit": _build_bitsandbytes,
+    **dict.fromkeys(OF_BITSANDBYTES, _build_bitsandbytes),
 }

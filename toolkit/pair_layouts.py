@@ -1,18 +1,22 @@
 """How pairs, or single answers, are laid out for a model: the fastest exact way, and said where it is not the fastest."""
 
+import re
 from typing import Any
 
 import numpy as np
 import torch
 
-from toolkit.attention import ATTENTION_DROPOUTS, DOCUMENTS, FLEX
+from toolkit.attention import DOCUMENTS, FLEX
 from toolkit.config import Refusal
 from toolkit.data.collate_pairs import PAIR_LAYOUTS, collate_pairs
 from toolkit.losses.answer_logps import answer_token_logps
 from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.models import dropout_fields
 from toolkit.packable import PROVEN, NotPackable, check_no_contamination, check_packable
 from toolkit.ranks import say_once
 from toolkit.step import to_device
+
+_OF_A_HEAD = re.compile("classif|summary|qa_")  # a head's dropout is a module where the model has that head
 
 
 def choose_pair_layout(model: Any, config: Any) -> str:
@@ -73,8 +77,10 @@ def _problem(model: Any, layout: str) -> str | None:
 
 
 def _highest_dropout(model: Any) -> float:
+    """Of its modules, and of its config, where some models (OPT) keep the rate that they call the function with."""
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    rates += [getattr(model.config.get_text_config(), name, None) or 0.0 for name in ATTENTION_DROPOUTS]
+    fields = model.config.get_text_config().to_dict()
+    rates += [fields[name] or 0.0 for name in dropout_fields(fields) if not _OF_A_HEAD.search(name)]
     return float(max(rates, default=0.0))
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from toolkit.config import Refusal, UnpairedConfig
-from toolkit.config.conditions import is_adapter
+from toolkit.config.conditions import STARTS_ON_THE_BASE, is_adapter
+from toolkit.directory_digest import digests_of_directories
 from toolkit.engines import unwrapped
 from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
 from toolkit.losses.pair_logps import PairLogps
@@ -20,9 +21,6 @@ from toolkit.losses.preference import needs_reference
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.ranks import say_once
 from toolkit.reference_cache import reference_table
-
-_STARTS_AS_NOTHING = ("true", "gaussian")  # initialisations of an adapter that leave the frozen weights as they were
-
 
 Ask = Callable[[Any, dict[str, Any]], Any]
 
@@ -62,6 +60,11 @@ def build_reference(
     """
     ways = {"none": _none, "cache": _cached, "adapter": _adapter_off, "model": _second_model}
     way = _choose_way(config)
+    if way != "none":  # checkpoints keep it: a run that goes on must have the same reference
+        plain = unwrapped(model)
+        plain.reference_made_of = {
+            "commit": getattr(plain.config, "_commit_hash", None), **digests_of_directories(config.model)
+        }
     return ways[way](accelerator, model, make_model, train, evaluation, config)
 
 
@@ -81,7 +84,7 @@ def _adapter_problem(config: Any) -> str | None:
         return "there is no adapter to turn off"
     if is_adapter(config.model):
         return f"training starts from the adapter in {config.model}, not from the model under it"
-    if config.init_lora_weights not in _STARTS_AS_NOTHING:
+    if config.init_lora_weights not in STARTS_ON_THE_BASE:
         return f"--init-lora-weights {config.init_lora_weights} changes the model under the adapter"
     return None
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from toolkit.adapter_files import base_of
 from toolkit.config import AdapterConfig, ModelConfig, UnpairedConfig, settings_of
-from toolkit.config.conditions import is_built_in
+from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.data.loaders import EvalLoader
 from toolkit.data.order import plan_steps
 from toolkit.data.rows import column
@@ -168,11 +169,15 @@ def _path_of(model: Any, train: Any, evaluation: Any, config: Any) -> Path:
 
 
 def _weights(model: Any, name: str) -> Any:
-    """What tells weights apart: of a directory its files, of a Hub model its commit; a built-in one's follow from settings."""
+    """What tells weights apart: of a directory its files, of a Hub model its commit; a built-in one's follow from settings.
+
+    Of the directory of an adapter its own files, and what tells the model under it apart.
+    """
     directory = Path(name).expanduser()
     if directory.is_dir():
         files = sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")])
-        return {path.name: _digest_of_file(path) for path in files}
+        own = {path.name: _digest_of_file(path) for path in files}
+        return {"adapter": own, "base": _weights(model, base_of(directory)[0])} if is_adapter(name) else own
     return None if is_built_in(name) else getattr(model.config, "_commit_hash", None)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from toolkit.checkpoint import latest_checkpoint
 from toolkit.config import DataConfig, ModelConfig, Refusal
+from toolkit.config.conditions import couples_a_micro_batch
 from toolkit.engines import engine_of
 from toolkit.tracking import public_settings
 
@@ -30,6 +31,8 @@ FREE = frozenset({
 
 _OF_DATA = {field.name for group in (DataConfig, ModelConfig) for field in fields(group)}
 _OTHER_MASKS = "dropout masks differ from here on; the examples of each step do not"
+_OTHER_LOSS = "the loss compares other pairs from here on, allowed by --allow-change"
+_OF_THE_MICRO_BATCH = ("per_device_train_batch_size", "micro_batch_size")
 _OTHER_ROUNDING = "rounding differs from here on"
 # What changes random numbers or rounding, not the mathematics: the run goes on, and says so.
 SAID = {
@@ -94,19 +97,29 @@ def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: 
             f"--resume: {shown}. That would not be the run that was begun. Take back the change, begin a new run in another "
             f"--output-dir, or allow it by name: --allow-change {','.join(refused)}"
         )
+    layout, old_layout = run_layout(accelerator, train), record.get("layout", {})
+    was, size = old_layout.get("micro_batch_size", train.micro_batch_size), train.micro_batch_size
+    is_another_loss = was != size and couples_a_micro_batch(config)
+    if is_another_loss and "per_device_train_batch_size" not in config.allow_change:
+        raise Refusal(
+            f"--resume: the micro-batch had {was} examples and has {size}, and --loss-type {','.join(config.loss_type)} "
+            "compares the pairs of a micro-batch with each other: that would be another loss. Take "
+            f"--per-device-train-batch-size {was}, begin a new run in another --output-dir, or allow it by name: "
+            "--allow-change per_device_train_batch_size"
+        )
     of_data = {"dataset", *_OF_DATA.intersection(changed)}
     if record["fingerprint"] != train.fingerprint and not of_data.intersection(config.allow_change):
         raise Refusal(
             "--resume: the training data are not those the run was begun with: their content changed, or they are cut or "
             "packed otherwise. Bring them back, begin a new run in another --output-dir, or allow it: --allow-change dataset"
         )
-    layout, old_layout = run_layout(accelerator, train), record.get("layout", {})
     pairs = [(name, before[name], now[name]) for name in changed]
     told_already = {"micro_batch_size"} if "per_device_train_batch_size" in changed else set()
     of_world = [name for name in layout if name in old_layout and name not in told_already]
     pairs += [(name, old_layout[name], layout[name]) for name in of_world if old_layout[name] != layout[name]]
     allowed = "allowed by --allow-change"
-    told = {name: f"{name} was {old} and is {new}: {SAID.get(name, allowed)}" for name, old, new in pairs}
+    said = SAID | (dict.fromkeys(_OF_THE_MICRO_BATCH, _OTHER_LOSS) if is_another_loss else {})
+    told = {name: f"{name} was {old} and is {new}: {said.get(name, allowed)}" for name, old, new in pairs}
     if old_layout.get("global_batch_size", layout["global_batch_size"]) != layout["global_batch_size"]:
         told["global_batch_size"] += f" (--global-batch-size {old_layout['global_batch_size']} keeps the steps as they were)"
     return list(told.values())

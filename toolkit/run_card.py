@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from toolkit.adapter_files import base_of_adapter
 from toolkit.config import changed_settings
 from toolkit.directory_digest import digests_of_directories
 from toolkit.engines import element_count
@@ -45,12 +46,13 @@ def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train:
         "model": {
             "name": getattr(config, "model", None),
             "revision": getattr(config, "model_revision", None),
+            "base": base_of_adapter(getattr(config, "model", None)),
             "commit": getattr(model.config, "_commit_hash", None),
             "tokenizer": getattr(config, "tokenizer", None) or getattr(config, "model", None),
             "tokenizer_commit": getattr(getattr(model, "tokenizer", None), "commit", None),
             "directories": digests_of_directories(getattr(config, "model", None), getattr(config, "tokenizer", None)),
             "architecture": type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__,
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "dtype": str(getattr(model, "dtype", None) or next(model.parameters()).dtype).removeprefix("torch."),
             "attention": getattr(model.config, "_attn_implementation", None),
             "parameters": sum(element_count(p) for p in model.parameters()),
             "trainable": sum(element_count(p) for p in model.parameters() if p.requires_grad),

@@ -7,8 +7,9 @@ from typing import Any
 
 from toolkit import checkpoint as ckpt
 from toolkit import output
+from toolkit.config import Refusal
 from toolkit.data.batch import Batch
-from toolkit.engines import element_count, engine_of
+from toolkit.engines import element_count, engine_of, unwrapped
 from toolkit.figures import StepFigures
 from toolkit.ranks import largest, on_all, on_main
 from toolkit.resume import changes_since, keeps_its_length, plain_settings, run_layout
@@ -79,6 +80,7 @@ def restore_run(run: Any, path: Path) -> None:
     def load() -> tuple[ckpt.State, list[str]]:
         state = ckpt.load_checkpoint(path)
         notes = changes_since(state.run, run.config, accelerator, train)
+        _refuse_other_reference(state.run, run)
         train.restore(state.run["source"], state.run["position"])
         if not shards:
             ckpt.apply_state(state, run.model, run.optimizer, accelerator.scaler)
@@ -106,6 +108,21 @@ def restore_run(run: Any, path: Path) -> None:
     for note in notes:
         run.say(f"  {note}")
     ckpt.restore_random_state(state.random)
+
+
+def _reference_made_of(run: Any) -> dict[str, Any] | None:
+    """Of a run that compares with a reference model: which weights that is made of."""
+    return getattr(unwrapped(run.model), "reference_made_of", None)
+
+
+def _refuse_other_reference(record: dict[str, Any], run: Any) -> None:
+    before, now = record.get("reference_made_of"), _reference_made_of(run)
+    if before and before != now and "model" not in run.config.allow_change:
+        raise Refusal(
+            f"--resume: the files of --model {run.config.model}, which the reference is made of, are not those that the run "
+            "began with. Bring them back, begin a new run in another --output-dir, or go on with another reference: "
+            "--allow-change model"
+        )
 
 
 def _settle(run: Any, path: Path) -> None:
@@ -162,7 +179,7 @@ def run_record(run: Any) -> dict[str, Any]:
         "nonfinite_in_row": run.guard.in_row, "recent_losses": run.spikes.losses, "loss_spikes": run.loss_spikes,
         "fingerprint": run.train.fingerprint, "source": run.train.state(), "settings": plain_settings(run.config),
         "layout": run_layout(run.accelerator, run.train), "trackers": dict(run.trackers.ids),
-        "evaluation_is_owed": run.evaluation_is_owed,
+        "evaluation_is_owed": run.evaluation_is_owed, "reference_made_of": _reference_made_of(run),
         "window": [_step_record(step) for step in run.window.steps], "window_seconds": run.window.seconds,
     }  # fmt: skip
 

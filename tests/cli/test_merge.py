@@ -118,6 +118,19 @@ def test_an_adapter_of_a_base_in_4_bits_is_merged_into_what_it_was_trained_on(tm
     assert float((published - adapted).abs().max()) > 1e-3 * largest
 
 
+def test_an_adapter_without_a_tokenizer_takes_its_bases(tmp_path: Path) -> None:
+    """As many from elsewhere are. Fails when: the adapter's directory alone is asked, or a missing one ends in a traceback."""
+    adapter = make_adapter(tmp_path)
+    for path in (*adapter.glob("tokenizer*"), adapter / "chat_template.jinja"):
+        path.unlink(missing_ok=True)
+    assert merge(adapter, "--into", tmp_path / "merged").exit_code == 0
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("base", "merged")]
+    assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+    for path in (tmp_path / "base").glob("tokenizer*"):
+        path.unlink()
+    assert "has a tokenizer that can be loaded" in refusal_of(adapter, "--into", tmp_path / "again")
+
+
 def test_the_rows_compared_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the chat template; of --dataset where it is given. Fails when: config.yaml is not looked for."""
     adapter, seen = make_adapter(tmp_path), list[str]()

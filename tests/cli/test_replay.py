@@ -149,3 +149,29 @@ def test_a_run_whose_models_files_are_others_now_is_not_replayed(run: Path, tmp_
     done = toolkit(tmp_path, "replay", "begun")
     assert done.returncode == 2
     assert f"{base}: the model's files have changed since that run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("dataset", "pinned"),
+    [
+        ("org/a:small@v1", "org/a:small@111"),
+        ("org/a:small@v1:0.7,org/b:0.2,rows.jsonl:0.1", "org/a:small@111:0.7,org/b@222:0.2,rows.jsonl:0.1"),
+        ("rows.jsonl", "rows.jsonl"),
+    ],
+    ids=["one", "mixture", "file"],
+)
+def test_datasets_of_the_hub_are_taken_at_their_commits(dataset: str, pinned: str, tmp_path: Path) -> None:
+    """Also in a mixture's file. Fails when: a mixture is looked up as a whole, or a weight is taken for a part of a name."""
+    import yaml
+
+    from toolkit.cli.replay import _dataset_at
+    from toolkit.data.sources.mixtures import as_mixture
+
+    commits = {"org/a:small@v1": "111", "org/b": "222"}
+    assert _dataset_at(dataset, commits, tmp_path) == pinned
+    if sources := as_mixture(dataset):
+        mixture = tmp_path / "mine.yml"
+        entries = [{"dataset": each.dataset, "weight": each.weight, "rename_columns": {"q": "text"}} for each in sources]
+        mixture.write_text(yaml.safe_dump(entries))
+        expected = [{**entry, "dataset": each.dataset} for entry, each in zip(entries, as_mixture(pinned) or [], strict=True)]
+        assert yaml.safe_load(Path(_dataset_at(str(mixture), commits, tmp_path)).read_text()) == expected

@@ -124,3 +124,24 @@ def test_a_card_that_someone_edited_keeps_the_edits() -> None:
     card = model_card(json.loads(json.dumps(RUN_CARD)), FIGURES, "run", "LlamaForCausalLM") + "\nMy words.\n"
     sent = with_name(card, "ann/run")
     assert sent == card.replace('name = "run"', 'name = "ann/run"') != card
+
+
+def test_the_card_of_an_adapter_that_was_trained_further_names_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its licence, and the adapter it was trained from. Fails when: that adapter's directory is taken for the base."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tk.train_tokenizer(["a cat and a dog"] * 9, 280)
+    base = Config(output_dir="base", **SHAPE)
+    whole = tk.save_model(None, tk.load_model("AutoModelForCausalLM", base, tokenizer), tokenizer, base)
+    (whole / "README.md").write_text("---\nlicense: mit\n---\n")
+    for model, output_dir in ((str(whole), "first"), ("first/model", "second")):
+        config = Config(use_peft=True, output_dir=output_dir, model=model)
+        adapted = tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer), config)
+        card = (tk.save_model(None, adapted, tokenizer, config) / "README.md").read_text()
+        assert ModelCard(card).data.license == "mit"
+    assert "An adapter of `model`, whose licence is `mit`, trained further from `first/model`." in card
+    on_hub = RUN_CARD | {"model": {"name": "first/model", "commit": "c0ffee", "base": {"name": "Qwen/Qwen3-0.6B", "revision": "main"}}}
+    card = model_card(on_hub, FIGURES, "run", "Qwen3ForCausalLM", adapter="elsewhere", licence="apache-2.0")
+    assert problems_of_card(card) == []
+    assert (ModelCard(card).data.base_model, ModelCard(card).data.license) == ("Qwen/Qwen3-0.6B", "apache-2.0")
+    assert "[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B) at `c0ffee`" in card
+    assert "trained further from `first/model`" in card

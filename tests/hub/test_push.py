@@ -43,6 +43,39 @@ def test_a_model_directory_goes_where_it_is_told(push: Any, hub: Any, run: Path)
     assert sorted(path.name for path in (run / "model").iterdir()) == before
 
 
+@pytest.mark.parametrize("base", ["org/base", "", "{here}/base"], ids=["hub", "inside", "directory"])
+def test_an_adapter_whose_base_others_have_not_is_sent_with_a_warning(push: Any, hub: Any, tmp_path: Path, base: str) -> None:
+    """Fails when: it isn't said, or said of a base that others have."""
+    import json
+
+    (tmp_path / "base").mkdir()
+    (tmp_path / "run").mkdir()
+    base = base.replace("{here}", str(tmp_path))
+    (tmp_path / "run/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    (tmp_path / "run/adapter_model.safetensors").write_text("weights")
+    code, said = push("run")
+    assert code == 0, said
+    assert ("nobody else can load the adapter" in said) == (base == str(tmp_path / "base"))
+    assert ("toolkit merge run --into DIR" in said) == (base == str(tmp_path / "base"))
+    assert hub.titles("alice/run") == ["Upload run"]
+
+
+def test_a_run_that_will_send_such_an_adapter_says_so_before_its_first_step(hub: Any, api: Any, tmp_path: Path) -> None:
+    """Fails when: only `toolkit push` says it, when all is trained."""
+    from types import SimpleNamespace
+
+    from toolkit.hub.uploads import _find_repository
+
+    config = SimpleNamespace(hub_strategy="end", hub_model_id="model", hub_private_repo=None, hub_revision=None)
+    for base, count in (("org/base", 0), (str(tmp_path), 1)):
+        said: list[str] = []
+        settings = {"default": SimpleNamespace(base_model_name_or_path=base)}
+        model = SimpleNamespace(peft_config=settings, get_base_model=None)
+        run = SimpleNamespace(config=config, model=model, say=said.append, output_dir=Path("out"))
+        assert _find_repository(run) == "alice/model"
+        assert [line.startswith("WARNING: the adapter's base is") for line in said] == [True] * count
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [(["nowhere"], "no such directory"), (["."], "nothing waits"), (["run", "--repo-id", "bob/x"], "belongs to bob"), (["run", "--repo-id", "a--b"], "no name")],

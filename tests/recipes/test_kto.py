@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +43,31 @@ def test_it_learns_from_rows_with_a_label_which_answers_are_wanted(run_recipe: A
     assert run.summary["eval_reward_margin"] > 0.3
     assert "to beat, eval_reward_auc: chance 0.5000" in run.out
     assert any(event.get("kl", 0) > 0 for event in run.metrics)
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "kto"])
+def test_a_run_does_not_go_on_with_another_reference(run_recipe: Any, rows: Path, tmp_path: Path, recipe: str) -> None:
+    """The policy comes from the checkpoint, the reference from --model. Fails when: its files may change in between."""
+    base = tmp_path / "base"
+    tokenizer = tk.train_tokenizer([(rows / "train.jsonl").read_text()], 300)
+    model = tk.load_model("AutoModelForCausalLM", tk.ModelConfig(hidden_size=32, num_hidden_layers=1), tokenizer)
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    pair = {"prompt": "Count:", "chosen": " 1 2", "rejected": " 2 1"}
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({**pair, "prompt": f"Count {i}:"}) + "\n" for i in range(30)))
+    flags = ["--dataset", str(tmp_path / "pairs.jsonl"), "--model", str(base), "--max-steps", "4", "--save-steps", "2", "--num-samples", "0"]
+    flags += ["--max-length", "48", "--eval-fraction", "0"]
+    assert run_recipe(recipe, *flags).code == 0
+    shutil.rmtree(tmp_path / "out/checkpoints/step-4")
+    assert run_recipe(recipe, *flags, "--resume").code == 0
+    shutil.rmtree(tmp_path / "out/checkpoints/step-4")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.01)
+    model.save_pretrained(base)
+    refused = run_recipe(recipe, *flags, "--resume")
+    assert refused.code == 2, refused.err
+    assert "which the reference is made of, are not those that the run began with" in refused.err
+    assert run_recipe(recipe, *flags, "--resume", "--allow-change", "model").code == 0
 
 
 def test_a_saved_model_has_the_rewards_that_were_evaluated(run_recipe: Any, rows: Path, tmp_path: Path) -> None:

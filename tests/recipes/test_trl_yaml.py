@@ -105,8 +105,8 @@ def test_every_argument_of_trl_is_known_and_its_default_is_taken(recipe: str) ->
     """
     trl = pytest.importorskip("trl")
     theirs = {
-        field.name: field.default
-        for group in (trl.ScriptArguments, trl.ModelConfig, {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[recipe])
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for group in (trl.ScriptArguments, trl.DatasetMixtureConfig, trl.ModelConfig, {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[recipe])
         for field in dataclasses.fields(group)
     }
     ours = {spelling for each in settings_of(SETTINGS[recipe]).values() for spelling in (each.name, *each.aliases)}
@@ -156,6 +156,14 @@ def test_a_key_of_theirs_means_what_it_means_there(written: dict[str, Any], mean
         ({"fsdp": "full_shard offload"}, "--fsdp full_shard offload"),
         ({"eos_token": "<|im_end|>"}, "tokenizer: a directory whose tokenizer_config.json says it"),
         ({"truncation_mode": "keep_end"}, "overlong: split, drop or refuse"),
+        ({"datasets": [{"path": "org/a", "fraction": 0.7}, {"path": "b", "name": "small", "fraction": 0.3}]},
+         "--dataset org/a:0.7,b:small:0.3)"),
+        ({"datasets": [{"path": "org/a"}, {"path": "b"}]}, "--dataset org/a:SHARE_1,b:SHARE_2)"),
+        ({"datasets": [{"path": "org/a"}]}, "--dataset org/a)"),
+        ({"test_split_size": 0.1}, "take eval_fraction"),
+        ({"env": {"HF_HOME": "/data", "WANDB_API_KEY": "verysecret"}}, "in the shell: export HF_HOME=... WANDB_API_KEY=..."),
+        ({"accelerate_config": "zero3"}, "toolkit train RECIPE --accelerate-config FILE"),
+        ({"num_processes": 2}, "toolkit train RECIPE --processes NUMBER"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -164,6 +172,7 @@ def test_what_they_mean_otherwise_is_refused(written: dict[str, Any], message: s
     with pytest.raises(Refusal) as refusal:
         read_values(SETTINGS["sft"], written)
     assert message in str(refusal.value)
+    assert "verysecret" not in str(refusal.value)
 
 
 def test_keys_on_which_no_result_depends_are_passed_over_with_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:

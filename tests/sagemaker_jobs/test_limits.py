@@ -31,7 +31,7 @@ def many(number: int) -> dict[str, str]:
         {"role": "arn:aws-cn:iam::123456789012:role/service-role/Sage+Maker"}, {"max_run": MONTH}, {"spot": True, "max_run": 60, "max_wait": 60},
         {"keep_alive": 21600}, {"volume_size": 16384}, {"tags": many(50)}, {"tags": {"k" * 128: "v" * 256}}, {"tags": {"Größe": "a/b: c@d"}},
         {"channels": {f"c.{n}-": "s3://data-1/a" for n in range(20)}}, {"channels": {"c" * 64: "s3://data-1"}}, {"checkpoints": "s3://data.1/a b/c"},
-        {"subnets": ("subnet-1",) * 16, "security_groups": ("sg-1",) * 5},
+        {"bucket": "a.1"}, {"bucket": "a" * 63}, {"subnets": ("subnet-1",) * 16, "security_groups": ("sg-1",) * 5},
     ],
     ids=lambda fields: next(iter(fields)),
 )  # fmt: skip
@@ -72,6 +72,10 @@ def test_what_is_within_the_limits_is_taken(fields: dict[str, Any]) -> None:
         ({"channels": {"a": "data.jsonl"}}, "--channel a=data.jsonl: must be s3://BUCKET/PREFIX"),
         ({"channels": {"a": "s3://data-1/" + "x" * 1013}}, "at most 1024"),
         ({"checkpoints": "s3:/bucket/x"}, "--checkpoints=s3:/bucket/x"),
+        ({"bucket": "ab"}, "--bucket ab: must be 3 to 63"),
+        ({"bucket": "a" * 64}, "--bucket a+: must be 3 to 63"),
+        ({"bucket": "My_Jobs"}, "--bucket My_Jobs: must be 3 to 63 lower-case"),
+        ({"bucket": "s3://jobs"}, "--bucket s3://jobs: .*without s3://"),
         ({"subnets": ("subnet-1",)}, "give both, or neither"),
         ({"subnets": ("subnet-1",) * 17, "security_groups": ("sg-1",)}, "17 of them; at most 16"),
         ({"subnets": ("subnet-1",), "security_groups": ("sg-1",) * 6}, "6 of them; at most 5"),
@@ -180,6 +184,17 @@ def test_every_figure_in_a_line_of_a_recipe_is_found_by_one_definition_and_whole
     pairs = [pair.split(" ") for pair in LINES[recipe].split("  ")[1:] if "left" not in pair]
     found = [float(match[1]) for each in metric_definitions(config) if (match := re.search(each["Regex"], LINES[recipe]))]
     assert sorted(found) == sorted(float(number) for _, number in pairs if "," not in number)
+
+
+def test_a_metric_by_class_has_a_definition_for_each_of_the_first_classes() -> None:
+    """Its figures bear the classes' numbers. Fails when: the metric's name, which is in no line, is looked for."""
+    path = Path(__file__).resolve().parents[2] / "recipes/accelerated.py"
+    config, _ = read_recipe_flags(path, ["--metrics", "accuracy,f1_per_class"])
+    line = "step 6/6  eval_loss 1.9366  eval_accuracy 0.2500  eval_f1_class_0 0.1250  eval_f1_class_1 0  eval_f1_class_9 0.5000"
+    found = {each["Name"]: match[1] for each in metric_definitions(config) if (match := re.search(each["Regex"], line))}
+    expected = {"loss": "1.9366", "accuracy": "0.2500", "f1_class_0": "0.1250", "f1_class_1": "0", "f1_class_9": "0.5000"}
+    assert found == {f"eval:{name}": number for name, number in expected.items()}
+    assert not any("per_class" in each["Name"] for each in metric_definitions(config))
 
 
 @pytest.mark.parametrize("line", ["  sample ┃ the loss 3 fell ┃ loss 2.5", "to beat, eval_loss: unigram 2.0763", "rank 1: loss 3.1", "step 3 of 5  loss 2"])

@@ -224,6 +224,7 @@ def test_submit_py_is_the_same_command_and_says_what_to_install(tmp_path: Path) 
         (["--secret", "hf_aToken"], "--secret: must be NAME=VALUE"),
         (["--tag", "a=1", "--tag", "a=2"], "--tag a: given twice"),
         (["--image-uri", "a b"], "--image-uri: at most 255 characters, without spaces."),
+        (["--region", "nowhere-1"], "--region nowhere-1: AWS has no such region"),
         (["--transformers-version", "1.2.3"], "the SageMaker SDK: Unsupported huggingface version: 1.2.3"),
     ],
 )  # fmt: skip

@@ -102,7 +102,8 @@ def test_every_kind_of_setting_reaches_the_recipe_unchanged_through_the_real_tra
     for real in (True, False):
         folder = tmp_path / f"job-{real}"
         job = Job(name="tells-1", recipe=tmp_path / "tells.py", instance_type="ml.local.x", channels={"train": str(sums)})
-        assert simulate_here(job, {name: sent for name, (sent, _) in KINDS.items()}, folder, real=real) == 0
+        config, _ = read_recipe_flags(job.recipe, ["--dataset", "stdlib:sft"])
+        assert simulate_here(job, config, {name: sent for name, (sent, _) in KINDS.items()}, folder, real=real) == 0
         told[real] = json.loads((folder / "s3/model/told.json").read_text())
         machine = folder / "machine-1"
         expected = {name: value for name, (_, value) in KINDS.items()}

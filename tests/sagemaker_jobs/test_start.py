@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.placement import placement_of
-from toolkit.config import Refusal
+from toolkit.config import Refusal, Settings
 from toolkit.sagemaker_jobs.recipe_settings import check_places, packages_for, read_recipe_flags
 from toolkit.sagemaker_jobs.start import _value_of, options_of_container, read_secrets
 
@@ -82,17 +82,50 @@ def test_what_is_on_this_machine_only_is_refused(settings: dict[str, str], said:
     (tmp_path / "a.jsonl").write_text("{}")
     settings = {name: value.replace("{here}", str(tmp_path)) for name, value in settings.items()}
     if said is None:
-        check_places(settings, ["a"], (tmp_path / "a.jsonl",))
+        check_places(Settings(), settings, ["a"], (tmp_path / "a.jsonl",))
         return
     with pytest.raises(Refusal, match=said):
-        check_places(settings, ["a"], ())
+        check_places(Settings(), settings, ["a"], ())
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "kto", "lora", "reward"])
+def test_a_default_that_is_a_directory_here_is_refused(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `make demo`: the job would train a random model in its place. Fails when: given settings alone are looked at."""
+    monkeypatch.chdir(tmp_path)
+    config, given = read_recipe_flags(ROOT / f"recipes/{recipe}.py", [])
+    check_places(config, given, [], ())
+    for made in ("pretrain", "sft"):
+        (tmp_path / f"runs/demo/{made}/model").mkdir(parents=True)
+    config, given = read_recipe_flags(ROOT / f"recipes/{recipe}.py", [])
+    with pytest.raises(Refusal, match=r"--model: isn't given, and runs/demo/.*/model, .*isn't on the job's. Give --model"):
+        check_places(config, given, [], ())
+    config, given = read_recipe_flags(ROOT / f"recipes/{recipe}.py", ["--model", "Qwen/Qwen3-0.6B"])
+    check_places(config, given, [], ())
 
 
 @pytest.mark.parametrize(
-    ("flags", "packages"),
-    [([], []), (["--report-to", "wandb,tensorboard"], ["tensorboard", "wandb"]), (["--zero-stage", "2"], ["deepspeed"]), (["--optim", "adamw_bnb_8bit"], ["bitsandbytes"])],
+    ("recipe", "flags", "packages"),
+    [
+        ("sft", [], []),
+        ("sft", ["--report-to", "wandb,tensorboard"], ["tensorboard", "wandb"]),
+        ("sft", ["--zero-stage", "2"], ["deepspeed"]),
+        ("zero", [], ["deepspeed"]),
+        ("lora", ["--load-in-4bit"], ["bitsandbytes"]),
+        *(("sft", ["--optim", name], ["bitsandbytes"]) for name in ("adamw_bnb_8bit", "lion_32bit", "lion_8bit")),
+        ("sft", ["--optim", "adafactor"], []),
+    ],
+    ids=lambda value: "_".join(value) or "none" if isinstance(value, list) else value,
 )  # fmt: skip
-def test_packages_that_settings_need_are_added(flags: list[str], packages: list[str]) -> None:
-    """Fails when: `none` of report_to is taken for a package."""
-    config, _ = read_recipe_flags(ROOT / "recipes/sft.py", flags)
-    assert packages_for(config) == packages
+def test_packages_that_settings_need_are_added(recipe: str, flags: list[str], packages: list[str]) -> None:
+    """Fails when: `none` of report_to is taken for a package, or a recipe's own DeepSpeedPlugin isn't seen."""
+    path = ROOT / f"recipes/{recipe}.py"
+    config, _ = read_recipe_flags(path, flags)
+    assert packages_for(config, path) == packages
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted((ROOT / "recipes/launch").glob("*.yaml"))])
+def test_an_accelerate_config_that_says_deepspeed_brings_it(name: str) -> None:
+    """Fails when: the file isn't looked at, or any file brings it."""
+    path = ROOT / "recipes/sft.py"
+    config, _ = read_recipe_flags(path, [])
+    assert packages_for(config, path, ROOT / f"recipes/launch/{name}.yaml") == (["deepspeed"] if name.startswith("zero") else [])

@@ -112,6 +112,7 @@ def _check_holds_a_model(directory: Path) -> None:
 
 def _queue_model(api: Any, directory: Path, queue: Path, given: dict[str, Any]) -> None:
     """Put the model of a directory into its queue, so that a push that is cut off can go on."""
+    from toolkit.adapter_files import read_adapter_config, warning_of_base
     from toolkit.hub.card import with_name
     from toolkit.hub.client import check_write_access
     from toolkit.hub.files import collect, is_model, model_files
@@ -126,6 +127,10 @@ def _queue_model(api: Any, directory: Path, queue: Path, given: dict[str, Any]) 
     private = given.get("private", settings.get("hub_private_repo"))
     revision = given.get("revision", settings.get("hub_revision"))
     repo_id = check_write_access(api, wanted, private, revision)
+    if (model / "adapter_config.json").exists():
+        warning = warning_of_base(read_adapter_config(model).get("base_model_name_or_path"), model)
+        if warning:
+            typer.echo(warning, err=True)
 
     def fill(files: Path) -> None:
         collect(model_files(model), files)

@@ -21,6 +21,7 @@ _NOT_REPEATED = (
     "output_dir", "overwrite_output_dir", "resume", "resume_from", "allow_change", "report_to", "run_name", "push_to_hub",
     "hub_model_id", "hub_strategy", "hub_private_repo", "hub_revision",
 )  # fmt: skip
+_OF_A_TOKENIZER = ["*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "*.py"]
 
 
 def replay(
@@ -52,7 +53,8 @@ def replay(
     environment = {**placement.environment, "OMP_NUM_THREADS": str(card["hardware"]["threads"])}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.yaml")
-        repeated = {name: value for name, value in settings.items() if name not in _NOT_REPEATED} | _commits(card, settings)
+        repeated = {name: value for name, value in settings.items() if name not in _NOT_REPEATED}
+        repeated |= _commits(card, settings, Path(folder))
         config.write_text(yaml.safe_dump(repeated), encoding="utf-8")
         command = [sys.executable, script, "--config", str(config), "--output-dir", str(into)]
         code = launch(command, placement.processes, placement.nodes, environment=environment)
@@ -112,16 +114,53 @@ def _check_directories(card: dict[str, Any]) -> None:
             )
 
 
-def _commits(card: dict[str, Any], settings: dict[str, Any]) -> dict[str, str]:
-    """Settings that take from the Hub what the run took, whatever its branches and tags are now."""
+def _commits(card: dict[str, Any], settings: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Settings that take from the Hub what the run took, whatever its branches and tags are now.
+
+    Args:
+        folder: for a mixture's file with the commits in it.
+    """
     pinned: dict[str, str] = {}
     model, dataset = card["model"], settings.get("dataset")
     if model.get("commit") and "model_revision" in settings and not is_adapter(model["name"]):
         pinned["model_revision"] = model["commit"]
-    commit = card["data"].get("commits", {}).get(str(dataset))
-    if isinstance(dataset, str) and commit:
-        pinned["dataset"] = f"{dataset.rpartition('@')[0] if '@' in dataset else dataset}@{commit}"
+    if settings.get("tokenizer") and model.get("tokenizer_commit"):
+        pinned["tokenizer"] = _downloaded(settings["tokenizer"], model["tokenizer_commit"])
+    commits = card["data"].get("commits", {})
+    if isinstance(dataset, str) and commits:
+        pinned["dataset"] = _dataset_at(dataset, commits, folder)
     return pinned
+
+
+def _dataset_at(dataset: str, commits: dict[str, str], folder: Path) -> str:
+    """A dataset, or each source of a mixture, at the commit that is known of it."""
+    from toolkit.data.sources.mixtures import as_mixture
+
+    def at(name: str) -> str:
+        return f"{name.rpartition('@')[0] if '@' in name else name}@{commits[name]}" if name in commits else name
+
+    if as_mixture(dataset) is None:
+        return at(dataset)
+    if Path(dataset).suffix.lower() in (".yaml", ".yml"):
+        entries = yaml.safe_load(Path(dataset).expanduser().read_text(encoding="utf-8"))
+        written = folder / "mixture.yaml"
+        written.write_text(yaml.safe_dump([{**entry, "dataset": at(entry["dataset"])} for entry in entries]), encoding="utf-8")
+        return str(written)
+    parts = [part.strip().rpartition(":") for part in dataset.split(",") if part.strip()]
+    return ",".join(f"{at(name)}:{weight}" for name, _, weight in parts)
+
+
+def _downloaded(tokenizer: str, commit: str) -> str:
+    """The directory of a tokenizer at a commit, as no setting names one; its name where the Hub doesn't give it."""
+    from huggingface_hub import snapshot_download
+
+    from toolkit.hub.client import reason
+
+    try:
+        return snapshot_download(tokenizer, revision=commit, allow_patterns=_OF_A_TOKENIZER)
+    except Exception as error:  # whatever the Hub or the network can say; what is newest may be the same
+        typer.echo(f"{tokenizer} can't be had at the commit {commit} ({reason(error)}): the newest is taken", err=True)
+        return tokenizer
 
 
 def _say_what_changed(card: dict[str, Any]) -> None:
@@ -154,8 +193,11 @@ def _differences(one: Path, other: Path) -> list[str]:
     data = [card["data"]["fingerprint"] for card in cards]
     found = [] if data[0] == data[1] else ["the data are not the same: another fingerprint"]
     tokenizers = [card["model"].get("tokenizer_commit") for card in cards]
-    if tokenizers[0] is not None and tokenizers[0] != tokenizers[1]:
+    if None not in tokenizers and tokenizers[0] != tokenizers[1]:  # None the second time: of a directory, at the commit
         found.append(f"the tokenizer of {cards[0]['model']['tokenizer']}: of commit {tokenizers[0]}, then of {tokenizers[1]}")
+    models = [card["model"].get("commit") for card in cards]
+    if None not in models and models[0] != models[1]:  # of an adapter its base, which no setting pins
+        found.append(f"the model on the Hub: of commit {models[0]}, then of {models[1]}")
     for name, before in cards[0]["layout"].items():
         if cards[1]["layout"].get(name) != before:
             found.append(f"{name.replace('_', ' ')}: {before}, then {cards[1]['layout'].get(name)}; start it as it was started")

@@ -220,8 +220,8 @@ def simulate(
         include=tuple(map(Path, include or [])),
         secrets=read_pairs(secret or [], "--secret", _EXAMPLE_SECRET), tokens=tuple(token or []),
     )  # fmt: skip
-    _, hyperparameters = _read_flags(job, flags or [])
-    code = run_here(job, hyperparameters, Path(folder), interrupt_after=interrupt_after or (), real=real)
+    config, hyperparameters = _read_flags(job, flags or [])
+    code = run_here(job, config, hyperparameters, Path(folder), interrupt_after=interrupt_after or (), real=real)
     if code == 0:
         s3 = os.path.join(folder, "s3")
         print(f"done: checkpoints and figures in {s3}/checkpoints, the model in {s3}/model")

@@ -54,13 +54,23 @@ def is_adapter(model: str) -> bool:
     )
 
 
+def couples_a_micro_batch(config: Any) -> bool:
+    """Whether a loss of the settings compares the examples of a micro-batch, so that another micro-batch is another loss."""
+    names = getattr(config, "loss_type", ())
+    return bool(set(COUPLING_PAIRS).intersection([names] if isinstance(names, str) else names))
+
+
 def are_patterns(texts: list[str], whole: bool) -> bool:
     """Whether all texts are regex=number with a number above 0, a whole one where asked."""
     numbers = [float(text.rpartition("=")[2]) for text in texts if is_pattern(text)]
     return len(numbers) == len(texts) and all(number > 0 and (number == int(number) or not whole) for number in numbers)
 
 
-INITIALISATION = re.compile(r"true|gaussian|olora|pissa(_niter_[1-9]\d*)?")
+INITIALISATION = re.compile(r"true|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d*)?")
+STARTS_ON_THE_BASE = ("true", "gaussian", "orthogonal")  # initialisations that leave the frozen weights as they were
+# Others of peft's that are known here and not taken: an adapter that needs a pass over data first.
+FROM_DATA = ("eva", "corda", "lora_ga")
+REFUSED_INITIALISATIONS = (*FROM_DATA, "loftq", "mica")
 
 # user/name or name, as the Hub takes them: no sign at the ends, none twice
 REPOSITORY = re.compile(r"(?=(?:[^/]+/)?[^/]{1,96}$)(?!.*(?:--|\.\.|\.git$))(?:[a-zA-Z0-9][\w.-]*/)?\w(?:[\w.-]*\w)?")
@@ -77,10 +87,12 @@ def never_measured(metric: str, metrics: list[str]) -> bool:
 
 
 WITH_ADAM = ("adamw_torch", "adamw_torch_fused", "nadam", "radam", "adamw_bnb_8bit", "muon")
+OF_BITSANDBYTES = ("adamw_bnb_8bit", "lion_32bit", "lion_8bit")
 WITH_BETAS = (*WITH_ADAM, "lion_32bit", "lion_8bit")
 WITH_MOMENTUM = ("sgd", "rmsprop", "muon")
 WITH_DIVERGENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop")
 WITHOUT_DIVERGENCE = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "aot", "aot_unpaired")
+COUPLING_PAIRS = ("aot", "aot_unpaired")  # exact for the micro-batch: its pairs are compared with each other
 WITH_SMOOTHING = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired", "simpo", "cpo")
 WITH_LIKELIHOOD = ("sft", "cpo", "orpo")
 OF_THE_ADAPTER = (

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from toolkit.config.conditions import (
+    FROM_DATA,
     INITIALISATION,
+    REFUSED_INITIALISATIONS,
     REPOSITORY,
+    STARTS_ON_THE_BASE,
     WITH_DIVERGENCE,
     WITH_LIKELIHOOD,
     WITHOUT_DIVERGENCE,
@@ -76,12 +79,38 @@ CONTRADICTIONS = (
         "--load-in-4bit needs the whole frozen model on each device, and here it would be sharded: take --zero-stage 2.",
     ),
     Contradiction(
-        lambda load_in_4bit, init_lora_weights: load_in_4bit and init_lora_weights not in ("true", "gaussian"),
+        lambda load_in_4bit, init_lora_weights: (
+            load_in_4bit and init_lora_weights not in (*STARTS_ON_THE_BASE, *REFUSED_INITIALISATIONS)
+        ),
         "{init_lora_weights} changes the frozen weights, which --load-in-4bit has rounded: take --init-lora-weights gaussian.",
     ),
     Contradiction(
-        lambda init_lora_weights: not INITIALISATION.fullmatch(init_lora_weights),
-        "{init_lora_weights}: must be one of true, gaussian, pissa, pissa_niter_16 (or another number), olora.",
+        # in another type B A is no longer zero, and peft (0.21.2) would write A and B in that of the 4-bit codes
+        lambda init_lora_weights, dtype, load_in_4bit: (
+            init_lora_weights == "orthogonal" and (dtype != "float32" or load_in_4bit)
+        ),
+        "{init_lora_weights} starts as the model only where A and B are not rounded: take --dtype float32 without "
+        "--load-in-4bit, or --init-lora-weights gaussian.",
+    ),
+    Contradiction(
+        lambda init_lora_weights: init_lora_weights in FROM_DATA,
+        "{init_lora_weights} needs a pass over data before the adapter is made, which no recipe has: take pissa or olora, "
+        "which go by the weights alone.",
+    ),
+    Contradiction(
+        lambda init_lora_weights: init_lora_weights == "loftq",
+        "{init_lora_weights} puts rounded weights in the place of the model's, which its published files don't hold: take "
+        "pissa, or --load-in-4bit with gaussian.",
+    ),
+    Contradiction(
+        lambda init_lora_weights: init_lora_weights == "mica",
+        "{init_lora_weights} freezes the matrices B, and checkpoints hold what is trained: take pissa or olora.",
+    ),
+    Contradiction(
+        lambda init_lora_weights: (
+            not INITIALISATION.fullmatch(init_lora_weights) and init_lora_weights not in REFUSED_INITIALISATIONS
+        ),
+        "{init_lora_weights}: must be one of true, gaussian, orthogonal, pissa, pissa_niter_16 (or another number), olora.",
     ),
     Contradiction(
         lambda lora_rank_pattern: not are_patterns(lora_rank_pattern, whole=True),

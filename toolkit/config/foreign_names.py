@@ -43,6 +43,7 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "dataloader_persistent_workers": ((True, False), "leave it out: workers live as long as the run."),
     "dataloader_in_order": ((True,), "leave it out: the order is exact."),
     "ignore_data_skip": ((False,), "leave it out: a resumed run goes on at the very next example."),
+    "test_split_size": ((), "take eval_fraction, the share of the training rows that is held out."),
     # Logging and evaluation
     "logging_first_step": ((False,), "take logging_steps: 1, which logs every step."),
     "logging_nan_inf_filter": ((True, False), "leave it out, see nonfinite."),
@@ -82,6 +83,8 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallelism_config": ((), "leave it out: tensor and context parallelism are not supported."),
     "activation_checkpointing": ((False,), "take gradient_checkpointing."),
     "half_precision_backend": (("auto",), "leave it out."),
+    "accelerate_config": ((), "leave it out, and give it to the launcher: toolkit train RECIPE --accelerate-config FILE."),
+    "num_processes": ((), "leave it out, and give it to the launcher: toolkit train RECIPE --processes NUMBER."),
     # Model and adapter
     "lora_task_type": (("CAUSAL_LM",), "leave it out: the recipe says it."),
     "lora_target_parameters": (([],), "leave it out: modules alone are adapted, see lora_target_modules."),
@@ -183,6 +186,28 @@ def _dataset_configuration(value: Any, written: Mapping[str, Any]) -> dict[str, 
     return f"write it behind the dataset's name: dataset_name: {name}:{value}"
 
 
+def _mixture(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    """TRL's list of sources. Without fractions all their rows are joined, and how many each has is not known here."""
+    sources = [source for source in value if isinstance(source, dict) and "path" in source] if isinstance(value, list) else []
+    if value == [] or value == "":
+        return {}
+    names = [":".join(str(source[key]) for key in ("path", "name") if source.get(key)) for source in sources]
+    shares = [source.get("fraction") or f"SHARE_{i + 1}" for i, source in enumerate(sources)]
+    meant = names[0] if len(names) == 1 else ",".join(f"{name}:{share}" for name, share in zip(names, shares, strict=True))
+    example = meant or "a:0.7,b:0.3"
+    return (
+        f"write dataset: {example} (or --dataset {example}), each source with its share of the rows; another split than train "
+        "goes into train_split, other columns into rename_columns."
+    )
+
+
+def _environment(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    if not value:
+        return {}
+    lines = " ".join(f"{name}=..." for name in value) if isinstance(value, dict) else "NAME=VALUE"
+    return f"leave it out, and set it before the run, in the shell: export {lines}"
+
+
 def _padding_free(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
     return {} if value is False or _read(written.get("packing")) is True else "take packing, whose rows have no padding."
 
@@ -238,6 +263,8 @@ TRANSLATED: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any] | str]] 
     "lr_scheduler_kwargs": _schedule_arguments,
     "dataset_text_field": _text_column,
     "dataset_config": _dataset_configuration,
+    "datasets": _mixture,
+    "env": _environment,
     "padding_free": _padding_free,
     "eval_packing": _evaluation_packing,
     "data_seed": _data_seed,

@@ -128,7 +128,8 @@ class AdapterConfig(Settings):
     use_rslora: bool = setting(False, "Multiply the update by lora_alpha / sqrt(lora_r), so that high ranks learn as fast.")
     use_dora: bool = setting(False, "DoRA: train the length of each output's weights apart from their direction.")
     init_lora_weights: str = setting(
-        "true", "First weights: true (A as in a linear layer, B zero), gaussian, pissa, pissa_niter_16 (faster), olora."
+        "true", "First weights: true (A as in a linear layer, B zero), gaussian, orthogonal, pissa, pissa_niter_16 (faster) or "
+        "olora.",
     )
     loraplus_lr_ratio: float = setting(1.0, "LoRA+: the matrices B learn so many times as fast as the rest.", above=0.0)
     load_in_4bit: bool = setting(False, "QLoRA: hold the frozen weights in 4 bits. Needs bitsandbytes, on CUDA or a CPU.")

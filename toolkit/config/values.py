@@ -72,7 +72,7 @@ def foreign_settings(
         if instead := passed_over(key, raw):
             _say_once(f"passed over: {key} {show_value(raw)}: {instead}")
         if isinstance(found, str):
-            advice.append((key, raw, found))
+            advice.append((key, "..." if key == "env" else raw, found))  # its values may be keys
         elif any(name not in spellings for name in found):
             advice.append((key, raw, "leave it out: this recipe has no such thing."))
         else:

@@ -43,7 +43,9 @@ def model_card(
     import yaml
 
     settings, of_model, of_data = (run_card.get(part) or {} for part in ("settings", "model", "data"))
-    base, dataset = str(of_model.get("name") or settings.get("model") or ""), str(of_data.get("dataset") or "")
+    begun = str(of_model.get("name") or settings.get("model") or "")
+    below = of_model.get("base") or {}  # of an adapter that was trained further
+    base, dataset = str(below.get("name") or begun), str(of_data.get("dataset") or "")
     task = next((task for ending, task in _TASKS.items() if architecture.endswith(ending)), None)
     front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     if is_hub_id(base):
@@ -64,7 +66,7 @@ def model_card(
         ]
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {name}",
-        _origin(base, of_model, licence, adapter),
+        _origin(base, of_model, licence, adapter, begun if below else None),
         f"## Evaluation\n\nOn rows that were not trained on.\n\n{_table('metric', found)}" if found else "",
         f"## How to use it\n\n{_usage(name, architecture, adapter)}",
         f"## Training\n\nData: `{shown_path(dataset)}`{_fingerprint(of_data)}.\n\n{_table('setting', _settings(run_card))}",
@@ -111,14 +113,18 @@ def shown_path(text: str) -> str:
     return re.sub(r"(?<![\w.:/-])(?:~[\w.-]*|\.{1,2})?/(?:[^/,:]+/)*([^/,:]+)", r"\1", text)
 
 
-def _origin(base: str, of_model: Mapping[str, Any], licence: str | None, adapter: str | None) -> str:
+def _origin(base: str, of_model: Mapping[str, Any], licence: str | None, adapter: str | None, begun: str | None) -> str:
+    """Where it comes from; `begun` is the adapter that was trained further."""
     what = "An adapter" if adapter else "A model"
-    revision = of_model.get("commit") or of_model.get("revision")
+    revision = of_model.get("commit") or (of_model.get("base") or of_model).get("revision")
     at = f" at `{revision}`" if revision else ""
     stated = f", whose licence is `{licence}`" if licence else ""
     if is_built_in(base):
         return f"{what} of the built-in shape `{base}`, trained from random weights."
     linked = f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else f"`{shown_path(base)}`"
+    if begun:
+        of_base = "" if adapter == "inside" else f" of {linked}{at}{stated}"
+        return f"{what}{of_base}, trained further from `{shown_path(begun)}`."
     return f"{what} trained from {linked}{at}{stated}."
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from toolkit.adapter_files import is_adapted, save_adapter
+from toolkit.adapter_files import base_of_adapter, is_adapted, save_adapter
 from toolkit.data.tokenising.masks import turn_end_ids
 from toolkit.engines import unwrapped
 from toolkit.engines.pieces import whole_state_dict
@@ -67,13 +67,17 @@ def card_of_run(model: Any, config: Any, figures: Mapping[str, Any]) -> str:
     """The model card of a run: from its run.json where it has one, else from its settings."""
     output_dir = Path(config.output_dir)
     run_card = read_json(output_dir / "run.json") or {
-        "settings": public_settings(config), "model": {"name": config.model}, "data": {"dataset": config.dataset},
+        "settings": public_settings(config), "data": {"dataset": config.dataset},
+        "model": {"name": config.model, "base": base_of_adapter(config.model)},
     }  # fmt: skip
     adapter = None
     if is_adapted(model):
         adapter = "elsewhere" if model.peft_config["default"].base_model_name_or_path else "inside"
     plain = model.get_base_model() if adapter else model
-    licence = base_licence(config.model, getattr(config, "model_revision", None), ask=getattr(config, "push_to_hub", False))
+    # An adapter that was trained further is of the base that it stands on.
+    begun = {"name": config.model, "revision": getattr(config, "model_revision", None)}
+    base = (run_card.get("model") or {}).get("base") or begun
+    licence = base_licence(base["name"], base["revision"], ask=getattr(config, "push_to_hub", False))
     architecture = type(plain).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
     name = output_dir.absolute().name
     return model_card(run_card, figures, name, architecture, adapter=adapter, licence=licence)

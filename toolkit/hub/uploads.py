@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.adapter_files import is_adapted
+from toolkit.adapter_files import is_adapted, warning_of_base
 from toolkit.checkpoint import read_pointer
 from toolkit.config import Refusal
 from toolkit.engines import engine_of
@@ -206,6 +206,10 @@ def _find_repository(run: Any) -> str:
         raise Refusal("--push-to-hub needs the Hub, from which HF_HUB_OFFLINE keeps: unset it, or use toolkit push later.")
     if config.hub_strategy != "end":
         _check_models_in_between(run)
+    if is_adapted(run.model):
+        warning = warning_of_base(run.model.peft_config["default"].base_model_name_or_path, run.output_dir / "model")
+        if warning:
+            run.say(warning)
     wanted = config.hub_model_id or run.output_dir.absolute().name
     try:
         return check_write_access(hub_api(), wanted, config.hub_private_repo, config.hub_revision)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from toolkit.config import PreferenceConfig
+from toolkit.config.conditions import COUPLING_PAIRS
 from toolkit.losses.divergences import Score, score_of
 from toolkit.losses.pair_logps import PairLogps
 from toolkit.losses.reference_free import cpo_loss, means_per_token, orpo_loss, sft_loss, simpo_loss
@@ -129,7 +130,7 @@ def pair_losses(
         raise ValueError(f"loss_type {', '.join(config.loss_type)} needs the log-probabilities of a reference model.")
     losses = torch.zeros_like(policy.chosen)
     for name, weight in _weighted(config):
-        name = "sigmoid" if alone and name in ("aot", "aot_unpaired") else name
+        name = "sigmoid" if alone and name in COUPLING_PAIRS else name
         if name in _WITHOUT_REFERENCE:
             losses = losses + weight * _WITHOUT_REFERENCE[name](policy, config)
         elif name != "sft":

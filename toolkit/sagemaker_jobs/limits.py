@@ -18,7 +18,8 @@ MOST_SUBNETS, MOST_SECURITY_GROUPS = 16, 5
 LONGEST_URI = 1024
 LARGEST_VOLUME = 16384  # GB
 _TAG = r"[\w\s.:/=+\-@]*"
-_S3 = r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?"
+_BUCKET = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"
+_S3 = rf"s3://{_BUCKET}(/.*)?"
 
 
 def check_limits(job: Job, hyperparameters: Mapping[str, str], environment: Mapping[str, str]) -> None:
@@ -77,6 +78,9 @@ def _of_places(job: Job) -> Iterator[str]:
     for name, uri in {**uris, **{f"--channel {name}": uri for name, uri in job.channels.items()}}.items():
         if not re.fullmatch(_S3, uri) or len(uri) > LONGEST_URI:
             yield f"{name}={uri}: must be s3://BUCKET/PREFIX, at most {LONGEST_URI} characters."
+    if job.bucket is not None and not re.fullmatch(_BUCKET, job.bucket):
+        meant = "; without s3://" if job.bucket.startswith("s3://") else ""
+        yield f"--bucket {job.bucket}: must be 3 to 63 lower-case letters, digits, dots and dashes, such as my-jobs{meant}."
     if len(job.channels) > MOST_CHANNELS:
         yield f"--channel: {len(job.channels)} channels; at most {MOST_CHANNELS}."
     for name in job.channels:

@@ -21,6 +21,7 @@ _OF_EVALUATION = {
     "center_rewards_coefficient": _OF_PAIRS,
 }
 MOST = 40
+_PER_CLASS, CLASSES = "_per_class", 10  # how many classes there are is known when the data are read: the first ones
 
 
 def metric_definitions(config: Any) -> list[dict[str, str]]:
@@ -31,9 +32,12 @@ def metric_definitions(config: Any) -> list[dict[str, str]]:
     """
     names = dict(_OF_TRAINING)
     figures = ["loss", *(name for setting, found in _OF_EVALUATION.items() if hasattr(config, setting) for name in found)]
-    figures += [name for name in getattr(config, "metrics", []) if re.fullmatch(r"\w+", name)]
+    metrics = [name for name in getattr(config, "metrics", []) if re.fullmatch(r"\w+", name)]
+    figures += [name for name in metrics if not name.endswith(_PER_CLASS)]
     wanted = getattr(config, "metric_for_best_model", "eval_loss").removeprefix("eval_")
-    names |= {f"eval:{figure}": f"eval_{figure}" for figure in dict.fromkeys([*figures, wanted])}
+    by_class = [name.removesuffix(_PER_CLASS) for name in metrics if name.endswith(_PER_CLASS)]
+    figures += [wanted, *(f"{name}_class_{number}" for name in by_class for number in range(CLASSES))]
+    names |= {f"eval:{figure}": f"eval_{figure}" for figure in dict.fromkeys(figures)}
     return [{"Name": name, "Regex": _expression(printed)} for name, printed in names.items()][:MOST]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.cli.recipe import config_class_of, read_command_line
 from toolkit.config import Refusal, Settings, check_together, settings_of
+from toolkit.config.conditions import OF_BITSANDBYTES
 from toolkit.config.values import flag_of
 from toolkit.container import channels_named
 
@@ -36,8 +37,13 @@ def read_recipe_flags(recipe: Path, flags: Sequence[str]) -> tuple[Settings, dic
     return config, {name: getattr(config, name) for name in settings_of(config_class) if name in given}
 
 
-def check_places(hyperparameters: Mapping[str, Any], channels: Collection[str], included: Sequence[Path]) -> None:
-    """Refuse data, models and files that are on this machine only, and channels that the job hasn't."""
+def check_places(
+    config: Settings, hyperparameters: Mapping[str, Any], channels: Collection[str], included: Sequence[Path]
+) -> None:
+    """Refuse data, models and files that are on this machine only, and channels that the job hasn't.
+
+    Settings that weren't given count too: a recipe's default may be a directory that is here, and there another one.
+    """
     for name in channels_named(hyperparameters):
         if name not in channels:
             there = f"The job's channels are {', '.join(channels)}." if channels else "The job has no channel."
@@ -54,16 +60,40 @@ def check_places(hyperparameters: Mapping[str, Any], channels: Collection[str], 
                     f"aws s3 cp --recursive {path} s3://BUCKET/PREFIX, then --channel data=s3://BUCKET/PREFIX "
                     f"{flag_of(name)} channel:data"
                 )
+        default = getattr(config, name, None)
+        if name not in hyperparameters and default and Path(default).is_dir():
+            raise Refusal(
+                f"{flag_of(name)}: isn't given, and {default}, which the recipe takes on this machine, isn't on the job's. "
+                f"Give {flag_of(name)}: a name on the Hub, or a channel: aws s3 cp --recursive {default} s3://BUCKET/PREFIX, "
+                f"then --channel data=s3://BUCKET/PREFIX {flag_of(name)} channel:data"
+            )
 
 
-def packages_for(config: Settings) -> list[str]:
-    """What a run with these settings imports besides the toolkit's own dependencies."""
+def packages_for(config: Settings, recipe: Path, accelerate_config: Path | None = None) -> list[str]:
+    """What a run of this recipe with these settings imports besides the toolkit's own dependencies.
+
+    Args:
+        accelerate_config: the file of --accelerate-config.
+    """
     wanted = {name for name in getattr(config, "report_to", []) if name not in ("none", "all")}
-    if getattr(config, "zero_stage", None) or getattr(config, "deepspeed", None):
+    of_settings = getattr(config, "zero_stage", None) or getattr(config, "deepspeed", None)
+    if of_settings or "DeepSpeedPlugin" in recipe.read_text(encoding="utf-8") or _says_deepspeed(accelerate_config):
         wanted.add("deepspeed")
-    if "8bit" in str(getattr(config, "optim", "")) or getattr(config, "load_in_4bit", False):
+    if getattr(config, "optim", None) in OF_BITSANDBYTES or getattr(config, "load_in_4bit", False):
         wanted.add("bitsandbytes")
     return sorted(wanted)
+
+
+def _says_deepspeed(accelerate_config: Path | None) -> bool:
+    import yaml
+
+    if accelerate_config is None:
+        return False
+    try:
+        written = yaml.safe_load(accelerate_config.read_text(encoding="utf-8"))  # JSON is YAML
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise Refusal(f"--accelerate-config {accelerate_config}: can't be read: {error}") from error
+    return isinstance(written, dict) and str(written.get("distributed_type")).upper() == "DEEPSPEED"
 
 
 def _config_class(recipe: Path) -> type[Settings]:

@@ -34,12 +34,12 @@ def send(job: Job, config: Settings, hyperparameters: Mapping[str, Any], *, dry:
             has refused.
     """
     environment = environment_of(job)
-    check_places(hyperparameters, list(job.channels), job.include)
+    check_places(config, hyperparameters, list(job.channels), job.include)
     check_limits(job, encoded(hyperparameters), environment)
     if job.role is None and not dry:
         raise Refusal("--role: is missing, the ARN of the role that the job runs as; or set SAGEMAKER_ROLE.")
     with tempfile.TemporaryDirectory(prefix="sagemaker-source-") as folder:
-        make_source(Path(folder), job, packages_for(config))
+        make_source(Path(folder), job, packages_for(config, job.recipe, job.accelerate_config))
         request = _fit(job, Path(folder), hyperparameters, metric_definitions(config), environment, dry)
     for name in job.tokens:
         request["Environment"][name] = HIDDEN
@@ -71,7 +71,7 @@ def _fit(
 ) -> dict[str, Any]:  # fmt: skip
     hugging_face = estimator_class()
     import boto3
-    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.exceptions import BotoCoreError, ClientError, UnknownRegionError
     from sagemaker.session import Session
 
     requests: list[dict[str, Any]] = []
@@ -80,6 +80,10 @@ def _fit(
         raise Refusal("--region: is missing, and no AWS configuration says one; such as --region eu-west-1.")
     keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"} if dry else {}
     session = boto3.Session(region_name=region, **keys)
+    try:
+        session.get_partition_for_region(region)
+    except UnknownRegionError:
+        raise Refusal(f"--region {region}: AWS has no such region; it is written such as --region eu-west-1.") from None
     session.events.register(_EVENT, lambda params, **_: requests.append(copy.deepcopy(params)))
     if dry:
         session.events.register("before-send", _answer)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import Refusal
+from toolkit.config import Refusal, Settings
 from toolkit.sagemaker_jobs.bucket import Seen, download, kept_equal
 from toolkit.sagemaker_jobs.contract import lay_out, outer_environment, script_arguments, script_environment
 from toolkit.sagemaker_jobs.job import Job
@@ -25,8 +25,9 @@ _POLL_SECONDS = 0.05
 
 
 def simulate(
-    job: Job, hyperparameters: Mapping[str, Any], folder: Path, *, interrupt_after: Sequence[float] = (), real: bool = False
-) -> int:
+    job: Job, config: Settings, hyperparameters: Mapping[str, Any], folder: Path, *, interrupt_after: Sequence[float] = (),
+    real: bool = False,
+) -> int:  # fmt: skip
     """Run a job under `folder`; returns its exit code.
 
     Args:
@@ -43,7 +44,7 @@ def simulate(
     for name, place in job.channels.items():
         if not Path(place).exists():
             raise Refusal(f"--channel {name}={place}: no such file or folder here; simulate takes data from this machine.")
-    check_places(hyperparameters, list(job.channels), job.include)
+    check_places(config, hyperparameters, list(job.channels), job.include)
     folder = folder.resolve()
     if folder.exists() and any(path.name != "s3" and not path.name.startswith("machine-") for path in folder.iterdir()):
         raise Refusal(f"--folder {folder}: holds something else; take another or an empty one.")

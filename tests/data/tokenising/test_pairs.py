@@ -402,11 +402,38 @@ def test_more_pairs_of_rows_that_are_pairs_are_refused(tokenizer):
 
 
 def test_other_pairs_of_the_same_lists_are_tokenised_anew(tokenizer):
-    """And like answers make none. Fails when: the setting is left out of the cache's key."""
-    rows = [{"prompt": "Is it?\n", "responses": ["a", "b", "c", "c"], "scores": [1, 2, 3, 3.5]}]
+    """And an answer that stands there twice counts once. Fails when: the setting is left out of the cache's key."""
+    rows = [{"prompt": "Is it?\n", "responses": ["a", "b", "c", "c"], "scores": [1, 2, 3, 3]}]
     counts = [len(tokenize_for_preference(splits_of(rows), tokenizer, ListsConfig(pairs_per_prompt=which))["train"])
               for which in ("best_worst", "best_others", "all")]  # fmt: skip
-    assert counts == [1, 2, 5]
+    assert counts == [1, 2, 3]
+
+
+@pytest.mark.parametrize("which", ["best_worst", "best_others", "all"])
+@pytest.mark.parametrize("is_chat", [False, True], ids=["texts", "chats"])
+def test_an_answer_with_two_scores_is_left_out_of_its_list_and_counted(tokenizer, which, is_chat):
+    """The pairs are those of the list without it. Fails when: its best or its worst place makes a pair, or hides one."""
+    lists = [
+        (["a", "b", "a", "c", "d"], [5, 3, 1, 2, 4]),  # a is the best and the worst
+        (["a", "b", "a"], [5, 3, 1]),  # b alone is left
+        (["b", "c", "b", "d"], [3, 2, 3, 1]),  # the same score twice is no contradiction
+        (["b", "c"], [1, 1]),
+    ]
+    without = [(["b", "c", "d"], [3, 2, 4]), None, (["b", "c", "d"], [3, 2, 1]), None]
+
+    def rows_of(given):
+        said = [[{"role": "assistant", "content": word} for word in answers] for answers, _ in given]
+        prompt = [{"role": "user", "content": "Is it?"}] if is_chat else "Is it?\n"
+        return [{"prompt": prompt, "responses": [[turn] for turn in turns] if is_chat else answers, "scores": scores}
+                for turns, (answers, scores) in zip(said, given, strict=True)]  # fmt: skip
+
+    settings = ListsConfig(pairs_per_prompt=which)
+    found = prepare("preference", splits_of(rows_of(lists)), tokenizer, settings)
+    plain = prepare("preference", splits_of(rows_of([each for each in without if each])), tokenizer, settings)
+    made, expected = (each.splits["train"].to_list() for each in (found, plain))
+    assert [(parts_of(row), row["margin"]) for row in made] == [(parts_of(row), row["margin"]) for row in expected]
+    assert {row["origin"] for row in made} == {"train.jsonl:1", "train.jsonl:3"}
+    assert found.preflight.splits[0].pairs == {"ties": 1, "contradicted": 2, "undecided": 1}
 
 
 @pytest.mark.parametrize("columns", [("score_chosen", "score_rejected"), ("chosen-rating", "rejected-rating"), ("margin",)])
@@ -521,6 +548,7 @@ REFUSED = {
     "score as text": ([{**LIST, "scores": ["2", "x"]}], {}, r"train.jsonl:1: scores is the text '2'"),
     "no list": ([{**LIST, "responses": "Yes."}], {}, r"train.jsonl:1: responses is the text 'Yes.', and must be a list"),
     "no text": ([{**LIST, "responses": [{"a": "x"}, {"a": "y"}]}], {}, r"train.jsonl:1: chosen is an object with a, and must be text"),
+    "two scores": ([{**LIST, "responses": ["a", "b", "a"], "scores": [5, 3, 1]}], {}, r"makes a pair: in all 1 .*once 1 are left out"),
     "ties only": ([{**LIST, "scores": [1.0, 1.0]}], {}, r"No row of the train split makes a pair: in all 1"),
     "all the same": ([{**GOOD, "chosen": "a b c d e f", "rejected": "a b c d e g"}], {"max_length": 6}, r"Nothing is left of the train"),
     "all dropped": ([GOOD], {"max_length": 4, "overlong": "drop"}, r"Nothing is left of the train split.*longest example has"),

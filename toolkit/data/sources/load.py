@@ -185,7 +185,8 @@ def _check_held_out(chosen: list[Splits], held_out: bool, config: DataConfig) ->
 def _with_origin(rows: Dataset, source: Source) -> Dataset:
     if "origin" in rows.column_names:
         return rows
-    return rows.add_column("origin", [f"{source.dataset} ({rows.split}):{number}" for number in range(1, len(rows) + 1)])
+    name = source.dataset.partition("@")[0]  # the same rows are the same data, whichever revision names them
+    return rows.add_column("origin", [f"{name} ({rows.split}):{number}" for number in range(1, len(rows) + 1)])
 
 
 def _first(rows: Rows, most: int | None) -> Rows:

@@ -56,8 +56,9 @@ class PairRows:
         texts, kept, margins, remarks = list[PairText](), list[str](), list[float | None](), Counter[str]()
         for values, origin in zip(zip(*batch.values(), strict=True), origins, strict=True):
             row = dict(zip(batch, values, strict=True))
-            preferences = read_preferences(row, self.plan, origin, self.pairs_per_prompt)
-            remarks["ties"] += not preferences
+            preferences, contradicted = read_preferences(row, self.plan, origin, self.pairs_per_prompt)
+            remarks["contradicted"] += contradicted
+            remarks["undecided" if contradicted else "ties"] += not preferences
             remarks["capped"] += len(preferences) > self.most_pairs
             read = _text_pair if self.template is None else self._chat_pair
             for preference in preferences[: self.most_pairs]:

@@ -92,12 +92,15 @@ def describe_preference(plan: Plan, pairs_per_prompt: str = "best_worst") -> str
     return f"pairs of {kind}: chosen and rejected{prompt}{split}{supervised}"
 
 
-def read_preferences(row: dict[str, Any], plan: Plan, origin: str, pairs_per_prompt: str = "best_worst") -> list[Preference]:
-    """The preferences of a row; none where no answer of a list is better than another.
+def read_preferences(
+    row: dict[str, Any], plan: Plan, origin: str, pairs_per_prompt: str = "best_worst"
+) -> tuple[list[Preference], int]:
+    """The preferences of a row, none where no answer of a list is better than another; and how many answers are contradicted.
 
     Of a list its best answer, chosen, with its worst one (`best_worst`; the first where several are alike), the best with
     each worse one (`best_others`), or each with each worse one (`all`); those first whose answers lie furthest apart. Answers
-    without a score (null or NaN) are left out.
+    without a score (null or NaN) are left out. An answer that stands in a list twice counts once, and one that stands there
+    with different scores not at all, as nobody can say which of them was meant: such answers are counted.
     """
     if plan.layout.endswith("lists"):
         return _preferences_of_a_list(row, plan, origin, pairs_per_prompt)
@@ -105,7 +108,7 @@ def read_preferences(row: dict[str, Any], plan: Plan, origin: str, pairs_per_pro
     if plan.margin:
         numbers = [_number(row[column], column, origin) for column in _margin_columns(plan.columns)]
         margin = numbers[0] if len(numbers) == 1 else numbers[0] - numbers[1]
-    return [Preference(row.get("prompt"), row["chosen"], row["rejected"], margin)]
+    return [Preference(row.get("prompt"), row["chosen"], row["rejected"], margin)], 0
 
 
 def _check_settings(splits: dict[str, Any], config: DataConfig) -> None:
@@ -167,7 +170,9 @@ def _margin_columns(columns: Any) -> tuple[str, ...]:
     return ("margin",) if "margin" in columns else next(pairs, ())
 
 
-def _preferences_of_a_list(row: dict[str, Any], plan: Plan, origin: str, pairs_per_prompt: str) -> list[Preference]:
+def _preferences_of_a_list(
+    row: dict[str, Any], plan: Plan, origin: str, pairs_per_prompt: str
+) -> tuple[list[Preference], int]:
     column, order = _list_columns(plan.columns)
     answers = row[column]
     if not isinstance(answers, list):
@@ -184,11 +189,12 @@ def _preferences_of_a_list(row: dict[str, Any], plan: Plan, origin: str, pairs_p
                 f"{origin}: {order} is {describe(given)}, and must be a list with one number for each of the {len(answers)} "
                 f"{column}. Correct or remove the row."
             )
-    scored = [
+    contents = [_content(answer) for answer in answers]
+    scored, contradicted = _once_each(contents, [
         (_number(number, order, origin) * (1 if plan.margin else -1), place)
         for place, number in enumerate(given)
         if number is not None and number == number  # not NaN
-    ]
+    ])  # fmt: skip
     # the best first, the worst last; of answers that score alike the first one counts
     best = sorted(scored, key=lambda item: (-item[0], item[1]))
     worst = sorted(scored)
@@ -198,16 +204,28 @@ def _preferences_of_a_list(row: dict[str, Any], plan: Plan, origin: str, pairs_p
         "all": [(better, other) for better in best for other in worst],
     }[pairs_per_prompt]
     found = [
-        (better[0] - other[0], _content(answers[better[1]]), _content(answers[other[1]]))
+        (better[0] - other[0], contents[better[1]], contents[other[1]])
         for better, other in couples
         if better[0] > other[0]
     ]
     found.sort(key=lambda item: -item[0])  # stable
-    return [
-        Preference(row["prompt"], chosen, rejected, lead if plan.margin else None)
-        for lead, chosen, rejected in found
-        if chosen != rejected
+    preferences = [
+        Preference(row["prompt"], chosen, rejected, lead if plan.margin else None) for lead, chosen, rejected in found
     ]
+    return preferences, contradicted
+
+
+def _once_each(contents: list[Any], scored: list[tuple[float, int]]) -> tuple[list[tuple[float, int]], int]:
+    """Each distinct answer once, at its first place, without those that have two scores; and how many these are."""
+    alike: list[list[tuple[float, int]]] = []  # a search, as lists of messages can't be hashed
+    for item in scored:
+        group = next((group for group in alike if contents[group[0][1]] == contents[item[1]]), None)
+        if group is None:
+            alike.append([item])
+        else:
+            group.append(item)
+    agreed = [group[0] for group in alike if len({score for score, _ in group}) == 1]
+    return agreed, len(alike) - len(agreed)
 
 
 def _stated(answer: Any, is_score: bool, column: str, origin: str) -> Any:

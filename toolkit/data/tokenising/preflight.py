@@ -26,6 +26,8 @@ ANSWER_CLASSES = ("desirable", "undesirable")  # of single answers
 Piece = tuple[str, bool]  # text, and whether it is supervised
 PAIR_REMARKS = {
     "ties": "{:,} rows make no pair: none of their answers is better than another",
+    "contradicted": "{:,} answers stand in one list with different scores or ranks, and are left out of it",
+    "undecided": "{:,} rows make no pair once these answers are left out",
     "capped": "{:,} lists make more pairs than --max-pairs-per-prompt: those whose answers lie furthest apart are kept",
     "both_labels": "{:,} answers are marked desirable in one row and undesirable in another",
     "identical": "{:,} pairs dropped, as truncation made their answers the same",
@@ -110,8 +112,11 @@ def summarise(
     """
     sums = sum((part.sums for part in measures), Counter())
     whole = np.concatenate([part.whole for part in measures]) if measures else np.zeros(0, dtype=np.int64)
-    if sums["ties"] and not len(whole):
-        raise Refusal(f"No row of the {name} split makes a pair: in all {sums['ties']:,} no answer is better than another.")
+    if (pairless := sums["ties"] + sums["undecided"]) and not len(whole):
+        left_out = f", once {sums['contradicted']:,} are left out that stand there with two scores" * bool(sums["contradicted"])
+        raise Refusal(
+            f"No row of the {name} split makes a pair: in all {pairless:,} no answer is better than another{left_out}."
+        )
     if not sums["examples"] and len(whole):
         raise Refusal(
             f"Nothing is left of the {name} split: of its {len(whole):,} examples {sums['overlong']:,} are longer than "
