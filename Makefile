@@ -11,6 +11,10 @@ DEV := .venv/installed-dev
 SDK := .venv/installed-sagemaker
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
+# Packages are installed without their compiled form, which their first import writes: where that is forbidden (images often set
+# this), every process would compile all it imports anew, for 20 seconds.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test chaos lint install clean
 
 demo: $(CORE)

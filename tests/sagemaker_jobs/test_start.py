@@ -110,7 +110,7 @@ def test_a_default_that_is_a_directory_here_is_refused(recipe: str, tmp_path: Pa
         ("sft", ["--report-to", "wandb,tensorboard"], ["tensorboard", "wandb"]),
         ("sft", ["--zero-stage", "2"], ["deepspeed"]),
         ("zero", [], ["deepspeed"]),
-        ("lora", ["--load-in-4bit"], ["bitsandbytes"]),
+        ("lora", ["--load-in-4bit", "--model", "Qwen/Qwen3-0.6B"], ["bitsandbytes"]),
         *(("sft", ["--optim", name], ["bitsandbytes"]) for name in ("adamw_bnb_8bit", "lion_32bit", "lion_8bit")),
         ("sft", ["--optim", "adafactor"], []),
     ],
