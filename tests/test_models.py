@@ -185,6 +185,7 @@ def test_compiled_and_recomputed_layers_give_the_same_gradient(monkeypatch):
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr("toolkit.models.check_compiler", lambda: None)
     torch._dynamo.reset()
     counters.clear()
     settings = {**SMALL, "num_hidden_layers": 1}
@@ -202,11 +203,31 @@ def test_compiled_and_recomputed_layers_give_the_same_gradient(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*DECODERS, "tiny-bert"])
-def test_each_layer_is_compiled_by_itself(name):
+def test_each_layer_is_compiled_by_itself(monkeypatch, name):
+    monkeypatch.setattr("toolkit.models.check_compiler", lambda: None)
     model = load_model(CLASSES, ModelConfig(model=name, **SMALL, torch_compile=True))
     layers = model.bert.encoder.layer if name == "tiny-bert" else model.model.layers
     assert all(layer._compiled_call_impl is not None for layer in layers)
     assert sum(module._compiled_call_impl is not None for module in model.modules()) == len(layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"), r"there is none here\. Install g\+\+"),
+        ("torch.__file__", "/my clone/torch/__init__.py", "a folder with a space in its name, '/my clone/torch"),
+    ],
+    ids=["no compiler", "a space"],
+)
+def test_what_cannot_be_compiled_on_a_cpu_is_refused_before_the_first_step(monkeypatch, name, value, message):
+    """Fails when inductor finds it out, in a traceback of the first step, and when a GPU is refused too, which needs neither."""
+    if name == "torch.__file__":
+        monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(name, value)
+    with pytest.raises(Refusal, match=message):
+        load_model(CAUSAL, ModelConfig(**SMALL, torch_compile=True))
+    monkeypatch.setattr("toolkit.models._device", lambda config: "cuda")
+    load_model(CAUSAL, ModelConfig(**SMALL, torch_compile=True))
 
 
 # ---------------------------------------------------------------------------------------------------- directories and the Hub

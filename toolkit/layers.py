@@ -16,6 +16,25 @@ def checkpoint_layers(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
+def check_compiler() -> None:
+    """Refuse --torch-compile on a CPU where inductor couldn't compile or link its C++, which it finds out in the first step."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise Refusal(
+            "--torch-compile: on a CPU layers are compiled by a C++ compiler, and there is none here. Install g++ (Debian and "
+            "Ubuntu: apt install g++), or name one in the environment, CXX=PATH. Or remove it."
+        ) from None
+    if " " in torch.__file__:
+        raise Refusal(
+            f"--torch-compile: torch is in a folder with a space in its name, {torch.__file__!r}, where what it compiles for a "
+            "CPU can't be linked (torch 2.13). Make the virtual environment in a folder without one, or remove it."
+        )
+
+
 def compile_layers(model: Any, recomputed: bool) -> None:
     """Compile each layer by itself: one compilation serves all of them, whatever the number.
 

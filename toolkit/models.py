@@ -14,7 +14,7 @@ from toolkit.adapter_files import settings_of_base
 from toolkit.attention import choose_attention
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.conditions import is_adapter
-from toolkit.layers import checkpoint_layers, compile_layers
+from toolkit.layers import check_compiler, checkpoint_layers, compile_layers
 from toolkit.network import stay_offline_without_network
 from toolkit.packable import PROVEN, NotPackable, check_no_contamination, check_packable
 from toolkit.quantised import in_4_bits, keep_gradients
@@ -84,6 +84,8 @@ def load_model(
     if packed and not is_undecided and model_config.model_type not in PROVEN and attention != "flash_attention_2":
         check_no_contamination(model)
     if config.torch_compile:
+        if _device(config) == "cpu":
+            check_compiler()
         compile_layers(model, config.gradient_checkpointing)
     elif config.gradient_checkpointing:
         checkpoint_layers(model)
