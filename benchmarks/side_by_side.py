@@ -2,7 +2,8 @@
 
 `benchmarks/sft.py` and `benchmarks/dpo.py` say what the sides do; here is what they share. Models have random weights and
 rows random tokens: neither changes how long anything takes. Time is CPU time, which other processes on the machine disturb
-less than the clock on the wall; on a GPU (--device cuda, never run yet) it is the time that passes. What is counted is
+less than the clock on the wall; with several --threads, which use CPU time while they wait, and on a GPU (--device cuda, never
+run yet) it is the time that passes, for which nothing else may run. What is counted is
 training, and for preferences the reference model's work: not imports, not loading, not tokenising, not the making of a
 trainer. All of these are in the time to the first step, which begins with the process.
 """
@@ -75,6 +76,7 @@ class Stopwatch:
     """Seconds of what is timed, and those that the process took up to the end of its first step."""
 
     device: str
+    threads: int = 1
     warm_up: int = 0  # steps before the timing begins, such as those that compile
     seconds: float = 0.0
     first_step: float = 0.0
@@ -86,6 +88,7 @@ class Stopwatch:
             import torch
 
             torch.cuda.synchronize()
+        if self.device == "cuda" or self.threads > 1:
             return time.perf_counter() - BEGAN
         used = os.times()  # of worker processes as well, once they have ended
         return used.user + used.system + used.children_user + used.children_system
@@ -244,7 +247,7 @@ def _cell(cell: str) -> tuple[Shape, float]:
 
 def _in_a_process(script: str, cell: str, name: str, folder: Path, settings: Any) -> dict[str, float]:
     command = [sys.executable, script, "--run", str(folder), "--only", cell, "--sides", name, "--device", settings.device]
-    command += ["--batch", str(settings.batch)]
+    command += ["--batch", str(settings.batch), "--threads", str(settings.threads)]
     environment = {
         **os.environ, "OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "HF_DATASETS_CACHE": str(folder / "cache"),
@@ -259,7 +262,8 @@ def _in_a_process(script: str, cell: str, name: str, folder: Path, settings: Any
 
 def _run_one(side: Side, settings: Any) -> None:
     """One run; what it took goes out as the last line."""
-    task = Task(settings.run, _cell(settings.only)[0], settings.device, settings.batch, Stopwatch(settings.device))
+    watch = Stopwatch(settings.device, settings.threads)
+    task = Task(settings.run, _cell(settings.only)[0], settings.device, settings.batch, watch)
     figures = {**side(task), "seconds": task.watch.seconds, "first step": task.watch.first_step}
     figures["peak GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # kilobytes on Linux
     if settings.device == "cuda":
@@ -302,7 +306,7 @@ def _number(value: float | None) -> str:
 
 def _circumstances(settings: Any) -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "accelerate"))
-    seconds = "CPU seconds" if settings.device == "cpu" else "seconds"
+    seconds = "CPU seconds" if settings.device == "cpu" and settings.threads == 1 else "seconds that pass"
     return (
         f"`python {' '.join(sys.argv)}`, {date.today()}; {settings.examples} rows, {settings.batch} in a step; s: {seconds}. "
         f"Python {platform.python_version()}, {packages}; {settings.threads} thread(s), {os.cpu_count()} cores, load average "
