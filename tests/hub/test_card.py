@@ -23,7 +23,7 @@ RUN_CARD = {
     "layout": {"global_batch_size": 16, "processes": 2, "engine": "ddp", "precision": "bf16", "steps": 40},
     "versions": {"torch": "2.13"}, "recipe": {"file": "sft.py", "sha256": "0", "commit": "abc-dirty"}, "hardware": {"cores": 8},
 }  # fmt: skip
-FIGURES = {"eval_loss": 1.25, "eval_accuracy": 0.5, "first_eval_loss": 9.0, "train_loss": 1.0, "eval_odd": float("nan"), "step": 40}
+FIGURES = {"eval_loss": 1.23456, "eval_accuracy": 0.5, "first_eval_loss": 9.0, "train_loss": 1.0, "eval_odd": float("nan"), "step": 40}
 
 
 def test_the_hubs_reader_finds_base_licence_data_task_and_metrics() -> None:
@@ -34,7 +34,7 @@ def test_the_hubs_reader_finds_base_licence_data_task_and_metrics() -> None:
     assert (data.pipeline_tag, data.datasets) == ("text-generation", ["trl-lib/Capybara"])
     assert data.to_dict()["base_model_relation"] == "finetune"
     found = {each.metric_type: each.metric_value for each in data.eval_results or []}
-    assert found == {"loss": 1.25, "accuracy": 0.5}
+    assert found == {"loss": 1.23456, "accuracy": 0.5}
     assert {(each.task_type, each.dataset_type) for each in data.eval_results or []} == {("text-generation", "trl-lib/Capybara")}
     for words in ("`c0ffee`", "`apache-2.0`", "| learning_rate | 0.0002 |", "| max_steps | 40 |", "| global_batch_size | 16 |", "| torch | 2.13 |"):
         assert words in card.text
