@@ -1,4 +1,4 @@
-# make demo     pretrain on real text, fine-tune, and open runs/demo/report.html (under five minutes on two cores)
+# make demo     pretrain on real text, fine-tune, and write runs/demo/report.html (under five minutes on two cores)
 # make test     everything the tests prove
 # make chaos    faults caused on purpose, in the long form; their table is in docs/reliability.md
 # make lint     ruff and mypy

@@ -57,12 +57,13 @@ def main(config: Config) -> tk.Summary:
         """The same of answers that belong to other prompts."""
         return tk.mismatched_logps(model, answers), reference.mismatched(model, answers)
 
-    def loss_fn(model: Any, answers: dict[str, Any], totals: dict[str, float], kl: Any = 0.0) -> Any:
+    def loss_fn(model: Any, answers: dict[str, Any], totals: dict[str, float], kl: Any) -> Any:
         return tk.unpaired_loss(*logps(model, answers), answers["desirable"], kl, totals, config)
 
     metrics = tk.unpaired_metrics(logps, logps_of_mismatched, config)
     prompts = tk.sample_prompts(raw, tokenizer, config)
-    train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
+    any_kl = partial(loss_fn, kl=0.0)  # it changes neither time nor memory
+    train = tk.fit_micro_batch(accelerator, model, optimizer, train, any_kl, config)
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
         run.compare_with("eval_reward_auc", lambda: tk.unpaired_baselines(splits))

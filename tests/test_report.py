@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -12,7 +13,7 @@ import pytest
 from toolkit.config import Refusal
 from toolkit.report import write_report
 from toolkit.report.numbers import log_ticks, round_ticks, show_bytes, show_count, show_number, show_seconds
-from toolkit.report.plots import smooth, thin
+from toolkit.report.plots import Plot, draw_plot, smooth, thin
 
 HOSTILE = "<script>alert('x')</script> & \"quotes\" </pre></div>"
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -211,7 +212,7 @@ def test_config_file_as_the_run_writes_it_is_understood(tmp_path):
 
 
 ODD = {
-    "nothing": {},
+    "nothing yet": {"config": "seed: 0\n"},
     "one event": {"events": [{"step": 1, "loss": 2.0}]},
     "constant": {"events": [{"step": k, "loss": 1.0, "eval_loss": 0.0} for k in range(50)]},
     "gaps": {"events": [{"step": k, "loss": None if k % 3 == 0 else 1.0 + k, "grad_norm": None} for k in range(60)]},
@@ -310,7 +311,25 @@ def test_command_writes_the_page_beside_the_first_run_and_refuses_what_is_no_dir
     assert "absent: no such directory" in missing.stderr
     with pytest.raises(Refusal, match="--output-dir of a run"):
         write_report([tmp_path / "absent"], tmp_path / "x.html")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Refusal, match=r"empty: holds none of metrics\.jsonl, .*--output-dir of a run"):
+        write_report([run, tmp_path / "empty"], tmp_path / "x.html")
     assert not (tmp_path / "x.html").exists()
+
+
+def test_every_line_to_beat_has_its_name_also_beside_others():
+    """Fails when: of two lines that are close one is named only, or both names stand on one another."""
+    held_out = [(float(step), 1.8 - 0.04 * step) for step in range(6)]
+    drawn = draw_plot(Plot("Bits per byte", held_out=held_out, marks={"xz": 1.611, "trigram": 1.623, "bigram": 1.75}))
+    labels = re.findall(r'<span class="mark" style="top:([^;"]+)%(?:;margin-left:(\d+)%)?">(\w+) ', drawn)
+    assert {name: aside for _, aside, name in labels} == {"xz": "", "trigram": "30", "bigram": ""}
+
+
+@pytest.mark.parametrize(("trained", "side"), [(0.7, "below"), (0.3, "above")])
+def test_the_final_value_stands_on_the_side_without_the_training_curve(trained, side):
+    """Fails when: it stands above wherever there is room."""
+    train, held_out = ([(0.0, 0.0), (1.0, end)] for end in (trained, 0.5))
+    assert f'class="end {side}"' in draw_plot(Plot("Accuracy", train=[*train, (2.0, 1.0), (3.0, trained)], held_out=[*held_out, (3.0, 0.5)]))
 
 
 def test_numbers_are_written_for_people():

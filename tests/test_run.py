@@ -20,6 +20,7 @@ from toolkit import checkpoint as ckpt
 from toolkit.guard import Unstable
 from toolkit.output import read_lines
 from toolkit.signals import Interrupted
+from toolkit.tracking import own_ends
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,15 @@ def train(config: Config, on_step=None, step_loss=loss_fn) -> tuple[nn.Module, t
 
 def weights(model: nn.Module) -> torch.Tensor:
     return model.table.weight.detach().clone()
+
+
+def test_a_samples_line_shows_what_tells_its_prompt_from_the_others() -> None:
+    """Fails when: prompts are cut at their ends, or show what the chat template adds to each."""
+    prompts = [f"<user> Say in one sentence what this Python function does. def {name}(): <end> <assistant>" for name in ("add", "mean")]
+    assert [len(each) for each in own_ends(prompts, 20)] == [20, 20]
+    assert [each[-8:] for each in own_ends(prompts, 20)] == [" def add", "def mean"]
+    assert own_ends(["same", "same"], 9) == ["same", "same"]
+    assert own_ends(["a  b"], 9) == ["a b"]
 
 
 def test_metrics_file_has_the_exact_loss_of_each_step_and_one_line_a_step(tmp_path: Path) -> None:

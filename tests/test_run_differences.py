@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from toolkit import checkpoint as ckpt
-from toolkit.run_differences import LossDifference, first_checkpoint_difference, first_loss_difference
+from toolkit.run_differences import LossDifference, first_checkpoint_difference, first_loss_difference, losses_of_the_same_steps
 
 
 def checkpointed(output_dir: Path, weight: list[float], momentum: float = 0.5, rate: float = 0.1, step: int = 4) -> Path:
@@ -59,3 +59,19 @@ def test_the_first_logged_step_that_differs_is_named(tmp_path: Path, theirs: lis
     """Fails when: losses are compared as rounded, a step missing or logged twice goes unseen, or a NaN differs from itself."""
     one = logged(tmp_path / "one", [(1, 0.1), (2, None), (3, 0.3)])
     assert repr(first_loss_difference(one, logged(tmp_path / "other", theirs))) == repr(difference)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "shared"),
+    [
+        ([(1, 0.5), (2, 0.25), (4, 0.125)], [(1, 0.5, 0.5), (2, 0.25, 0.25), (4, 0.125, 0.125)]),
+        ([(2, 9.0), (4, 0.125)], [(4, 0.125, 0.125)]),
+        ([(1, 0.5), (2, 0.5), (3, 9.0), (4, 9.0)], [(1, 0.5, 0.5), (2, 0.25, 0.5)]),
+        ([(10, 0.5)], []),
+    ],
+    ids=["the same", "begun otherwise", "gone on otherwise", "none"],
+)
+def test_losses_are_compared_where_they_are_means_over_the_same_steps(tmp_path: Path, theirs: list, shared: list) -> None:
+    """Fails when: events are matched by their step alone, or one after the other."""
+    one = logged(tmp_path / "one", [(1, 0.5), (2, 0.25), (4, 0.125)])
+    assert losses_of_the_same_steps(one, logged(tmp_path / "other", theirs)) == shared

@@ -184,6 +184,11 @@ def test_mistyped_and_empty_directories_are_told_with_what_is_there(saved, tmp_p
     assert "--tokenizer" in message
     (model / "tokenizer.json").write_text("{")
     assert f"--tokenizer {model}: its tokenizer can't be loaded" in refusal_of(tokenizer=str(model))
+    run = tmp_path / "run"
+    run.mkdir()
+    model.rename(run / "model")
+    message = refusal_of(model=str(run))
+    assert message == f"--model {run}: is a run's output directory. Did you mean --model {run / 'model'}?"
 
 
 def test_a_name_that_needs_an_unreachable_hub_is_told_with_what_to_do(monkeypatch):

@@ -1,5 +1,6 @@
 """Trackers that raise or hang cost warnings, and the others nothing; and what the real ones show of a run that was killed."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 import toolkit as tk
 from toolkit import trackers
+from toolkit.accelerator import tracker_names
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,17 @@ class Config(tk.OutputConfig):
     run_name: str | None = None
     allow_change: list[str] = field(default_factory=list)
 
-life = int(sys.argv[1])
+life, arrived = int(sys.argv[1]), "lost" not in os.environ
 start, end = (0, 5) if life == 1 else (2, 7)
 PartialState(cpu=True)
 config = Config(output_dir="out", allow_change=sys.argv[3:])
 trackers.CLOSE_SECONDS = 200.0  # a busy machine
 sent = trackers.Trackers(sys.argv[2].split(","), config, {}, start, print)
+if life == 2 and not arrived:
+    sent.catch_up([{"step": step, "epoch": 0.5, "time": 1.0, "examples": 9, "loss": 10.0 - step} for step in (1, 2)])
 for step in range(start + 1, end + 1):
+    if life == 1 and not arrived and step != 2:
+        continue
     sent.log({"loss": 10.0 - step, "tokens_per_second": 100.0 * life + step}, step)
     if step == 4:
         sent.add_samples([{"prompt": "a", "text": "b"}], step)
@@ -145,6 +151,18 @@ def test_steps_that_a_killed_run_had_logged_and_trains_again_are_shown_once(live
     assert found == (once, once, once)
     (table,) = (tmp_path / "out/trackers/mlflow/files").rglob("samples.json")
     assert json.loads(table.read_text())["data"] == [[4, "a", "b"]]
+
+
+@pytest.mark.slow
+def test_steps_before_the_checkpoint_that_had_not_arrived_when_a_run_was_killed_are_sent_later(
+    lives: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first life sent step 2 alone, and the second goes on after it. Fails when: what MLflow and trackio lack isn't looked for,
+    or step 2 is sent again."""
+    monkeypatch.setenv("lost", "1")
+    lives("mlflow,trackio")
+    once = [(step, 10.0 - step) for step in range(1, 8)]
+    assert (_in_mlflow(tmp_path), _in_trackio(tmp_path)) == (once, once)
 
 
 def test_wandb_that_is_disabled_takes_figures_tables_and_files_and_keeps_nothing(tmp_path: Path) -> None:
@@ -190,3 +208,19 @@ def _in_tensorboard(folder: Path) -> list[tuple[int, float]]:
     events = EventAccumulator(str(folder / f"out/trackers/{trackers.PROJECT}"))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars("loss")]
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (["wandb"], "--report-to wandb: the library is not installed. Type: pip install wandb"),
+        (["wandb", "mlflow"], "--report-to wandb,mlflow: their libraries are not installed. Type: pip install wandb mlflow-skinny sqlalchemy alembic"),
+    ],
+)
+def test_all_missing_trackers_are_told_at_once_with_what_to_install(missing: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the first one is refused alone, or MLflow is to be installed whole, beside which pyarrow is another."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else find_spec(name))
+    with pytest.raises(tk.Refusal) as refused:
+        tracker_names(tk.RunConfig(report_to=["wandb", "tensorboard", "mlflow"]))
+    assert str(refused.value) == said

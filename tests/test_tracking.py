@@ -106,23 +106,39 @@ def test_a_terminal_has_one_moving_line_with_the_share_done_and_the_time_left(
     monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
     """After 3 of 12 steps in 30 seconds, a quarter of the bar and 90 seconds. Fails when: the line is not taken back before the next
-    one, or a figure that was logged is lost with the next step."""
+    one, or a logging event leaves nothing above it."""
     progress, screen, out = progress_on(monkeypatch, True)
     clock[0] += 30.0
     progress.logged(3, {"loss": 1.25, "learning_rate": 1e-4, "grad_norm": 2.0, "unknown": 7.0})
     progress.moved(3)
     clock[0] += 10.0
     progress.moved(4)
-    assert out.getvalue() == ""
-    assert shown_lines(screen.getvalue()) == ["━" * 8 + "─" * 16 + " 4/12  80 s left  loss 1.2500  lr 1.00e-04  norm 2"]
+    assert out.getvalue() == "step 3/12  loss 1.2500  lr 1.00e-04  norm 2  1.5 min left\n"
+    assert shown_lines(screen.getvalue()) == ["━" * 8 + "─" * 16 + " 4/12  80 s left"]
     assert "━" * 6 + "─" * 18 + " 3/12  1.5 min left" in screen.getvalue()
     progress.say("a line that stays")
     assert shown_lines(screen.getvalue())[-1] == ""
-    assert out.getvalue() == "a line that stays\n"
+    assert out.getvalue().endswith("left\na line that stays\n")
     progress.moved(12)
     progress.close()
     assert screen.getvalue().endswith("\n")
     assert shown_lines(screen.getvalue())[-2].startswith("━" * 24 + " 12/12")
+
+
+def test_the_moving_line_is_one_line_of_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    """Fails when: it may be longer, and what wraps is left behind by each refresh."""
+    monkeypatch.setenv("COLUMNS", "30")
+    progress, screen, _ = progress_on(monkeypatch, True, total_steps=12_000)
+    clock[0] += 30.0
+    progress.moved(3_000)
+    assert [len(line) for line in shown_lines(screen.getvalue())] == [29]
+
+
+def test_a_rate_has_three_digits(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    """Fails when: 980.1020 tokens a second are shown."""
+    progress, _, out = progress_on(monkeypatch, False)
+    progress.logged(3, {"tokens_per_second": 980.1020, "examples_per_second": 4.56789})
+    assert out.getvalue() == "step 3/12  tokens/s 980  examples/s 4.57  0 s left\n"
 
 
 def test_a_resumed_run_reckons_with_its_own_steps_alone(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:

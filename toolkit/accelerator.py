@@ -9,6 +9,8 @@ from toolkit.allocator import keep_freed_memory
 from toolkit.config import Refusal, RunConfig
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
+# What a tracker is installed with where that isn't its name: the whole of MLflow wants other versions of pyarrow and protobuf.
+TRACKER_PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
 
 
 def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
@@ -34,7 +36,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
         check_output_dir(config)  # before the imports below: they take seconds
     trackers = tracker_names(config)
     choice = choose_engine(config, in_code=deepspeed_plugin and deepspeed_plugin.hf_ds_config.config)
-    check_engine(choice, config)
+    check_engine(choice, config, in_code=deepspeed_plugin is not None)
 
     import torch
     from accelerate.utils import check_cuda_p2p_ib_support, set_seed
@@ -74,7 +76,9 @@ def tracker_names(config: RunConfig) -> list[str]:
     names = [name for name in config.report_to if name != "none"]
     if "all" in names:
         return [name for name in TRACKERS if importlib.util.find_spec(name)]
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise Refusal(f"--report-to {name}: the library is not installed. Type: pip install {name}")
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        what = "the library is" if len(missing) == 1 else "their libraries are"
+        packages = " ".join(TRACKER_PACKAGES.get(name, name) for name in missing)
+        raise Refusal(f"--report-to {','.join(missing)}: {what} not installed. Type: pip install {packages}")
     return names

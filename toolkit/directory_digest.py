@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 _OF_A_MODEL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".safetensors", ".py")
 _WHOLE, _PIECES, _PIECE = 16 << 20, 128, 64 << 10  # bytes, pieces of a file, bytes of a piece
@@ -18,16 +19,21 @@ def directory_digest(directory: str | Path) -> str:
     for path in sorted(Path(directory).expanduser().rglob("*")):
         if path.suffix not in _OF_A_MODEL or not path.is_file():
             continue
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(Path(directory).expanduser()).as_posix()}\0{size}\0".encode())
-        with open(path, "rb") as file:
-            if size <= _WHOLE:
-                digest.update(file.read())
-                continue
-            for number in range(_PIECES):
-                file.seek((size - _PIECE) * number // (_PIECES - 1))
-                digest.update(file.read(_PIECE))
+        add_file(digest, path.relative_to(Path(directory).expanduser()).as_posix(), path)
     return digest.hexdigest()
+
+
+def add_file(digest: Any, name: str, path: Path) -> None:
+    """Let a digest know of a file: its name, its size, and its content or pieces of it, as `directory_digest` says."""
+    size = path.stat().st_size
+    digest.update(f"{name}\0{size}\0".encode())
+    with open(path, "rb") as file:
+        if size <= _WHOLE:
+            digest.update(file.read())
+            return
+        for number in range(_PIECES):
+            file.seek((size - _PIECE) * number // (_PIECES - 1))
+            digest.update(file.read(_PIECE))
 
 
 def digests_of_directories(*names: str | None) -> dict[str, str]:

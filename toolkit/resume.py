@@ -30,6 +30,7 @@ FREE = frozenset({
 })  # fmt: skip
 
 _OF_DATA = {field.name for group in (DataConfig, ModelConfig) for field in fields(group)}
+ALLOWED = "allowed by --allow-change"
 _OTHER_MASKS = "dropout masks differ from here on; the examples of each step do not"
 _OTHER_LOSS = "the loss compares other pairs from here on, allowed by --allow-change"
 _OF_THE_MICRO_BATCH = ("per_device_train_batch_size", "micro_batch_size")
@@ -117,11 +118,12 @@ def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: 
     told_already = {"micro_batch_size"} if "per_device_train_batch_size" in changed else set()
     of_world = [name for name in layout if name in old_layout and name not in told_already]
     pairs += [(name, old_layout[name], layout[name]) for name in of_world if old_layout[name] != layout[name]]
-    allowed = "allowed by --allow-change"
     said = SAID | (dict.fromkeys(_OF_THE_MICRO_BATCH, _OTHER_LOSS) if is_another_loss else {})
-    told = {name: f"{name} was {old} and is {new}: {said.get(name, allowed)}" for name, old, new in pairs}
+    told = {name: f"{name} was {old} and is {new}: {said.get(name, ALLOWED)}" for name, old, new in pairs}
     if old_layout.get("global_batch_size", layout["global_batch_size"]) != layout["global_batch_size"]:
         told["global_batch_size"] += f" (--global-batch-size {old_layout['global_batch_size']} keeps the steps as they were)"
+    if record["fingerprint"] != train.fingerprint and not _OF_DATA.intersection(changed):
+        told["data"] = f"the training data are others: {ALLOWED}"
     return list(told.values())
 
 

@@ -25,13 +25,13 @@ from toolkit.heartbeat import Heartbeat, start_heartbeat
 from toolkit.hub.uploads import hub_uploads
 from toolkit.ranks import on_main
 from toolkit.resume import checkpoint_to_resume
-from toolkit.run_card import end_run_card, files_of_a_run, write_run_card
-from toolkit.run_state import check_room, check_saves, report_saves, restore_run, save_run
+from toolkit.run_card import end_run_card, files_of_a_run
+from toolkit.run_state import check_room, check_saves, describe_run, report_saves, restore_run, save_run
 from toolkit.signals import Interrupted, OutOfTime, StopSignal, signals_noted, stop_deadline
 from toolkit.stopping import how_to_continue, interrupt, leave_in_time
 from toolkit.summary import Summary, summarise
 from toolkit.trackers import Trackers, open_trackers
-from toolkit.tracking import Progress, show_number
+from toolkit.tracking import Progress, one_line, own_ends, show_number
 
 EVERY = {"log": "logging_steps", "eval": "eval_steps", "save": "save_steps"}
 STRATEGY = {"log": "logging_strategy", "eval": "eval_strategy", "save": "save_strategy"}
@@ -66,6 +66,7 @@ class Run:
         self._opened, self.seconds_before = time.monotonic(), 0.0
         self._position_before, self._best_is_unsaved = 0, False
         self.base, self.between_steps, self.evaluation_is_owed = dict[str, Any](), True, False
+        self.continued: list[str] = []  # what it went on with otherwise than it began
 
     def __iter__(self) -> Iterator[Batch]:
         self.window.resume_clock()
@@ -163,9 +164,10 @@ class Run:
     def compare_with(self, name: str, find_baselines: Callable[[], dict[str, float]]) -> None:
         """Say what an evaluation figure has to beat; the summary and the report show them side by side.
 
-        Asked for once in a run, before its first step, and on the main process alone: it may take seconds.
+        Asked for once in a run that evaluates, before its first step, and on the main process alone: it may take seconds.
         """
-        baselines = find_baselines() if self.step == 0 and self.accelerator.is_main_process else {}
+        is_asked = self.step == 0 and self.accelerator.is_main_process and self.config.eval_strategy != "no"
+        baselines = find_baselines() if is_asked else {}
         if not baselines:
             return
         self.baselines = {"figure": name, **baselines}
@@ -174,9 +176,9 @@ class Run:
     def add_samples(self, samples: list[dict[str, Any]]) -> None:
         """Write generated samples ("prompt", "text", perhaps "reference") to samples.jsonl and show them."""
         if self.accelerator.is_main_process:
-            for sample in samples:
+            for sample, asked in zip(samples, own_ends([sample["prompt"] for sample in samples], 50), strict=True):
                 self._keep_line(self._samples, {"step": self.step, **sample})
-                self.say(f"  sample ┃ {_one_line(sample['prompt'], 50)} ┃ {_one_line(sample['text'], 100)}")
+                self.say(f"  sample ┃ {asked} ┃ {one_line(sample['text'], 100)}")
             self.trackers.add_samples(samples, self.step)
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -265,10 +267,9 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
             restore_run(run, source)
         elif accelerator.is_main_process:
             output.clear_figures(run.output_dir)
-        if accelerator.is_main_process:
-            output.write_config(config)
-            write_run_card(run.output_dir / "run.json", accelerator, config, run.model, train)
+        on_main(accelerator, lambda: describe_run(run, source))
         run.trackers = open_trackers(accelerator, config, run.tracker_ids, run.step, run.say)
+        run.trackers.catch_up(run.events)
         run.status = "failed"
         with signals_noted(stop_deadline(config)) as run.stop:  # until all is closed: a late signal must not cut that short
             try:
@@ -292,8 +293,3 @@ def open_run(accelerator: Any, config: Any, model: Any, optimizer: Any, train: A
                 if run.heartbeat:
                     run.heartbeat.close()
                 accelerator.end_training()
-
-
-def _one_line(text: str, width: int) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= width else flat[: width - 1] + "…"

@@ -6,8 +6,8 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,28 +15,49 @@ from typing import Any
 import torch
 
 from toolkit.adapter_files import base_of_adapter
-from toolkit.config import changed_settings
+from toolkit.config import Refusal, changed_settings
 from toolkit.directory_digest import digests_of_directories
 from toolkit.engines import element_count
 from toolkit.launch import TRAIN_OPTIONS
 from toolkit.output import write_atomically
+from toolkit.provenance import digests_of_files, git_commit, processor_name, toolkit_identity, working_directory
 from toolkit.tracking import public_settings
 
-LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "peft", "safetensors", "tokenizers", "deepspeed")
+LIBRARIES = (
+    "torch", "accelerate", "transformers", "datasets", "evaluate", "peft", "safetensors", "tokenizers", "numpy",
+    "huggingface_hub", "deepspeed",
+)  # fmt: skip
+REPLAYED_DATA = "TOOLKIT_REPLAYED_DATA"  # the variable that tells a replay's run which training data it must have
 
 
-def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train: Any) -> None:
+def write_run_card(
+    path: Path, accelerator: Any, config: Any, model: Any, train: Any, continued: Sequence[str] = ()
+) -> None:
     """Write settings, recipe, data, model, libraries, hardware and layout of a run as JSON. What is in it is listed here.
 
     `end_run_card` adds how it ended. Without an accelerator (None) it is a run of one process in full precision.
+
+    Args:
+        continued: what the run went on with otherwise than it began, at which step; the settings tell the last of it alone.
+
+    Raises:
+        Refusal: it is the run of a replay, and its training data are not those of the original.
     """
+    if os.environ.get(REPLAYED_DATA, train.fingerprint) != train.fingerprint:
+        raise Refusal(
+            "the training data are not those of the run that is replayed: rows, tokenizer or chat template have changed since, "
+            "or code of the toolkit that reads and prepares rows. Nothing was trained. Bring back what they were."
+        )
     device = accelerator.device if accelerator else next(model.parameters()).device
     processes = accelerator.num_processes if accelerator else 1
     settings = public_settings(config)
     card = {
         "settings": settings,
+        "started": {"date": datetime.now(UTC).isoformat(timespec="seconds"), "directory": working_directory()},
+        "continued": list(continued),
         "given": sorted(given_settings(config).intersection(settings)),
         "recipe": recipe_file(),
+        "toolkit": toolkit_identity(),
         "launch": shlex.split(os.environ.get(TRAIN_OPTIONS, "")),
         "data": {
             "dataset": getattr(config, "dataset", None), "fingerprint": train.fingerprint, "epoch_size": train.epoch_size,
@@ -57,6 +78,7 @@ def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train:
             "parameters": sum(element_count(p) for p in model.parameters()),
             "trainable": sum(element_count(p) for p in model.parameters() if p.requires_grad),
         },
+        "files": digests_of_files(*(getattr(config, name, None) for name in ("dataset", "chat_template", "deepspeed"))),
         "seeds": {name: value for name, value in settings.items() if name == "seed" or name.endswith("_seed")},
         "layout": {
             "processes": processes,
@@ -68,8 +90,8 @@ def write_run_card(path: Path, accelerator: Any, config: Any, model: Any, train:
             "steps": train.num_steps,
         },
         "hardware": {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            "processor": platform.processor() or platform.machine(),
+            "device": device_name(device),
+            "processor": processor_name(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
         },
@@ -102,6 +124,11 @@ def files_of_a_run(run: Any) -> list[Path]:
     return [run.output_dir / "run.json", report]
 
 
+def device_name(device: torch.device) -> str:
+    """The maker's name of a GPU; else the kind of device, such as cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def given_settings(config: Any) -> frozenset[str]:
     """Names of the settings that someone gave; of a config made in code, of those that are not their defaults."""
     known = getattr(config, "given", None)
@@ -129,20 +156,9 @@ def recipe_file() -> dict[str, str | None]:
     script = Path(sys.argv[0])
     if not script.is_file():
         return {"file": script.name, "path": None, "sha256": None, "commit": None}
-    commit = _git_commit(script.resolve().parent)
+    commit = git_commit(script.resolve().parent)
     return {"file": script.name, "path": str(script), "sha256": sha256_of(script), "commit": commit}
 
 
 def sha256_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _git_commit(folder: Path) -> str | None:
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=folder, capture_output=True, text=True,
-            timeout=5, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return described.stdout.strip()

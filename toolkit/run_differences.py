@@ -33,6 +33,16 @@ def first_loss_difference(one: Path, other: Path) -> LossDifference | None:
     return None
 
 
+def losses_of_the_same_steps(one: Path, other: Path) -> list[tuple[int, float, float]]:
+    """(step, loss in the one, loss in the other) of each logging event that is the mean over the same steps in both.
+
+    That is: the event before it was of the same step in both as well. Two runs that differ in how often they log, or in
+    which a resume changed that, have fewer such events than each has.
+    """
+    ours, theirs = _losses_by_steps(one), _losses_by_steps(other)
+    return [(steps[1], ours[steps], theirs[steps]) for steps in ours if steps in theirs]
+
+
 def first_checkpoint_difference(one: Path, other: Path) -> str | None:
     """What differs first in the final checkpoints of two output directories: model, then optimiser, bit for bit.
 
@@ -70,6 +80,13 @@ def first_model_difference(one: Path, other: Path) -> str | None:
             if difference := _difference(ours[tensor], theirs[tensor]):
                 return f"{tensor}: {difference}"
     return None
+
+
+def _losses_by_steps(output_dir: Path) -> dict[tuple[int, int], float]:
+    """By the last step before those an event is the mean of, and the last of them."""
+    logged = logged_losses(output_dir)
+    before = [0, *(step for step, _ in logged)]
+    return {(start, step): loss for start, (step, loss) in zip(before, logged, strict=False)}
 
 
 def _everything(state: State) -> tuple[dict[str, torch.Tensor], Any]:

@@ -12,7 +12,8 @@ from toolkit.data.batch import Batch
 from toolkit.engines import element_count, engine_of, unwrapped
 from toolkit.figures import StepFigures
 from toolkit.ranks import largest, on_all, on_main
-from toolkit.resume import changes_since, keeps_its_length, plain_settings, run_layout
+from toolkit.resume import ALLOWED, changes_since, keeps_its_length, plain_settings, run_layout
+from toolkit.run_card import write_run_card
 from toolkit.tracking import Progress
 
 FIGURES = ("metrics.jsonl", "samples.jsonl")
@@ -80,7 +81,7 @@ def restore_run(run: Any, path: Path) -> None:
     def load() -> tuple[ckpt.State, list[str]]:
         state = ckpt.load_checkpoint(path)
         notes = changes_since(state.run, run.config, accelerator, train)
-        _refuse_other_reference(state.run, run)
+        notes += _other_reference(state.run, run)
         train.restore(state.run["source"], state.run["position"])
         if not shards:
             ckpt.apply_state(state, run.model, run.optimizer, accelerator.scaler)
@@ -107,7 +108,24 @@ def restore_run(run: Any, path: Path) -> None:
     run.say(f"resumed from {path}: step {run.step} of {run.num_steps}")
     for note in notes:
         run.say(f"  {note}")
+    came = [] if _is_own(run, path) else [f"went on from a checkpoint of another run, {path}"]
+    now = [] if _keeps_its_card(run, path) else [f"step {run.step}: {note}" for note in [*came, *notes]]
+    run.continued = [*record.get("continued", ()), *now]
     ckpt.restore_random_state(state.random)
+
+
+def describe_run(run: Any, source: Path | None) -> None:
+    """Write config.yaml and run.json, once it is clear that the run goes on, and from where (None: from its beginning)."""
+    if source is None or not _keeps_its_card(run, source):
+        output.write_config(run.config)
+        card = run.output_dir / "run.json"
+        write_run_card(card, run.accelerator, run.config, run.model, run.train, run.continued)
+
+
+def _keeps_its_card(run: Any, checkpoint: Path) -> bool:
+    """Whether nothing is left to train of the directory's own run: its files say what the weights were made with."""
+    files = [run.output_dir / name for name in ("config.yaml", "run.json")]
+    return run.finished and _is_own(run, checkpoint) and all(path.exists() for path in files)
 
 
 def _reference_made_of(run: Any) -> dict[str, Any] | None:
@@ -115,19 +133,23 @@ def _reference_made_of(run: Any) -> dict[str, Any] | None:
     return getattr(unwrapped(run.model), "reference_made_of", None)
 
 
-def _refuse_other_reference(record: dict[str, Any], run: Any) -> None:
+def _other_reference(record: dict[str, Any], run: Any) -> list[str]:
+    """What to say where the reference is made of other files than it was; refused unless `allow_change` names the model."""
     before, now = record.get("reference_made_of"), _reference_made_of(run)
-    if before and before != now and "model" not in run.config.allow_change:
+    if not before or before == now:
+        return []
+    if "model" not in run.config.allow_change:
         raise Refusal(
             f"--resume: the files of --model {run.config.model}, which the reference is made of, are not those that the run "
             "began with. Bring them back, begin a new run in another --output-dir, or go on with another reference: "
             "--allow-change model"
         )
+    return [f"the reference is made of other files: {ALLOWED}"]
 
 
 def _settle(run: Any, path: Path) -> None:
     """Make the output directory that of a run whose newest checkpoint is this one: a kill may have come at any moment."""
-    own = path.resolve().parent == run.checkpoints.resolve()
+    own = _is_own(run, path)
     for moved in ckpt.set_aside_later(run.checkpoints, run.step if own else -1, run.best.get("step")):
         run.say(f"  set aside, as it is {'later than the one continued from' if own else 'of another run'}: {moved}")
     for name in FIGURES:
@@ -136,6 +158,10 @@ def _settle(run: Any, path: Path) -> None:
     if own:
         ckpt.write_pointer(run.checkpoints, "last", path)
     run.writer.prune()
+
+
+def _is_own(run: Any, checkpoint: Path) -> bool:
+    return checkpoint.resolve().parent == run.checkpoints.resolve()
 
 
 def _point_to_best(run: Any) -> None:
@@ -180,6 +206,7 @@ def run_record(run: Any) -> dict[str, Any]:
         "fingerprint": run.train.fingerprint, "source": run.train.state(), "settings": plain_settings(run.config),
         "layout": run_layout(run.accelerator, run.train), "trackers": dict(run.trackers.ids),
         "evaluation_is_owed": run.evaluation_is_owed, "reference_made_of": _reference_made_of(run),
+        "continued": run.continued,
         "window": [_step_record(step) for step in run.window.steps], "window_seconds": run.window.seconds,
     }  # fmt: skip
 

@@ -133,6 +133,9 @@ def _pretrained_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
     if is_directory:
         name = str(Path(name).expanduser())
         if not any(Path(name, file).exists() for file in _TOKENIZER_FILES):
+            of_run = Path(name, "model")
+            if any((of_run / file).exists() for file in ("config.json", "adapter_config.json")):
+                raise Refusal(f"{setting} {name}: is a run's output directory. Did you mean {setting} {of_run}?")
             raise Refusal(
                 f"{setting} {name}: the directory holds no tokenizer (none of {', '.join(_TOKENIZER_FILES[:4])} ...). "
                 "Save it there with tokenizer.save_pretrained(...), or name another with --tokenizer"

@@ -25,6 +25,7 @@ PROJECT = "toolkit"
 WAITING = 10_000  # records that wait for a tracker before further ones are lost
 CLOSE_SECONDS, HURRIED_SECONDS = 60.0, 3.0  # at the end of a run, and of one that a signal stopped
 LOOKS_EVERY = 0.1  # seconds: how soon a tracker with nothing to do sees that the run is over
+_WHERE = ("step", "epoch", "examples", "time")  # in a line of metrics.jsonl, beside its figures
 Record = Callable[["Any"], None]
 
 
@@ -47,6 +48,13 @@ class Trackers:
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Numbers of one step. Returns at once."""
         self._send(partial(_log, figures=dict(figures), step=step))
+
+    def catch_up(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Lines of metrics.jsonl from before the checkpoint that a run goes on from: a killed run's may not have arrived.
+
+        For trackers that can say what they have. The others keep what they were sent at once, in files.
+        """
+        self._send(partial(_log_lacking, events=list(events)))
 
     def add_samples(self, samples: Sequence[Mapping[str, str]], step: int) -> None:
         """Texts that the model wrote, as a table where the tracker has such."""
@@ -165,6 +173,13 @@ def _log(tracker: Any, figures: dict[str, float], step: int) -> None:
         tracker.log(new, step=step)
 
 
+def _log_lacking(tracker: Any, events: Sequence[Mapping[str, Any]]) -> None:
+    if hasattr(tracker, "told"):
+        for event in events:
+            figures = {name: value for name, value in event.items() if name not in _WHERE and isinstance(value, (int, float))}
+            _log(tracker, figures, event["step"])
+
+
 def _log_table(add: Callable[..., None], tracker: Any, columns: list[str], rows: list[list[str]], step: int) -> None:
     if ("samples", step) not in getattr(tracker, "told", ()):
         add(tracker, columns=columns, rows=rows, step=step)
@@ -204,7 +219,7 @@ def _open_tensorboard(config: Any, settings: Mapping[str, Any], ids: dict[str, s
 def _open_trackio(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
     tracker = _started("trackio", settings, name=_name(config), resume="allow" if step else "never")
     if step and not config.allow_change:
-        tracker.told = told_to_trackio(PROJECT, tracker.run, step)
+        tracker.told = told_to_trackio(PROJECT, tracker.run)
     return tracker
 
 
@@ -223,8 +238,8 @@ def _open_mlflow(config: Any, settings: Mapping[str, Any], ids: dict[str, str], 
     if is_here:  # files too: else they go to `mlruns` where the run was started
         same["logging_dir"] = (folder / "files").as_uri()
     tracker = _started("mlflow", what, **same)
-    if known and not config.allow_change:
-        tracker.told = told_to_mlflow(known, step)
+    if step and not config.allow_change:
+        tracker.told = told_to_mlflow(known) if known else set()
     ids["mlflow"] = tracker.tracker.info.run_id
     write_atomically(kept, ids["mlflow"])
     return tracker

@@ -1,8 +1,10 @@
 """What a run shows while it trains: progress on the screen, throughput; and which settings may be sent elsewhere."""
 
 import dataclasses
+import itertools
 import math
 import re
+import shutil
 import sys
 import time
 from typing import Any
@@ -66,28 +68,27 @@ def public_settings(config: Any) -> dict[str, Any]:
 
 
 class Progress:
-    """One moving line on a terminal, plain lines in a file; only on the main process."""
+    """A line for each logging event, and on a terminal a moving one below them; only on the main process."""
 
     def __init__(self, total_steps: int, first_step: int, shown: bool) -> None:
         self.total_steps, self.first_step, self.shown = total_steps, first_step, shown
         self.live = shown and sys.stderr.isatty()
         self.started = time.monotonic()
-        self.figures = ""
 
     def moved(self, step: int) -> None:
-        """A step is done: the moving line shows how far and how long."""
+        """A step is done: the moving line shows how far and how long, in one line of the terminal, however narrow it is."""
         if not self.live:
             return
         done = step / self.total_steps
         bar = "━" * round(24 * done) + "─" * (24 - round(24 * done))
-        sys.stderr.write(f"\r\x1b[2K{bar} {step}/{self.total_steps}  {self._remaining(step)}  {self.figures}")
+        line = f"{bar} {step}/{self.total_steps}  {self._remaining(step)}"
+        sys.stderr.write(f"\r\x1b[2K{line[: max(1, shutil.get_terminal_size().columns - 1)]}")
         sys.stderr.flush()
 
     def logged(self, step: int, figures: dict[str, float]) -> None:
-        """A logging event: a part of the moving line, or a line of its own."""
-        self.figures = "  ".join(f"{_SHORT[name]} {show_number(figures[name])}" for name in _SHORT if name in figures)
-        if self.shown and not self.live:
-            self.say(f"step {step}/{self.total_steps}  {self.figures}  {self._remaining(step)}")
+        """A logging event: a line that stays."""
+        shown = "  ".join(f"{_SHORT[name]} {_as_shown(name, figures[name])}" for name in _SHORT if name in figures)
+        self.say(f"step {step}/{self.total_steps}  {shown}  {self._remaining(step)}".rstrip())
 
     def say(self, text: str) -> None:
         """A line that stays, above the moving one."""
@@ -114,6 +115,12 @@ _SHORT = {
 }  # fmt: skip
 
 
+def _as_shown(name: str, value: float) -> str:
+    if name.endswith("_per_second") and math.isfinite(value):  # it varies by more than a third digit would say
+        return f"{value:.3g}" if abs(value) < 1000 else show_number(round(value))
+    return show_number(value)
+
+
 def show_number(value: float) -> str:
     """A figure in as few characters as say it; in a SageMaker job without commas, which its metrics would not be read over."""
     comma = "" if in_container() else ","
@@ -122,3 +129,16 @@ def show_number(value: float) -> str:
     if not math.isfinite(value) or 0.001 <= abs(value) < 1000:
         return f"{value:.4f}"
     return f"{value:{comma}.0f}" if abs(value) >= 1000 else f"{value:.2e}"
+
+
+def own_ends(prompts: list[str], width: int) -> list[str]:
+    """The end of each prompt, which tells it from others, before what all of them end with: a chat template's words."""
+    ends = zip(*(reversed(prompt) for prompt in prompts), strict=False) if len(prompts) > 1 else ()
+    alike = sum(1 for _ in itertools.takewhile(lambda characters: len(set(characters)) == 1, ends))
+    return [one_line((prompt[: len(prompt) - alike] or prompt)[::-1], width)[::-1] for prompt in prompts]
+
+
+def one_line(text: str, width: int) -> str:
+    """A text without line breaks, cut to so many characters."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= width else flat[: width - 1] + "…"

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from toolkit.config import ClassificationConfig, DataConfig, ModelConfig, Refusal, RewardConfig
+from toolkit.config.setting import nearest
 
 TASKS = ("sft", "lm", "classification", "preference")
 LM_FIGURES = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
@@ -66,6 +67,7 @@ def evaluate_model(
     if (task in ("sft", "lm")) != (auto_class == "AutoModelForCausalLM"):
         kind = "a language model (sft or lm)" if auto_class == "AutoModelForCausalLM" else "classification or preference"
         raise Refusal(f"--task {task}: {config.model} is made for {kind}.")
+    _check_before_loading(task, metrics, config)
     longest = None if is_length_given else longest_example(config)
     if longest is not None and longest < config.max_length:
         config = replace(config, max_length=longest)
@@ -149,10 +151,22 @@ def _preference_metrics(config: Any, names: list[str], model: Any, tokenised: An
     return reward_metrics(config)
 
 
+def _check_before_loading(task: str, names: list[str], config: EvaluationConfig) -> None:
+    """Refuse what no model of this task has: a mistyped name need not wait for the weights."""
+    if task in ("sft", "lm"):
+        _check(names, LM_FIGURES)
+    elif task == "classification" and names:
+        from toolkit.metrics.classification import classification_metrics
+
+        classification_metrics(names, 2, config.problem_type)  # how many classes there are is seen later
+
+
 def _check(names: list[str], known: tuple[str, ...], when: str = "") -> None:
     for name in names:
         if name not in known:
-            raise Refusal(f"--metrics {name}: a model has {', '.join(known)}{' ' * bool(when)}{when}.")
+            near = nearest(name, known)
+            meant = f" Did you mean {near}?" if near else ""
+            raise Refusal(f"--metrics {name}: a model has {', '.join(known)}{' ' * bool(when)}{when}.{meant}")
 
 
 _METRICS = {

@@ -3,6 +3,7 @@
 Each test names the one-line change under which it was seen to fail.
 """
 
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 import toolkit as tk
 from toolkit.cli.main import app
+from toolkit.cli.refusals import print_refusal
 from toolkit.config import Refusal
 from toolkit.data.tokenising.inspection import guess_task
 
@@ -54,12 +56,56 @@ def test_every_bad_row_is_named_and_the_good_ones_are_counted(tmp_path: Path) ->
     code, output = inspect(path, "--eval-fraction", "0", "--examples", "0")
     assert code == 1
     told = output.partition("3 problems, in 9 rows:\n")[2]
-    place = f"{tmp_path.name}/chats.jsonl:"
+    place = f"{path}:"
     assert [line.strip() for line in told.splitlines() if place in line] == [
         f"{place}1, 42-44, 512-513, 600", f"{place}101", f"{place}531",
     ]  # fmt: skip
     assert "has the role 'usr', which no chat template knows. Did you mean 'user'?" in told
     assert re.search(r"^  train +591 ", output, re.M)
+
+
+@pytest.mark.parametrize("given", ["chats.jsonl", "./chats.jsonl", "{folder}/chats.jsonl", "../{name}/chats.jsonl", "more", "*.jsonl"])
+def test_rows_are_named_by_a_path_that_can_be_opened(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `inspect` and where training refuses. Fails when: print_refusal, or _show, doesn't ask for the path that was given."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more").mkdir()
+    for path in (tmp_path / "chats.jsonl", tmp_path / "more/train.jsonl"):
+        write(path, [chat(0), {"messages": []}, *map(chat, range(3))])
+    dataset = given.format(folder=tmp_path, name=tmp_path.name)
+    code, output = inspect(dataset, "--eval-fraction", "0")
+    assert code == 1
+    shown = set(re.findall(r"(\S+jsonl):\d", output))
+    assert {Path(path).resolve() for path in shown} == {tmp_path / ("more/train.jsonl" if given == "more" else "chats.jsonl")}
+    splits = tk.load_splits(tk.DataConfig(dataset=dataset, eval_fraction=0.0))
+    with pytest.raises(Refusal) as refused:
+        tk.tokenize_for_sft(splits, tk.load_tokenizer(tk.ModelConfig()), tk.DataConfig(eval_fraction=0.0))
+    told = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", told)
+    print_refusal(refused.value)
+    assert Path(told.getvalue().removeprefix("refused: ").partition(":2: ")[0]).exists()
+
+
+def test_rows_bear_the_same_name_wherever_their_folder_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is part of the data's fingerprint, by which a resume knows them. Fails when: the path that was given names the rows."""
+    write(tmp_path / "chats.jsonl", [chat(0), chat(1)])
+    monkeypatch.chdir(tmp_path)
+    here, there = (tk.load_splits(tk.DataConfig(dataset=str(path), eval_fraction=0.0)) for path in ("chats.jsonl", tmp_path / "chats.jsonl"))
+    assert here["train"]["origin"][:] == there["train"]["origin"][:] == [f"{tmp_path.name}/chats.jsonl:{n}" for n in (1, 2)]
+    assert here["train"]._fingerprint == there["train"]._fingerprint
+
+
+def test_every_row_that_fits_no_column_is_named(tmp_path: Path) -> None:
+    """A column of two kinds of value, and a list of two kinds. Fails when: inspect ends with the loader's refusal, which names one."""
+    rows: list[Any] = [chat(number) for number in range(40)]
+    for number in (4, 7, 30):
+        rows[number] = {"messages": "hello"}
+    code, output = inspect(write(tmp_path / "mixed.jsonl", rows), "--eval-fraction", "0")
+    assert code == 1
+    assert [int(n) for n in re.findall(r"mixed.jsonl:(\d+): 'messages' is a string, but a list in 37 rows", output)] == [5, 8, 31]
+    rows = [{"text": f"a {number}", "tags": ["x"] if number not in (20, 25) else [1]} for number in range(40)]
+    code, output = inspect(write(tmp_path / "inside.jsonl", rows), "--eval-fraction", "0")
+    assert code == 1
+    assert [int(n) for n in re.findall(r"inside.jsonl:(\d+): 'tags' doesn't fit the rows before it", output)] == [21, 26]
 
 
 def test_what_is_refused_is_what_training_refuses(tmp_path: Path) -> None:

@@ -156,6 +156,15 @@ def test_another_models_logits_are_not_written(tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in (tmp_path / "merged").iterdir()] == ["mine.txt"]
 
 
+def test_a_runs_directory_stands_for_its_adapter(tmp_path: Path) -> None:
+    """As in the other commands. Fails when: the directory itself is taken for the adapter."""
+    adapter = make_adapter(tmp_path)
+    for name, given in (("a", adapter), ("b", adapter.parent)):
+        assert merge(given, "--into", tmp_path / name).exit_code == 0
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+    assert merge(adapter.parent, "--into", adapter, "--overwrite").exit_code == 2
+
+
 def test_what_is_there_is_kept_unless_it_may_go(tmp_path: Path) -> None:
     """An empty directory is as good as none. Fails when: --overwrite is not asked for, or merges the two directories."""
     adapter = make_adapter(tmp_path)

@@ -271,6 +271,24 @@ def test_a_language_models_figures_are_those_of_a_loop_over_tokens(made: Path, t
         evaluated(made / "run", "--dataset", tmp_path / "answers.jsonl", "--metrics", "bits_per_byte")
 
 
+@pytest.mark.parametrize(
+    ("of", "rows", "metric", "said"),
+    [
+        ("run", {"prompt": "a b", "completion": "c"}, "perplexty", "bits_per_byte. Did you mean perplexity?"),
+        ("classes", {"text": "a b", "label": 1}, "acuracy", "Did you mean accuracy?"),
+    ],
+)
+def test_a_mistyped_metric_is_refused_before_the_model_is_loaded(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, rows: dict[str, Any], metric: str, said: str
+) -> None:
+    """Fails when: the names are looked at once the model and the rows are there."""
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(rows)}\n" * 3)
+    monkeypatch.setattr("toolkit.trained.load_trained", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(Refusal) as refused:
+        evaluated(made / of, "--dataset", tmp_path / "rows.jsonl", "--metrics", metric)
+    assert said in str(refused.value)
+
+
 def test_the_rows_that_training_holds_out_can_be_asked_for(made: Path, tmp_path: Path) -> None:
     """Fails when: --split validation is refused where the data have none, or takes other rows than load_splits."""
     path = tmp_path / "texts.jsonl"

@@ -258,7 +258,7 @@ def test_run_prints_what_differs_from_the_defaults_and_ends_with_zero(recipe: Pa
     done = run(recipe, "--learning_rate", "1e-3", "--no-packing")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        f"{recipe}: settings that differ from the defaults",
+        f"{recipe} (model tiny-llama): settings that differ from the defaults",
         "  packing       = false  (default true)",
         "  learning_rate = 0.001  (default 0.0002)",
         "main ran with 0.001",
@@ -296,6 +296,31 @@ def test_bug_keeps_its_traceback(recipe: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback (most recent call last):")
     assert done.stderr.endswith("ZeroDivisionError: a bug\n")
+
+
+def test_an_interrupt_while_settings_are_read_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails when the code that Typer has for it is taken for the help page's: the run would be told as finished."""
+    from toolkit.cli import recipe
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    def build(*arguments: Any) -> Any:
+        command = build_command(*arguments)
+        command.callback = interrupted
+        return command
+
+    build_command = recipe.build_command
+    monkeypatch.setattr(recipe, "build_command", build)
+    monkeypatch.setattr(sys, "argv", ["small.py"])
+
+    def main(config: Config) -> None:
+        raise AssertionError("the recipe ran")
+
+    with pytest.raises(SystemExit) as end:
+        tk.run_recipe(main)
+    assert end.value.code == 130
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_help_page_has_a_panel_for_each_group_and_every_setting_with_its_default(recipe: Path) -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Shows how it was called, and ends as its --end says.
 SHOWS_ITS_CALL = """
 import os, sys
-print(os.environ.get("RANK", "-"), sys.argv[1:], flush=True)
+os.write(1, f'{os.environ.get("RANK", "-")} {sys.argv[1:]}\\n'.encode())  # at once: lines of two ranks don't mix
 end = int(sys.argv[-1]) if "--end" in sys.argv else 0
 sys.exit(end)
 """
@@ -136,10 +136,49 @@ def test_what_cannot_be_meant_is_refused_with_code_2(words: list[str], said: str
     assert said in " ".join(output.split())
 
 
-def test_help_after_a_recipe_is_the_recipes_own() -> None:
-    """Fails when: Typer takes --help wherever it stands."""
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train chats.jsonl", "chats.jsonl: is not a Python file. Did you mean `toolkit train sft --dataset chats.jsonl`?"),
+        ("train texts.csv --max-steps 3", "Did you mean `toolkit train sft --dataset texts.csv`?"),
+        ("train qwen_dpo.yaml", "Did you mean `toolkit train dpo --config qwen_dpo.yaml`?"),
+        ("train told.yml", "Did you mean `toolkit train kto --config told.yml`?"),
+        ("train settings.yaml", "Did you mean `toolkit train RECIPE --config settings.yaml`?"),
+        ("train notes", "notes: is not a Python file."),
+        ("verify-resume chats.jsonl", "Did you mean `toolkit verify-resume sft --dataset chats.jsonl`?"),
+        ("sagemaker simulate chats.jsonl", "chats.jsonl: is not a Python file."),
+        ("sft", "No such command 'sft'. Did you mean `toolkit train sft`?"),
+        ("report", "Did you mean `python -m toolkit.report RUN_DIR`?"),
+        ("trian", "Did you mean 'train'?"),
+    ],
+)
+def test_what_was_forgotten_is_suggested_and_nothing_is_run(words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: any file is taken for a recipe, or a word that is no command is compared with commands only."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("chats.jsonl", "texts.csv", "qwen_dpo.yaml", "settings.yaml", "notes"):
+        (tmp_path / name).write_text("open('ran', 'w')\n")
+    (tmp_path / "told.yml").write_text("# toolkit train recipes/kto.py --config told.yml\nseed: 1\n")
+    code, output = in_process(*words.split())
+    assert (code, (tmp_path / "ran").exists()) == (2, False)
+    assert said in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("end", "word", "meant"),
+    [(2, "--proceses", "--processes"), (2, "--acelerate_config=zero2", "--accelerate-config"), (2, "--max-steps", ""), (0, "--proceses", "")],
+)
+def test_a_mistyped_option_of_train_is_told_once_the_recipe_has_refused_it(recipe: Path, end: int, word: str, meant: str) -> None:
+    """Fails when: nobody looks for it among the recipe's flags, or whether the recipe knew it doesn't matter."""
+    ran = toolkit("train", "mine", word, "2", "--end", str(end), cwd=recipe.parents[1])
+    assert ran.returncode == end
+    assert ran.stderr.splitlines()[1:] == ([f"{word.partition('=')[0]}: did you mean {meant}, an option of `toolkit train` itself?"] if meant else [])
+
+
+def test_help_after_a_recipe_is_the_recipes_own_and_names_the_options_of_train() -> None:
+    """Fails when: Typer takes --help wherever it stands, or the last lines are left out."""
     shown = toolkit("train", "sft", "--help")
     assert shown.returncode == 0
+    assert "--processes, --accelerate-config, --nodes, --node-rank" in shown.stdout
     assert "--learning-rate" in shown.stdout
     assert shown.stderr == ""
 

@@ -1,5 +1,6 @@
 """What an engine would make wrong is refused before anything starts, with the reason."""
 
+import importlib.util
 import os
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,17 @@ def test_every_optimizer_is_either_refused_or_trains_on_shards() -> None:
     proven = {"adamw_torch", "adamw_torch_fused", "sgd", "nadam", "radam", "rmsprop", "muon"}
     assert proven | set(_UNSHARDED_ONLY) == set(tk.OptimConfig.__dataclass_fields__["optim"].metadata["choices"])
     assert proven.isdisjoint(_UNSHARDED_ONLY)
+
+
+@pytest.mark.parametrize("in_code", [False, True])
+def test_a_missing_deepspeed_is_told_with_an_instead_only_where_there_is_one(in_code: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a recipe's own DeepSpeedPlugin --fsdp is refused. Fails when: it is advised there too."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find_spec(name))
+    with pytest.raises(Refusal) as refused:
+        check_engine(ZERO, tk.OptimConfig(), in_code=in_code)
+    instead = "" if in_code else " Or shard with --fsdp."
+    assert str(refused.value) == f"ZeRO-3 needs the library DeepSpeed: pip install deepspeed.{instead}"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,5 +1,6 @@
 """`toolkit push` as it is typed: a run's model, a model directory, what is refused, and a Hub that is away."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,32 @@ def test_while_the_hub_is_away_nothing_is_lost_and_the_code_is_1(push: Any, hub:
     hub.fail("*", ".*", 503, times=10**9)
     code, said = push("run")
     assert code == 1, said
-    assert "toolkit push run" in said
+    assert "toolkit push run\n" in said
     hub.faults.clear()
     code, said = push("run")
     assert code == 0, said
     assert hub.titles("alice/named-in-settings") == ["Upload run"]
+
+
+@pytest.mark.parametrize("route", [".*", "/commit/"], ids=["before it is asked", "at the commit"])
+def test_the_command_for_later_sends_to_the_same_place_as_privately(push: Any, hub: Any, run: Path, route: str) -> None:
+    """Fails when: an option that was typed isn't in it, and a private model would go to the run's place, for all to see."""
+    hub.fail("POST" if route == "/commit/" else "*", route, 503, times=10**9)
+    code, said = push("run/model", "--repo-id", "alice/mine", "--private", "--revision", "trial", "--message", "Two words")
+    assert code == 1, said
+    again = next(line for line in said.splitlines() if line.startswith("  toolkit push"))
+    message = " --message 'Two words'" if route == ".*" else ""  # which is in the queue after that
+    assert again == f"  toolkit push run/model --repo-id alice/mine --private --revision trial{message}"
+    hub.faults.clear()
+    code, said = push(*shlex.split(again)[2:])
+    assert code == 0, said
+    assert hub.titles("alice/mine", "trial") == ["Two words"]
+    assert hub.repositories["alice/mine"].private
+
+
+def test_a_name_that_none_can_have_is_refused_without_the_hub(push: Any, hub: Any, run: Path) -> None:
+    """Fails when: the Hub is asked first, which may be away."""
+    hub.fail("*", ".*", 503, times=10**9)
+    code, said = push("run", "--repo-id", "bad name!")
+    assert (code, hub.requests) == (2, []), said
+    assert "bad name! is no name for a repository" in said

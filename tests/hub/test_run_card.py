@@ -66,6 +66,7 @@ def test_the_card_names_commits_and_a_replay_takes_them(hub: Any, inputs: None, 
     assert card["data"]["commits"] == {"alice/rows": commits["dataset"]}
     assert (card["model"]["commit"], card["model"]["tokenizer_commit"]) == (commits["model"], commits["tokenizer"])
     assert card["model"]["directories"] == {}
+    assert card["files"].keys() == {"more.jsonl"}
     _add(hub, "datasets/alice/rows", "train.jsonl", _rows("{} and no more"))
     weights = bytearray(hub.files("alice/base")["model.safetensors"])
     weights[-4:] = b"\0\0\0\0"

@@ -152,7 +152,8 @@ CHANGES = {
 def test_a_run_goes_on_with_other_settings_or_data_only_where_that_is_allowed_by_name(
     run_recipe: Any, rows: Path, change: str
 ) -> None:
-    """Fails when: a setting is missing from the comparison, or the rows' content from the fingerprint."""
+    """And the run card says so. Fails when: a setting is missing from the comparison, or the rows' content from the fingerprint; or
+    what needs no other setting, other rows of the same name, is not said."""
     flags = [*TINY, *CONSTANT, "--max-steps", "4", "--save-steps", "2"]
     first = run_recipe("accelerated", *flags)
     assert first.code == 0, first.err
@@ -172,8 +173,9 @@ def test_a_run_goes_on_with_other_settings_or_data_only_where_that_is_allowed_by
     assert allowed.code == 0, allowed.err
     assert [event["step"] for event in allowed.metrics if "loss" in event] == [1, 2, 3, 4]
     assert not same(weights, allowed.weights())
-    if change != "dataset":
-        assert f"{named}: allowed" in allowed.out
+    told = f"{named if change != 'dataset' else 'the training data are others'}: allowed by --allow-change"
+    assert told in allowed.out
+    assert json.loads((allowed.output_dir / "run.json").read_text())["continued"] == [f"step 2: {told}"]
 
 
 def test_a_key_in_a_recipes_own_field_is_in_no_file_but_its_settings(run_recipe: Any, rows: Path, tmp_path: Path) -> None:

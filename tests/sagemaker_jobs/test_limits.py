@@ -3,6 +3,7 @@
 Each test names the one-line change under which it fails.
 """
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,22 @@ def test_the_limits_are_those_of_the_services_description(sdk: Any) -> None:
     }  # fmt: skip
     described = sdk.model(*{name for name, _ in ours})
     assert {key: described[key[0]][key[1]] for key in ours} == ours
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "said"),
+    [
+        ("ml.g5.2xlarge", None),
+        ("ml.g5.2xlrge", "WARNING: --instance-type ml.g5.2xlrge: is none of the types that the installed botocore knows for training. Did you mean ml.g5.2xlarge?"),
+        ("ml.g5.999xlarge", "WARNING: --instance-type ml.g5.999xlarge: is none of the types"),
+    ],
+)  # fmt: skip
+def test_an_instance_type_that_botocore_does_not_know_is_warned_of_and_let_through(sdk: Any, instance_type: str, said: str | None) -> None:
+    """AWS has newer ones than a description knows. Fails when: it is refused, or nobody looks it up."""
+    ran = sdk.toolkit("sagemaker", "submit", "sft", "--max-steps", "3", "--region", "eu-west-1", "--dry-run", "--instance-type", instance_type)
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["ResourceConfig"]["InstanceType"] == instance_type
+    assert (said in ran.err) if said else ("WARNING" not in ran.err)
 
 
 @pytest.mark.parametrize("stem", ["sft", "a_recipe.of-mine", "x" * 200, "___"])

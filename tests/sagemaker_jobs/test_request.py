@@ -202,7 +202,7 @@ def test_submit_py_is_the_same_command_and_says_what_to_install(tmp_path: Path) 
             env={**os.environ, "PYTHONPATH": ""},
         )  # fmt: skip
         assert (ran.returncode, ran.stdout) == (2, "")
-        assert "pip install 'functional-training-toolkit[sagemaker]'" in ran.stderr
+        assert "pip install 'sagemaker>=2.257,<3'" in ran.stderr
         assert len(ran.stderr.splitlines()) == 1
 
 

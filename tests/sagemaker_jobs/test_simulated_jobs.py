@@ -115,6 +115,21 @@ def test_every_kind_of_setting_reaches_the_recipe_unchanged_through_the_real_tra
     assert {name for name in told[False]["environment"] if name.startswith("SM_")} <= set(told[True]["environment"])
 
 
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_second_job_in_one_folder_says_that_it_goes_on_and_what_begins_another(code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """--output-dir, which a recipe's refusal advises, is the container's. Fails when: nobody looks whether S3 holds a run."""
+    (tmp_path / "ends.py").write_text(f"import sys; from pathlib import Path; Path('../checkpoints/metrics.jsonl').write_text('x'); sys.exit({code})")
+    job = Job(name="ends-1", recipe=tmp_path / "ends.py", instance_type="ml.local.x")
+    config, _ = read_recipe_flags(ROOT / "recipes/sft.py", [])
+    said = []
+    for _ in range(2):
+        assert simulate_here(job, config, {}, tmp_path / "job") == code
+        said.append(capfd.readouterr())
+    assert "simulated:" not in said[0].out + said[0].err
+    assert f"simulated: goes on from what is in {tmp_path}/job/s3/checkpoints; --folder begins another job" in said[1].out
+    assert ("could not go on" in said[1].err and "that of --folder: for a new run name another one" in said[1].err) is (code == 2)
+
+
 def test_the_imitated_variables_are_those_of_the_training_package(tmp_path: Path, sums: Path, sdk_python: str) -> None:
     """From the same files. Fails when: one of them has another text, such as a JSON with spaces in it."""
     hyperparameters = {name: sent for name, (sent, _) in KINDS.items()}

@@ -88,6 +88,18 @@ def test_what_is_on_this_machine_only_is_refused(settings: dict[str, str], said:
         check_places(Settings(), settings, ["a"], ())
 
 
+@pytest.mark.parametrize("settings", [{"dataset": "channel:train"}, {"dataset": "{here}/a.jsonl"}])
+def test_a_simulated_job_is_given_what_is_here_as_its_channel(settings: dict[str, str], tmp_path: Path) -> None:
+    """simulate takes no address in S3. Fails when: what `submit` takes is advised."""
+    (tmp_path / "a.jsonl").write_text("{}")
+    settings = {name: value.replace("{here}", str(tmp_path)) for name, value in settings.items()}
+    for simulated in (False, True):
+        with pytest.raises(Refusal) as refused:
+            check_places(Settings(), settings, [], (), simulated=simulated)
+        assert ("s3://" in str(refused.value)) is not simulated
+        assert "--channel" in str(refused.value)
+
+
 @pytest.mark.parametrize("recipe", ["dpo", "kto", "lora", "reward"])
 def test_a_default_that_is_a_directory_here_is_refused(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After `make demo`: the job would train a random model in its place. Fails when: given settings alone are looked at."""

@@ -10,6 +10,8 @@ import typer
 from toolkit.cli.setting_options import option, read_options
 from toolkit.config import ClassificationConfig, DataConfig, ModelConfig
 
+_BATCH_SIZE = "Rows in one forward pass on the device. Changes no figure."
+
 
 def evaluate(
     model: Annotated[
@@ -60,7 +62,9 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else on standard output.")] = False,
     max_length: Annotated[str | None, option(DataConfig, "max_length")] = None,
     overlong: Annotated[str | None, option(DataConfig, "overlong")] = None,
-    per_device_eval_batch_size: Annotated[str | None, option(DataConfig, "per_device_eval_batch_size")] = None,
+    per_device_eval_batch_size: Annotated[
+        str | None, option(DataConfig, "per_device_eval_batch_size", help=_BATCH_SIZE)
+    ] = None,
     max_eval_examples: Annotated[str | None, option(DataConfig, "max_eval_examples")] = None,
     completion_only_loss: Annotated[bool | None, option(DataConfig, "completion_only_loss")] = None,
     assistant_only_loss: Annotated[bool | None, option(DataConfig, "assistant_only_loss")] = None,

@@ -90,10 +90,11 @@ def inspect(
         splits = load_splits(settings)
     except Refusal as refusal:
         lines = _unreadable_lines(settings)
+        if lines and str(refusal) not in lines:
+            lines.append(str(refusal))
+        lines = lines or _odd_rows(settings, str(refusal))
         if not lines:
             raise
-        if str(refusal) not in lines:
-            lines.append(str(refusal))
         typer.echo("\n".join([f"{settings.dataset}: lines that can't be read", *(f"  {line}" for line in lines)]))
         typer.echo(f"\n{_number(len(lines), 'problem')}. The rest is looked at once these are corrected.")
         raise typer.Exit(1) from refusal
@@ -105,6 +106,7 @@ def inspect(
 
 
 def _show(found: "Inspection", task: str, splits: Any, settings: _Config) -> None:
+    from toolkit.data.sources.given_paths import with_given_paths
     from toolkit.data.tokenising.preflight import example_lines, marks_for, preflight_lines, print_lines
 
     marks = marks_for(sys.stdout)
@@ -121,7 +123,7 @@ def _show(found: "Inspection", task: str, splits: Any, settings: _Config) -> Non
         lines += [_packing(found.kept["train"], settings), ""]
     for origin, pieces in found.examples:
         lines += [*example_lines(pieces, origin, found.preflight.example_names, marks), ""]
-    lines += _problems(found.problems)
+    lines += map(with_given_paths, _problems(found.problems))
     print_lines(lines, sys.stdout)
 
 
@@ -216,18 +218,34 @@ def _number(count: int, what: str) -> str:
 
 def _unreadable_lines(settings: _Config) -> list[str]:
     """All lines of the files of JSON lines that can't be read."""
-    from toolkit.data.sources.find_files import find_files
     from toolkit.data.sources.readers import unreadable_lines
 
     try:
-        files = find_files(settings.dataset) or {}
-        found = [
-            line
-            for split in files.values()
-            for file in split
-            if file.ending in (".jsonl", ".ndjson")
-            for line in unreadable_lines(file.path)
-        ]
+        return [line for split in _line_files(settings) for file in split for line in unreadable_lines(file.path)]
     except Refusal:
         return []
-    return found
+
+
+def _odd_rows(settings: _Config, refusal: str) -> list[str]:
+    """All rows of these files that don't fit the others, where the refusal names one of them."""
+    from toolkit.data.sources.files import odd_rows
+    from toolkit.data.sources.given_paths import with_given_paths
+
+    for split in _line_files(settings):
+        try:
+            lines = list(odd_rows(split))
+        except Refusal:
+            continue
+        if any(refusal.startswith(line) for line in lines):
+            return list(map(with_given_paths, lines))
+    return []
+
+
+def _line_files(settings: _Config) -> list[list[Any]]:
+    from toolkit.data.sources.find_files import find_files
+
+    try:
+        files = find_files(settings.dataset) or {}
+    except Refusal:
+        return []
+    return [[file for file in split if file.ending in (".jsonl", ".ndjson")] for split in files.values()]

@@ -1,7 +1,7 @@
 """Commands that are imported when they are called, and the look of their help pages."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import typer
@@ -39,12 +39,15 @@ class Group(TyperGroup):
         show_page(_usage(self, ctx), self.help or "", {"Commands": rows, **_panels(self, ctx)})
 
 
-def lazy_group(table: Table, flags_follow: frozenset[str] = frozenset()) -> type[Group]:
+def lazy_group(
+    table: Table, flags_follow: frozenset[str] = frozenset(), elsewhere: Callable[[str], str] = lambda word: ""
+) -> type[Group]:
     """The class of a group whose commands are those of the table; to a Typer app it is `cls`.
 
     What a row names is a function with Typer's annotations, or a Typer app. Only the command that is called is imported:
     listing, completing and suggesting know each by its name and its line. `flags_follow`: commands whose first argument
-    begins what is somebody else's, which Typer must not read.
+    begins what is somebody else's, which Typer must not read. `elsewhere`: what to type for a word that is no command of the
+    table but means something, else the empty text.
     """
     places = {name: where for rows in table.values() for name, (where, _) in rows.items()}
 
@@ -55,6 +58,8 @@ def lazy_group(table: Table, flags_follow: frozenset[str] = frozenset()) -> type
             self.commands = {name: Command(name=name, help=line, rich_markup_mode=None) for name, (_, line) in rows}
 
         def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+            if args and args[0] not in places and (meant := elsewhere(args[0])):
+                ctx.fail(f"No such command '{args[0]}'. Did you mean `{meant}`?")
             name, command, rest = super().resolve_command(ctx, args)
             return name, command and _load(name or "", places[command.name or ""], command.name in flags_follow), rest
 

@@ -38,9 +38,20 @@ COMMANDS = {
 # From the recipe's name on, everything is the recipe's own: Typer must not read it.
 RECIPE_FLAGS_FOLLOW = frozenset({"train", "verify-resume"})
 
+
+
+def _elsewhere(word: str) -> str:
+    """What to type for the name of a recipe, and for the report, which has a module of its own."""
+    from toolkit.cli.recipe_file import complete_recipe
+
+    if word in complete_recipe(word):
+        return f"toolkit train {word}"
+    return "python -m toolkit.report RUN_DIR" if word == "report" else ""
+
+
 app = typer.Typer(
     help="Functional training on Hugging Face Accelerate. `toolkit COMMAND --help` says more.",
-    cls=lazy_group(COMMANDS, RECIPE_FLAGS_FOLLOW), no_args_is_help=True, **LOOK,
+    cls=lazy_group(COMMANDS, RECIPE_FLAGS_FOLLOW, _elsewhere), no_args_is_help=True, **LOOK,
 )  # fmt: skip
 
 

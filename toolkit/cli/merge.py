@@ -6,16 +6,20 @@ from typing import Annotated, Any
 
 import typer
 
+from toolkit.config.conditions import is_adapter
+
 
 def merge(
     adapter: Annotated[
         Path,
-        typer.Argument(metavar="ADAPTER", help="A directory with an adapter: `model` of a run of lora.", show_default=False),
+        typer.Argument(metavar="ADAPTER", help="A run's output directory, or an adapter's.", show_default=False),
     ],
     into: Annotated[Path, typer.Option("--into", metavar="DIR", help="Where the model is written.", show_default=False)],
     dataset: Annotated[
         str | None,
-        typer.Option("--dataset", help="Whose first rows are compared. Default: the run's own.", show_default=False),
+        typer.Option(
+            "--dataset", metavar="TEXT", help="Whose first rows are compared. Default: the run's own.", show_default=False
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Take the place of what is in DIR.")] = False,
 ) -> None:
@@ -26,6 +30,8 @@ def merge(
     """
     if not adapter.is_dir():
         raise typer.BadParameter(f"{adapter}: there is no such directory.", param_hint="ADAPTER")
+    if not is_adapter(str(adapter)) and is_adapter(str(adapter / "model")):
+        adapter = adapter / "model"
     if into.exists() and (not into.is_dir() or any(into.iterdir())) and not overwrite:
         raise typer.BadParameter(f"{into}: is there and not empty. Name another, or add --overwrite.", param_hint="--into")
     if into.resolve() == adapter.resolve() or into.resolve() in adapter.resolve().parents:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,10 +26,11 @@ def push(
         bool | None, typer.Option("--private/--public", help="Whether a new repository is private.", show_default=False)
     ] = None,
     revision: Annotated[
-        str | None, typer.Option("--revision", help="Branch. Default: the run's, else main.", show_default=False)
+        str | None,
+        typer.Option("--revision", metavar="TEXT", help="Branch. Default: the run's, else main.", show_default=False),
     ] = None,
     message: Annotated[
-        str | None, typer.Option("--message", help="Title of the commit of a model.", show_default=False)
+        str | None, typer.Option("--message", metavar="TEXT", help="Title of the commit of a model.", show_default=False)
     ] = None,
 ) -> None:  # fmt: skip
     """Send a model to the Hugging Face Hub, or finish what a run could not send.
@@ -35,7 +38,7 @@ def push(
     What waits in the run's queue is sent, in order. Where nothing waits, the model: of the run, or of DIR itself. What the
     Hub has already makes no second commit. The token is that of HF_TOKEN or of `hf auth login`.
 
-    Ends with 1 when the Hub can't be reached; what is to be sent stays in DIR/hub_queue, and the same command goes on with it.
+    Ends with 1 when the Hub can't be reached: nothing is lost, and the command to type later is shown.
     """
     from toolkit.config import Refusal
     from toolkit.hub.client import NotNow, hub_api
@@ -58,7 +61,7 @@ def push(
                 raise Refusal(f"{directory}: its run sends to the Hub by itself, or another `toolkit push` does.")
             _send(hub_api(), directory, queue, given)
     except NotNow as error:
-        typer.echo(f"the Hub can't be reached: {error}. Nothing is lost; later:\n  toolkit push {directory}", err=True)
+        typer.echo(f"the Hub can't be reached: {error}. Nothing is lost; later:\n  {_again(directory, given)}", err=True)
         raise typer.Exit(1) from error
     finally:
         if not queue_was_there and not list_jobs(queue):
@@ -94,9 +97,18 @@ def _send(api: Any, directory: Path, queue: Path, given: dict[str, Any]) -> None
             if not may_pass(error.__cause__ or error):
                 raise Refusal(f"the Hub: {job.message} can't be sent: {error}. It is kept in {queue}.") from error
             left = len(list_jobs(queue))
-            typer.echo(f"{left} commit(s) not sent: {error}. They are kept; later:\n  toolkit push {directory}", err=True)
+            again = _again(directory, {name: value for name, value in given.items() if name != "message"})  # it has that now
+            typer.echo(f"{left} commit(s) not sent: {error}. They are kept; later:\n  {again}", err=True)
             raise typer.Exit(1) from error
     typer.echo(f"on the Hub: {api.endpoint}/{repo_id}")
+
+
+def _again(directory: Path, given: Mapping[str, Any]) -> str:
+    """The command that was typed, for later: without its options a model would go elsewhere, and to all."""
+    words = ["toolkit", "push", str(directory)]
+    for name, value in given.items():
+        words += [f"--{'private' if value else 'public'}"] if name == "private" else [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words)
 
 
 def _check_holds_a_model(directory: Path) -> None:

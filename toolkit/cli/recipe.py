@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from toolkit.cli.arguments import canonical_arguments, read_hyperparameters, without_container_keys
 from toolkit.cli.help_page import build_command
@@ -51,6 +51,8 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print_refusal(refusal)
         sys.exit(EXIT_REFUSED)
+    except KeyboardInterrupt:
+        _end_interrupted()
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(_changed_block(config)), flush=True)
     try:
@@ -62,8 +64,7 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
             print_refusal(refusal)
         sys.exit(EXIT_REFUSED)
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr, flush=True)
-        sys.exit(EXIT_STOPPED)
+        _end_interrupted()
     except BaseException as error:
         exit_code = getattr(error, "exit_code", None)
         if exit_code is None:
@@ -74,6 +75,11 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
         if os.environ.get("RANK", "0") == "0" or getattr(error, "on_every_rank", False):
             print(error, file=sys.stderr, flush=True)
         sys.exit(exit_code)
+
+
+def _end_interrupted() -> NoReturn:
+    print("\ninterrupted", file=sys.stderr, flush=True)
+    sys.exit(EXIT_STOPPED)
 
 
 def config_class_of(main: Callable[[AnyConfig], Any]) -> type[AnyConfig]:
@@ -103,8 +109,10 @@ def read_command_line(
     hyperparameters = read_hyperparameters(environment.get("SM_HPS"))
     canonical = canonical_arguments(arguments, settings, hyperparameters)
     typed = build_command(settings, description).main(canonical, prog_name=sys.argv[0], standalone_mode=False)
-    if not isinstance(typed, dict):  # the help page was asked for
-        sys.exit(0)
+    if not isinstance(typed, dict):
+        if typed:  # the exit code that Typer has for Ctrl-C
+            raise KeyboardInterrupt
+        sys.exit(0)  # the help page was asked for
     of_job = without_container_keys(hyperparameters)
     path = typed.pop("config") or of_job.pop("config", None)
     flags = {
@@ -125,9 +133,12 @@ def _changed_block(config: Settings) -> list[str]:
     """The settings that differ from the recipe's defaults, one a line, with the default beside each."""
     settings = settings_of(type(config))
     rows = [(name, show_value(value), show_value(settings[name].default)) for name, value in changed_settings(config).items()]
+    # A default model may be one that another recipe has trained here, or else a random one.
+    model = getattr(config, "model", None)
+    who = f"{sys.argv[0]} (model {model})" if model is not None and model == settings["model"].default else sys.argv[0]
     if not rows:
-        return [f"{sys.argv[0]}: all settings at their defaults"]
+        return [f"{who}: all settings at their defaults"]
     names = max(len(name) for name, _, _ in rows)
     values = min(max(len(value) for _, value, _ in rows), 32)  # one long value must not push the others' defaults away
     lines = [f"  {name:<{names}} = {value:<{values}}  (default {default})" for name, value, default in rows]
-    return [f"{sys.argv[0]}: settings that differ from the defaults", *lines]
+    return [f"{who}: settings that differ from the defaults", *lines]

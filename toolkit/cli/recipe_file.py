@@ -1,6 +1,9 @@
 """From what is typed after `toolkit train` to files, and to the options that are not the recipe's own."""
 
+import difflib
 import os
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,16 +14,21 @@ from toolkit.config.setting import nearest
 from toolkit.copies import KINDS, is_copy, own_files, recipes_folder
 
 
-def find_recipe(written: str) -> str:
+def find_recipe(written: str, command: str = "toolkit train") -> str:
     """The file of a recipe, given as a path or by name: a copy in this folder, one of ./recipes, or one of the toolkit's.
 
+    `command` is what a suggestion begins with.
+
     Raises:
-        typer.BadParameter: there is none; the message names the nearest one, or all.
+        typer.BadParameter: there is none; the message names the nearest one, or all. Or the file is no Python.
     """
     copied = Path(f"{written}.py")
     if is_copy(copied):  # who has copied and edited sft means that
         return str(copied)
-    return _find(written, "[!_]*.py", "recipe", "RECIPE", _folders())
+    found = _find(written, "[!_]*.py", "recipe", "RECIPE", _folders())
+    if Path(found).suffix != ".py":  # data, of which Python would run what it can read
+        raise typer.BadParameter(f"{found}: is not a Python file.{_meant_with(found, command)}", param_hint="RECIPE")
+    return found
 
 
 def find_accelerate_config(written: str) -> str:
@@ -76,6 +84,43 @@ def split_options(context: typer.Context, words: Sequence[str]) -> tuple[list[st
             raise typer.BadParameter("a value must follow.", param_hint=flag)
         values[option.name] = option.process_value(context, text if equals else rest.pop(0))
     return kept, values
+
+
+def _meant_with(file: str, command: str) -> str:
+    """What was probably meant by naming data or settings in the place of a recipe."""
+    from toolkit.data.sources.files import DataFile
+
+    shown = shlex.quote(file)
+    if Path(file).suffix.lower() in (".yaml", ".yml"):
+        return f" Did you mean `{command} {_recipe_of(Path(file))} --config {shown}`?"
+    return f" Did you mean `{command} sft --dataset {shown}`?" if DataFile(file, "").ending else ""
+
+
+def _recipe_of(settings: Path) -> str:
+    """The recipe that a YAML of settings names in its comments or its own name; else a word in its place."""
+    names = sorted({path.stem for folder in _folders() for path in folder.glob("[!_]*.py")}, key=len, reverse=True)
+    try:
+        comments = " ".join(line for line in settings.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    except (OSError, UnicodeDecodeError):
+        comments = ""
+    told = re.search(r"recipes/(\w+)\.py", comments)
+    if told and told[1] in names:
+        return told[1]
+    words = re.split(r"[^a-z0-9]+", settings.stem.lower())
+    return next((name for name in names if name in words), "RECIPE")
+
+
+def near_own_option(context: typer.Context, words: Sequence[str]) -> str:
+    """A question for one who mistyped one of the command's own options among the recipe's flags; empty where nobody seems to.
+
+    For when the recipe has refused its flags: until then such a word may be a setting of a recipe that is not known here.
+    """
+    options = [flag for option in context.command.params for flag in option.opts if flag.startswith("--")]
+    for word in words:
+        near = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), options, n=1, cutoff=0.8)
+        if word.startswith("--") and near:
+            return f"{word.partition('=')[0]}: did you mean {near[0]}, an option of `{context.command_path}` itself?"
+    return ""
 
 
 def _find(written: str, pattern: str, kind: str, hint: str, folders: list[Path]) -> str:

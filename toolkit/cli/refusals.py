@@ -1,17 +1,19 @@
 """How a refusal is shown, and a mistake in what was typed."""
 
 import os
+import re
 import shutil
 import sys
 import textwrap
 from typing import Any
 
 from toolkit.config import Refusal
+from toolkit.data.sources.given_paths import with_given_paths
 
 
 def print_refusal(refusal: Refusal) -> None:
     """The message on standard error: wrapped on a terminal, whole lines in a log, where they are searched for."""
-    _print(f"refused: {refusal}")
+    _print(f"refused: {with_given_paths(str(refusal))}")
 
 
 def print_mistake(mistake: Any) -> None:
@@ -19,7 +21,7 @@ def print_mistake(mistake: Any) -> None:
 
     The exception of a command line without any word has no message: it has shown the help page.
     """
-    message = mistake.format_message()
+    message = re.sub(r" \(Possible options: (.+)\)$", r". Did you mean one of \1?", mistake.format_message())
     if message:
         context = getattr(mistake, "ctx", None)
         _print(f"refused: {message}" + (f"\n`{context.command_path} --help` says what can be typed." if context else ""))

@@ -1,5 +1,6 @@
 """toolkit replay: run again what a run card describes, and compare the weights."""
 
+import contextlib
 import json
 import os
 import sys
@@ -11,16 +12,25 @@ import typer
 import yaml
 
 from toolkit.cli.placement import Placement, placement_of
-from toolkit.cli.recipe_file import find_recipe
+from toolkit.cli.replay_checks import (
+    check_inputs,
+    check_place,
+    check_weights,
+    directory_of,
+    read_run,
+    say_what_changed,
+    script_of,
+)
 from toolkit.config import Refusal
 from toolkit.config.conditions import is_adapter
-from toolkit.launch import launch
+from toolkit.launch import TRY_AGAIN, launch
 
 # What a replay must not do once more, and what would make it another run: these keys are left at their defaults.
 _NOT_REPEATED = (
     "output_dir", "overwrite_output_dir", "resume", "resume_from", "allow_change", "report_to", "run_name", "push_to_hub",
     "hub_model_id", "hub_strategy", "hub_private_repo", "hub_revision",
 )  # fmt: skip
+_INTERRUPTED = 130  # as shells have it for SIGINT
 _OF_A_TOKENIZER = ["*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "*.py"]
 
 
@@ -38,80 +48,62 @@ def replay(
     """Run a recipe again as it was run, from config.yaml and run.json in DIR, and compare losses and weights bit for bit.
 
     Nothing is pushed and no tracker is told. The number of processes and of threads, and the launch file, are those of the
-    run. On the same machine with the same libraries the weights are the same; what is not the same there is said first.
+    run, and its relative paths are those of the directory in which it was started. On the same machine with the same
+    libraries and toolkit the weights are the same; whatever of these is not the same is said first. Another recipe, other
+    data, another model, and a run that went on with other settings are refused, before the first step.
 
-    Ends with 0 when they are identical, with 1 when they differ, with the recipe's own code when it fails.
+    Ends with 0 when they are identical, with 1 when they differ, with 130 when it is interrupted, with 2 when it is refused,
+    with the recipe's own code when it fails.
     """
-    directory = directory.absolute()
-    card, settings = _read(directory)
-    script = recipe or _script(card)
-    _check_recipe(script, card)
-    _check_directories(card)
-    _say_what_changed(card)
+    try:
+        _replay(Path(os.path.abspath(directory)), Path(os.path.abspath(into)) if into else None, recipe)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+def _replay(directory: Path, into: Path | None, recipe: str | None) -> None:
+    from toolkit.run_card import REPLAYED_DATA
+
+    card, settings = read_run(directory)
     into = into or directory.with_name(f"{directory.name}-replay")
-    placement = _placement(card)
-    environment = {**placement.environment, "OMP_NUM_THREADS": str(card["hardware"]["threads"])}
-    with tempfile.TemporaryDirectory() as folder:
+    check_place(into)
+    check_weights(directory / "model")
+    recipe = str(Path(recipe).absolute()) if recipe else None
+    with contextlib.chdir(directory_of(card)), tempfile.TemporaryDirectory() as folder:
+        script = recipe or script_of(card)
+        check_inputs(script, card)
+        placement = _placement(card)
+        say_what_changed(card, settings.get("use_cpu") or placement.environment.get("ACCELERATE_USE_CPU") == "true")
+        environment = {
+            **placement.environment, "OMP_NUM_THREADS": str(card["hardware"]["threads"]),
+            REPLAYED_DATA: card["data"]["fingerprint"],
+        }  # fmt: skip
         config = Path(folder, "config.yaml")
         repeated = {name: value for name, value in settings.items() if name not in _NOT_REPEATED}
         repeated |= _commits(card, settings, Path(folder))
         config.write_text(yaml.safe_dump(repeated), encoding="utf-8")
         command = [sys.executable, script, "--config", str(config), "--output-dir", str(into)]
         code = launch(command, placement.processes, placement.nodes, environment=environment)
-    if code:
-        raise typer.Exit(code)
-    differences = _differences(directory, into)
+    _check_end(code, into)
+    differences, losses = _differences(directory, into)
     if differences:
         typer.echo("\n  ".join([f"{into} differs from {directory}:", *differences]))
         raise typer.Exit(1)
-    typer.echo(f"identical: the weights and the logged losses of {into} and {directory}, bit for bit")
+    typer.echo(f"identical: the weights and {losses} of {into} and {directory}, bit for bit")
 
 
-def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    if not directory.is_dir():
-        raise typer.BadParameter(f"{directory}: there is no such directory.", param_hint="DIR")
-    files = [directory / "run.json", directory / "config.yaml"]
-    for path in files:
-        if not path.exists():
-            raise Refusal(f"{path}: is not there. Every recipe writes it when its run begins.")
-    try:
-        card, settings = json.loads(files[0].read_text(encoding="utf-8")), yaml.safe_load(files[1].read_text(encoding="utf-8"))
-        if card["end"]["status"] not in ("finished", "stopped early"):
-            raise Refusal(f"{directory}: the run is {card['end']['status']}. Continue it with --resume, then replay it.")
-    except (ValueError, KeyError, TypeError) as error:
-        raise Refusal(f"{directory}: the run has not ended, or its run.json is of another version ({error!r}).") from error
-    for name in ("resume_from", "allow_change"):
-        if settings.get(name):
-            raise Refusal(f"{directory}: {name} is given: the run began elsewhere, or as another one. It can't be replayed.")
-    return card, settings
-
-
-def _script(card: dict[str, Any]) -> str:
-    written = card["recipe"]["path"]
-    if written and Path(written).is_file():
-        return written
-    return find_recipe(Path(card["recipe"]["file"]).stem)
-
-
-def _check_recipe(script: str, card: dict[str, Any]) -> None:
-    from toolkit.run_card import sha256_of
-
-    if not Path(script).is_file():
-        raise typer.BadParameter(f"{script}: there is no such file.", param_hint="--recipe")
-    if sha256_of(Path(script)) != card["recipe"]["sha256"]:
-        commit = card["recipe"]["commit"]
-        at = f" It stood at the commit {commit}." if commit else ""
-        raise Refusal(f"{script}: is not the recipe of that run, whose text was another.{at} Name that one: --recipe FILE")
-
-
-def _check_directories(card: dict[str, Any]) -> None:
-    from toolkit.directory_digest import directory_digest
-
-    for name, digest in card["model"].get("directories", {}).items():
-        if Path(name).expanduser().is_dir() and directory_digest(name) != digest:
-            raise Refusal(
-                f"{name}: the model's files have changed since that run, which began from others. Put those back to replay it."
-            )
+def _check_end(code: int, into: Path) -> None:
+    """Go no further where the recipe failed, was interrupted, or left nothing to compare."""
+    if code in (TRY_AGAIN, _INTERRUPTED):
+        again = f" It can't be continued: remove {into}, or begin another one with --into DIR." if into.exists() else ""
+        typer.echo(f"the replay was interrupted, and nothing was compared.{again}", err=True)
+        raise typer.Exit(_INTERRUPTED)
+    if code:
+        raise typer.Exit(code)
+    if not (into / "run.json").exists():
+        typer.echo(f"the recipe ended with code 0 and left no run in {into}: there is nothing to compare", err=True)
+        raise typer.Exit(1)
 
 
 def _commits(card: dict[str, Any], settings: dict[str, Any], folder: Path) -> dict[str, str]:
@@ -163,20 +155,6 @@ def _downloaded(tokenizer: str, commit: str) -> str:
         return tokenizer
 
 
-def _say_what_changed(card: dict[str, Any]) -> None:
-    import platform
-
-    from toolkit.run_card import library_versions
-
-    hardware = card["hardware"]
-    now = {"python": platform.python_version(), **library_versions()}
-    for name, before in card["versions"].items():
-        if now.get(name) != before:
-            typer.echo(f"{name} was {before} and is {now.get(name, 'not there')}: the weights may differ", err=True)
-    if (os.cpu_count(), platform.processor() or platform.machine()) != (hardware["cores"], hardware["processor"]):
-        typer.echo("this is another machine than the run's: the weights may differ", err=True)
-
-
 def _placement(card: dict[str, Any]) -> Placement:
     typed = iter(card.get("launch", []))
     options = {flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(typed, typed, strict=False)}
@@ -186,12 +164,12 @@ def _placement(card: dict[str, Any]) -> Placement:
     return placement_of({"processes": processes, "accelerate_config": options.get("accelerate_config")})
 
 
-def _differences(one: Path, other: Path) -> list[str]:
-    from toolkit.run_differences import first_loss_difference, first_model_difference
+def _differences(one: Path, other: Path) -> tuple[list[str], str]:
+    """What differs, in words; and which losses were compared."""
+    from toolkit.run_differences import first_model_difference, logged_losses, losses_of_the_same_steps
 
     cards = [json.loads((each / "run.json").read_text(encoding="utf-8")) for each in (one, other)]
-    data = [card["data"]["fingerprint"] for card in cards]
-    found = [] if data[0] == data[1] else ["the data are not the same: another fingerprint"]
+    found = []
     tokenizers = [card["model"].get("tokenizer_commit") for card in cards]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:  # None the second time: of a directory, at the commit
         found.append(f"the tokenizer of {cards[0]['model']['tokenizer']}: of commit {tokenizers[0]}, then of {tokenizers[1]}")
@@ -201,8 +179,12 @@ def _differences(one: Path, other: Path) -> list[str]:
     for name, before in cards[0]["layout"].items():
         if cards[1]["layout"].get(name) != before:
             found.append(f"{name.replace('_', ' ')}: {before}, then {cards[1]['layout'].get(name)}; start it as it was started")
-    loss = first_loss_difference(one, other)
+    shared, logged = losses_of_the_same_steps(one, other), max(len(logged_losses(each)) for each in (one, other))
+    loss = next(((step, ours, theirs) for step, ours, theirs in shared if repr(ours) != repr(theirs)), None)
     if loss is not None:
-        found.append(f"first loss that differs: step {loss.step}: {loss.losses[0]!r}, then {loss.losses[1]!r}")
+        found.append(f"first loss that differs: step {loss[0]}: {loss[1]!r}, then {loss[2]!r}")
     weights = first_model_difference(one / "model", other / "model")
-    return [*found, f"first tensor that differs: {weights}"] if weights else found
+    if weights:
+        found.append(f"first tensor that differs: {weights}")
+    partly = "" if len(shared) == logged else f" ({len(shared)} of {logged}: those logged of the same steps in both)"
+    return found, f"the logged losses{partly}"

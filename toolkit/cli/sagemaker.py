@@ -115,6 +115,7 @@ def submit(
     Settings are checked here as the recipe would check them, and the job against SageMaker's limits, before anything is sent.
     """
     from toolkit.sagemaker_jobs.job import read_pairs
+    from toolkit.sagemaker_jobs.limits import warning_of_instance_type
     from toolkit.sagemaker_jobs.send import send
 
     job = _job(
@@ -129,6 +130,8 @@ def submit(
         security_groups=tuple(security_group or []),
     )  # fmt: skip
     config, hyperparameters = _read_flags(job, flags or [])
+    if warning := warning_of_instance_type(job.instance_type):
+        print(f"WARNING: {warning}", file=sys.stderr)
     request = send(job, config, hyperparameters, dry=dry_run)
     if dry_run:
         print(json.dumps(request, indent=2))

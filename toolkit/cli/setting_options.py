@@ -12,13 +12,13 @@ from toolkit.config.values import split_list
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 
 
-def option(config_class: type[Settings], name: str, metavar: str | None = None) -> Any:
-    """The option of a setting; typed as text, or as a switch."""
+def option(config_class: type[Settings], name: str, metavar: str | None = None, help: str | None = None) -> Any:
+    """The option of a setting; typed as text, or as a switch. `help`: where the setting's own speaks of other settings."""
     setting = settings_of(config_class)[name]
     usual = {str: "TEXT", int: "N", float: "X", bool: None}[setting.kind]
     metavar = metavar or ("|".join(setting.choices) if setting.choices else "A,B" if setting.is_list else usual)
     flag = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if setting.is_switch else setting.flag
-    return typer.Option(flag, metavar=metavar, help=setting.help, show_default=False)
+    return typer.Option(flag, metavar=metavar, help=help or setting.help, show_default=False)
 
 
 def read_options(

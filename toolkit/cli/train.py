@@ -16,8 +16,8 @@ from toolkit.cli.placement import (
     placement_of,
     what_is_started,
 )
-from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
-from toolkit.launch import launch
+from toolkit.cli.recipe_file import Recipe, find_recipe, near_own_option, split_options
+from toolkit.launch import REFUSED, launch
 
 
 def train(
@@ -46,4 +46,11 @@ def train(
         placement = placement_of(values)
         print(what_is_started(placement, script, words), file=sys.stderr, flush=True)
     command = [sys.executable, script, *words]
-    raise typer.Exit(launch(command, placement.processes, placement.nodes, environment=placement.environment))
+    code = launch(command, placement.processes, placement.nodes, environment=placement.environment)
+    if {"-h", "--help"} & set(words):
+        own = [flag for option in context.command.params for flag in option.opts if flag.startswith("--")]
+        print(f"\nOptions of `{context.command_path}`, which may stand among these: {', '.join(own)}.\n"
+              f"`{context.command_path} --help` says more.")  # fmt: skip
+    elif code == REFUSED and (meant := near_own_option(context, words)):
+        print(meant, file=sys.stderr, flush=True)
+    raise typer.Exit(code)

@@ -47,7 +47,7 @@ def verify_resume(
     from toolkit.run_differences import logged_losses
 
     words, values = split_options(context, flags or [])
-    script = find_recipe(recipe)
+    script = find_recipe(recipe, context.command_path)
     if {"-h", "--help"} & set(words):
         raise typer.Exit(launch([sys.executable, script, "--help"]))
     placement = placement_of(values)

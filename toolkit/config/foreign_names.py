@@ -47,8 +47,6 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     # Logging and evaluation
     "logging_first_step": ((False,), "take logging_steps: 1, which logs every step."),
     "logging_nan_inf_filter": ((True, False), "leave it out, see nonfinite."),
-    "log_level": (("passive",), "leave it out."),
-    "log_level_replica": (("warning",), "leave it out."),
     "log_on_each_node": ((True, False), "leave it out: the main process alone prints."),
     "disable_tqdm": ((True, False), "leave it out."),  # there is no bar: a line at each logging
     "include_num_input_tokens_seen": (("no", False), "leave it out: supervised tokens are logged always."),
@@ -104,6 +102,8 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # The name, the values that mean just that, and what happens whatever its value.
 PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
+    "log_level": (("passive",), "messages have no levels."),
+    "log_level_replica": (("warning",), "the main process alone prints."),
     "dataset_num_proc": ((1,), "one process tokenises, once, and the result is cached."),
     "dataloader_pin_memory": ((True,), "memory is pinned where the device is a GPU."),
     "dataloader_prefetch_factor": ((2,), "each worker is two batches ahead."),

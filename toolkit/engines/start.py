@@ -25,10 +25,14 @@ _UNSHARDED_ONLY = {
 }
 
 
-def check_engine(choice: EngineChoice, config: Any) -> None:
-    """Refuse an engine that isn't installed, and an optimiser, or a type of weights, that it would make wrong."""
+def check_engine(choice: EngineChoice, config: Any, *, in_code: bool = False) -> None:
+    """Refuse an engine that isn't installed, and an optimiser, or a type of weights, that it would make wrong.
+
+    `in_code`: the recipe itself asks for it, so that no setting can ask for another one.
+    """
     if choice.name == "zero" and importlib.util.find_spec("deepspeed") is None:
-        raise Refusal(f"{engine_name(choice)} needs the library DeepSpeed: pip install deepspeed. Or shard with --fsdp.")
+        instead = "" if in_code else " Or shard with --fsdp."
+        raise Refusal(f"{engine_name(choice)} needs the library DeepSpeed: pip install deepspeed.{instead}")
     optim, reason = getattr(config, "optim", ""), _UNSHARDED_ONLY.get(getattr(config, "optim", ""))
     if choice.name != "none" and reason:
         raise Refusal(f"--optim {optim} with {engine_name(choice)}: {reason}. Take --optim adamw_torch, or muon.")

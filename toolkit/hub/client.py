@@ -39,10 +39,10 @@ def check_write_access(api: Any, repo_id: str, private: bool | None = None, revi
 
     if api.token is None and get_token() is None:
         raise Refusal(f"the Hub: there is no token. {_LOG_IN}")
+    if not REPOSITORY.fullmatch(repo_id):
+        raise Refusal(f"the Hub: {repo_id} is no name for a repository; name another with --hub-model-id.")
     try:
         full = full_name(api, repo_id)
-        if not REPOSITORY.fullmatch(full):
-            raise Refusal(f"the Hub: {full} is no name for a repository; name another with --hub-model-id.")
         patiently(lambda: make_repository(api, full, private, revision))
         patiently(lambda: api.auth_check(full, write=True))
         is_private = patiently(lambda: api.repo_info(full)).private

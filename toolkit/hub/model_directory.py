@@ -42,6 +42,9 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summar
         write()
     else:
         on_main(accelerator, write, BadModel)
+        if accelerator.is_main_process:
+            writes_text = type(plain.get_base_model() if is_adapted(plain) else plain).__name__.endswith("ForCausalLM")
+            print(f"saved: {directory}" + (f"; try it: toolkit generate {directory.parent}" if writes_text else ""), flush=True)
     return directory
 
 

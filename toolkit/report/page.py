@@ -9,7 +9,7 @@ from toolkit.config import Refusal
 from toolkit.report.details import show_environment, show_files, show_samples, show_settings
 from toolkit.report.numbers import show_count, show_number, show_seconds
 from toolkit.report.plots import Plot, draw_plot
-from toolkit.report.reading import RunRecord, baselines_of, figure_names, first_and_last, read_run, series_of
+from toolkit.report.reading import FILES, RunRecord, baselines_of, figure_names, first_and_last, read_run, series_of
 from toolkit.report.style import SCRIPT, STYLE
 
 TITLES = {
@@ -31,12 +31,14 @@ def write_report(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
     still be going, or lack any of its files.
 
     Raises:
-        Refusal: a directory of `run_dirs` does not exist.
+        Refusal: a directory of `run_dirs` does not exist, or no run has written into it.
     """
     target = Path(path)
     for directory in map(Path, run_dirs):
         if not directory.is_dir():
             raise Refusal(f"{directory}: no such directory; a report needs the --output-dir of a run.")
+        if not any((directory / name).exists() for name in FILES):
+            raise Refusal(f"{directory}: holds none of {', '.join(FILES)}; a report needs the --output-dir of a run.")
     runs = [read_run(Path(directory)) for directory in run_dirs]
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page(runs, target.parent), encoding="utf-8")

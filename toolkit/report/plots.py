@@ -227,24 +227,28 @@ def _visible_marks(plot: Plot, axes: Axes) -> list[tuple[str, float]]:
 
 
 def _mark_labels(plot: Plot, axes: Axes) -> str:
-    """Their names at the left end, except where two lines are too close for both."""
-    labels, last = "", math.inf
+    """Their names at the left end, those of lines too close for both beside each other; of more than three not all."""
+    labels, lowest = "", [math.inf] * 3  # how high the last label in each column stands
     for name, value in _visible_marks(plot, axes):
         y = axes.y(value) / HEIGHT
-        if last - y > 0.08:
-            labels += f'<span class="mark" style="top:{y:.2%}">{html.escape(name)} {show_number(value)}</span>'
-            last = y
+        column = next((column for column, last in enumerate(lowest) if last - y > 0.08), None)
+        if column is not None:
+            aside = f";margin-left:{30 * column}%" if column else ""
+            labels += f'<span class="mark" style="top:{y:.2%}{aside}">{html.escape(name)} {show_number(value)}</span>'
+            lowest[column] = y
     return labels
 
 
 def _end_label(plot: Plot, axes: Axes) -> str:
-    """The held-out curve's final value, beside its end."""
+    """The held-out curve's final value, beside its end, and on the other side of it than the training curve's."""
     finite = [(step, value) for step, value in plot.held_out if value is not None]
     if not finite:
         return ""
     step, value = finite[-1]
     x, y = axes.x(step) / WIDTH, axes.y(value) / HEIGHT
-    side = "above" if y > 0.2 else "below"
+    trained = [axes.y(value) / HEIGHT for _, value in plot.train[-1:] if value is not None]
+    is_free = not trained or trained[0] > y
+    side = "below" if y < 0.2 or (not is_free and y < 0.85) else "above"
     return f'<span class="end {side}" style="left:{x:.2%};top:{y:.2%}">{show_number(value)}</span>'
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 Points = list[tuple[float, float | None]]  # (step, value); None where the value was not finite
 
+FILES = ("metrics.jsonl", "samples.jsonl", "summary.json", "run.json", "config.yaml")  # that a run writes, and that are read
 NOT_FIGURES = ("step", "epoch", "examples", "time", "supervised_tokens", "nonfinite_steps")
 
 

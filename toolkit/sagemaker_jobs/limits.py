@@ -1,5 +1,6 @@
 """What SageMaker refuses, checked here, where it costs no upload and no waiting: the limits of CreateTrainingJob."""
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -35,6 +36,27 @@ def check_limits(job: Job, hyperparameters: Mapping[str, str], environment: Mapp
     if problems:
         first = problems[0] if len(problems) == 1 else "\n  - ".join(["SageMaker would refuse this job", *problems])
         raise Refusal(first)
+
+
+def warning_of_instance_type(instance_type: str) -> str:
+    """Of a type that the installed description of the service (botocore's) doesn't list; empty where it does, or isn't there.
+
+    No refusal: AWS has newer types than an older description knows.
+    """
+    try:
+        from botocore.exceptions import DataNotFoundError
+        from botocore.loaders import Loader
+    except ImportError:
+        return ""
+    try:
+        known = Loader().load_service_model("sagemaker", "service-2")["shapes"]["TrainingInstanceType"]["enum"]
+    except (DataNotFoundError, LookupError):
+        return ""
+    if instance_type in known:
+        return ""
+    near = difflib.get_close_matches(instance_type, known, n=1)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    return f"--instance-type {instance_type}: is none of the types that the installed botocore knows for training.{meant}"
 
 
 def _of_name_and_machines(job: Job) -> Iterator[str]:

@@ -38,16 +38,19 @@ def read_recipe_flags(recipe: Path, flags: Sequence[str]) -> tuple[Settings, dic
 
 
 def check_places(
-    config: Settings, hyperparameters: Mapping[str, Any], channels: Collection[str], included: Sequence[Path]
-) -> None:
+    config: Settings, hyperparameters: Mapping[str, Any], channels: Collection[str], included: Sequence[Path], *,
+    simulated: bool = False,
+) -> None:  # fmt: skip
     """Refuse data, models and files that are on this machine only, and channels that the job hasn't.
 
     Settings that weren't given count too: a recipe's default may be a directory that is here, and there another one.
+    `simulated`: the channels of the job are files and folders of this machine.
     """
+    place = "FILE_OR_FOLDER" if simulated else "s3://BUCKET/PREFIX"
     for name in channels_named(hyperparameters):
         if name not in channels:
             there = f"The job's channels are {', '.join(channels)}." if channels else "The job has no channel."
-            raise Refusal(f"channel:{name}: {there} Add --channel {name}=s3://BUCKET/PREFIX.")
+            raise Refusal(f"channel:{name}: {there} Add --channel {name}={place}.")
     sent = {path.name for path in included}
     for name in _MAY_BE_PATHS:
         value = hyperparameters.get(name)
@@ -56,17 +59,23 @@ def check_places(
             if path.exists() and str(path) not in sent:
                 raise Refusal(
                     f"{flag_of(name)} {part}: is on this machine, where the job can't read it. A small file goes along with "
-                    f"--include {path} {flag_of(name)} {path.name}. Else bring it to S3 and name it as a channel: "
-                    f"aws s3 cp --recursive {path} s3://BUCKET/PREFIX, then --channel data=s3://BUCKET/PREFIX "
-                    f"{flag_of(name)} channel:data"
+                    f"--include {path} {flag_of(name)} {path.name}. Else {_as_channel(path, flag_of(name), simulated)}"
                 )
         default = getattr(config, name, None)
         if name not in hyperparameters and default and Path(default).is_dir():
             raise Refusal(
                 f"{flag_of(name)}: isn't given, and {default}, which the recipe takes on this machine, isn't on the job's. "
-                f"Give {flag_of(name)}: a name on the Hub, or a channel: aws s3 cp --recursive {default} s3://BUCKET/PREFIX, "
-                f"then --channel data=s3://BUCKET/PREFIX {flag_of(name)} channel:data"
+                f"Give {flag_of(name)}: a name on the Hub, or {_as_channel(default, flag_of(name), simulated)}"
             )
+
+
+def _as_channel(path: str | Path, flag: str, simulated: bool) -> str:
+    if simulated:
+        return f"name it as a channel: --channel data={path} {flag} channel:data"
+    return (
+        f"bring it to S3 and name it as a channel: aws s3 cp --recursive {path} s3://BUCKET/PREFIX, then "
+        f"--channel data=s3://BUCKET/PREFIX {flag} channel:data"
+    )
 
 
 def packages_for(config: Settings, recipe: Path, accelerate_config: Path | None = None) -> list[str]:
@@ -75,7 +84,10 @@ def packages_for(config: Settings, recipe: Path, accelerate_config: Path | None 
     Args:
         accelerate_config: the file of --accelerate-config.
     """
-    wanted = {name for name in getattr(config, "report_to", []) if name not in ("none", "all")}
+    from toolkit.accelerator import TRACKER_PACKAGES
+
+    trackers = [name for name in getattr(config, "report_to", []) if name not in ("none", "all")]
+    wanted = {package for name in trackers for package in TRACKER_PACKAGES.get(name, name).split()}
     of_settings = getattr(config, "zero_stage", None) or getattr(config, "deepspeed", None)
     if of_settings or "DeepSpeedPlugin" in recipe.read_text(encoding="utf-8") or _says_deepspeed(accelerate_config):
         wanted.add("deepspeed")

@@ -18,7 +18,7 @@ from toolkit.sagemaker_jobs.recipe_settings import check_places, packages_for
 from toolkit.sagemaker_jobs.request import UNKNOWN_ROLE, encoded, environment_of, estimator_arguments
 from toolkit.sagemaker_jobs.source import make_source
 
-EXTRA = "pip install 'functional-training-toolkit[sagemaker]'"
+EXTRA = "pip install 'sagemaker>=2.257,<3'"  # what the extra `sagemaker` asks for; it brings boto3
 HIDDEN = "(not shown)"
 _EVENT = "provide-client-params.sagemaker.CreateTrainingJob"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import Refusal, Settings
+from toolkit.launch import REFUSED
 from toolkit.sagemaker_jobs.bucket import Seen, download, kept_equal
 from toolkit.sagemaker_jobs.contract import lay_out, outer_environment, script_arguments, script_environment
 from toolkit.sagemaker_jobs.job import Job
@@ -44,19 +45,27 @@ def simulate(
     for name, place in job.channels.items():
         if not Path(place).exists():
             raise Refusal(f"--channel {name}={place}: no such file or folder here; simulate takes data from this machine.")
-    check_places(config, hyperparameters, list(job.channels), job.include)
+    check_places(config, hyperparameters, list(job.channels), job.include, simulated=True)
     folder = folder.resolve()
     if folder.exists() and any(path.name != "s3" and not path.name.startswith("machine-") for path in folder.iterdir()):
         raise Refusal(f"--folder {folder}: holds something else; take another or an empty one.")
     train = _train_command() if real else None
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: machines must not outlive this process
+    goes_on = any(path.is_file() for path in (folder / "s3/checkpoints").rglob("*"))
+    if goes_on:
+        print(f"simulated: goes on from what is in {folder / 's3/checkpoints'}; --folder begins another job", flush=True)
     code = 0
     for seconds in [*interrupt_after, None]:
         code = _one_life(job, hyperparameters, folder, seconds, train)
         if code >= 0:
             break
         print(f"simulated: the machines were taken away after {seconds:g} s; new ones begin with what S3 holds", flush=True)
+    if code == REFUSED and goes_on:
+        print(
+            f"simulated: the job could not go on from what is in {folder / 's3/checkpoints'}. A simulated job's output "
+            "directory is that of --folder: for a new run name another one.", file=sys.stderr, flush=True,
+        )  # fmt: skip
     return code
 
 

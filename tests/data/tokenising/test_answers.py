@@ -182,7 +182,7 @@ def test_counts_of_both_kinds_and_of_contradictions_are_shown(tokenizer):
     labels = [row["label"] for row in rows]
     text = shown(rows, tokenizer)
     assert f"classes: desirable {np.mean(labels):.1%}, undesirable {1 - np.mean(labels):.1%}" in text
-    assert "train: 1 answers are marked desirable in one row and undesirable in another" in text
+    assert "train: 1 answer is marked desirable in one row and undesirable in another" in text
     assert "single answers, text: prompt, completion and label" in text
     assert "train.jsonl:1, undesirable:\n  prompt\n" in text
     assert "each made into a desirable answer and an undesirable one" in shown(pair_rows(), tokenizer)

@@ -610,8 +610,8 @@ def test_the_preflight_names_the_parts_of_its_example_and_what_is_peculiar(token
         "  chosen\n  | Yes.<|im_end|>\n"
         "  rejected\n  | No.<|im_end|>\n  | <|im_start|>user\n  | Sure?<|im_end|>\n  | <|im_start|>assistant\n  | Yes.<|im_end|>\n"
     )
-    assert "train: 1 pairs have turns of others than the assistant in their answers" in shown
-    assert "train: 1 pairs have a chosen answer that scores no higher" in shown
+    assert "train: 1 pair has turns of others than the assistant in its answers" in shown
+    assert "train: 1 pair has a chosen answer that scores no higher" in shown
     assert "median, 95 % and longest are of a prompt with its longer answer" in shown
     for key, by in (("rating", "scores in them (the highest"), ("rank", "ranks in them (the lowest")):
         rows = [{"prompt": "Is it?\n", "answers": [{"text": "Yes.", key: 1}, {"text": "No.", key: 2}]}]
@@ -630,7 +630,7 @@ def test_figures_and_rows_are_the_same_from_the_cache(tokenizer, capsys):
         found = tokenize_for_preference(splits_of(rows), tokenizer, DataConfig(max_length=40))["train"]
         outputs.append((found.to_list(), found._fingerprint, capsys.readouterr().out))
     assert outputs[0] == outputs[1]
-    assert "1 pairs dropped, as truncation made their answers the same" in outputs[0][2]
+    assert "1 pair dropped, as truncation made its answers the same" in outputs[0][2]
 
 
 def test_pairs_are_numbered_through_all_batches_and_splits(tokenizer):

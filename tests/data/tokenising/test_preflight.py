@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from toolkit.config import DataConfig, Refusal
+from toolkit.data.tokenising.documents import IGNORED
 from toolkit.data.tokenising.preflight import example_pieces, print_preflight
 from toolkit.data.tokenising.tasks import prepare, tokenize_for_lm, tokenize_for_sft
 from toolkit.tokenizer import train_tokenizer
@@ -149,7 +150,7 @@ def test_rewritten_history_is_told(tokenizer):
     thinking = [CHAT[0], {"role": "assistant", "content": "<think>1 + 1</think>Two."}]
     preflight = prepare("sft", splits_of([{"messages": thinking + CHAT}, {"messages": thinking}]), own, DataConfig()).preflight
     assert preflight.splits[0].rewritten == 1
-    assert "train: 1 chats have earlier turns that the template writes otherwise" in printed(preflight)
+    assert "train: 1 chat has earlier turns that the template writes otherwise" in printed(preflight)
 
 
 def test_the_first_rows_of_a_stream_are_counted_and_all_are_checked_as_they_come(tokenizer):
@@ -277,6 +278,26 @@ def test_a_template_that_marks_the_whole_chat_is_refused():
     own.chat_template = "{% generation %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% endgeneration %}"
     with pytest.raises(Refusal, match=r"train.jsonl:1: every token is supervised.*--no-assistant-only-loss"):
         prepare("sft", splits_of([{"messages": CHAT}]), own, DataConfig())
+
+
+def test_a_prompt_that_is_joined_with_its_answer_in_one_token_is_a_prompt():
+    """Prompt and completion of a letter each. Fails when: supervised tokens are counted, in place of characters."""
+    own = train_tokenizer(["ab cd ef gh"] * 99, 300)
+    rows = [{"prompt": a, "completion": b} for a, b in ("ab", "cd", "ef", "gh")]
+    prepared = prepare("sft", splits_of(rows), own, DataConfig())
+    labels = [row["labels"] for row in prepared.splits["train"]]
+    assert all(IGNORED not in row for row in labels), "each row is one token of both letters, and the end"
+    assert "train: 4 have a token that joins the prompt's end" in printed(prepared.preflight)
+    assert prepared.preflight.splits[0].supervised_tokens == 4, "the ends: nothing comes before the first tokens"
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 row is too few"), (2, "2 rows are too few")])
+def test_a_count_of_one_is_told_in_the_singular(tokenizer, count, said):
+    """Fails when: `_counted` takes the plural always."""
+    train = [{"prompt": f"{number} b", "completion": "c"} for number in range(30)]
+    shown = printed(prepare("sft", splits_of(train, validation=train[:count]), tokenizer, DataConfig()).preflight)
+    assert f"validation: {said} to tell one model from another" in shown
+    assert f"validation: {'1 is' if count == 1 else '2 are'} in train too" in shown
 
 
 def test_what_may_surprise_is_noted(tokenizer):

@@ -149,38 +149,49 @@ def _tables(files: list[DataFile], types: dict[str, type], schema: pa.Schema) ->
         yield pa.Table.from_arrays([arrays[name] for name in schema.names], schema=schema)
 
 
-def _odd_row(files: list[DataFile]) -> Refusal:
-    """The refusal that names the first row whose column holds another kind of value than in most rows."""
-    kinds: dict[str, dict[str, tuple[int, str]]] = {}  # column -> kind -> rows, origin of the first
+def odd_rows(files: list[DataFile]) -> Iterator[str]:
+    """What is wrong with each row of text files whose columns can't be put together, after the row's origin.
+
+    First the rows whose column holds another kind of value than in most rows; where there are none, those that differ from
+    the rows before them inside a value, or hold one that Arrow can't.
+    """
+    kinds: dict[str, dict[str, list[str]]] = {}  # column -> kind -> origins
     for row in _text_rows(files):
         for name, value in row.items():
             if value is not None:
-                count, origin = kinds.setdefault(name, {}).get(what_is(value), (0, row["origin"]))
-                kinds[name][what_is(value)] = (count + 1, origin)
-    for name, found in kinds.items():
-        if len(found) > 1:
-            odd, *_, usual = sorted(found, key=lambda kind: (found[kind][0], -list(found).index(kind)))
-            count, origin = found[odd]
-            more = f" ({count - 1:,} more rows are like this one)" if count > 1 else ""
-            return Refusal(
-                f"{origin}: {name!r} is {odd}, but {usual} in {found[usual][0]:,} rows{more}. A column holds one kind of value."
-            )
+                kinds.setdefault(name, {}).setdefault(what_is(value), []).append(row["origin"])
+    mixed = {name: found for name, found in kinds.items() if len(found) > 1}
+    for name, found in mixed.items():
+        *odd, usual = sorted(found, key=lambda kind: (len(found[kind]), -list(found).index(kind)))
+        for kind in odd:
+            for origin in found[kind]:
+                yield f"{origin}: {name!r} is {kind}, but {usual} in {len(found[usual]):,} rows"
+    if mixed:
+        return
     schema = pa.schema([])  # the kinds agree, so it is something inside them, or a value that Arrow can't hold
     for row in _text_rows(files):
         for name, value in row.items():
             try:
                 alone = pa.schema([(name, pa.array([value]).type)])
             except (pa.ArrowException, ValueError, OverflowError) as error:
-                return Refusal(f"{row['origin']}: {name!r} holds a value that can't be stored: {error}")
+                yield f"{row['origin']}: {name!r} holds a value that can't be stored: {error}"
+                continue
             try:
                 schema = pa.unify_schemas([schema, alone], promote_options="permissive")
             except pa.ArrowException as error:
                 reason = str(error).split("Unable to merge: ")[-1]  # the innermost of the nested messages
-                return Refusal(
-                    f"{row['origin']}: {name!r} doesn't fit the rows before it: {reason}. A column holds one kind of value, "
-                    "inside lists and objects too."
-                )
-    raise AssertionError("rows that can't be combined were combined")
+                yield f"{row['origin']}: {name!r} doesn't fit the rows before it: {reason}"
+
+
+def _odd_row(files: list[DataFile]) -> Refusal:
+    """The refusal that names the first row whose column can't be put together with the others'."""
+    first, *others = odd_rows(files)
+    if "holds a value that can't be stored" in first:
+        return Refusal(first)
+    alike = sum(other.partition(": ")[2] == first.partition(": ")[2] for other in others)
+    more = f" ({alike:,} more {'row is' if alike == 1 else 'rows are'} like this one)" if alike else ""
+    inside = ", inside lists and objects too" if "doesn't fit the rows before it" in first else ""
+    return Refusal(f"{first}{more}. A column holds one kind of value{inside}.")
 
 
 # Parquet and Arrow: the files have their columns and types; rows are numbered from 1.

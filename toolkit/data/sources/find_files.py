@@ -12,6 +12,7 @@ from pathlib import Path
 
 from toolkit.config import Refusal
 from toolkit.data.sources.files import DataFile, known_endings
+from toolkit.data.sources.given_paths import remember_path
 
 Splits = dict[str, list[DataFile]]
 
@@ -37,7 +38,7 @@ def find_files(source: str) -> Splits | None:
     if os.path.isdir(path):
         return _saved_to_disk(Path(path)) or _by_split(source, path, _files_below(path))
     if os.path.isfile(path):
-        return {"train": [_known(DataFile(path, _shown(path, os.path.dirname(os.path.abspath(path)))))]}
+        return {"train": [_known(_named(path, os.path.dirname(os.path.abspath(path))))]}
     if glob.has_magic(path):
         fixed = os.path.dirname(path[: re.search(r"[*?\[]", path).start()])  # type: ignore[union-attr]  # has_magic found one
         found = [name for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
@@ -64,7 +65,7 @@ def _by_split(source: str, root: str, paths: list[str]) -> Splits:
         raise Refusal(f"--dataset {source}: no data files in this folder ({there}). Data files end in {known_endings()}.")
     splits: dict[str | None, list[DataFile]] = defaultdict(list)
     for path in sorted(paths):
-        splits[_split_of(os.path.relpath(path, root))].append(_known(DataFile(path, _shown(path, os.path.abspath(root)))))
+        splits[_split_of(os.path.relpath(path, root))].append(_known(_named(path, os.path.abspath(root))))
     unnamed = splits.pop(None, [])
     if unnamed and splits:
         raise Refusal(
@@ -105,9 +106,11 @@ def _split_of(path: str) -> str | None:
     return None
 
 
-def _shown(path: str, root: str) -> str:
-    """The path from the given folder's name on: the same wherever the folder lies, for it is part of the data's key."""
-    return Path(os.path.relpath(os.path.abspath(path), os.path.dirname(root))).as_posix()
+def _named(path: str, root: str) -> DataFile:
+    """Named by the path from the given folder's name on: the same wherever that lies, for it is part of the data's key."""
+    shown = Path(os.path.relpath(os.path.abspath(path), os.path.dirname(root))).as_posix()
+    remember_path(shown, path)
+    return DataFile(path, shown)
 
 
 def _known(file: DataFile) -> DataFile:

@@ -56,6 +56,8 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
         description += "; rows: " + ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
     if held_out:
         description += f"; validation is held out by a hash of the content (--eval-fraction {config.eval_fraction:g})"
+        if getattr(config, "eval_strategy", "") == "no":
+            description += ", and evaluated by nobody (--eval-strategy no): --eval-fraction 0 trains on it too"
     for rows in splits.values():
         rows.info.description = description
     return IterableDatasetDict(splits) if config.streaming else DatasetDict(splits)

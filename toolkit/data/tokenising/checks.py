@@ -38,16 +38,11 @@ def check_tokens(documents: Documents, rules: Rules) -> None:
         )
 
 
-def check_supervision(documents: Documents, is_full_wrong: bool) -> None:
-    """Refuse a document with nothing to learn or, where the mask should leave out a prompt, with everything supervised."""
+def check_supervision(documents: Documents) -> None:
+    """Refuse a document with nothing to learn."""
     nothing = "no token is supervised: there is nothing to learn from it. Remove the row, or correct its mask."
     single = "a single token: there is nothing to predict. Remove the row."
     _refuse(documents, documents.supervised() == 0, single if documents.labels is None else nothing)
-    if is_full_wrong and documents.labels is not None:
-        sums = np.concatenate([[0], np.cumsum(documents.labels != IGNORED)])
-        everything = "every token is supervised, so the mask has no effect. Give the row a prompt; to train on all tokens of "
-        settings = "all rows: --no-completion-only-loss (prompt and completion) or --no-assistant-only-loss (chats)"
-        _refuse(documents, np.diff(sums[documents.bounds]) == documents.lengths, everything + settings)
 
 
 def count_turn_ends(documents: Documents, rules: Rules) -> tuple[int, int]:

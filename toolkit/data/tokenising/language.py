@@ -15,6 +15,10 @@ from toolkit.data.tokenising.documents import IGNORED, Cut, Documents, cut_docum
 from toolkit.data.tokenising.encoder import Encoder
 from toolkit.data.tokenising.masks import ChatTemplate, ChatText, mask_chat, mask_completion, supervised_tokens
 
+_ALL_SUPERVISED = (
+    "every token is supervised, so the mask has no effect. Give the row a prompt; to train on all tokens of "
+    "all rows: --no-completion-only-loss (prompt and completion) or --no-assistant-only-loss (chats)"
+)
 Batch = dict[str, list[Any]]
 Read = TypeVar("Read")
 
@@ -78,7 +82,8 @@ class TextRows:
         is_masked = self.supervise != "all"
         is_chat = self.template is not None
         ids, spans, remarks = [], [], Counter[str]()
-        for text, encoding in zip(texts, self.encoder.encode([text.text for text in texts], is_masked), strict=True):
+        encodings = self.encoder.encode([text.text for text in texts], is_masked)
+        for text, encoding, origin in zip(texts, encodings, origins, strict=True):
             # a chat template writes its own special tokens; only an end it lacks is added
             tokens = encoding.ids if is_chat else self.encoder.add_start(encoding.ids)
             shift = len(tokens) - len(encoding.ids)
@@ -87,6 +92,8 @@ class TextRows:
             elif not self.template.turn_ends and self.encoder.end is not None and tokens[-1:] != [self.encoder.end]:
                 tokens = [*tokens, self.encoder.end]
             if is_masked:
+                if _is_all_supervised(text):
+                    raise Refusal(f"{origin}: {_ALL_SUPERVISED}")
                 ranges, is_merged = supervised_tokens(encoding, text.spans, len(text.text))
                 ranges = [(first + shift, end + shift) for first, end in ranges]
                 if text.spans and not text.text[text.spans[-1][1] :].strip():  # the end that was added closes a supervised span
@@ -153,6 +160,16 @@ def with_origin(origin: str, read: Callable[..., Read], *arguments: Any) -> Read
         if str(refusal).startswith(origin):
             raise
         raise Refusal(f"{origin}: {refusal}") from refusal
+
+
+def _is_all_supervised(text: ChatText) -> bool:
+    """Whether the spans leave nothing out. Asked of the text: one token may join a short prompt with the answer's start."""
+    end = 0
+    for first, last in sorted(text.spans):
+        if first > end:
+            return False
+        end = max(end, last)
+    return 0 < len(text.text) <= end
 
 
 def _prompts_and_completions(batch: Batch, origins: list[str]) -> list[ChatText]:

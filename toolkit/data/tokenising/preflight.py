@@ -17,6 +17,7 @@ from typing import TextIO
 import numpy as np
 
 from toolkit.config import Refusal
+from toolkit.data.sources.given_paths import with_given_paths
 from toolkit.data.tokenising.checks import Rules, count_turn_ends
 from toolkit.data.tokenising.documents import IGNORED, Cut, Documents
 
@@ -24,17 +25,47 @@ FEW_ROWS = 20  # with fewer one row moves an accuracy by more than 5 %
 SHOWN_CHARACTERS = 1000  # of the example; what is longer has its middle left out
 ANSWER_CLASSES = ("desirable", "undesirable")  # of single answers
 Piece = tuple[str, bool]  # text, and whether it is supervised
-PAIR_REMARKS = {
-    "ties": "{:,} rows make no pair: none of their answers is better than another",
-    "contradicted": "{:,} answers stand in one list with different scores or ranks, and are left out of it",
-    "undecided": "{:,} rows make no pair once these answers are left out",
-    "capped": "{:,} lists make more pairs than --max-pairs-per-prompt: those whose answers lie furthest apart are kept",
-    "both_labels": "{:,} answers are marked desirable in one row and undesirable in another",
-    "identical": "{:,} pairs dropped, as truncation made their answers the same",
-    "clipped": "{:,} prompts were cut on the left to leave room for the answers",
-    "not_higher": "{:,} pairs have a chosen answer that scores no higher than the rejected one",
-    "turns": "{:,} pairs have turns of others than the assistant in their answers; these count as the answers do",
-    "rewritten_prompts": "{:,} prompts are written otherwise by the template once an answer follows; they are trained on so",
+PAIR_REMARKS = {  # of one, and of several
+    "ties": (
+        "1 row makes no pair: none of its answers is better than another",
+        "{:,} rows make no pair: none of their answers is better than another",
+    ),
+    "contradicted": (
+        "1 answer stands in one list with different scores or ranks, and is left out of it",
+        "{:,} answers stand in one list with different scores or ranks, and are left out of it",
+    ),
+    "undecided": (
+        "1 row makes no pair once these answers are left out",
+        "{:,} rows make no pair once these answers are left out",
+    ),
+    "capped": (
+        "1 list makes more pairs than --max-pairs-per-prompt: those whose answers lie furthest apart are kept",
+        "{:,} lists make more pairs than --max-pairs-per-prompt: those whose answers lie furthest apart are kept",
+    ),
+    "both_labels": (
+        "1 answer is marked desirable in one row and undesirable in another",
+        "{:,} answers are marked desirable in one row and undesirable in another",
+    ),
+    "identical": (
+        "1 pair dropped, as truncation made its answers the same",
+        "{:,} pairs dropped, as truncation made their answers the same",
+    ),
+    "clipped": (
+        "1 prompt was cut on the left to leave room for the answers",
+        "{:,} prompts were cut on the left to leave room for the answers",
+    ),
+    "not_higher": (
+        "1 pair has a chosen answer that scores no higher than the rejected one",
+        "{:,} pairs have a chosen answer that scores no higher than the rejected one",
+    ),
+    "turns": (
+        "1 pair has turns of others than the assistant in its answers; these count as the answers do",
+        "{:,} pairs have turns of others than the assistant in their answers; these count as the answers do",
+    ),
+    "rewritten_prompts": (
+        "1 prompt is written otherwise by the template once an answer follows; it is trained on so",
+        "{:,} prompts are written otherwise by the template once an answer follows; they are trained on so",
+    ),
 }
 
 
@@ -223,6 +254,7 @@ def preflight_lines(preflight: Preflight, marks: tuple[str, str]) -> list[str]:
 def example_lines(pieces: list[Piece], origin: str, names: tuple[str, ...], marks: tuple[str, str]) -> list[str]:
     """An example as text; `names` of the pieces, where each is shown by itself."""
     lines = []
+    origin = with_given_paths(origin)
     if names:
         lines.append(f"Example {origin}:")
         for name, (text, _) in zip(names, pieces, strict=True):
@@ -248,23 +280,31 @@ def _remarks(split: SplitFigures, preflight: Preflight) -> list[str]:
     if split.unsupervised:
         lines.append(f"{split.unsupervised:,} of these dropped, as no supervised token was left")
     if split.duplicates:
-        lines.append(f"{split.duplicates:,} are exact duplicates of others")
+        lines.append(_counted(split.duplicates, "1 is an exact duplicate of another", "{:,} are exact duplicates of others"))
     if split.also_in_train:
-        lines.append(f"{split.also_in_train:,} are in train too, so that its figures will flatter the model")
+        is_there = _counted(split.also_in_train, "1 is", "{:,} are")
+        lines.append(f"{is_there} in train too, so that its figures will flatter the model")
     if split.merged:
-        lines.append(f"{split.merged:,} have a token that joins the prompt's end with the answer's start; it is supervised")
+        have = _counted(split.merged, "1 has", "{:,} have")
+        lines.append(f"{have} a token that joins the prompt's end with the answer's start; it is supervised")
     if split.rewritten:
+        have = _counted(split.rewritten, "1 chat has", "{:,} chats have")
         lines.append(
-            f"{split.rewritten:,} chats have earlier turns that the template writes otherwise than when they were the last, "
-            "such as without their thinking; they are trained on as written"
+            f"{have} earlier turns that the template writes otherwise than when they were the last, such as without their "
+            "thinking; they are trained on as written"
         )
-    lines += [PAIR_REMARKS[remark].format(count) for remark, count in split.pairs.items()]
+    lines += [_counted(count, *PAIR_REMARKS[remark]) for remark, count in split.pairs.items()]
     if split.name != "train" and split.examples < FEW_ROWS:
-        lines.append(f"{split.examples} rows are too few to tell one model from another; its figures say little")
+        few = _counted(split.examples, "1 row is", "{:,} rows are") if split.examples else "no rows are left, which is"
+        lines.append(f"{few} too few to tell one model from another; its figures say little")
     if split.classes:
         shares = [f"{label} {count / max(split.examples, 1):.1%}" for label, count in split.classes.items()]
         lines.append("classes: " + ", ".join(shares[:12]) + (f" and {len(shares) - 12} more" if len(shares) > 12 else ""))
     return [f"{split.name}: {line}" for line in lines]
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return one if count == 1 else several.format(count)
 
 
 def marks_for(stream: TextIO) -> tuple[str, str]:

@@ -95,7 +95,7 @@ class Reader:
         whole, remarks = self.rows.read(batch, origins)
         check_tokens(whole, self.rules)
         if self.plan.classes is None:
-            check_supervision(whole, is_full_wrong=self.plan.supervise not in ("all", "labels"))
+            check_supervision(whole)
         kept, cut = self.rows.cut(whole)
         return kept, measure(whole, kept, cut, self.rules, remarks)
 
