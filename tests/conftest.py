@@ -43,6 +43,10 @@ PRELOADED = [
 ]  # fmt: skip
 
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a script starts with `&`: tests that send it need it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _configurations() -> list[str]:
     """transformers' modules of configurations: looking up a model's class imports most of them, which takes a second."""
     folder = Path(importlib.util.find_spec("transformers").origin).parent / "models"  # type: ignore[union-attr,arg-type]

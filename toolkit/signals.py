@@ -62,6 +62,9 @@ def signals_noted(deadline: float | None = None) -> Iterator[StopSignal]:
         message = f"\n{signal.Signals(number).name}: finishing this step, then saving; once more to leave at once\n"
         os.write(2, message.encode())  # print is not safe inside a signal handler
         restore(*STOPPING)
+        for each in STOPPING:
+            if before.get(each) is signal.SIG_IGN:  # as a script's `&` leaves SIGINT: the next one is still to end it
+                signal.signal(each, signal.SIG_DFL)
         if deadline is not None:
             leaving = min(3.0, deadline / 3)  # what is left after a save: to tell other ranks, and to end
             signal.setitimer(signal.ITIMER_REAL, max(deadline - 2 * stop.seconds_to_save - leaving, 0.01))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.signals import signals_noted
+
 BERT = ["--model", "tiny-bert", "--dropout", "0.1", "--save-strategy", "no"]
 
 
@@ -66,6 +68,19 @@ def test_a_second_signal_ends_the_run_at_once(tiny, tally, count, number: int) -
             assert ended.code in (-number, 130), ended.out
             assert took < 1.5
     line.check()
+
+
+def test_a_second_signal_ends_a_run_that_was_begun_with_sigint_ignored() -> None:
+    """As a script's `&` begins one. Fails when: what was there before the first signal is put back."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals_noted(None) as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.number == signal.SIGINT
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 SLOW = {"a step": {"step_seconds": 20}, "an evaluation": {"eval_seconds": 20}}
