@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,25 @@ def test_a_samples_line_shows_what_tells_its_prompt_from_the_others() -> None:
     assert [each[-8:] for each in own_ends(prompts, 20)] == [" def add", "def mean"]
     assert own_ends(["same", "same"], 9) == ["same", "same"]
     assert own_ends(["a  b"], 9) == ["a b"]
+
+
+def test_the_trackers_of_a_resumed_run_are_told_of_the_lines_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: what a killed life had not sent is looked for by nobody."""
+    config = Config(output_dir=str(tmp_path / "out"), save_strategy="steps", save_steps=4)
+    train(config, lambda run: run.step == 5)
+    told: list[int] = []
+    monkeypatch.setattr("toolkit.trackers.Trackers.catch_up", lambda self, events: told.extend(event["step"] for event in events))
+    train(replace(config, resume=True))
+    assert told == [1, 2, 3, 4]
+
+
+def test_what_is_to_be_beaten_is_asked_for_where_something_is_evaluated() -> None:
+    """Fails when: baselines are looked for though nothing will be compared with them."""
+    asked: list[str] = []
+    for strategy in ("no", "epoch"):
+        run = SimpleNamespace(step=0, accelerator=SimpleNamespace(is_main_process=True), config=SimpleNamespace(eval_strategy=strategy))
+        tk.Run.compare_with(run, "eval_loss", lambda strategy=strategy: asked.append(strategy) or {})
+    assert asked == ["epoch"]
 
 
 def test_metrics_file_has_the_exact_loss_of_each_step_and_one_line_a_step(tmp_path: Path) -> None:
@@ -348,7 +368,7 @@ def test_random_numbers_of_user_code_go_on_after_a_resume(tmp_path: Path) -> Non
 def test_what_changes_randomness_is_said_and_what_changes_nothing_is_not(tmp_path: Path, capsys, changed: dict, told: str | None) -> None:
     """Fails when: SAID or FREE lose the setting, or the checkpoint doesn't hold the settings."""
     config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2)
-    train(config, lambda run: run.step == 4)
+    train(config, lambda run: run.step == 5)
     capsys.readouterr()
     train(replace(config, resume=True, **changed))
     lines = [line for line in capsys.readouterr().out.splitlines() if " was " in line and " is " in line]
@@ -358,7 +378,7 @@ def test_what_changes_randomness_is_said_and_what_changes_nothing_is_not(tmp_pat
 def test_what_changes_the_mathematics_is_refused_by_name_and_allowed_by_name(tmp_path: Path) -> None:
     """And nothing has changed when it is. Fails when: `changes_since` is called after apply_state, or a fixed setting is missed."""
     config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2)
-    train(config, lambda run: run.step == 4)
+    train(config, lambda run: run.step == 5)
     before = (tmp_path / "run/metrics.jsonl").read_text()
     with pytest.raises(tk.Refusal, match=r"weight_decay was 0.0 and is 0.1; .*--allow-change .*weight_decay") as refused:
         train(replace(config, resume=True, weight_decay=0.1, adam_beta1=0.8))
@@ -380,7 +400,7 @@ def test_another_micro_batch_is_another_loss_where_the_loss_compares_its_example
     Fails when: `couples_a_micro_batch` is not asked, or the settings are compared in the place of the cut that there was.
     """
     config = PairsConfig(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, loss_type=["sft", loss])
-    train(config, lambda run: run.step == 4)
+    train(config, lambda run: run.step == 5)
     other = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
     with pytest.raises(tk.Refusal, match=rf"had 2 examples and has 3, and --loss-type sft,{loss} .*--allow-change per_device_train"):
         train(replace(config, resume=True, **other))

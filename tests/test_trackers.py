@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import pytest
 import toolkit as tk
 from toolkit import trackers
 from toolkit.accelerator import tracker_names
+from toolkit.told_before import told_to_mlflow, told_to_trackio
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,29 @@ def test_steps_before_the_checkpoint_that_had_not_arrived_when_a_run_was_killed_
     lives("mlflow,trackio")
     once = [(step, 10.0 - step) for step in range(1, 8)]
     assert (_in_mlflow(tmp_path), _in_trackio(tmp_path)) == (once, once)
+
+
+def test_earlier_steps_are_not_sent_again_where_it_is_not_known_what_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of trackio's that is on a Space, and a server of MLflow's that fails. Fails when: what isn't known is taken for nothing,
+    and every resume sends all there was before once more."""
+    pytest.importorskip("trackio")
+    pytest.importorskip("mlflow")
+    monkeypatch.setattr("trackio.sqlite_storage.SQLiteStorage.get_logs", lambda *_, **__: [])
+    assert told_to_trackio("toolkit", SimpleNamespace(name="run", id="1")) is None
+
+    def fails(*_: Any) -> None:
+        from mlflow.exceptions import MlflowException
+
+        raise MlflowException("away")
+
+    monkeypatch.setattr("mlflow.tracking.MlflowClient.get_run", fails)
+    assert told_to_mlflow("1") is None
+    sent: list[int] = []
+    for told, expected in ((None, []), (set(), [1, 2]), ({("loss", 1)}, [2])):
+        sent.clear()
+        tracker = SimpleNamespace(told=told, log=lambda figures, step: sent.append(step))
+        trackers._log_lacking(tracker, [{"step": step, "loss": 1.0, "epoch": 0.1} for step in (1, 2)])
+        assert sent == expected
 
 
 def test_wandb_that_is_disabled_takes_figures_tables_and_files_and_keeps_nothing(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 Told = set[tuple[str, int]]  # names of figures, with their steps
 
 
-def told_to_mlflow(run_id: str) -> Told:
-    """Of a run that MLflow has: its figures, and "samples" where their table has such a step."""
+def told_to_mlflow(run_id: str) -> Told | None:
+    """Of a run that MLflow has: its figures, and "samples" where their table has such a step. None: it can't be known."""
     import mlflow
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
@@ -19,8 +19,8 @@ def told_to_mlflow(run_id: str) -> Told:
     try:
         names = client.get_run(run_id).data.metrics
         told = {(name, each.step) for name in names for each in client.get_metric_history(run_id, name)}
-    except MlflowException:  # a server that fails: at worst they are there twice
-        return set()
+    except MlflowException:  # a server that fails: at worst what is trained again is there twice
+        return None
     try:
         table = mlflow.artifacts.load_dict(f"runs:/{run_id}/samples.json")
         steps = [row[table["columns"].index("step")] for row in table["data"]]
@@ -29,12 +29,12 @@ def told_to_mlflow(run_id: str) -> Told:
     return told | {("samples", step) for step in steps}
 
 
-def told_to_trackio(project: str, run: Any) -> Told:
-    """Of a run that is on this machine. trackio (0.43) reads figures by no public function."""
+def told_to_trackio(project: str, run: Any) -> Told | None:
+    """Of a run that is on this machine; None where it may be elsewhere. trackio (0.43) reads figures by no public function."""
     try:
         from trackio.sqlite_storage import SQLiteStorage
 
         logs = SQLiteStorage.get_logs(project, run.name, run_id=run.id)
-    except Exception:  # another version: at worst they are there twice
-        return set()
-    return {(name, entry["step"]) for entry in logs for name in entry}
+    except Exception:  # another version: at worst what is trained again is there twice
+        return None
+    return None if not logs else {(name, entry["step"]) for entry in logs for name in entry}

@@ -168,20 +168,20 @@ def _one_line(error: BaseException) -> str:
 
 
 def _log(tracker: Any, figures: dict[str, float], step: int) -> None:
-    new = {name: value for name, value in figures.items() if (name, step) not in getattr(tracker, "told", ())}
+    new = {name: value for name, value in figures.items() if (name, step) not in (getattr(tracker, "told", None) or ())}
     if new:
         tracker.log(new, step=step)
 
 
 def _log_lacking(tracker: Any, events: Sequence[Mapping[str, Any]]) -> None:
-    if hasattr(tracker, "told"):
+    if getattr(tracker, "told", None) is not None:
         for event in events:
             figures = {name: value for name, value in event.items() if name not in _WHERE and isinstance(value, (int, float))}
             _log(tracker, figures, event["step"])
 
 
 def _log_table(add: Callable[..., None], tracker: Any, columns: list[str], rows: list[list[str]], step: int) -> None:
-    if ("samples", step) not in getattr(tracker, "told", ()):
+    if ("samples", step) not in (getattr(tracker, "told", None) or ()):
         add(tracker, columns=columns, rows=rows, step=step)
 
 

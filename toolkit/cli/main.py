@@ -39,7 +39,6 @@ COMMANDS = {
 RECIPE_FLAGS_FOLLOW = frozenset({"train", "verify-resume"})
 
 
-
 def _elsewhere(word: str) -> str:
     """What to type for the name of a recipe, and for the report, which has a module of its own."""
     from toolkit.cli.recipe_file import complete_recipe
