@@ -1,6 +1,6 @@
 # make demo     pretrain on real text, fine-tune, and write runs/demo/report.html (under five minutes on two cores)
 # make test     everything the tests prove
-# make chaos    faults caused on purpose, in the long form; their table is in docs/reliability.md
+# make chaos    faults caused on purpose and malformed inputs, in the long form; the faults' table is in docs/reliability.md
 # make lint     ruff and mypy
 # make install  the environment alone, in .venv
 
@@ -28,7 +28,9 @@ test: $(DEV) $(SDK)
 # TRIALS is the share of the trials in percent; PYTEST="-k power" takes some of the faults.
 chaos: $(DEV) $(SDK)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false FAULT_TRIALS=$(or $(TRIALS),100) FAULT_TABLE=docs/reliability.md \
-		$(BIN)/python -m pytest tests/faults tests/hub/test_commit.py tests/sagemaker_jobs/test_simulated_jobs.py $(PYTEST)
+		FUZZ_CASES=$(or $(CASES),300) FUZZ_SEED=$(or $(SEED),$(shell date +%Y%m%d)) \
+		$(BIN)/python -m pytest tests/faults tests/hub/test_commit.py tests/sagemaker_jobs/test_simulated_jobs.py \
+		tests/fuzz $(PYTEST)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

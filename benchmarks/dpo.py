@@ -1,4 +1,4 @@
-"""Direct preference optimisation beside TRL: a whole epoch, with the reference model's log-probabilities.
+"""Direct preference optimization beside TRL: a whole epoch, with the reference model's log-probabilities.
 
     python benchmarks/dpo.py --pairs 5
     python benchmarks/dpo.py --only head-heavy:1:1 --flags --pairs 1
@@ -60,7 +60,7 @@ class Config(
 
 
 def make_rows(shape: Shape, share: float, count: int, random_numbers: np.random.Generator) -> dict[str, list[Any]]:
-    """Tokenised pairs, in our columns and in TRL's. `share` of prompt and mean answer together are the prompt."""
+    """Tokenized pairs, in our columns and in TRL's. `share` of prompt and mean answer together are the prompt."""
     columns: dict[str, list[Any]] = {}
     for pair, total in enumerate(random_lengths(shape, count, random_numbers).tolist()):
         mean, factors = (1 - share) * total, np.exp(random_numbers.normal(0, 0.3, size=2))
@@ -123,7 +123,7 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
     from trl import DPOConfig, DPOTrainer
 
     class OnTokenisedPairs(DPOTrainer):
-        """Takes rows that are tokenised already, and tells the stopwatch what is done before `train`."""
+        """Takes rows that are tokenized already, and tells the stopwatch what is done before `train`."""
 
         def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
             return dataset

@@ -18,7 +18,7 @@ from torch import nn
 
 
 def parts(megabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimiser of so many megabytes together, one step in."""
+    """A model and its optimizer of so many megabytes together, one step in."""
     width = round((megabytes * 1e6 / 4 / 3 / 8) ** 0.5)
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(8)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

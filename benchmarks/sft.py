@@ -58,7 +58,7 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, t
 
 
 def make_rows(shape: Shape, share: float, count: int, random_numbers: np.random.Generator) -> dict[str, list[Any]]:
-    """Tokenised rows, of which both sides take the columns they know. `share` of a row is the prompt."""
+    """Tokenized rows, of which both sides take the columns they know. `share` of a row is the prompt."""
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": [], "supervised_tokens": []}
     for length in random_lengths(shape, count, random_numbers).tolist():
         tokens = [*random_words(shape, length - 1, random_numbers), END]
@@ -76,7 +76,7 @@ def packed_rows_of_a_step(task: Task) -> int:
 
 
 def figures(task: Task, model: Any) -> dict[str, float]:
-    from toolkit.tracking import peak_flops
+    from toolkit.tracking.throughput import peak_flops
 
     rows = task.rows()
     counted = {"supervised tokens": task.watch.share() * sum(rows["supervised_tokens"])}

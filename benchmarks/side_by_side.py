@@ -4,7 +4,7 @@
 rows random tokens: neither changes how long anything takes. Time is CPU time, which other processes on the machine disturb
 less than the clock on the wall; with several --threads, which use CPU time while they wait, and on a GPU (--device cuda, never
 run yet) it is the time that passes, for which nothing else may run. What is counted is
-training, and for preferences the reference model's work: not imports, not loading, not tokenising, not the making of a
+training, and for preferences the reference model's work: not imports, not loading, not tokenizing, not the making of a
 trainer. All of these are in the time to the first step, which begins with the process.
 """
 

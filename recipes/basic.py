@@ -10,6 +10,7 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import toolkit as tk
 
@@ -38,7 +39,8 @@ def main(config: Config) -> tk.Summary:
     tokenizer = tk.pad_apart_from_end(tk.load_tokenizer(config))  # a decoder is read at its last token before padding
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_classification(raw, tokenizer, config)
-    model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, **tk.label_settings(raw, config)).to(device)
+    model: Any = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, **tk.label_settings(raw, config))
+    model.to(device)
 
     collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id)
     train, evaluation = tk.build_dataloaders(splits, collate, config)
@@ -46,22 +48,32 @@ def main(config: Config) -> tk.Summary:
     loss_fn, metrics = tk.classification_task(config, model.config.num_labels)
 
     def evaluate() -> dict[str, float]:
-        observe, combine = (metrics.update, sum) if metrics.update else (metrics.gather, torch.cat)
+        observe: Any = metrics.update or metrics.gather
+        combine: Any = sum if metrics.update else torch.cat
         model.eval()
         with torch.no_grad():
-            parts = [observe(model, tk.to_device(batch.micro_batches[0], device)) for batch in evaluation]
+            parts = [observe(model, tk.to_device(batch.micro_batches[0], device)) for batch in evaluation or ()]
         model.train()
         observed = {name: combine([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
-        return {f"eval_{name}": value for name, value in metrics.finalise(observed).items()}
+        return {f"eval_{name}": value for name, value in metrics.finalize(observed).items()}
 
     def show(step: int, figures: dict[str, float]) -> None:
         print(f"step {step}/{train.num_steps}  " + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
 
     baselines = tk.class_baselines(raw, config)
-    print("to beat, eval_accuracy:", *(f" {name} {value:.4g}" for name, value in baselines.items()), flush=True)
-    skipped, summary, started = 0, tk.Summary({"baselines": {"figure": "eval_accuracy", **baselines}}), time.monotonic()
+    if baselines:
+        print("to beat, eval_accuracy:", *(f" {name} {value:.4g}" for name, value in baselines.items()), flush=True)
+    watch, losses, warnings = tk.Divergence(), list[float](), list[str]()
+    summary = tk.Summary({"status": "finished", "warnings": warnings, "baselines": {"figure": "eval_accuracy", **baselines}})
+    skipped, started = 0, time.monotonic()
+
+    def warn(found: list[str]) -> None:
+        warnings.extend(found)
+        for warning in found:
+            print(f"WARNING: {warning}", flush=True)
+
     with tk.claimed(config) as output_dir:
-        tk.write_run_card(output_dir / "run.json", None, config, model, train)
+        tk.write_run_card(output_dir / "run.json", None, config, model, train, optimizer)
         for step, batch in enumerate(train.batches(), start=1):
             for group, rate in zip(optimizer.param_groups, schedule(batch.position / train.examples_to_consume), strict=True):
                 group["lr"] = rate
@@ -80,9 +92,11 @@ def main(config: Config) -> tk.Summary:
                 tk.report_nonfinite(output_dir, step, batch, train, loss, norm.item())
                 if skipped >= (1 if config.nonfinite == "stop" else config.max_nonfinite_steps):
                     raise tk.Unstable(f"{skipped} step(s) in a row with a non-finite loss or gradient, the last of them {step}")
+            warn(watch.after_step(loss, norm.item(), applied=not skipped))
 
             last, end = step == train.num_steps, batch.position + batch.size
-            where = {"step": step, "epoch": end / train.epoch_size, "examples": end, "time": time.monotonic() - started}
+            epoch = end / (train.epoch_size or end)
+            where = {"step": step, "epoch": epoch, "examples": end, "time": time.monotonic() - started}
             if step % config.logging_steps == 0 or last:
                 figures = {"loss": loss, "grad_norm": norm.item(), "learning_rate": rate}
                 tk.append_line(output_dir / "metrics.jsonl", {**where, **figures})
@@ -90,13 +104,16 @@ def main(config: Config) -> tk.Summary:
             if evaluation and (step % config.eval_steps == 0 or last):
                 figures = evaluate()
                 summary.figures.update(figures)
+                losses.append(figures["eval_loss"])
                 tk.append_line(output_dir / "metrics.jsonl", {**where, **figures})
                 show(step, figures)
             if step % config.save_steps == 0:
                 tk.save_model(None, model, tokenizer, config, summary)
+        warn(watch.after_last_step() + watch.of_metric("eval_loss", losses))
         tk.save_model(None, model, tokenizer, config, summary)
         tk.write_summary(output_dir, summary)
-        tk.end_run_card(output_dir / "run.json", "finished", time.monotonic() - started, summary.figures)
+        tk.end_run_card(output_dir / "run.json", "finished", time.monotonic() - started, summary.figures, config)
+    print(tk.verdict_of("finished", summary.figures, config) or "finished", flush=True)
     return summary
 
 

@@ -1,4 +1,4 @@
-"""Direct preference optimisation (DPO) of a language model on pairs of a chosen and a rejected answer.
+"""Direct preference optimization (DPO) of a language model on pairs of a chosen and a rejected answer.
 
     python recipes/dpo.py
     accelerate launch recipes/dpo.py --config recipes/configs/qwen3_0.6b_dpo.yaml
@@ -50,7 +50,8 @@ def main(config: Config) -> tk.Summary:
         return tk.pair_logps(model, pairs, config.ld_alpha), before
 
     def loss_fn(model: Any, pairs: dict[str, Any], totals: dict[str, float]) -> Any:
-        return tk.preference_loss(*logps(model, pairs), totals, config)
+        policy, before = logps(model, pairs)
+        return tk.preference_loss(policy, before, totals, config)
 
     metrics = tk.preference_metrics(logps, config)
     prompts = tk.sample_prompts(raw, tokenizer, config)
@@ -63,7 +64,7 @@ def main(config: Config) -> tk.Summary:
             run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
         for batch in run:
             tk.sync_reference(run, reference, model, config)
-            rates = schedule(run.progress)
+            rates = schedule(run.progress, run.objective)
             run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation (KTO) of a language model on single answers that are marked desirable or undesirable.
+"""Kahneman-Tversky optimization (KTO) of a language model on single answers that are marked desirable or undesirable.
 
     python recipes/kto.py
     accelerate launch recipes/kto.py --model Qwen/Qwen3-0.6B --dataset trl-lib/kto-mix-14k
@@ -58,7 +58,8 @@ def main(config: Config) -> tk.Summary:
         return tk.mismatched_logps(model, answers), reference.mismatched(model, answers)
 
     def loss_fn(model: Any, answers: dict[str, Any], totals: dict[str, float], kl: Any) -> Any:
-        return tk.unpaired_loss(*logps(model, answers), answers["desirable"], kl, totals, config)
+        policy, before = logps(model, answers)
+        return tk.unpaired_loss(policy, before, answers["desirable"], kl, totals, config)
 
     metrics = tk.unpaired_metrics(logps, logps_of_mismatched, config)
     prompts = tk.sample_prompts(raw, tokenizer, config)
@@ -73,7 +74,7 @@ def main(config: Config) -> tk.Summary:
         for batch in run:
             tk.sync_reference(run, reference, model, config)
             kl = tk.estimate_kl(accelerator, model, batch, logps_of_mismatched) if config.loss_type == "kto" else 0.0
-            step_loss, rates = partial(loss_fn, kl=kl), schedule(run.progress)
+            step_loss, rates = partial(loss_fn, kl=kl), schedule(run.progress, run.objective)
             run.log(tk.train_step(accelerator, model, optimizer, batch, step_loss, rates, max_grad_norm=config.max_grad_norm))
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))

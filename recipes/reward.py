@@ -1,4 +1,4 @@
-"""A reward model: which of two answers is the better one, learnt from pairs of a chosen and a rejected answer.
+"""A reward model: which of two answers is the better one, learned from pairs of a chosen and a rejected answer.
 
     python recipes/reward.py
     accelerate launch recipes/reward.py --model Qwen/Qwen3-0.6B --dataset trl-lib/ultrafeedback_binarized --use-peft
@@ -48,7 +48,7 @@ def main(config: Config) -> tk.Summary:
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
         for batch in run:
-            rates = schedule(run.progress)
+            rates = schedule(run.progress, run.objective)
             run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))

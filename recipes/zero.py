@@ -1,4 +1,4 @@
-"""Sequence classification with DeepSpeed ZeRO: optimiser state, gradients, parameters shared out over the ranks.
+"""Sequence classification with DeepSpeed ZeRO: optimizer state, gradients, parameters shared out over the ranks.
 
     python recipes/zero.py
     accelerate launch --num_processes 8 recipes/zero.py --zero-stage 3 --offload parameters
@@ -54,7 +54,7 @@ def main(config: Config) -> tk.Summary:
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
         for batch in run:
-            rates = schedule(run.progress)
+            rates = schedule(run.progress, run.objective)
             run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))

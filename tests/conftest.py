@@ -25,21 +25,36 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parent
-_SPEC = importlib.util.spec_from_file_location("tally", HERE / "tally.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_TALLY = sys.modules["tally"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_TALLY)
+
+
+def _load(name: str) -> Any:
+    """A file of this folder as a module: pytest's importlib mode puts no folder on the path."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_TALLY, _WORKING_TREE = _load("tally"), _load("working_tree")
 tally, count, chance, long_form = _TALLY.tally, _TALLY.count, _TALLY.chance, _TALLY.long_form
-pytest_terminal_summary = _TALLY.pytest_terminal_summary
+pytest_sessionstart, pytest_sessionfinish = _WORKING_TREE.pytest_sessionstart, _WORKING_TREE.pytest_sessionfinish
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for plugin in (_TALLY, _WORKING_TREE):
+        plugin.pytest_terminal_summary(terminalreporter, config)
+
+
 ROOT = HERE.parent
 TINY_RUN = str(HERE / "tiny_run.py")
 PRELOADED = [
     "torch", "transformers", "datasets", "accelerate", "transformers.models.llama.modeling_llama",
-    "transformers.models.bert.modeling_bert", "toolkit.run", "toolkit.cli.recipe", "toolkit.models", "toolkit.optim",
-    "toolkit.data.loaders", "toolkit.losses.causal_lm", "toolkit.losses.classification", "safetensors.torch",
-    "toolkit.cli.help_page", "typer._adapters", "filelock", "toolkit.checkpoint", "toolkit.engines.start", "toolkit.engines.zero",
-    "toolkit.engines.fsdp", "torch.distributed.fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else []),
+    "transformers.models.bert.modeling_bert", "toolkit.training.run", "toolkit.cli.recipe", "toolkit.models", "toolkit.optim",
+    "toolkit.data.loading.loaders", "toolkit.losses.causal_lm", "toolkit.losses.classification", "safetensors.torch",
+    "toolkit.cli.help_page", "typer._adapters", "filelock", "toolkit.checkpoint", "toolkit.distributed.engines.start", "toolkit.distributed.engines.zero",
+    "toolkit.distributed.engines.fsdp", "torch.distributed.fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else []),
 ]  # fmt: skip
 
 
@@ -106,6 +121,8 @@ def _child(
     os.setpgid(0, 0)
     multiprocessing.set_start_method("fork", force=True)  # a loader's workers start as they do in a user's process
     os.environ.update(environment)
+    if "HF_DATASETS_CACHE" in environment:  # the library that was imported before the fork has read the variable already
+        sys.modules["datasets"].config.HF_DATASETS_CACHE = environment["HF_DATASETS_CACHE"]  # type: ignore[attr-defined]
     os.chdir(folder)
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

@@ -25,7 +25,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 import toolkit as tk
 from toolkit.config import setting
-from toolkit.engines.pieces import whole_state_dict
+from toolkit.distributed.engines.pieces import whole_state_dict
 
 ROWS, POISON = 30, 63
 MISTAKES = ("mean of means", "schedule stepped by every rank", "contaminated packing", "duplicated evaluation rows")

@@ -31,7 +31,7 @@ from transformers import modeling_utils
 from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer.sft_trainer import SFTTrainer
 
-from toolkit.shapes import built_in_config
+from toolkit.models.shapes import built_in_config
 
 from .runs import Told
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from toolkit import copies
 from toolkit.cli.main import app
 from toolkit.cli.recipe_file import find_recipe
 from toolkit.config import Refusal
+from toolkit.runs import copies
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +39,7 @@ def upstream(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     """The toolkit's recipes, which may change."""
     place = tmp_path_factory.mktemp("package") / "recipes"
     shutil.copytree(ROOT / "recipes", place, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in ("toolkit.copies", "toolkit.cli.recipes", "toolkit.cli.recipe_file"):
+    for module in ("toolkit.runs.copies", "toolkit.cli.recipes", "toolkit.cli.recipe_file"):
         monkeypatch.setattr(f"{module}.recipes_folder", lambda: place)
     return place
 

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.cli.refusals import print_refusal
+from toolkit.cli.trained_figures import EvaluationConfig
 from toolkit.config import Refusal
-from toolkit.data.tokenising.inspection import guess_task
+from toolkit.data.preflight.inspection import guess_task
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,13 +149,13 @@ def test_lengths_supervised_share_and_packing_are_those_of_a_plain_loop(tmp_path
     assert f"longer than --max-length 64: {200 - len(kept)} of 200" in output
 
 
-def test_supervised_text_is_marked_and_coloured_on_a_terminal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when: the prompt is marked, or colours go into a file."""
+def test_supervised_text_is_marked_and_colored_on_a_terminal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the prompt is marked, or colors go into a file."""
     path = write(tmp_path / "chats.jsonl", [chat(1), chat(2)])
     _, output = inspect(path, "--eval-fraction", "0", "--examples", "1")
     assert "[[3.<|im_end|>]]" in output
     assert "\x1b" not in output
-    from toolkit.data.tokenising import preflight
+    from toolkit.data.preflight import preflight
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(preflight, "marks_for", lambda stream: ("\x1b[4;32m", "\x1b[0m"))
@@ -177,12 +178,32 @@ def test_all_lines_that_are_no_json_are_named(tmp_path: Path) -> None:
         (["messages"], "sft"), (["prompt", "completion"], "sft"), (["text"], "lm"), (["text", "label"], "classification"),
         (["chosen", "rejected"], "preference"), (["prompt", "responses", "scores"], "preference"), (["input_ids"], "lm"),
         (["input_ids", "labels"], "sft"), (["text", "labels"], "classification"),
+        (["instruction", "input", "output"], "sft"), (["instruction", "output", "text"], "lm"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else value,
 )  # fmt: skip
 def test_the_task_is_told_by_the_columns(columns: list[str], task: str) -> None:
     """Fails when: the labels of tokens are taken for classes."""
     assert guess_task(columns) == task
+
+
+@pytest.mark.parametrize(
+    ("columns", "recipe", "renames"),
+    [
+        (["review", "sentiment"], "accelerated", "review=text,sentiment=label"), (["question", "answer"], "sft", "question=prompt,answer=completion"),
+        (["query", "winner", "loser"], "dpo", "winner=chosen,loser=rejected"), (["dialog"], "sft", "dialog=messages"), (["article"], "pretrain", "article=text"),
+    ],
+    ids=lambda value: str(value),
+)  # fmt: skip
+def test_columns_of_other_names_are_guessed_as_training_guesses_them(columns: list[str], recipe: str, renames: str, tmp_path: Path) -> None:
+    """Fails when: the refusal names what is known and no columns."""
+    path = write(tmp_path / "rows.jsonl", [dict.fromkeys(columns, f"words {number}") for number in range(40)])
+    code, output = inspect(path)
+    assert code == 2
+    assert f"--rename-columns {renames}" in output
+    tasks = {"accelerated": tk.tokenize_for_classification, "sft": tk.tokenize_for_sft, "dpo": tk.tokenize_for_preference, "pretrain": tk.tokenize_for_sft}
+    with pytest.raises(Refusal, match=f"--rename-columns {renames}"):
+        tasks[recipe](tk.load_splits(str(path)), tk.train_tokenizer(["a"], 300), EvaluationConfig())
 
 
 def test_rows_without_a_label_are_named_before_the_classes_are_looked_for(tmp_path: Path) -> None:
@@ -226,3 +247,54 @@ def test_what_cannot_be_read_ends_with_2_and_one_message(tmp_path: Path, kind: s
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("refused: ")
     assert "Traceback" not in done.stderr
+
+
+def test_nothing_more_is_said_of_rows_that_were_all_refused(tmp_path: Path) -> None:
+    """Fails when: a split of which no row was read is summed up, or refused labels count as marks that are missing."""
+    rows: list[dict[str, Any]] = [{"prompt": f"q {n}", "completion": f" a {n}", "label": n % 2} for n in range(40)]
+    code, output = inspect(write(tmp_path / "kto.jsonl", rows), "--task", "unpaired", "--examples", "0")
+    assert code == 1
+    assert re.search(r"label is the number [01], and must be true", output)
+    assert "1 problem, in 40 rows:" in output
+    assert "in each row" not in output
+    assert "too few" not in output
+    rows = [{**row, "label": "true" if row["label"] else "bad"} for row in rows]
+    code, output = inspect(write(tmp_path / "kto.jsonl", rows), "--eval-fraction", "0", "--examples", "0")
+    assert code == 1
+    assert "1 problem, in 20 rows:" in output
+    assert "in each row" not in output
+    rows = [{**row, "label": True} for row in rows]
+    code, output = inspect(write(tmp_path / "kto.jsonl", rows), "--eval-fraction", "0", "--examples", "0")
+    assert code == 1
+    assert "label is true in each row of the train split" in output
+
+
+def test_calls_of_tools_that_are_not_there_are_counted_and_named(tmp_path: Path) -> None:
+    """Fails when: only the rows' form is looked at, a chat without tools is counted, or the count is one of a batch."""
+    tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}}
+
+    def chat_with(name: str, result: str, tools: list[Any], number: int) -> dict[str, Any]:
+        call = {"id": "call_1", "type": "function", "function": {"name": name, "arguments": json.dumps({"a": number})}}
+        return {
+            "messages": [
+                {"role": "user", "content": f"How much is {number} + 1?"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": result, "content": str(number + 1)},
+                {"role": "assistant", "content": f"{number + 1}."},
+            ],
+            "tools": tools,
+        }
+
+    kinds = {3: ("addd", "call_1", [tool]), 7: ("sub", "call_1", [tool]), 9: ("add", "call_2", [tool]), 11: ("free", "call_1", [])}
+    rows = [chat_with(*kinds.get(number, ("add", "call_1", [tool])), number) for number in range(20)]
+    path = write(tmp_path / "chats.jsonl", rows)
+    template = tmp_path / "tools.jinja"
+    template.write_text(
+        "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    code, output = inspect(path, "--eval-fraction", "0", "--examples", "0", "--chat-template", template)
+    assert code == 0, output
+    assert f"train: WARNING: 2 chats call a function that is not among their tools: first at {path}:4" in output
+    assert f"train: WARNING: 1 chat has the result of a call that it does not hold (tool_call_id): {path}:10" in output

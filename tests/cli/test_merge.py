@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import toolkit as tk
-from toolkit import merging
 from toolkit.cli.main import app
+from toolkit.export import merge as merging
 
 ROOT = Path(__file__).resolve().parents[2]
 CAUSAL = "AutoModelForCausalLM"
@@ -195,9 +195,9 @@ def test_what_is_no_adapter_or_has_no_base_is_refused(tmp_path: Path) -> None:
     assert merge(tmp_path / "nowhere", "--into", tmp_path / "merged").exit_code == 2
     (tmp_path / "base/config.json").rename(tmp_path / "base/kept")
     settings = json.loads((tmp_path / "base/kept").read_text())
-    quantised = {**settings, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    (tmp_path / "base/config.json").write_text(json.dumps(quantised))
-    assert "is quantised" in refusal_of(adapter, "--into", tmp_path / "merged")
+    quantized = {**settings, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (tmp_path / "base/config.json").write_text(json.dumps(quantized))
+    assert "is quantized" in refusal_of(adapter, "--into", tmp_path / "merged")
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     assert "which is gone" in refusal_of(adapter, "--into", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
@@ -240,6 +240,10 @@ def test_a_damaged_adapter_is_refused(tmp_path: Path) -> None:
     good = load_file(path)
     name = sorted(good)[0]
     save_file({**good, name: good[name] * float("nan")}, path)
+    done = merge(adapter, "--into", tmp_path / "merged")
+    assert isinstance(done.exception, tk.Refusal)
+    assert f"{name} holds NaN" in str(done.exception)
+    save_file({**good, name: torch.full_like(good[name], 3e38)}, path)  # finite, but no product with it is
     done = merge(adapter, "--into", tmp_path / "merged")
     assert done.exit_code == 1
     assert "nan of the largest" in done.output

@@ -6,6 +6,7 @@ Each test names the one-line change under which it was seen to fail.
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +23,10 @@ from sklearn.metrics import accuracy_score, f1_score
 from typer.testing import CliRunner
 
 import toolkit as tk
-from toolkit.answers import Sampling, answer
 from toolkit.cli.main import app
 from toolkit.config import Refusal
+from toolkit.generation.answers import Sampling, answer
+from toolkit.generation.samples import stop_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE: dict[str, Any] = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "seed": 5}
@@ -283,10 +285,63 @@ def test_a_mistyped_metric_is_refused_before_the_model_is_loaded(
 ) -> None:
     """Fails when: the names are looked at once the model and the rows are there."""
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(rows)}\n" * 3)
-    monkeypatch.setattr("toolkit.trained.load_trained", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("toolkit.models.trained.load_trained", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(Refusal) as refused:
         evaluated(made / of, "--dataset", tmp_path / "rows.jsonl", "--metrics", metric)
     assert said in str(refused.value)
+
+
+TEXT_METRIC = """import datasets
+import evaluate
+
+
+class Overlap(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        same = [p == r for p, r in zip(predictions, references, strict=True)]
+        return {"exact": sum(same) / len(same), "letters": [len("".join(predictions)), len("".join(references))]}
+"""
+
+
+@pytest.mark.parametrize("layout", ["prompt", "messages"])
+def test_a_module_of_evaluate_compares_a_language_models_answers_with_the_datas(made: Path, tmp_path: Path, layout: str) -> None:
+    """Against transformers' own greedy decoding, one prompt at a time. Fails when: answers are cut for display, the prompt is part of
+    the answer, an answer is padded by its neighbors, or the usual figures are left out beside it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made / "run/model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(made / "run/model").eval()
+    (tmp_path / "overlap.py").write_text(TEXT_METRIC)
+    rows, exact, letters = [], 0, [0, 0]
+    for i in range(6):
+        asked = "one two" + " two" * i
+        chat = [{"role": "user", "content": asked}]
+        prompt = asked if layout == "prompt" else tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        made_here = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=stop_ids(model, tokenizer), pad_token_id=0)
+        text = tokenizer.decode(made_here[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        reference = text if i % 3 == 0 and text else "six seven"
+        exact, letters = exact + (text == reference), [letters[0] + len(text), letters[1] + len(reference)]
+        if layout == "prompt":
+            rows.append({"prompt": asked, "completion": f" {reference}\n"})
+        else:
+            rows.append({"messages": [*chat, {"role": "assistant", "content": reference}]})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = evaluated(made / "run", "--dataset", tmp_path / "rows.jsonl", "--metrics", f"loss,{tmp_path / 'overlap.py'}", "--max-new-tokens", 9)
+    loss = evaluated(made / "run", "--dataset", tmp_path / "rows.jsonl", "--metrics", "loss")["metrics"]["loss"]
+    assert found["metrics"] == {"loss": loss, "exact": exact / 6, "letters_0": letters[0], "letters_1": letters[1]}
+    assert 0 < exact < 6
+
+
+def test_a_module_that_compares_texts_needs_answers(made: Path, tmp_path: Path) -> None:
+    """Fails when: the half of a text is taken for the answer to the other half."""
+    (tmp_path / "overlap.py").write_text(TEXT_METRIC)
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'text': 'one two three'})}\n" * 3)
+    for task, said in (("lm", "where rows have no answers"), ("sft", "no prompt with an answer")):
+        with pytest.raises(Refusal) as refused:
+            evaluated(made / "run", "--dataset", tmp_path / "rows.jsonl", "--task", task, "--metrics", tmp_path / "overlap.py")
+        assert said in str(refused.value)
 
 
 def test_the_rows_that_training_holds_out_can_be_asked_for(made: Path, tmp_path: Path) -> None:
@@ -300,6 +355,34 @@ def test_the_rows_that_training_holds_out_can_be_asked_for(made: Path, tmp_path:
     assert evaluated(made / "run", "--config", tmp_path / "config.yaml")["rows"] == held_out
     with pytest.raises(Refusal, match=r"--split tset: .* has no such split"):
         evaluated(made / "run", "--dataset", path, "--split", "tset")
+
+
+def test_a_run_is_evaluated_on_what_it_held_out_and_told_what_it_was_trained_on(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: a model's own run is not looked for, its path not found from elsewhere, or other rows are not compared."""
+    texts = [f"one two {i}" for i in range(80)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"words": text}) for text in texts))
+    run = Path(shutil.copytree(made / "run", tmp_path / "run"))
+    (run / "run.json").write_text(json.dumps({"started": {"directory": str(tmp_path)}}))
+    config = "dataset: texts.jsonl\nmodel: tiny-llama\nhidden_size: 32\nrename_columns: [words=text]\n"
+    (run / "config.yaml").write_text(config)
+    splits = tk.load_splits(Config(dataset=str(tmp_path / "texts.jsonl"), rename_columns=["words=text"]))
+    held_out, trained = len(splits["validation"]), splits["train"]["text"][:]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for words in ((run,), (run / "model",), (run, "--dataset", tmp_path / "texts.jsonl"), (run, "--dataset", "../texts.jsonl")):
+        found = evaluated(*words)
+        assert (found["split"], found["rows"], found["trained_on"]) == ("validation", held_out, 0)
+    everything = ("--dataset", tmp_path / "texts.jsonl", "--split", "train", "--rename-columns", "words=text")
+    found = evaluated(run, *everything)
+    assert (found["rows"], found["trained_on"]) == (80, 80 - held_out)
+    (tmp_path / "others.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [*trained[:3], "one one", "two two"]))
+    assert evaluated(run, "--dataset", tmp_path / "others.jsonl")["trained_on"] == 3
+    said = toolkit("evaluate", run, "--dataset", tmp_path / "others.jsonl").stdout
+    assert "3 of these rows have a prompt or text that the run was trained on" in said
+    (run / "config.yaml").write_text(config + "eval_fraction: 0\n")
+    found = evaluated(run)
+    assert (found["rows"], found["trained_on"]) == (80, 80)
+    assert "trained_on" not in evaluated(made / "run", "--dataset", tmp_path / "others.jsonl")
 
 
 def test_a_classifiers_figures_are_those_of_scikit_learn_with_the_models_own_classes(made: Path, tmp_path: Path) -> None:
@@ -337,3 +420,43 @@ def test_a_reward_models_accuracy_is_the_share_of_pairs_it_ranks_as_the_data_do(
     rewards = np.array([[reward(p + c), reward(p + r)] for p, c, r in pairs])
     assert figures["reward_accuracy"] == pytest.approx(np.mean(rewards[:, 0] > rewards[:, 1]))
     assert figures["rewards_chosen"] == pytest.approx(rewards[:, 0].mean(), abs=1e-6)
+
+
+def test_marked_answers_given_to_a_language_model_are_compared_by_its_log_probabilities(made: Path, tmp_path: Path) -> None:
+    """Fails when: such rows are read as answers to learn from, an average per token is compared, or the mark is left out."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made / "run/model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(made / "run/model").eval()
+    pairs = [(f"one{' two' * (i % 4)}", " three four" + " six" * (i % 3), " five" * (i % 5 + 1)) for i in range(11)]
+
+    @torch.no_grad()
+    def logp(prompt: str, answer: str) -> float:
+        ids = torch.tensor([[*tokenizer(prompt + answer)["input_ids"], tokenizer.eos_token_id]])
+        scores = model(ids).logits[0, :-1].double().log_softmax(-1)
+        return float(scores.gather(1, ids[0, 1:, None])[len(tokenizer(prompt)["input_ids"]) - 1 :].sum())
+
+    found = np.array([[logp(p, c), logp(p, r)] for p, c, r in pairs])
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps({"prompt": p, "chosen": c, "rejected": r}) for p, c, r in pairs))
+    told = evaluated(made / "run", "--dataset", tmp_path / "pairs.jsonl", "--per-device-eval-batch-size", 4)
+    figures, shares = told["metrics"], (found[:, 0] > found[:, 1]).mean()
+    assert told["task"] == "preference"
+    assert "no reference model enters" in told["remark"]
+    assert 0 < shares < 1
+    assert figures["logps_accuracy"] == pytest.approx(shares)
+    assert figures["logps_margin"] == pytest.approx((found[:, 0] - found[:, 1]).mean(), rel=1e-5)
+    assert (figures["logps_chosen"], figures["logps_rejected"]) == pytest.approx(tuple(found.mean(0)), rel=1e-5)
+    marked = [{"prompt": p, "completion": a, "label": a is c} for p, c, r in pairs for a in ((c, r) if len(p) > 4 else (c,))]
+    (tmp_path / "marked.jsonl").write_text("\n".join(map(json.dumps, marked)))
+    told = evaluated(made / "run", "--dataset", tmp_path / "marked.jsonl", "--per-device-eval-batch-size", 4)
+    good, bad = ([logp(row["prompt"], row["completion"]) for row in marked if row["label"] is kind] for kind in (True, False))
+    auc = np.mean([(a > b) + (a == b) / 2 for a in good for b in bad])
+    assert (told["task"], told["rows"]) == ("unpaired", len(marked))
+    assert told["metrics"]["logps_auc"] == pytest.approx(auc)
+    assert told["metrics"]["logps_margin"] == pytest.approx(np.mean(good) - np.mean(bad), rel=1e-5)
+    (tmp_path / "bad.jsonl").write_text("\n".join(json.dumps({**row, "label": False}) for row in marked))
+    alone = evaluated(made / "run", "--dataset", tmp_path / "bad.jsonl")["metrics"]
+    assert alone["logps_auc"] is None
+    assert alone["logps_desirable"] is None
+    assert alone["logps_undesirable"] < 0
+    with pytest.raises(Refusal, match=r"--metrics perplexity: a model has logps_accuracy, .* where answers are marked"):
+        evaluated(made / "run", "--dataset", tmp_path / "pairs.jsonl", "--metrics", "perplexity")
+    assert list(evaluated(made / "run", "--dataset", tmp_path / "pairs.jsonl", "--metrics", "logps_accuracy")["metrics"]) == ["logps_accuracy"]

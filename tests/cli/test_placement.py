@@ -4,6 +4,7 @@ Each test names the one-line change under which it fails.
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from toolkit.accelerate_config import read_accelerate_config
 from toolkit.cli.placement import placement_of, what_is_started
 from toolkit.config import Refusal
-from toolkit.launch import MAIN_PORT, Nodes
+from toolkit.distributed.accelerate_config import read_accelerate_config
+from toolkit.distributed.launch import MAIN_PORT, Nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ("processes", "accelerate_config", "nodes", "node_rank", "main_address", "main_port")
@@ -108,7 +109,7 @@ def test_what_is_started_is_shown_as_accelerate_would_start_it(options: dict[str
 
 @pytest.mark.parametrize(("nodes", "name"), [(1, "zero1"), (2, "zero1"), (2, "multi_node"), (2, None)])
 def test_accelerate_understands_the_line_that_is_shown(nodes: int, name: str | None) -> None:
-    """By its own parser. Fails when: an option is misspelt, or DeepSpeed on two machines is left to pdsh."""
+    """By its own parser. Fails when: an option is misspelled, or DeepSpeed on two machines is left to pdsh."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     where = {"nodes": nodes, "node_rank": 1, "main_address": "a"} if nodes > 1 else {}
@@ -167,7 +168,7 @@ def test_the_command_that_continues_repeats_how_the_ranks_were_started(
     given: dict[str, str], repeated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails when: the engine's file or the nodes are left out, and the run continues as another world."""
-    from toolkit.signals import continuing_command
+    from toolkit.training.signals import continuing_command
 
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "GROUP_RANK", "TOOLKIT_TRAIN_OPTIONS"):
         monkeypatch.delenv(name, raising=False)
@@ -176,6 +177,27 @@ def test_the_command_that_continues_repeats_how_the_ranks_were_started(
     monkeypatch.setattr(sys, "argv", ["recipes/sft.py", "--seed", "3"])
     starter = ["-m", "toolkit", "train", *repeated] if repeated else []
     assert shlex.split(continuing_command()) == [sys.executable, *starter, "recipes/sft.py", "--seed", "3", "--resume"]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "python 'my recipe.py' --run-name 'a b'",
+        "toolkit train 'my recipe.py' --run-name 'a b' --processes 1",
+        "{bin}/python -m toolkit train --processes 2 'my recipe.py' --run-name 'a b'",
+        pytest.param("accelerate launch --cpu 'my recipe.py' --run-name 'a b'", marks=pytest.mark.slow),
+        pytest.param("torchrun --nproc-per-node 1 'my recipe.py' --run-name 'a b'", marks=pytest.mark.slow),
+    ],
+)
+def test_the_command_that_continues_is_what_was_typed(tmp_path: Path, typed: str) -> None:
+    """By a shell, with the launcher and its options. Fails when: `launcher_words` is left out, or the interpreter behind a script's
+    first line is shown."""
+    bin_folder = Path(sys.executable).parent
+    (tmp_path / "my recipe.py").write_text("from toolkit.training.signals import continuing_command\nprint(f'SAID {continuing_command()}\\n', end='')\n")
+    typed = typed.replace("{bin}", shlex.quote(str(bin_folder)))
+    environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", f"{typed}; exit $?"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert set(re.findall(r"^SAID (.*)$", done.stdout, re.MULTILINE)) == {f"{typed} --resume"}
 
 
 def test_help_waits_for_no_heavy_import() -> None:

@@ -39,6 +39,10 @@ class Stopped(Exception):
     exit_code = 75
 
 
+class StopButton(Stopped, KeyboardInterrupt):
+    """What a stop is where no command line was read."""
+
+
 @dataclass(frozen=True)
 class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
     learning_rate: float = 2e-4
@@ -51,6 +55,8 @@ def main(config: Config) -> tk.Summary:
     print("main ran with", config.learning_rate, flush=True)
     if config.end == "refusal":
         raise tk.Refusal("data.jsonl:17: not JSON.\\n  {'a'\\nWrite {\\"a\\": 1}.")
+    if config.end == "stop button":
+        raise StopButton("saved at step 4; continue with --resume")
     if config.end == "stopped":
         raise Stopped("saved at step 3; continue with --resume")
     if config.end == "crash":
@@ -156,7 +162,7 @@ def test_written_config_fed_back_repeats_the_run_and_refuses_nothing(tmp_path: P
         ("--zzz 1", "unknown setting --zzz. --help lists them all."),
         ("--output-dir --resume", "--output-dir: needs a value, such as --output-dir runs/run."),
         ("--max-steps", "--max-steps: needs a value, such as --max-steps 8."),
-        ("--config", "--config: needs a value (a YAML file)."),
+        ("--config", "--config: needs a value (a YAML or JSON file)."),
         ("--packing maybe", "maybe: belongs to no flag. --packing takes true or false, or nothing."),
         ("--report-to wandb tensorboard", "tensorboard: belongs to no flag. A list is written with commas: --report-to a,b."),
         ("conf.yaml", "conf.yaml: belongs to no flag. Did you mean --config conf.yaml?"),
@@ -281,11 +287,12 @@ def test_refused_settings_end_with_two_and_one_message_from_the_first_rank(recip
     [
         ("refusal", 2, "refused: data.jsonl:17: not JSON.\n  {'a'\nWrite {\"a\": 1}.\n"),
         ("stopped", 75, "saved at step 3; continue with --resume\n"),
+        ("stop button", 75, "saved at step 4; continue with --resume\n"),
         ("sentence", 1, "plain exit\n"),
     ],
 )
 def test_expected_ends_have_their_exit_code_and_message_without_traceback(recipe: Path, end: str, code: int, said: str) -> None:
-    """Fails when run_recipe lets Refusal or an exception with an exit_code pass."""
+    """Fails when run_recipe lets Refusal or an exception with an exit_code pass, or takes one that is a KeyboardInterrupt too for Ctrl-C."""
     done = run(recipe, "--end", end)
     assert (done.returncode, done.stderr) == (code, said)
 
@@ -329,7 +336,7 @@ def test_help_page_has_a_panel_for_each_group_and_every_setting_with_its_default
     assert (done.returncode, done.stderr) == (0, "")
     page = done.stdout
     assert re.findall(r"╭─ (.*?) ─", page) == [
-        "Recipe", "Model", "Data", "Optimiser", "Run", "Output", "Devices", "Hub", "Reproducibility", "Command line",
+        "Recipe", "Model", "Data", "Optimizer", "Run", "Output", "Devices", "Hub", "Reproducibility", "Command line",
     ]  # fmt: skip
     flat = " ".join(page.replace("│", " ").split())
     assert "Train a small thing on real text." in flat
@@ -359,7 +366,7 @@ def test_help_page_is_readable_without_unicode(recipe: Path) -> None:
     """Fails when the page is not translated: the process would end with a UnicodeEncodeError."""
     done = run(recipe, "--help", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "+- Optimiser ---" in done.stdout
+    assert "+- Optimizer ---" in done.stdout
 
 
 def test_help_page_costs_no_heavy_import(recipe: Path) -> None:
@@ -382,3 +389,31 @@ def test_config_class_is_found_behind_both_kinds_of_annotation() -> None:
     assert config_class_of(plain) is config_class_of(postponed) is Config
     with pytest.raises(TypeError, match="annotate its parameter"):
         config_class_of(bare)
+
+
+def test_mistakes_of_flags_and_file_and_what_does_not_go_together_come_in_one_message(tmp_path: Path) -> None:
+    """A rule that reads a setting which was mistyped isn't asked. Fails when: canonical_arguments, read_config_file or read_values
+    raises by itself in read_command_line, or rules wait for a second attempt."""
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rat: 3\nseed: -1\nbf16: true\n")
+    flags = ["--fp16", "--no-such-flag", "3", "--lr-power", "2", "--max-length", "many", "--optim", "sdg", "--adam-beta1", "0.5", "--run-name"]
+    with pytest.raises(Refusal) as caught:
+        read_command_line(Config, ["--config", str(file), *flags], {})
+    message = str(caught.value)
+    for part in (
+        "--no-such-flag", "--run-name: needs a value", "learning_rat. Did you mean learning_rate", f"--seed -1 ({file})",
+        "--max-length many", "--optim sdg: must be one of", "--bf16 and --fp16 are two precisions", "--lr-power 2 has no effect",
+    ):  # fmt: skip
+        assert message.count(part) == 1, (part, message)
+    assert "--adam-beta1" not in message  # whether it has an effect depends on what --optim was meant to be
+    assert len([line for line in message.splitlines() if line.startswith("  - ")]) == 8
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_wrong_flags(tmp_path: Path) -> None:
+    """Nothing is said of what goes together: the file may have held the other half. Fails when: the file's refusal ends the reading."""
+    with pytest.raises(Refusal) as caught:
+        read_command_line(Config, ["--config", str(tmp_path / "none.yaml"), "--seed", "x", "--lr-power", "2", "stray", "words"], {})
+    message = str(caught.value)
+    assert all(part in message for part in ("none.yaml: no such file", "--seed x", "stray: belongs to no flag"))
+    assert "no effect" not in message
+    assert "words" not in message.replace("stray words", "")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import toolkit as tk
 from toolkit.cli import replay as command
 from toolkit.cli.replay_checks import check_inputs, directory_of, read_run, say_what_changed
-from toolkit.provenance import local_digest, toolkit_identity
+from toolkit.runs.provenance import local_digest, toolkit_identity
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -191,7 +191,7 @@ def test_a_refusal_is_one_message_with_code_2(run: Path, tmp_path: Path) -> None
 
 
 def test_other_training_data_are_refused_before_the_first_step(run: Path, tmp_path: Path) -> None:
-    """What only the tokenised rows tell: two processes, whose fingerprint the card has otherwise. Fails when: the run of the
+    """What only the tokenized rows tell: two processes, whose fingerprint the card has otherwise. Fails when: the run of the
     replay is not told which data it must have."""
     card = json.loads((run / "run.json").read_text())
     other = _edited(run, tmp_path / "other", data=card["data"] | {"fingerprint": "another"})
@@ -317,7 +317,7 @@ def test_ctrl_c_ends_a_replay_with_130_and_no_traceback(run: Path, tmp_path: Pat
 
 def test_a_run_whose_models_files_are_others_now_is_not_replayed(run: Path, tmp_path: Path) -> None:
     """Fails when: the digest that the run card has is not compared. What is as it was goes on to the next check."""
-    from toolkit.directory_digest import digests_of_directories
+    from toolkit.system.directory_digest import digests_of_directories
 
     base = tmp_path / "base"
     base.mkdir()

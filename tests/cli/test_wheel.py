@@ -140,7 +140,7 @@ def copied(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = run([installed / "toolkit", "copy", name], folder) if name in RECIPES[:2] else None
         assert done is None or done.returncode == 0
     # the rest in one process
-    script = "import sys; from toolkit.copies import *; [make_copy(s, Path(s.name)) for s in map(find_own_file, sys.argv[1:])]"
+    script = "import sys; from toolkit.runs.copies import *; [make_copy(s, Path(s.name)) for s in map(find_own_file, sys.argv[1:])]"
     done = run([installed / "python", "-c", script, *(name for name in names if name not in RECIPES[:2])], folder)
     assert done.returncode == 0, done.stderr
     return folder

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import toolkit as tk
 from toolkit.config import setting
-from toolkit.engines import pieces
+from toolkit.distributed.engines import pieces
 
 VOCABULARY = 260
 

@@ -112,13 +112,16 @@ def figures_of_rows(rows: dict[str, np.ndarray]) -> dict[str, float]:
 def with_other_labels(metrics: tk.Metrics, outputs: int, relabel: Any) -> tk.Metrics:
     """The same model and rows as another problem: the first so many logits, labels made of the classes."""
 
-    def update(model: Any, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        def cut(**inputs: Any) -> SimpleNamespace:
-            return SimpleNamespace(logits=model(**inputs).logits[:, :outputs])
+    def observed_by(observe: Any) -> Any:
+        def of(model: Any, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+            def cut(**inputs: Any) -> SimpleNamespace:
+                return SimpleNamespace(logits=model(**inputs).logits[:, :outputs])
 
-        return metrics.update(cut, {**micro_batch, "labels": relabel(micro_batch["labels"])})  # type: ignore[misc]
+            return observe(cut, {**micro_batch, "labels": relabel(micro_batch["labels"])})
 
-    return tk.Metrics(update=update, finalise=metrics.finalise)
+        return of if observe else None
+
+    return tk.Metrics(update=observed_by(metrics.update), gather=observed_by(metrics.gather), finalize=metrics.finalize)
 
 
 def several_of(labels: torch.Tensor) -> torch.Tensor:
@@ -133,7 +136,7 @@ def metrics_of(task: str, tokens: int) -> dict[str, tk.Metrics]:
     if task == "tokens":
         return {
             "language model": tk.causal_lm_metrics_with_bytes(NUM_BYTES, tokens, VOCABULARY),
-            "rows of a user's own": tk.Metrics(update=None, gather=row_losses, finalise=figures_of_rows),
+            "rows of a user's own": tk.Metrics(update=None, gather=row_losses, finalize=figures_of_rows),
         }
     several = tk.classification_metrics(["accuracy", "f1", "f1_micro", "recall_per_class"], CLASSES, "multi_label")
     numbers = tk.classification_metrics(["mse", "rmse", "mae", "r2", "pearson"], 1, "regression")

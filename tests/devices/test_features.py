@@ -1,6 +1,6 @@
 """What a user combines with a layout changes no number there, and accumulating exchanges gradients once a step.
 
-Run as a script, this file is a tiny run that notes what its steps exchange, and compiles without inductor.
+Run as a script, this file is a tiny run that notes what its steps exchange.
 """
 
 import functools
@@ -84,7 +84,7 @@ def test_compiled_layers_of_packed_rows_train_on_shards_as_in_one_process(tiny: 
     Under ZeRO-3 the capture alone takes a minute; by hand it gave the same losses and norms, with inductor too.
     """
     flags = [*RAGGED, "--packing", "--gradient-checkpointing"]
-    found = on_two_ranks(tiny, *flags, "--torch-compile", "--fsdp", script=__file__)
+    found = on_two_ranks(tiny, *flags, "--torch-compile", "--torch-compile-backend", "aot_eager", "--fsdp", script=__file__)
     assert_same_curve(found, tiny.reference(*flags, "--dataloader-num-workers", "1"))
 
 
@@ -129,9 +129,5 @@ def note_exchanges(name: str) -> None:
 
 
 if __name__ == "__main__":
-    import toolkit.models
-
     note_exchanges(f"exchanges-{os.environ['RANK']}.json")
-    toolkit.models.check_compiler = lambda: None
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
     runpy.run_path(str(Path(__file__).parents[1] / "tiny_run.py"), run_name="__main__")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from toolkit.hub.model_directory import BadModel, check_model_directory
+from toolkit.export.model_directory import BadModel, check_model_directory
 
 RUN = str(Path(__file__).with_name("adapter_run.py"))
 SHAPE = [

@@ -1,4 +1,4 @@
-"""Each optimiser that an engine may shard trains there as it does in one process."""
+"""Each optimizer that an engine may shard trains there as it does in one process."""
 
 import json
 from pathlib import Path
@@ -64,12 +64,12 @@ def assert_same(tiny: Any, optimizer: str, layout: str, ranks: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "layout"), TWO_RANKS)
 def test_an_optimizer_on_shards_updates_as_on_the_whole(tiny: Any, optimizer: str, layout: str) -> None:
-    """Losses, norms and weights to 1e-5. Fails when: sharded_muon_step orthogonalises its own rows (no add_up)."""
+    """Losses, norms and weights to 1e-5. Fails when: sharded_muon_step orthogonalizes its own rows (no add_up)."""
     assert_same(tiny, optimizer, layout, ranks=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3"])
-def test_muon_orthogonalises_whole_matrices_that_three_ranks_hold_in_uneven_pieces(tiny: Any, layout: str) -> None:
+def test_muon_orthogonalizes_whole_matrices_that_three_ranks_hold_in_uneven_pieces(tiny: Any, layout: str) -> None:
     """Fails when: add_up is left out, or zero.py's pieces take the owner from its first element on."""
     assert_same(tiny, "muon", layout, ranks=3)

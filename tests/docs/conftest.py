@@ -6,6 +6,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -22,7 +23,10 @@ BIN = Path(sys.prefix) / "bin"
 SECONDS = 400  # for one block, on a machine where other tests run beside it
 
 # What stands for `python`: -c and standard input go to the real one. Killed, it takes the process that it stands for along.
-CLIENT = """#!{python} -IS
+# The shell finds its Python: a first line that names one can hold no space, nor a path of more than 127 characters.
+CLIENT = """#!/bin/sh
+'''exec' {python_quoted} -IS "$0" "$@"
+' '''
 import json, os, signal, socket, sys
 words = sys.argv[1:] if os.path.basename(sys.argv[0]) == "python" else [{bin!r} + "/" + os.path.basename(sys.argv[0]), *sys.argv[1:]]
 if not words or not (words[0].endswith(".py") or words[0] == "-m" or os.path.isabs(words[0])):
@@ -51,7 +55,7 @@ def reader(fork_run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactor
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen()
-    client = CLIENT.format(python=str(BIN / "python"), bin=str(BIN), address=address)
+    client = client_script(BIN, address)
     for program in BIN.iterdir():
         (folder / program.name).symlink_to(program)
     for name in ("python", "toolkit"):
@@ -80,6 +84,17 @@ def reader(fork_run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactor
 
     yield run
     listening.close()
+
+
+def client_script(programs: Path, address: str) -> str:
+    """The text of what stands for the Python among these programs."""
+    python = str(programs / "python")
+    return CLIENT.format(python=python, python_quoted=shlex.quote(python), bin=str(programs), address=address)
+
+
+@pytest.fixture(scope="session", name="client_script")
+def client_script_fixture() -> Callable[[Path, str], str]:
+    return client_script
 
 
 def _serve(listening: socket.socket, fork_run: Callable[..., Any], python: str) -> None:

@@ -9,7 +9,10 @@ with a command, are not code to run.
 Fails when: `toolkit copy sft` in docs/how-to/copy-a-recipe.md is written `toolkit cp sft`, or a marker is taken away.
 """
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +112,18 @@ def test_the_index_names_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text()
     pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]} - {"README.md"}
     assert {page for page in pages if f"]({page})" not in index} == set()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the script is for a shell")
+def test_what_stands_for_python_runs_in_a_folder_with_a_space(client_script: Callable[[Path, str], str], tmp_path: Path) -> None:
+    """Fails when: its first line names the Python."""
+    programs = tmp_path / ("a clone, " + "far " * 30 + "down")
+    programs.mkdir()
+    (programs / "python").symlink_to(sys.executable)
+    (tmp_path / "python").write_text(client_script(programs, "no socket"))
+    (tmp_path / "python").chmod(0o755)
+    done = subprocess.run([tmp_path / "python", "-c", "print('it runs')"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("it runs\n", "")
 
 
 def test_blocks_are_found_however_they_are_written() -> None:

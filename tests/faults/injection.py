@@ -253,7 +253,7 @@ def fill_disk(told: dict[str, Any]) -> None:
 
 def kill_after_save(target: int) -> None:
     """SIGKILL once the save of this number has returned or failed, and the step after it has begun."""
-    from toolkit.run import Run
+    from toolkit.training.run import Run
 
     current = {"number": 0}
     around_saves(lambda number: current.update(number=number), lambda *_: None)
@@ -276,10 +276,11 @@ def copy_image(told: dict[str, str]) -> None:
     around_saves(lambda number: None, after)
 
 
-def keep_durable(told: dict[str, str]) -> None:
-    """As each save returns, rebuild what is durable by the letter of POSIX: bytes of a file as they were at its last fsync,
-    names in a directory as they were at the directory's last fsync."""
-    root, copies = Path(told["root"]), Path(told["copies"])
+def durable_part(root: Path) -> Callable[[Path], None]:
+    """A function that rebuilds, elsewhere, what of `root` is durable by the letter of POSIX.
+
+    Bytes of a file are as they were at its last fsync, names in a directory as they were at the directory's last fsync.
+    """
     contents: dict[int, bytes] = {}
     names: dict[int, dict[str, int]] = {root.stat().st_ino: {}}
     original = os.fsync
@@ -307,7 +308,20 @@ def keep_durable(told: dict[str, str]) -> None:
             target.write_bytes(contents.get(inode, b""))
 
     os.fsync = fsync
-    around_saves(lambda number: None, lambda number, _, step: rebuild(root.stat().st_ino, copies / str(step)))
+    return lambda target: rebuild(root.stat().st_ino, target)
+
+
+def keep_durable(told: dict[str, str]) -> None:
+    """As each save returns, rebuild what is durable."""
+    rebuild = durable_part(Path(told["root"]))
+    around_saves(lambda number: None, lambda number, _, step: rebuild(Path(told["copies"]) / str(step)))
+
+
+def use_cache(folder: str) -> None:
+    """Keep prepared data there."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = Path(folder)
 
 
 def limit_memory(megabytes: int) -> None:
@@ -318,15 +332,15 @@ def limit_memory(megabytes: int) -> None:
 
 def small_windows(documents: int) -> None:
     """Streams are mixed in windows of so many documents, so that a short run sees several."""
-    import toolkit.data.streams
+    import toolkit.data.loading.streams
 
-    toolkit.data.streams.STREAM_BUFFER = documents
+    toolkit.data.loading.streams.STREAM_BUFFER = documents
 
 
 INJECTIONS: dict[str, Callable[[Any], None]] = {
     function.__name__: function
     for function in (
         kill_at_operation, count_operations, watch_checkpoints, slow_save, fail_save, limit_file, fill_disk, kill_after_save,
-        copy_image, keep_durable, limit_memory, small_windows,
+        copy_image, keep_durable, limit_memory, small_windows, use_cache,
     )
 }  # fmt: skip

@@ -109,11 +109,11 @@ PIECES = {
     "parameters in another order": lambda s: dataclasses.replace(s, parameter_names=[s.parameter_names[0][::-1]]),
     "a first moment has another shape": lambda s: with_moment(s, "exp_avg", torch.zeros(2, 2)),
     "a second moment has another shape": lambda s: with_moment(s, "exp_avg_sq", torch.zeros(2, 2)),
-    "the optimiser has no groups": lambda s: dataclasses.replace(s, optimizer={**s.optimizer, "param_groups": []}),
-    "the optimiser's group is short": lambda s: dataclasses.replace(
+    "the optimizer has no groups": lambda s: dataclasses.replace(s, optimizer={**s.optimizer, "param_groups": []}),
+    "the optimizer's group is short": lambda s: dataclasses.replace(
         s, optimizer={**s.optimizer, "param_groups": [{**s.optimizer["param_groups"][0], "params": [0, 1]}]}
     ),
-    "the optimiser is of another kind": lambda s: dataclasses.replace(
+    "the optimizer is of another kind": lambda s: dataclasses.replace(
         s, optimizer={**s.optimizer, "param_groups": [without(s.optimizer["param_groups"][0], "betas")]}
     ),
 }  # fmt: skip
@@ -167,3 +167,21 @@ def test_a_run_continues_from_a_checkpoint_of_each_schema(tiny, tally) -> None:
         assert [step for step, *_ in run.curve] == [5, 6, 7, 8]
         assert len(run.result["order"]) == 8
     line.check()
+
+
+@pytest.mark.parametrize("damage", ["none", "a bit", "removed"])
+def test_lines_that_a_damaged_log_lacks_are_counted_at_a_resume(tiny, damage: str) -> None:
+    """Fails when: the checkpoint does not say how many lines were logged: early stopping then goes by fewer without a word."""
+    begun = tiny("--save-steps", "4", plan={"kill_after_save": 2})
+    assert begun.code == -9, begun.out
+    metrics = begun.folder / "metrics.jsonl"
+    if damage == "a bit":
+        content = metrics.read_bytes()
+        metrics.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    if damage == "removed":
+        metrics.unlink()
+    resumed = tiny("--save-steps", "4", "--resume")
+    assert resumed.code == 0, resumed.out
+    lacking = {"none": None, "a bit": "lacks 1 of the 8 lines", "removed": "lacks 8 of the 8 lines"}[damage]
+    assert ("WARNING" in resumed.out) == (lacking is not None)
+    assert lacking is None or lacking in resumed.out

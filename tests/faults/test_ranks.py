@@ -138,7 +138,7 @@ def test_another_world_goes_on_at_the_next_example(tiny: Any, tally: Any, count:
                 seen.append(ranks[0])
             record = json.loads(sorted((tiny.folder / "out/checkpoints").glob("step-*/state.json"), key=_step_of)[-1].read_text())
             order = [example for examples in record["run"]["memory"]["order"] for example in examples]
-            from toolkit.data.order import epoch_order
+            from toolkit.data.loading.order import epoch_order
 
             assert len(order) == record["run"]["position"]
             for epoch in range(-(-len(order) // 30)):
@@ -182,9 +182,9 @@ def test_a_directory_in_use_is_refused_by_all_ranks(tiny: Any) -> None:
     assert "is writing there now" in ranks[0].out
 
 
-def test_a_deadline_in_the_middle_of_an_evaluation_is_kept_though_one_rank_alone_was_signalled(tiny: Any, tally: Any) -> None:
+def test_a_deadline_in_the_middle_of_an_evaluation_is_kept_though_one_rank_alone_was_signaled(tiny: Any, tally: Any) -> None:
     """Fails when: leave_in_time waits for the other rank, or that one takes the end for an error."""
-    line = tally("F9", "--stop-deadline 2 during an evaluation of 4 s, 2 ranks, one signalled")
+    line = tally("F9", "--stop-deadline 2 during an evaluation of 4 s, 2 ranks, one signaled")
     with line.trial():
         folder, began = tiny.fresh(), []
         flags = [*FLAGS, "--eval-strategy", "steps", "--eval-steps", "4", "--stop-deadline", "2"]

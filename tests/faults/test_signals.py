@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.signals import signals_noted
+from toolkit.training.signals import signals_noted
 
 BERT = ["--model", "tiny-bert", "--dropout", "0.1", "--save-strategy", "no"]
 
 
-def signalled(tiny, *flags: str, number: int, after: float, again: float | None = None, **more):
+def signaled(tiny, *flags: str, number: int, after: float, again: float | None = None, **more):
     """A run that gets a signal so many seconds after its first step, perhaps once more; and the seconds it took to end."""
     told: list[float] = []
     metrics = tiny.folder / "out/metrics.jsonl"
@@ -41,7 +41,7 @@ def test_a_signal_at_a_random_moment_ends_the_run_exactly(tiny, tally, chance, c
     for _ in range(count(2, 30)):
         tiny.fresh()
         after = chance.uniform(0, 0.9)
-        stopped, took = signalled(tiny, *BERT, number=number, after=after, ill=ill)
+        stopped, took = signaled(tiny, *BERT, number=number, after=after, ill=ill)
         seconds.append(took)
         with line.trial(f"after {after:.3f} s"):
             assert stopped.code == 75, stopped.out
@@ -63,7 +63,7 @@ def test_a_second_signal_ends_the_run_at_once(tiny, tally, count, number: int) -
     for _ in range(count(1, 5)):
         tiny.fresh()
         # a second one that comes before the first is handled is one with it, to the system
-        ended, took = signalled(tiny, *BERT, number=number, after=0.3, again=1.0, ill={"step_seconds": 3})
+        ended, took = signaled(tiny, *BERT, number=number, after=0.3, again=1.0, ill={"step_seconds": 3})
         with line.trial():
             assert ended.code in (-number, 130), ended.out
             assert took < 1.5

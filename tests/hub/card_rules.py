@@ -1,6 +1,6 @@
 """What the Hub says of a model card's front matter: as far as its documents and the client's own reader tell.
 
-https://huggingface.co/docs/hub/model-cards and the messages of its validator; a few of its licences and tasks.
+https://huggingface.co/docs/hub/model-cards and the messages of its validator; a few of its licenses and tasks.
 """
 
 import math
@@ -12,7 +12,7 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-LICENCES = {"apache-2.0", "mit", "cc-by-4.0", "gemma", "llama3.2", "other"}
+LICENSES = {"apache-2.0", "mit", "cc-by-4.0", "gemma", "llama3.2", "other"}
 TASKS = {"text-generation", "text-classification", "token-classification", "fill-mask", "question-answering", "feature-extraction"}
 RELATIONS = {"finetune", "adapter", "quantized", "merge"}
 
@@ -29,7 +29,7 @@ def problems_of_card(text: str) -> list[str]:
     if not isinstance(front, dict):
         return ["metadata is no mapping"]
     problems = [f'"{name}" must be text' for name in ("license", "library_name", "pipeline_tag") if not isinstance(front.get(name, ""), str)]
-    problems += [f'"{name}" must be one of the Hub\'s' for name, known in (("license", LICENCES), ("pipeline_tag", TASKS), ("base_model_relation", RELATIONS))
+    problems += [f'"{name}" must be one of the Hub\'s' for name, known in (("license", LICENSES), ("pipeline_tag", TASKS), ("base_model_relation", RELATIONS))
                  if name in front and front[name] not in known]  # fmt: skip
     if front.get("license") == "other" and not re.fullmatch(r"[a-z0-9.-]+", str(front.get("license_name", "other"))):
         problems.append('"license_name" may have small letters, digits, points and dashes')

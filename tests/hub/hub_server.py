@@ -251,11 +251,11 @@ def info(request: Handler, name: str, revision: str = "main") -> tuple[int, Any]
     dates = {"lastModified": "2026-01-01T00:00:00.000Z", "createdAt": "2026-01-01T00:00:00.000Z"}
     siblings = [{"rfilename": path} for path in sorted(commit.files)]
     card = commit.files.get("README.md")
-    licence = re.search(rb"^license: (\S+)$", card.content if card else b"", re.MULTILINE)
+    license = re.search(rb"^license: (\S+)$", card.content if card else b"", re.MULTILINE)
     return 200, {
         "_id": name, "id": name, "modelId": name, "sha": commit.sha, "private": repository.private, "author": name.split("/")[0],
         "tags": [], "downloads": 0, "likes": 0, "gated": False, "disabled": False, "siblings": siblings, **dates,
-        "cardData": {"license": licence[1].decode()} if licence else {},
+        "cardData": {"license": license[1].decode()} if license else {},
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The model card: read by the Hub's own reader, its example run as it stands, nothing in it that isn't meant to be shown."""
 
+import ast
 import json
 import re
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from card_rules import problems_of_card
 from huggingface_hub import ModelCard
 
 import toolkit as tk
-from toolkit.hub.card import base_licence, model_card, shown_path, with_name
+from toolkit.export.card import base_license, model_card, shown_path, with_name
+from toolkit.system.console import printable
 
 RUN_CARD = {
     "settings": {
@@ -26,9 +28,9 @@ RUN_CARD = {
 FIGURES = {"eval_loss": 1.23456, "eval_accuracy": 0.5, "first_eval_loss": 9.0, "train_loss": 1.0, "eval_odd": float("nan"), "step": 40}
 
 
-def test_the_hubs_reader_finds_base_licence_data_task_and_metrics() -> None:
+def test_the_hubs_reader_finds_base_license_data_task_and_metrics() -> None:
     """Fails when: a field bears another name than the Hub's, or a figure is rounded or not one of the evaluation."""
-    card = ModelCard(model_card(RUN_CARD, FIGURES, "run", "Qwen3ForCausalLM", licence="apache-2.0"))
+    card = ModelCard(model_card(RUN_CARD, FIGURES, "run", "Qwen3ForCausalLM", license="apache-2.0"))
     data = card.data
     assert (data.base_model, data.license, data.library_name) == ("Qwen/Qwen3-0.6B", "apache-2.0", "transformers")
     assert (data.pipeline_tag, data.datasets) == ("text-generation", ["trl-lib/Capybara"])
@@ -41,15 +43,15 @@ def test_the_hubs_reader_finds_base_licence_data_task_and_metrics() -> None:
 
 
 @pytest.mark.parametrize("adapter", [None, "elsewhere", "inside"])
-@pytest.mark.parametrize("licence", [None, "mit", "llama3.2", "Qwen RESEARCH (v1)", "qwen-research"])
-def test_the_hub_takes_every_card(licence: str | None, adapter: str | None) -> None:
-    """A licence that isn't among its own is `other` with a name. Fails when: a base's license_name is written as the license."""
+@pytest.mark.parametrize("license", [None, "mit", "llama3.2", "Qwen RESEARCH (v1)", "qwen-research"])
+def test_the_hub_takes_every_card(license: str | None, adapter: str | None) -> None:
+    """A license that isn't among its own is `other` with a name. Fails when: a base's license_name is written as the license."""
     for architecture in ("Qwen3ForCausalLM", "BertForSequenceClassification", "Odd"):
-        card = model_card(RUN_CARD, FIGURES, "run: of #1", architecture, adapter=adapter, licence=licence)
+        card = model_card(RUN_CARD, FIGURES, "run: of #1", architecture, adapter=adapter, license=license)
         assert problems_of_card(card) == []
-    known, data = licence in (None, "mit", "llama3.2"), ModelCard(card).data
-    assert data.license == (licence if known else "other")
-    assert (data.license_name, data.license_link) == ((None, None) if known else (re.sub("[^a-z0-9]+", "-", str(licence).lower()).strip("-"), "https://huggingface.co/Qwen/Qwen3-0.6B"))
+    known, data = license in (None, "mit", "llama3.2"), ModelCard(card).data
+    assert data.license == (license if known else "other")
+    assert (data.license_name, data.license_link) == ((None, None) if known else (re.sub("[^a-z0-9]+", "-", str(license).lower()).strip("-"), "https://huggingface.co/Qwen/Qwen3-0.6B"))
 
 
 def test_settings_that_say_nothing_of_the_training_stay_out() -> None:
@@ -80,23 +82,29 @@ class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk
 SHAPE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
+@pytest.mark.parametrize("absolute", [False, True], ids=["begun here", "anywhere"])
 @pytest.mark.parametrize("kind", ["whole", "adapter inside", "adapter elsewhere"])
-def test_the_example_loads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """As a reader of the card would type it. Fails when: the class, the folder of the base or the name isn't that of the model."""
+def test_the_example_loads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, absolute: bool) -> None:
+    """As it stands in the card, where the run was started; of an absolute path in the folder that it is in. Fails when: the class, the
+    folder of the base or the name isn't that of the model, or the name is that of the run alone."""
     import torch
 
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     tokenizer = tk.train_tokenizer(["a cat and a dog"] * 9, 280)
-    config = Config(use_peft=kind != "whole", output_dir="run", **SHAPE)
+    output_dir = str(tmp_path / "deep/run") if absolute else "run"
+    config = Config(use_peft=kind != "whole", output_dir=output_dir, **SHAPE)
     if kind == "adapter elsewhere":
         base = Config(output_dir="base", **SHAPE)
         tk.save_model(None, tk.load_model("AutoModelForCausalLM", base, tokenizer), tokenizer, base)
-        config = Config(use_peft=True, output_dir="run", model=str(tmp_path / "base/model"))
+        config = Config(use_peft=True, output_dir=output_dir, model=str(tmp_path / "base/model"))
     model: Any = tk.load_model("AutoModelForCausalLM", config, tokenizer)
     model = tk.add_adapter(model, config) if config.use_peft else model
     directory = tk.save_model(None, model, tokenizer, config)
-    card = with_name((directory / "README.md").read_text(), str(directory))
+    card = (directory / "README.md").read_text()
+    if absolute:
+        assert f'"{tmp_path}' not in card
+        monkeypatch.chdir(tmp_path / "deep")
     example = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0]
     names: dict[str, Any] = {}
     exec(example, names)
@@ -106,17 +114,17 @@ def test_the_example_loads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names["tokenizer"]("a cat")["input_ids"] == tokenizer("a cat")["input_ids"]
 
 
-def test_the_licence_of_the_base_is_found_beside_it_and_on_the_hub(hub: Any, api: Any, tmp_path: Path) -> None:
+def test_the_license_of_the_base_is_found_beside_it_and_on_the_hub(hub: Any, api: Any, tmp_path: Path) -> None:
     """The Hub is asked only when it may be. Fails when: either isn't read, or the Hub is asked in a run that sends nothing."""
     (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: llama3\n---\n")
-    assert base_licence(str(tmp_path)) == "llama3"
+    assert base_license(str(tmp_path)) == "llama3"
     hub.make("org/base", files={"README.md": b"---\nlicense: mit\n---\n"})
-    assert base_licence("org/base") is None
+    assert base_license("org/base") is None
     assert hub.requests == []
-    assert base_licence("org/base", ask=True) == "mit"
+    assert base_license("org/base", ask=True) == "mit"
     hub.fail("*", ".*", 500, times=99)
-    assert base_licence("org/base", ask=True) is None
-    assert base_licence("tiny-llama", ask=True) is None
+    assert base_license("org/base", ask=True) is None
+    assert base_license("tiny-llama", ask=True) is None
 
 
 def test_a_card_that_someone_edited_keeps_the_edits() -> None:
@@ -127,7 +135,7 @@ def test_a_card_that_someone_edited_keeps_the_edits() -> None:
 
 
 def test_the_card_of_an_adapter_that_was_trained_further_names_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its licence, and the adapter it was trained from. Fails when: that adapter's directory is taken for the base."""
+    """With its license, and the adapter it was trained from. Fails when: that adapter's directory is taken for the base."""
     monkeypatch.chdir(tmp_path)
     tokenizer = tk.train_tokenizer(["a cat and a dog"] * 9, 280)
     base = Config(output_dir="base", **SHAPE)
@@ -138,10 +146,31 @@ def test_the_card_of_an_adapter_that_was_trained_further_names_its_base(tmp_path
         adapted = tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer), config)
         card = (tk.save_model(None, adapted, tokenizer, config) / "README.md").read_text()
         assert ModelCard(card).data.license == "mit"
-    assert "An adapter of `model`, whose licence is `mit`, trained further from `first/model`." in card
+    assert "An adapter of `model`, whose license is `mit`, trained further from `first/model`." in card
+    (whole.parent / "run.json").write_text("{}")
+    merged = model_card(RUN_CARD | {"model": {"name": str(whole.resolve())}}, FIGURES, "run", "LlamaForCausalLM")
+    assert "A model trained from `base/model`." in merged
     on_hub = RUN_CARD | {"model": {"name": "first/model", "commit": "c0ffee", "base": {"name": "Qwen/Qwen3-0.6B", "revision": "main"}}}
-    card = model_card(on_hub, FIGURES, "run", "Qwen3ForCausalLM", adapter="elsewhere", licence="apache-2.0")
+    card = model_card(on_hub, FIGURES, "run", "Qwen3ForCausalLM", adapter="elsewhere", license="apache-2.0")
     assert problems_of_card(card) == []
     assert (ModelCard(card).data.base_model, ModelCard(card).data.license) == ("Qwen/Qwen3-0.6B", "apache-2.0")
     assert "[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B) at `c0ffee`" in card
     assert "trained further from `first/model`" in card
+
+
+@pytest.mark.parametrize("name", ['say "hi"', "a`b``c", "back\\slash", "new\nline", "[link](x) <b>|", "e\x1b[31m"])
+def test_a_name_is_a_name_whatever_it_holds(name: str) -> None:
+    """In the code, in inline code and in a heading. Fails when: one of them is put between quotes or backticks as it is."""
+    run_card = RUN_CARD | {"data": {"dataset": f"data {name}"}}
+    for text in (model_card(run_card, FIGURES, name, "LlamaForCausalLM"), with_name(model_card(RUN_CARD, FIGURES, "x", "LlamaForCausalLM"), name)):
+        (code,) = re.findall(r"```python\n(.*?)\n```", text, re.DOTALL)
+        (line,) = re.findall(r"^name = (.*)$", code, re.MULTILINE)
+        assert ast.literal_eval(line) == name
+    body = model_card(run_card, FIGURES, name, "LlamaForCausalLM").split("---\n", 2)[2]
+    flat = " ".join(printable(f"data {name}").split())
+    fence = re.search(r"^Data: (`+)", body, re.MULTILINE)
+    assert fence
+    assert re.search(rf"Data: {fence[1]} ?{re.escape(flat)} ?{fence[1]}(?!`)", body)
+    assert fence[1] not in flat
+    assert "\x1b" not in body
+    assert "# [link]" not in body

@@ -44,7 +44,7 @@ def test_end_sends_the_final_model_once_and_nothing_else(run_sft: Any, hub: Any,
     sent = hub.files(NAME, "trial")
     assert sent.keys() == OF_A_MODEL
     assert {**sent, "README.md": b""} == {**written, "README.md": b""}
-    assert sent["README.md"] == written["README.md"].replace(b'name = "out"', b'name = "alice/model"')
+    assert sent["README.md"] == written["README.md"].replace(b'name = "out/model"', b'name = "alice/model"')
     assert not (tmp_path / "out/hub_queue").exists()
     assert f"on the Hub: {hub.url}/{NAME}" in out
 
@@ -69,9 +69,9 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from toolkit import checkpoint as ckpt
-    from toolkit.engines.pieces import whole_state_dict
+    from toolkit.distributed.engines.pieces import whole_state_dict
     from toolkit.hub import uploads
-    from toolkit.tokenizer import train_tokenizer
+    from toolkit.models.tokenizer import train_tokenizer
 
     for tied in (False, True):
         folder = tmp_path / f"tied-{tied}"
@@ -95,7 +95,8 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
             files.mkdir(parents=True)
             sent._add_model(checkpoint, step, files)
             uploads.write_model(directory, model, whole_state_dict(None, model), model.tokenizer, run.config, {})
-            expected = {**contents(directory), "README.md": contents(directory)["README.md"].replace(f'"tied-{tied}"'.encode(), b'"alice/model"')}
+            expected = {**contents(directory), "README.md": contents(directory)["README.md"].replace(f'"tied-{tied}/model"'.encode(), b'"alice/model"')}
+            assert contents(files)["README.md"].decode().splitlines() == expected["README.md"].decode().splitlines()
             assert contents(files) == expected
             assert ((files / "model.safetensors").stat().st_ino == (checkpoint / "model.safetensors").stat().st_ino) == (step > 1)
 

@@ -25,7 +25,7 @@ def inputs(hub: Any, tmp_path: Path) -> None:
     """A model, a tokenizer and a dataset on the Hub."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from toolkit.tokenizer import train_tokenizer
+    from toolkit.models.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(["say it, number 1 it is"] * 9, 262)
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.trainer_pt_utils import LabelSmoother
 
-from toolkit.data.collate import collate_packed, collate_padded
+from toolkit.data.loading.collate import collate_packed, collate_padded
 from toolkit.losses import chunked_sums
 from toolkit.losses.causal_lm import causal_lm_loss
 
@@ -167,11 +167,11 @@ def plain(
             for scores, label in zip(row, labels[1:], strict=False):
                 if label == -100:
                     continue
-                log_normaliser = torch.log(torch.exp(scores).sum())
-                log_probabilities = scores - log_normaliser
+                log_normalizer = torch.log(torch.exp(scores).sum())
+                log_probabilities = scores - log_normalizer
                 smooth = -log_probabilities.sum() / len(scores)
                 nll = -log_probabilities[label]
-                losses.append((1 - label_smoothing_factor) * nll + label_smoothing_factor * smooth + z_loss * log_normaliser**2)
+                losses.append((1 - label_smoothing_factor) * nll + label_smoothing_factor * smooth + z_loss * log_normalizer**2)
                 right += int(scores.argmax() == label)
     loss = torch.stack(losses).sum() / len(losses)
     loss.backward()
@@ -200,7 +200,7 @@ def test_loss_and_gradient_are_those_of_full_logits_for_any_kind_of_head(
     """Reference: a loop over tokens on the model's own logits, in the same type.
 
     Fails when: only the last chunk's gradient of the head is kept; a second tensor shared by two weights is not copied;
-    a model that changes its logits is not recognised (`head_comes_last` returns True); the head's parameters are not
+    a model that changes its logits is not recognized (`head_comes_last` returns True); the head's parameters are not
     checked against its graph ("borrowed weights").
     """
     model = MODELS[name][0]().to(dtype)

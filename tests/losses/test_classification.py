@@ -102,7 +102,7 @@ def test_accuracy_while_training_is_that_of_the_whole_batch(size: int) -> None:
         assert found == pytest.approx(right / EXAMPLES, rel=1e-6)
 
 
-def test_smoothing_of_several_classes_draws_labels_towards_a_half() -> None:
+def test_smoothing_of_several_classes_draws_labels_toward_a_half() -> None:
     """Reference: torch's BCE on labels 0.05 and 0.95.
 
     Fails when: e is not halved.

@@ -13,8 +13,7 @@ import torch
 
 from tests.losses import trl_losses
 from toolkit.config import PreferenceConfig, check_together, settings_of
-from toolkit.data.batch import Batch
-from toolkit.evaluation import eval_with_gather
+from toolkit.data.loading.batch import Batch
 from toolkit.losses.divergences import score_of
 from toolkit.losses.pair_logps import PairLogps
 from toolkit.losses.preference import (
@@ -26,7 +25,8 @@ from toolkit.losses.preference import (
 )
 from toolkit.losses.reference_free import orpo_loss
 from toolkit.losses.unpaired import apo_zero_unpaired_loss, kto_kl, kto_loss
-from toolkit.losses.with_reference import desensitised_weights, discopop_loss, sigmoid_loss
+from toolkit.losses.with_reference import desensitized_weights, discopop_loss, sigmoid_loss
+from toolkit.training.evaluation import eval_with_gather
 
 PAIRS, LONGEST, VOCABULARY = 8, 9, 11
 COUNTS = torch.tensor([3, 9, 1, 5, 4, 7, 2, 6, 8, 2, 1, 9, 4, 3, 5, 6])  # chosen answers, then rejected ones
@@ -99,7 +99,7 @@ def test_losses_with_a_reference_are_those_of_trl(settings: dict[str, Any]) -> N
     check_together(config, frozenset(settings))
     weights = None
     if config.ld_alpha is not None:
-        weights = desensitised_weights(*COUNTS.chunk(2), LONGEST, config.ld_alpha).repeat(2, 1)
+        weights = desensitized_weights(*COUNTS.chunk(2), LONGEST, config.ld_alpha).repeat(2, 1)
     policy = pairs_of(ours, weights)
     loss, figures = preference_loss(policy, pairs_of(reference, weights), totals_of(policy), config)
     wanted, wanted_figures = trl_losses.dpo(theirs, reference, COUNTS, **settings)
@@ -156,7 +156,7 @@ def test_losses_without_a_reference_are_those_of_trl(
     names = list(FIGURES.items())[: 6 if config.loss_type == ["cpo"] else 4]
     for name, trl_name in names:
         assert figures[name].item() == pytest.approx(wanted_figures[trl_name], rel=1e-5, abs=1e-6), name
-    assert "kl" not in figures
+    assert "logps_drop" not in figures
 
 
 def test_the_likelihood_of_orpo_is_that_of_answers_where_trl_takes_the_prompt_too() -> None:
@@ -399,16 +399,19 @@ def test_metrics_are_those_of_one_pair_at_a_time(names: list[str], sizes: list[i
     assert found == pytest.approx(wanted, rel=1e-10, abs=1e-12)
 
 
-def test_divergence_is_the_mean_of_both_answers_and_a_tie_is_no_success() -> None:
-    """By hand. Fails when: kl has the other sign or isn't halved, or a tie counts."""
+def test_the_drop_of_log_probabilities_is_the_mean_of_both_answers_and_a_tie_is_no_success() -> None:
+    """By hand; below 0 where the answers became likelier, so it isn't called a KL. Fails when: logps_drop has the other sign or isn't
+    halved, or a tie counts."""
     policy = PairLogps(*(torch.tensor(x) for x in ([-4.0, -5.0], [-6.0, -7.0], [2.0, 2.0], [3.0, 3.0])))
     reference = PairLogps(*(torch.tensor(x) for x in ([-3.0, -5.0], [-2.0, -7.0], [2.0, 2.0], [3.0, 3.0])))
     _, figures = preference_loss(policy, reference, {"pairs": 2.0}, PreferenceConfig())
-    assert figures["kl"].item() == pytest.approx((1.0 + 4.0) / 2 / 2)
+    assert figures["logps_drop"].item() == pytest.approx((1.0 + 4.0) / 2 / 2)
+    assert preference_loss(reference, policy, {"pairs": 2.0}, PreferenceConfig())[1]["logps_drop"].item() == pytest.approx(-1.25)
+    assert "kl" not in figures
     assert figures["reward_accuracy"].item() == 0.5
 
 
-def test_desensitised_weights_stop_at_the_shorter_answer() -> None:
+def test_desensitized_weights_stop_at_the_shorter_answer() -> None:
     """By hand. Fails when: < becomes <=."""
-    found = desensitised_weights(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0]), 4, 0.25)
+    found = desensitized_weights(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0]), 4, 0.25)
     assert found.tolist() == [[1.0, 0.25, 0.25, 0.25], [1.0, 1.0, 0.25, 0.25]]

@@ -13,11 +13,11 @@ import torch
 
 import toolkit as tk
 from toolkit.config import Refusal, RewardConfig
-from toolkit.data.batch import Batch
-from toolkit.data.collate_pairs import collate_pairs
-from toolkit.evaluation import eval_with_gather
+from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.collate_pairs import collate_pairs
 from toolkit.losses.reward import pair_rewards, reward_loss, reward_metrics
-from toolkit.padding import pad_apart_from_end
+from toolkit.models.padding import pad_apart_from_end
+from toolkit.training.evaluation import eval_with_gather
 
 PAIRS = 8
 SETTINGS: list[dict[str, float]] = [
@@ -56,7 +56,7 @@ def scorer(tokenizer: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def documents(end: int, margins: bool = True) -> list[dict[str, Any]]:
-    """Tokenised pairs whose answers end with the token `end`."""
+    """Tokenized pairs whose answers end with the token `end`."""
     random = torch.Generator().manual_seed(3)
     found = []
     for pair in range(PAIRS):

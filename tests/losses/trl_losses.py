@@ -15,7 +15,7 @@ PROMPT = 2
 
 
 class Answers(nn.Module):
-    """What a model with TRL's fused head returns: the log-probabilities of its labels, from a table, 0 where unlabelled."""
+    """What a model with TRL's fused head returns: the log-probabilities of its labels, from a table, 0 where unlabeled."""
 
     is_gradient_checkpointing = False
 

@@ -46,8 +46,13 @@ def make_model(folder: Path, name: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def is_of_a_built_in_shape(path: Path) -> bool:
+    return path.stem.endswith("_pretrain")
+
+
 def test_every_config_has_its_architecture_here() -> None:
-    assert {yaml.safe_load(path.read_text())["model"] for path in CONFIGS} == set(ARCHITECTURES)
+    models = {yaml.safe_load(path.read_text())["model"] for path in CONFIGS if not is_of_a_built_in_shape(path)}
+    assert models == set(ARCHITECTURES)
 
 
 def recipe_of(path: Path) -> str:
@@ -63,6 +68,7 @@ def make_rows(recipe: str) -> list[dict]:
         "accelerated": lambda i: {"text": f"number {i} is {'even' if i % 2 == 0 else 'odd'}", "label": "even" if i % 2 == 0 else "odd"},
         "dpo": lambda i: {"chosen": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")],
                           "rejected": [*said("user", f"say {i}"), *said("assistant", f"no, {i + 1}")]},
+        "pretrain": lambda i: {"text": f"number {i} is said again and again, as are many others " * 9},
         "sft": lambda i: {"messages": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")]},
     }  # fmt: skip
     return [makers.get(recipe, makers["sft"])(i) for i in range(80)]
@@ -70,12 +76,23 @@ def make_rows(recipe: str) -> list[dict]:
 
 def run_config(run_recipe: Any, folder: Path, path: Path, *flags: str, recipe: str, env: dict[str, str] | None = None) -> Any:
     """Two steps with the settings of the file but for the model's place, the data's and the number of steps."""
-    make_model(folder / "model", yaml.safe_load(path.read_text())["model"])
+    if is_of_a_built_in_shape(path):  # the shape itself, made smaller, and a tokenizer of a few words where it names one
+        model = ["--hidden-size", "64", "--num-hidden-layers", "2", "--num-attention-heads", "4", "--intermediate-size", "96"]
+        if "tokenizer:" in path.read_text():
+            import toolkit as tk
+
+            tk.train_tokenizer(["a few words to learn from, said again and again"] * 50, vocab_size=300).save_pretrained(folder / "tokens")
+            model += ["--tokenizer", "tokens", "--global-batch-size", "2", "--per-device-train-batch-size", "2"]
+        else:
+            model += ["--vocab-size", "300"]
+    else:
+        model = ["--model", "model"]
+        make_model(folder / "model", yaml.safe_load(path.read_text())["model"])
     rows = make_rows(recipe)
     (folder / "data").mkdir()
     for split, part in (("train", rows[:64]), ("test", rows[64:])):
         (folder / f"data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    short = ["--model", "model", "--dataset", "data", "--max-steps", "2", "--logging-steps", "1"]
+    short = [*model, "--dataset", "data", "--max-steps", "2", "--logging-steps", "1"]
     run = run_recipe(recipe, "--config", str(path), *short, *flags, env=env)
     assert run.code == 0, run.out + run.err
     losses = [event["loss"] for event in run.metrics if "loss" in event]

@@ -23,7 +23,7 @@ CONSTANT = ["--lr-scheduler-type", "constant", "--warmup-steps", "0"]
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """rows/train.csv and rows/validation.csv: two classes, every fourth label wrong, so that nothing is learnt to the end."""
+    """rows/train.csv and rows/validation.csv: two classes, every fourth label wrong, so that nothing is learned to the end."""
     (tmp_path / "rows").mkdir()
     for name, numbers in (("train", range(50)), ("validation", range(50, 66))):
         lines = [f"the {i} {('good', 'bad')[i % 2]} thing,{('up', 'down')[(i + (i % 8 > 5)) % 2]}" for i in numbers]
@@ -39,14 +39,14 @@ def checkpoints(output_dir: Path) -> set[str]:
     return {path.name for path in (output_dir / "checkpoints").iterdir() if path.is_dir()}
 
 
-def signalled_after(metrics: Path, losses: int) -> Callable[[int], None]:
-    def signalled(pid: int) -> None:
+def signaled_after(metrics: Path, losses: int) -> Callable[[int], None]:
+    def signaled(pid: int) -> None:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count('"loss"') >= losses):
             time.sleep(0.005)
         os.kill(pid, signal.SIGTERM)
 
-    return signalled
+    return signaled
 
 
 def copy_of_recipe(folder: Path, name: str, old: str, new: str) -> str:
@@ -102,7 +102,7 @@ def test_the_command_on_the_screen_continues_the_run(run_recipe: Any, rows: Path
         source = ["--resume_from_checkpoint", "earlier/checkpoints/step-30"]
     whole = run_recipe("accelerated", *flags, *source, output_dir="whole")
     assert whole.code == 0, whole.err
-    stop = signalled_after(tmp_path / out / "metrics.jsonl", 4)
+    stop = signaled_after(tmp_path / out / "metrics.jsonl", 4)
     stopped = run_recipe("accelerated", *flags, *source, output_dir=out, while_running=stop)
     assert stopped.code == 75, stopped.out + stopped.err
     steps = stopped.summary["steps"]
@@ -114,6 +114,51 @@ def test_the_command_on_the_screen_continues_the_run(run_recipe: Any, rows: Path
     assert f"step {steps} of 80" in done.stdout
     assert stopped.summary["status"] == "finished"  # of the continued run, which writes into the same directory
     assert same(stopped.weights(), whole.weights())
+
+
+NOTEBOOK = """
+import hashlib, signal, sys
+from dataclasses import replace
+from pathlib import Path
+
+import toolkit as tk
+sys.path.insert(0, {recipes!r})
+import sft
+
+steps, train_step = [], tk.train_step
+
+def pressed(*values, **named):
+    steps.append(1)
+    for press in range({{6: 1, 9: 2}}.get(len(steps), 0)):  # the stop button: once, and later twice
+        signal.raise_signal(signal.SIGINT)
+    return train_step(*values, **named)
+
+config = sft.Config(
+    hidden_size=32, num_hidden_layers=1, max_steps=10, max_train_examples=48, max_eval_examples=8, max_length=128, num_samples=0,
+    per_device_train_batch_size=2, gradient_accumulation_steps=2, dropout=0.1, save_steps=4, save_strategy="steps", eval_steps=5,
+    eval_strategy="steps", output_dir="stopped", overwrite_output_dir=True,
+)
+tk.train_step = pressed
+ended = []
+for cell in range(3):
+    try:
+        sft.main(replace(config, resume=cell > 0, overwrite_output_dir=cell == 0))
+    except BaseException as error:
+        ended += [type(error).__name__, isinstance(error, tk.Interrupted), isinstance(error, KeyboardInterrupt), isinstance(error, Exception)]
+tk.train_step = train_step
+sft.main(replace(config, output_dir="whole"))
+digests = [hashlib.sha256(Path(run, "model/model.safetensors").read_bytes()).hexdigest() for run in ("stopped", "whole")]
+print("ENDED", *ended, "SAME" if digests[0] == digests[1] else "OTHER")
+"""
+
+
+def test_a_notebook_that_was_interrupted_goes_on_in_the_same_process(run_recipe: Any, tmp_path: Path) -> None:
+    """main(replace(config, resume=True)) after the stop button, pressed once (a checkpoint is written) and then twice (KeyboardInterrupt
+    in the middle of a step): the bits of a run that was left alone. Both are KeyboardInterrupt, and neither is an Exception, which a
+    sweep might pass over. Fails when: `open_run` leaves its handlers or its lock behind, or `Interrupted` is an Exception."""
+    (tmp_path / "notebook.py").write_text(NOTEBOOK.format(recipes=str(ROOT / "recipes")))
+    run = run_recipe(str(tmp_path / "notebook.py"), output_dir="")
+    assert "ENDED InterruptedByKeyboard True True False KeyboardInterrupt False True False SAME" in run.out, run.out + run.err
 
 
 def test_the_figures_of_a_model_are_those_of_its_best_weights_when_these_are_saved(run_recipe: Any, rows: Path) -> None:
@@ -169,6 +214,7 @@ def test_a_run_goes_on_with_other_settings_or_data_only_where_that_is_allowed_by
     assert named in refused.err
     assert f"--allow-change {change}" in refused.err
     assert (first.output_dir / "metrics.jsonl").read_text() == before
+    assert ("Data:" in refused.out) == (change == "dataset"), "a setting is refused before the data are prepared"
     allowed = run_recipe("accelerated", *flags, *others, "--resume", "--allow-change", change)
     assert allowed.code == 0, allowed.err
     assert [event["step"] for event in allowed.metrics if "loss" in event] == [1, 2, 3, 4]

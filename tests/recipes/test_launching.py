@@ -23,6 +23,8 @@ LAUNCHERS = {
     "accelerate": [str(BIN / "accelerate"), "launch", "--config_file", str(ROOT / "recipes/launch/cpu2.yaml")],
     "as toolkit train shows": [str(BIN / word) if word == "accelerate" else word for word in shlex.split(SHOWN_BY_TRAIN)[:-1]],
     "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"],
+    # adds --local-rank=N to each rank's arguments
+    "torch.distributed.launch": [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc-per-node", "2"],
     "mpirun": ["mpirun", "-np", "2", sys.executable],
 }
 # Open MPI refuses root, and more ranks than cores, unless told otherwise.
@@ -36,7 +38,8 @@ AS_IN_A_CONTAINER = {
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_processes_train_as_one_does(run_recipe, tmp_path: Path, launcher: str) -> None:
     """Losses and evaluation of one process, whoever starts two. Fails when: build_accelerator leaves Accelerate alone without a GPU,
-    toolkit train shows a line with --cpu (one process), or a rank of mpirun isn't told that it is one (two runs of one process)."""
+    toolkit train shows a line with --cpu (one process), a rank of mpirun isn't told that it is one (two runs of one
+    process), or `--local-rank 1` is refused."""
     if shutil.which(LAUNCHERS[launcher][0]) is None:
         pytest.skip(f"{launcher} is not installed here; on Debian and Ubuntu: apt-get install openmpi-bin")
     one = run_recipe("accelerated", *SMALL)

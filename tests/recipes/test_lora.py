@@ -18,10 +18,10 @@ import toolkit as tk
 from toolkit.cli.recipe import read_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
-INITIALISATIONS = ["true", "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora"]
+INITIALIZATIONS = ["true", "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora"]
 IN_4_BITS = [["--load-in-4bit"], ["--load-in-4bit", "--bnb-4bit-quant-type", "fp4", "--bnb-4bit-use-double-quant"]]
 WAYS = [
-    *(["--init-lora-weights", each] for each in INITIALISATIONS), ["--use-rslora"], ["--use-dora"], ["--loraplus-lr-ratio", "8"],
+    *(["--init-lora-weights", each] for each in INITIALIZATIONS), ["--use-rslora"], ["--use-dora"], ["--loraplus-lr-ratio", "8"],
     *IN_4_BITS,
 ]  # fmt: skip
 ROWS, RATE, CLIP = 20, 3e-2, 0.5

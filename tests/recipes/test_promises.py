@@ -69,7 +69,7 @@ def test_a_run_ended_by_sigterm_continues_to_the_same_bits(run_recipe, tmp_path:
     """Exit code 75 after a durable checkpoint, and the command that continues on the screen. With three micro-batches a step, a
     worker, dropout and a short last batch.
 
-    Fails when: the seed of a micro-batch depends on what ran before, or the optimiser's state is not restored.
+    Fails when: the seed of a micro-batch depends on what ran before, or the optimizer's state is not restored.
     """
     flags = [*SMALL_OF[recipe], "--num-train-epochs", EPOCHS[recipe], "--logging-steps", "1", "--gradient-accumulation-steps", "3"]
     flags += ["--per-device-train-batch-size", "2", "--dropout", "0.1", "--dataloader-num-workers", "1", "--save-strategy", "no"]

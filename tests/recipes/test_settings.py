@@ -1,6 +1,6 @@
 """Each value of a setting trains through a recipe's command line as a plain loop of torch does.
 
-The loop knows no packing, no padding, no micro-batches and none of the toolkit's losses, optimisers or schedules: every
+The loop knows no packing, no padding, no micro-batches and none of the toolkit's losses, optimizers or schedules: every
 document goes through the model alone, its logits are kept whole, the losses of a global batch are summed and divided
 once. Of the toolkit it takes the initial weights (`load_model`) and the order of the examples (`epoch_order`).
 """
@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import get_scheduler
+from transformers.optimization import Adafactor
 
 import toolkit as tk
 from toolkit.cli.recipe import read_command_line
@@ -42,7 +43,7 @@ def words(number: int, count: int) -> str:
 
 @dataclass
 class Data:
-    """Rows in files and the same rows tokenised by hand: (token ids, labels as the loss wants them)."""
+    """Rows in files and the same rows tokenized by hand: (token ids, labels as the loss wants them)."""
 
     folder: Path
     documents: dict[str, list[tuple[list[int], Any]]] = field(default_factory=dict)
@@ -223,7 +224,7 @@ def sft_reference(data: Data, flags: list[str], make: MakeOptimizer = plain_sgd,
     return plain_training(load_reference_model("sft", flags), steps, loss_of, make, **more)
 
 
-# Optimisers -------------------------------------------------------------------------------------------------------------------
+# Optimizers -------------------------------------------------------------------------------------------------------------------
 
 ADAM = {"betas": (0.8, 0.95), "eps": 1e-6}
 ADAM_FLAGS = ["--adam-beta1", "0.8", "--adam-beta2", "0.95", "--adam-epsilon", "1e-6"]
@@ -262,12 +263,12 @@ class PublishedMuon(torch.optim.Optimizer):
             matrix.copy_(new)
 
 
-# value: (its own flags, torch's optimiser built by hand, how far a tensor's change may be from the reference's)
+# value: (its own flags, torch's optimizer built by hand, how far a tensor's change may be from the reference's)
 OPTIMIZERS: dict[str, tuple[list[str], MakeOptimizer, float]] = {
     "adamw_torch": (ADAM_FLAGS, lambda m: torch.optim.AdamW(by_decay(m), foreach=False, **ADAM), 1e-3),
     "adamw_torch_fused": (ADAM_FLAGS, lambda m: torch.optim.AdamW(by_decay(m), foreach=False, **ADAM), 1e-3),
     "sgd": (["--momentum", "0.7"], lambda m: torch.optim.SGD(by_decay(m), lr=RATE, momentum=0.7), 1e-4),
-    "adafactor": ([], lambda m: torch.optim.Adafactor(by_decay(m), foreach=False), 1e-3),
+    "adafactor": ([], lambda m: Adafactor(by_decay(m), lr=RATE, scale_parameter=False, relative_step=False), 1e-3),
     "nadam": (ADAM_FLAGS, lambda m: torch.optim.NAdam(by_decay(m), decoupled_weight_decay=True, foreach=False, **ADAM), 1e-3),
     "radam": (ADAM_FLAGS, lambda m: torch.optim.RAdam(by_decay(m), decoupled_weight_decay=True, foreach=False, **ADAM), 1e-3),
     "rmsprop": (["--momentum", "0.7"], lambda m: torch.optim.RMSprop(by_decay(m), momentum=0.7, foreach=False), 1e-3),
@@ -277,13 +278,13 @@ OPTIMIZERS: dict[str, tuple[list[str], MakeOptimizer, float]] = {
 
 
 @pytest.mark.parametrize("optim", choices("sft", "optim"))
-def test_an_optimiser_takes_the_steps_of_its_plain_form(run_recipe: Any, data: Data, optim: str) -> None:
+def test_an_optimizer_takes_the_steps_of_its_plain_form(run_recipe: Any, data: Data, optim: str) -> None:
     """With weight decay on matrices only, clipping, and accumulation. Fails when: a beta, the momentum or the decay of a group
-    does not reach the optimiser, the loss is averaged over micro-batches, or the norm is clipped before the last of them."""
+    does not reach the optimizer, the loss is averaged over micro-batches, or the norm is clipped before the last of them."""
     if optim not in OPTIMIZERS:
         if importlib.util.find_spec("bitsandbytes") is None or not torch.cuda.is_available():
-            pytest.skip(f"{optim} needs bitsandbytes and a CUDA device (that its absence is refused: tests/test_optim.py)")
-        pytest.skip(f"{optim}: compared with bitsandbytes' own in tests/test_optim.py; its kernels need the model on the device")
+            pytest.skip(f"{optim} needs bitsandbytes and a CUDA device (that its absence is refused: tests/optim/test_optim.py)")
+        pytest.skip(f"{optim}: compared with bitsandbytes' own in tests/optim/test_optim.py; its kernels need the model on the device")
     own_flags, make, error = OPTIMIZERS[optim]
     flags = [
         *data.flags("chat"), *UNPACKED, "--optim", optim, *own_flags, "--weight-decay", str(DECAY), "--lr-scheduler-type", "constant",
@@ -316,13 +317,18 @@ SCHEDULES: dict[str, tuple[list[str], Callable[[int], list[float]]]] = {
     "constant_with_warmup": (["--warmup-steps", "3"], peer("constant_with_warmup", 3)),
     "linear": (["--warmup-steps", "2"], peer("linear", 2)),
     "cosine": (["--warmup-steps", "0.25", "--min-lr-ratio", "0.1"], peer("cosine_with_min_lr", 2, min_lr_rate=0.1)),
+    "cosine_with_min_lr": (["--warmup-steps", "2", "--min-lr", str(0.3 * RATE)], peer("cosine_with_min_lr", 2, min_lr=0.3 * RATE)),
+    "cosine_warmup_with_min_lr": (
+        ["--warmup-steps", "2", "--min-lr-rate", "0.1"], peer("cosine_warmup_with_min_lr", 2, min_lr_rate=0.1),
+    ),
     "cosine_with_restarts": (["--lr-cycles", "2"], peer("cosine_with_restarts", num_cycles=2)),
     "polynomial": (["--lr-power", "2", "--min-lr-ratio", "0.2"], peer("polynomial", power=2, lr_end=0.2 * RATE)),
     "inverse_sqrt": (["--warmup-steps", "2"], peer("inverse_sqrt", 2)),
     "exponential": (["--lr-gamma", "0.01"], lambda steps: [RATE * 0.01 ** (k / steps) for k in range(steps)]),
     "step": (["--lr-gamma", "0.5", "--lr-cycles", "3"], lambda steps: [RATE * 0.5 ** (k // (steps // 4)) for k in range(steps)]),
     "warmup_stable_decay": (
-        ["--warmup-steps", "2", "--lr-decay-ratio", "0.5"], peer("warmup_stable_decay", 2, num_decay_steps=4),
+        ["--warmup-steps", "2", "--lr-decay-ratio", "0.5", "--warmup-type", "cosine", "--lr-decay-type", "1-sqrt"],
+        peer("warmup_stable_decay", 2, num_decay_steps=4, warmup_type="cosine", decay_type="1-sqrt"),
     ),
 }  # fmt: skip
 
@@ -330,6 +336,8 @@ SCHEDULES: dict[str, tuple[list[str], Callable[[int], list[float]]]] = {
 @pytest.mark.parametrize("name", choices("sft", "lr_scheduler_type"))
 def test_a_schedule_gives_each_step_the_rate_of_its_plain_form(run_recipe: Any, data: Data, name: str) -> None:
     """Fails when: the rate of a step is that of the step after it, or warm-up is counted in micro-batches."""
+    if name == "reduce_lr_on_plateau":
+        pytest.skip("goes by evaluations: the next test")
     own_flags, rates_of = SCHEDULES[name]
     flags = _with([*data.flags("chat"), *UNPACKED, *SGD, "--max-steps", "8", *own_flags], "--per-device-train-batch-size", "1")
     flags = _with(flags, "--lr-scheduler-type", name)
@@ -337,6 +345,48 @@ def test_a_schedule_gives_each_step_the_rate_of_its_plain_form(run_recipe: Any, 
         load_reference_model("sft", flags), in_order(data.documents["chat"], [3] * 8), next_token, plain_sgd, rates_of(8)
     )
     assert_same_training(run_recipe("sft", *flags), reference, 1e-3)
+
+
+# The evaluation gets worse from step 2 on, as it is on other rows: the rate falls four times in eight steps.
+PLATEAU = ["--eval-strategy", "steps", "--eval-steps", "1", "--num-samples", "0", "--lr-patience", "1", "--lr-gamma", "0.5",
+           "--lr-threshold", "0.9", "--min-lr-ratio", "0.1"]  # fmt: skip
+
+
+def plateau_flags(data: Data, *more: str) -> list[str]:
+    flags = _with([*data.tiny("chat"), *UNPACKED, *SGD, "--max-steps", "8", *more], "--per-device-train-batch-size", "1")
+    flags = _with(_with(flags, "--lr-scheduler-type", "reduce_lr_on_plateau"), "--dataset", str(data.folder / "split"))
+    return [*flags, "--logging-steps", "1", *PLATEAU]
+
+
+def test_the_rate_falls_after_evaluations_that_bring_nothing_and_a_resume_changes_nothing(
+    run_recipe: Any, data: Data, tmp_path: Path
+) -> None:
+    """Each step's rate is that of torch's ReduceLROnPlateau, stepped with the logged evaluations after the first step; a run that goes
+    on from step 3 in another folder, which has seen none of its evaluations, ends with the same bits.
+
+    Fails when: the evaluation before training counts, the objective is not in the checkpoint, or `--eval-steps` may change.
+    """
+    flags = plateau_flags(data, "--eval-on-start", "--save-strategy", "steps", "--save-steps", "3", "--save-total-limit", "none")
+    run = run_recipe("sft", *flags)
+    assert run.code == 0, run.out + run.err
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
+    peer = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=0.9, min_lr=0.1 * RATE)
+    expected: dict[int, float] = {}
+    for event in run.metrics:
+        if "loss" in event:
+            expected[event["step"]] = optimizer.param_groups[0]["lr"]
+        elif event["step"] > 0:
+            peer.step(event["eval_loss"])
+    assert {event["step"]: event["learning_rate"] for event in run.metrics if "loss" in event} == pytest.approx(expected)
+    assert len(set(expected.values())) == 4
+    again = run_recipe("sft", *flags, "--resume-from", str(run.output_dir / "checkpoints/step-3"), output_dir="again")
+    assert again.code == 0, again.out + again.err
+    rates = {event["step"]: event["learning_rate"] for event in again.metrics if "loss" in event}
+    assert rates == pytest.approx({step: expected[step] for step in range(4, 9)})
+    assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in run.weights().items())
+    other = run_recipe("sft", *_with(flags, "--eval-steps", "2"), "--resume-from", str(run.output_dir / "checkpoints/step-3"), output_dir="other")
+    assert other.code == 2, other.out + other.err
+    assert "eval_steps was 1 and is 2" in other.err
 
 
 def test_progress_counts_examples_where_the_last_batch_is_short(run_recipe: Any, data: Data) -> None:
@@ -536,7 +586,7 @@ def packed_whole(documents: list[Any], length: int = 30) -> tuple[list[Any], int
 @pytest.mark.parametrize("strategy", choices("sft", "packing_strategy"))
 def test_a_packing_strategy_trains_on_its_documents_each_alone(run_recipe: Any, data: Data, strategy: str) -> None:
     """bfd: whole documents (long ones dropped). wrapped: the text of all, cut every 12 tokens. Fails when: a document sees its
-    neighbour, positions go on over the row, or the first token after a cut is predicted."""
+    neighbor, positions go on over the row, or the first token after a cut is predicted."""
     documents = data.documents["chat"]
     own = ["--packing", "--packing-strategy", strategy]
     if strategy == "bfd":
@@ -561,7 +611,7 @@ def test_a_packing_strategy_trains_on_its_documents_each_alone(run_recipe: Any, 
 def test_every_attention_backend_computes_the_same_training(run_recipe: Any, data: Data, attention: str) -> None:
     """Against one document at a time without any mask. Fails when: padding is attended to, or a packed row's bounds are lost."""
     if attention in ("flex_attention", "flash_attention_2"):
-        pytest.skip(f"{attention} needs a CUDA device (that the CPU refuses it: tests/test_attention.py)")
+        pytest.skip(f"{attention} needs a CUDA device (that the CPU refuses it: tests/models/test_attention.py)")
     if attention in ("auto", "varlen"):  # packed: one row holds all, so that a global batch is the documents of an epoch
         whole, rows, length = packed_whole(data.documents["chat"])
         own = ["--packing", "--attn-implementation", attention, "--overlong", "drop", "--max-length", length]
@@ -572,14 +622,20 @@ def test_every_attention_backend_computes_the_same_training(run_recipe: Any, dat
     assert_same_training(run_recipe("sft", *flags), reference)
 
 
-@pytest.mark.parametrize("flag", ["--gradient-checkpointing", "--torch-compile"])
+WAYS_TO_COMPUTE = ["--gradient-checkpointing", *(f"--torch-compile {name}" for name in choices("sft", "torch_compile_backend"))]
+
+
+@pytest.mark.parametrize("flag", WAYS_TO_COMPUTE)
 def test_a_way_to_compute_changes_no_figure(run_recipe: Any, data: Data, flag: str) -> None:
     """Fails when: recomputation draws other numbers, or the compiled layer is another function."""
-    if flag == "--torch-compile" and (" " in torch.__file__ or shutil.which("g++") is None):
+    if flag.endswith("cudagraphs"):
+        pytest.skip("cudagraphs needs a CUDA device (that the CPU refuses it: tests/models/test_models.py)")
+    if flag.endswith("inductor") and (" " in torch.__file__ or shutil.which("g++") is None):
         pytest.skip("needs g++, and torch in a folder without a space in its name (inductor of 2.13 can't link in one)")
     flags = [*data.flags("chat"), *SGD, *UNPACKED]
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(data.folder / "inductor")}
-    assert_same_training(run_recipe("sft", *flags, flag, env=cache), sft_reference(data, flags))
+    own = flag.split() if " " not in flag else ["--torch-compile", "--torch-compile-backend", flag.split()[1]]
+    assert_same_training(run_recipe("sft", *flags, *own, env=cache), sft_reference(data, flags))
 
 
 PRECISIONS = [["--bf16"], *(["--dtype", name] for name in choices("sft", "dtype"))]
@@ -607,7 +663,7 @@ def test_a_precision_starts_from_the_same_loss_within_its_rounding(run_recipe: A
 def test_fp16_is_refused_where_there_is_no_gpu(run_recipe: Any, data: Data) -> None:
     """Fails when: the precision is taken in silence, and ignored."""
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU here: fp16 is proved with it, in tests/test_step.py")
+        pytest.skip("there is a GPU here: fp16 is proved with it, in tests/training/test_step.py")
     run = run_recipe("sft", *data.flags("chat"), "--fp16")
     assert run.code == 2, run.out + run.err
     assert "--fp16 needs a GPU" in run.err

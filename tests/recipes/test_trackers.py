@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from toolkit import trackers
+from toolkit.report import write_report
+from toolkit.tracking import trackers
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -33,17 +34,26 @@ def test_a_recipe_trains_the_same_beside_a_tracker_that_fails(run_recipe: Any, t
     (fake / "__init__.py").write_text(FAKES[fault])
     script = tmp_path / "sft_beside.py"
     script.write_text(
-        f"import sys\nsys.path[:0] = [{str(fake.parent)!r}, {str(ROOT / 'recipes')!r}]\nimport toolkit as tk, toolkit.trackers\n"
-        "toolkit.trackers.CLOSE_SECONDS = 1.0\nfrom sft import Config, main\nmain.__module__ = '__main__'\ntk.run_recipe(main)\n"
+        f"import sys\nsys.path[:0] = [{str(fake.parent)!r}, {str(ROOT / 'recipes')!r}]\nimport toolkit as tk, toolkit.tracking.trackers\n"
+        "toolkit.tracking.trackers.CLOSE_SECONDS = 1.0\nfrom sft import Config, main\nmain.__module__ = '__main__'\ntk.run_recipe(main)\n"
     )
     flags = [*SMALL, "--max-steps", "3"]
-    alone = run_recipe("sft", *flags, output_dir="alone")
+    alone = run_recipe("sft", *flags, "--run-name", "The first one", output_dir="alone")
     beside = run_recipe(str(script), *flags, "--report-to", "wandb", output_dir="beside")
     assert beside.code == 0, beside.out + beside.err
     losses = [[event["loss"] for event in run.metrics if "loss" in event] for run in (alone, beside)]
     assert losses[0] == losses[1]
     expected = {"raises": "could not start, and is left out: ConnectionError: the service is away", "hangs": "does not end"}
     assert f"WARNING: wandb: {expected[fault]}" in beside.out
+    # without a tracker a run has a name too. Fails when: --run-name is refused, or its card or report has the directory's name
+    assert alone.code == 0, alone.err
+    title = {"alone": "The first one", "beside": "beside"}
+    for name, shown in title.items():
+        card = (tmp_path / name / "model/README.md").read_text()
+        assert f"\n# {shown}\n" in card
+        assert f"name: {shown}\n" in card
+        page = write_report([tmp_path / name], tmp_path / "page.html").read_text()
+        assert f"<title>{shown} · training report</title>" in page
 
 
 @pytest.mark.slow

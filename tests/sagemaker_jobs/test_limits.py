@@ -37,7 +37,7 @@ def many(number: int) -> dict[str, str]:
     ids=lambda fields: next(iter(fields)),
 )  # fmt: skip
 def test_what_is_within_the_limits_is_taken(fields: dict[str, Any]) -> None:
-    """Fails when: a comparison is off by one towards refusing."""
+    """Fails when: a comparison is off by one toward refusing."""
     limits.check_limits(replace(JOB, **fields), many(94), {"A_1": "v" * 512})
 
 
@@ -85,7 +85,7 @@ def test_what_is_within_the_limits_is_taken(fields: dict[str, Any]) -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )  # fmt: skip
 def test_what_the_service_would_refuse_is_refused_here(fields: dict[str, Any], said: str) -> None:
-    """Fails when: the limit's line is left out of limits.py, or is off by one towards taking it."""
+    """Fails when: the limit's line is left out of limits.py, or is off by one toward taking it."""
     with pytest.raises(Refusal, match=said):
         limits.check_limits(replace(JOB, **fields), {}, {})
 
@@ -181,10 +181,10 @@ def test_a_pair_without_a_name_or_a_value_is_refused_without_being_shown(text: s
 
 LINES = {
     "sft": "step 3/6  eval_loss 5.6392  eval_perplexity 1281.2348  eval_token_accuracy 0.0500",
-    "lora": "step 1/1  loss 8.3175  lr 0  norm 0.9876  tokens/s 2798  examples/s 39.9745  mfu 0.4100  0 s left",
+    "lora": "step 1/1  loss 8.3175  lr 0  norm 0.9876  supervised_tokens/s 2798  examples/s 39.9745  mfu 0.4100  0 s left",
     "pretrain": "step 1/1  eval_loss 8.3179  eval_perplexity 4097  eval_token_accuracy 0.0037  eval_bits_per_byte 3.4226",
     "dpo": "step 0/1  eval_loss 0.6931  eval_rewards_chosen 0  eval_rewards_rejected 0  eval_reward_margin -2.35e-04  "
-    "eval_reward_accuracy 0  eval_logps_chosen -69.4381  eval_logps_rejected -76.0175  eval_kl 0",
+    "eval_reward_accuracy 0  eval_logps_chosen -69.4381  eval_logps_rejected -76.0175  eval_logps_drop 0",
     "kto": "step 6/6  eval_loss 0.5002  eval_rewards_desirable -0.0045  eval_rewards_undesirable -0.0032  eval_reward_margin -0.0013  "
     "eval_reward_accuracy 0.5208  eval_logps_desirable -78.4870  eval_logps_undesirable -79.2801  eval_kl 0  eval_reward_auc 0.4635",
     "reward": "step 1/1  eval_loss 0.6933  eval_rewards_chosen -0.0598  eval_rewards_rejected -0.0596  eval_reward_margin -2.35e-04  "

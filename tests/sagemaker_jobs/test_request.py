@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import toolkit as tk
 @dataclass(frozen=True)
 class Config(tk.DataConfig, tk.OutputConfig):
-    flavour: str = 'plain "quoted"'
+    flavor: str = 'plain "quoted"'
 def main(config: Config) -> None: ...
 """
 
@@ -50,7 +50,7 @@ def test_the_request_of_a_job_with_everything_is_this_one(sdk: Any) -> None:
         "--max-wait", 9000, "--role", ROLE, "--job-name", "everything", "--channel", "train=s3://data-1/chats",
         "--channel", "base=s3://data-1/model/", "--model", "channel:base", "--dataset", "channel:train:0.7,stdlib:sft:0.3",
         "--learning-rate", "2e-4", "--max-steps", "40", "--no-packing", "--bf16", "--report-to", "wandb,tensorboard", "--eval-split", "a, \"b\"",
-        "--secret", "HF_TOKEN=team/hub", "--tag", "team=speech", "--tag", "cost centre=12", "--volume-size", "250",
+        "--secret", "HF_TOKEN=team/hub", "--tag", "team=speech", "--tag", "cost center=12", "--volume-size", "250",
         "--subnet", "subnet-1", "--security-group", "sg-1", "--accelerate-config", "fsdp2", "--processes", 4,
     )  # fmt: skip
     assert ran.code == 0, ran.err
@@ -66,7 +66,7 @@ def test_the_request_of_a_job_with_everything_is_this_one(sdk: Any) -> None:
                 {"Name": "train:loss", "Regex": number("loss")},
                 {"Name": "train:learning_rate", "Regex": number("lr")},
                 {"Name": "train:grad_norm", "Regex": number("norm")},
-                {"Name": "train:tokens_per_second", "Regex": number("tokens/s")},
+                {"Name": "train:tokens_per_second", "Regex": number("supervised_tokens/s")},
                 {"Name": "train:examples_per_second", "Regex": number("examples/s")},
                 {"Name": "train:mfu", "Regex": number("mfu")},
                 *({"Name": f"eval:{name}", "Regex": number(f"eval_{name}")} for name in ("loss", "perplexity", "token_accuracy", "bits_per_byte")),
@@ -93,7 +93,7 @@ def test_the_request_of_a_job_with_everything_is_this_one(sdk: Any) -> None:
         "StoppingCondition": {"MaxRuntimeInSeconds": 7200, "MaxWaitTimeInSeconds": 9000},
         "EnableManagedSpotTraining": True,
         "VpcConfig": {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]},
-        "Tags": [{"Key": "team", "Value": "speech"}, {"Key": "cost centre", "Value": "12"}],
+        "Tags": [{"Key": "team", "Value": "speech"}, {"Key": "cost center", "Value": "12"}],
         "ProfilerConfig": {"DisableProfiler": True},
     }  # fmt: skip
     assert ran.requests[0] == expected
@@ -160,17 +160,17 @@ def test_the_code_is_the_toolkit_one_recipe_and_what_was_included_and_no_token(s
     (tmp_path / ".cache/huggingface/token").write_text(token)
     words = ["sagemaker", "submit", f"{BY_CHANCE}.py", "--instance-type", "ml.g5.xlarge", "--role", ROLE, "--include", "extra", "--bucket", BUCKET]
     keys = {"HF_TOKEN": token, "WANDB_API_KEY": token[::-1], "HOME": str(tmp_path)}
-    ran = sdk.toolkit(*words, "--job-name", "mine", "--flavour", "two words", "--secret", "WANDB_API_KEY=keys", cwd=tmp_path, **keys)
+    ran = sdk.toolkit(*words, "--job-name", "mine", "--flavor", "two words", "--secret", "WANDB_API_KEY=keys", cwd=tmp_path, **keys)
     assert ran.code == 0, ran.err
     files = named(sdk, f"s3://{BUCKET}/toolkit-jobs/mine/source/sourcedir.tar.gz")
     own = {name for name in files if not name.startswith("toolkit/")}
     assert own == {"start.py", "requirements.txt", f"recipes/{BY_CHANCE}.py", "extra/prompts.txt"}
-    package = {str(path.relative_to(ROOT)) for path in (ROOT / "toolkit").rglob("*") if path.suffix in (".py", ".txt", ".typed")}
+    package = {str(path.relative_to(ROOT)) for path in (ROOT / "toolkit").rglob("*") if path.suffix in (".py", ".pyi", ".txt", ".typed")}
     assert {name for name in files if name.startswith("toolkit/")} == package
     everything = ran.out + ran.err + json.dumps(ran.requests) + "".join(content.decode("utf-8", "replace") for content in files.values())
     for secret in (token, token[::-1]):
         assert secret not in everything
-    assert ran.requests[0]["HyperParameters"]["flavour"] == '"two words"'
+    assert ran.requests[0]["HyperParameters"]["flavor"] == '"two words"'
 
     asked_for = sdk.toolkit(*words, "--job-name", "asked", "--token", "HF_TOKEN", cwd=tmp_path, **keys)
     shown = sdk.toolkit(*words, "--job-name", "asked", "--token", "HF_TOKEN", "--dry-run", cwd=tmp_path, **keys)

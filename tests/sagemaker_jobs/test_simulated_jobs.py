@@ -54,7 +54,7 @@ if __name__ == "__main__":
 '''
 # Each kind of setting, as a job of the SDK may have it, and what the recipe must be told.
 KINDS = {
-    "learning_rate": (2e-4, 2e-4), "seed": (12345678901234567890, 12345678901234567890), "packing": (True, True), "streaming": (False, False),
+    "learning_rate": (2e-4, 2e-4), "seed": (4294967295, 4294967295), "packing": (True, True), "streaming": (False, False),
     "nothing": (None, None), "completion_only_loss": (None, None), "numbers": ([1, 2.5, -3e-7], [1.0, 2.5, -3e-7]), "words": (["a b", "c,d", "'e'", '"f"'], ["a b", "c,d", "'e'", '"f"']),
     "rename_columns": ({"question": "prompt", "a": "b"}, ["a=b", "question=prompt"]), "text": ("it's \"quoted\" $HOME `x` \\ ünï\n--max-steps 3", "it's \"quoted\" $HOME `x` \\ ünï\n--max-steps 3"),
     "report_to": (["none"], ["none"]), "lr_patterns": ([], []), "count": (0, 0), "max_steps": (7, 7), "eval_split": ("None", None), "train_split": ("-1", "-1"), "warmup_steps": (0, 0.0),

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
-from toolkit.container import in_container
-from toolkit.output import make_folder, sync, write_atomically, written_beside
+from toolkit.system.console import say
+from toolkit.system.digests import changed_files, describe_files
+from toolkit.system.files import make_folder, put_in_place, write_atomically, written_beside
+from toolkit.system.sagemaker_container import in_container
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from toolkit.checkpoint.state import State
 
 MANIFEST, SCHEMA = "MANIFEST.json", 1
+FILES = frozenset({"state.json", *(f"{name}.safetensors" for name in ("model", "optimizer", "kept", "random"))})
 
 
 def save_checkpoint(root: str | Path, step: int, state: State) -> Path:
@@ -48,9 +51,9 @@ def save_checkpoint(root: str | Path, step: int, state: State) -> Path:
         make_folder(root)
         temporary.mkdir()
         _check_space(root, state.size)
-        trees = {"optimizer": state.optimizer, "random": state.random}
+        trees = {"optimizer": state.optimizer, "random": state.random, "kept": state.kept}
         flat = {name: flatten(tree) for name, tree in trees.items()}
-        files = {"model": state.model, "kept": state.kept, **{name: tensors for name, (tensors, _) in flat.items()}}
+        files = {"model": state.model, **{name: tensors for name, (tensors, _) in flat.items()}}
         for name, tensors in files.items():
             # the mark that transformers leaves: a model directory can then have the very same file
             save_file(_savable(tensors), temporary / f"{name}.safetensors", metadata={"format": "pt"})
@@ -59,26 +62,15 @@ def save_checkpoint(root: str | Path, step: int, state: State) -> Path:
             **{name: skeleton for name, (_, skeleton) in flat.items()},
         }  # fmt: skip
         (temporary / "state.json").write_text(json.dumps(record), encoding="utf-8")
-        for name in files:  # safetensors lets only the owner read
-            shutil.copymode(temporary / "state.json", temporary / f"{name}.safetensors")
         _commit(temporary, final, step)
     return final
 
 
 def _commit(temporary: Path, final: Path, step: int) -> None:
-    files = {}
-    for path in sorted(temporary.iterdir()):
-        sync(path)
-        files[path.name] = {"size": path.stat().st_size, "sha256": _digest(path)}
-    manifest = {"schema": SCHEMA, "step": step, "files": files}
+    manifest = {"schema": SCHEMA, "step": step, "files": describe_files(temporary, "sha256")}
     write_atomically(temporary / MANIFEST, json.dumps({**manifest, "sha256": _digest_of(manifest)}))
-    sync(temporary)
-    if final.exists():  # the only way here with one in place: it failed its verification
-        trash = final.with_name(f".trash-{final.name}-{os.getpid()}")
-        os.rename(final, trash)
-        shutil.rmtree(trash, ignore_errors=True)
-    os.rename(temporary, final)
-    sync(final.parent)
+    # the only way here with one of this name in place: it failed its verification
+    put_in_place(temporary, final, aside=final.with_name(f".trash-{final.name}-{os.getpid()}"))
 
 
 def verify_checkpoint(path: str | Path, *, contents: bool = True) -> list[str]:
@@ -88,22 +80,29 @@ def verify_checkpoint(path: str | Path, *, contents: bool = True) -> list[str]:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest.pop("sha256", None) != _digest_of(manifest):
             return [f"{path / MANIFEST}: contents changed (SHA-256 differs)"]
+        if wrong := _wrong_fields(manifest, path):
+            return [f"{path / MANIFEST}: {wrong}"]
         expected_files = dict(manifest["files"])
-    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         return [f"{path / MANIFEST}: {error.__class__.__name__}, no readable manifest"]
-    problems = []
-    for name, expected in expected_files.items():
-        file = path / name
-        try:
-            if not file.exists():
-                problems.append(f"{file}: missing")
-            elif file.stat().st_size != expected["size"]:
-                problems.append(f"{file}: {file.stat().st_size} bytes, should be {expected['size']}")
-            elif contents and _digest(file) != expected["sha256"]:
-                problems.append(f"{file}: contents changed (SHA-256 differs)")
-        except OSError as error:  # a disk that can't be read there
-            problems.append(f"{file}: {error.strerror or error}")
-    return problems
+    return changed_files(path, expected_files, "sha256" if contents else None)
+
+
+def _wrong_fields(manifest: dict[str, Any], path: Path) -> str:
+    """What keeps a manifest from being one of a checkpoint, whatever its digest says; empty where nothing does."""
+    if not isinstance(manifest.get("schema"), int) or not isinstance(manifest.get("files"), dict):
+        return "its fields schema and files are not a number and a list of files"
+    if manifest["schema"] > SCHEMA:
+        return ""  # another version's: what belongs to it is not known here
+    if f"step-{manifest.get('step')}" != path.name and path.name.startswith("step-"):
+        return f"it is that of step {manifest.get('step')}"
+    for name, expected in manifest["files"].items():
+        if os.path.basename(name) != name or not isinstance(expected, dict):
+            return f"it lists {name!r}, which is no file of a checkpoint"
+        if not isinstance(expected.get("size"), int) or not isinstance(expected.get("sha256"), str):
+            return f"it gives no size and digest of {name}"
+    lacking = FILES - manifest["files"].keys()
+    return f"it lists no {', '.join(sorted(lacking))}" if lacking else ""
 
 
 def list_checkpoints(root: str | Path) -> list[Path]:
@@ -112,7 +111,7 @@ def list_checkpoints(root: str | Path) -> list[Path]:
     return sorted(named, key=lambda p: int(p.name[5:]))
 
 
-def latest_checkpoint(root: str | Path, say: Callable[[str], None] = print) -> Path | None:
+def latest_checkpoint(root: str | Path, say: Callable[[str], None] = say) -> Path | None:
     """The newest whole checkpoint under `root`; every one skipped is named with the reason."""
     for path in reversed(list_checkpoints(root)):
         problems = verify_checkpoint(path)
@@ -128,6 +127,7 @@ def load_checkpoint(path: str | Path) -> State:
     Raises:
         Refusal: a file is missing or damaged, or the schema is newer than this version.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from toolkit.checkpoint.state import State
@@ -141,17 +141,23 @@ def load_checkpoint(path: str | Path) -> State:
         raise Refusal("damaged checkpoint: " + "; ".join(problems))
     if (schema := json.loads((path / MANIFEST).read_text())["schema"]) > SCHEMA:
         raise Refusal(f"{path}: written by a newer version (schema {schema}, known {SCHEMA})")
-    record = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return State(
-        model=load_file(path / "model.safetensors"),
-        optimizer=unflatten(load_file(path / "optimizer.safetensors"), record["optimizer"]),
-        parameter_names=record["parameter_names"],
-        run=record["run"],
-        scaler=record["scaler"],
-        kept=load_file(path / "kept.safetensors"),
-        random=unflatten(load_file(path / "random.safetensors"), record["random"]),
-        base=record["base"],
-    )
+    try:
+        record = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        kept = load_file(path / "kept.safetensors")
+        return State(
+            model=load_file(path / "model.safetensors"),
+            optimizer=unflatten(load_file(path / "optimizer.safetensors"), record["optimizer"]),
+            parameter_names=record["parameter_names"],
+            run=record["run"],
+            scaler=record["scaler"],
+            # before run.keep took dictionaries there was no skeleton
+            kept=unflatten(kept, record["kept"]) if "kept" in record else kept,
+            random=unflatten(load_file(path / "random.safetensors"), record["random"]),
+            base=record["base"],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, SafetensorError) as error:
+        # its digests are those of its manifest: it was written so, or both were changed
+        raise Refusal(f"{path}: holds no state of a run ({type(error).__name__}: {error}). Take another checkpoint.") from error
 
 
 def prune_checkpoints(root: str | Path, keep: int | None, protect: list[Path]) -> list[Path]:
@@ -175,14 +181,13 @@ def prune_checkpoints(root: str | Path, keep: int | None, protect: list[Path]) -
 def write_pointer(root: str | Path, name: str, checkpoint: Path) -> None:
     """Let `best` or `last` name a checkpoint: a small JSON file, since not every file system has links."""
     write_atomically(Path(root) / f"{name}.json", json.dumps({"checkpoint": checkpoint.name}))
-    sync(Path(root))  # before what it named until now is removed
 
 
 def read_pointer(root: str | Path, name: str) -> Path | None:
     """The checkpoint that `best` or `last` names, if it is there."""
     try:
         target = Path(root) / json.loads((Path(root) / f"{name}.json").read_text())["checkpoint"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return target if target.is_dir() else None
 
@@ -212,7 +217,7 @@ def clean_leftovers(root: str | Path) -> None:
     for path in list_checkpoints(root) if in_container() else []:
         problems = verify_checkpoint(path, contents=False)
         if problems:
-            print(f"checkpoint {path} came back from S3 in part and is removed: {problems[0]}", flush=True)
+            say(f"checkpoint {path} came back from S3 in part and is removed: {problems[0]}")
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -224,13 +229,16 @@ def _check_space(root: Path, size: int) -> None:
 
 
 def _savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    """On the CPU, each in memory of its own: safetensors refuses two names for one storage, as tied weights have in a copy."""
+    result: dict[str, torch.Tensor] = {}
+    seen = set()
+    for name, tensor in tensors.items():
+        saved = tensor.detach().cpu().contiguous()
+        address = saved.untyped_storage().data_ptr()
+        result[name] = saved.clone() if address in seen else saved
+        seen.add(address)
+    return result
 
 
 def _digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

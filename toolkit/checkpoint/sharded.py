@@ -1,6 +1,6 @@
 """The state of a run whose engine shards it, as the same value that one process has: any layout reads any other's.
 
-Whole tensors go to the main process, one at a time, in the optimiser's own precision. On the way back every rank reads the
+Whole tensors go to the main process, one at a time, in the optimizer's own precision. On the way back every rank reads the
 file and keeps its pieces.
 """
 
@@ -11,9 +11,9 @@ import torch
 from toolkit.checkpoint.random_state import capture_random_state
 from toolkit.checkpoint.state import State, check_optimizer_state, compare_shapes, digest_of, identity_of, refuse_other_base
 from toolkit.config import Refusal
-from toolkit.engines import engine_of
-from toolkit.engines.engine import Piece
-from toolkit.engines.pieces import whole_tensor
+from toolkit.distributed.engines import engine_of
+from toolkit.distributed.engines.engine import Piece
+from toolkit.distributed.engines.pieces import whole_tensor
 
 
 def capture_sharded_state(
@@ -67,7 +67,7 @@ def apply_sharded_state(accelerator: Any, state: State, model: Any, optimizer: A
         refuse_other_base(state.base, sharded_base_identity(accelerator, model))
     if not only_model:
         if state.parameter_names != names:
-            raise Refusal("the checkpoint's optimiser holds other parameters, or another order of them, than this model's.")
+            raise Refusal("the checkpoint's optimizer holds other parameters, or another order of them, than this model's.")
         check_optimizer_state(state, _groups(torch_optimizer, names), shapes)
         _put_optimizer(state, found, torch_optimizer)
     for piece in found:
@@ -87,7 +87,7 @@ def sharded_base_identity(accelerator: Any, model: Any) -> dict[str, Any]:
 
 
 def _torch_optimizer(optimizer: Any) -> Any:
-    """The optimiser that steps: inside Accelerate's and DeepSpeed's wrappers."""
+    """The optimizer that steps: inside Accelerate's and DeepSpeed's wrappers."""
     while not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     inner = getattr(optimizer, "optimizer", None)

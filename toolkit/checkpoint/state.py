@@ -10,6 +10,7 @@ import torch
 from toolkit.checkpoint.random_state import capture_random_state
 from toolkit.checkpoint.trees import flatten, unflatten
 from toolkit.config import Refusal
+from toolkit.system.nonfinite import has_nonfinite
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class State:
     `model`: parameters and buffers by name; of a model with frozen parameters (adapters), the trained ones and the buffers.
     `optimizer`: torch's state_dict of it. `parameter_names`: of each parameter group, so that another order is refused and
     not misread. `run`: JSON data (step, position, tokens, best figure, settings, memory of user code ...). `scaler`: of
-    fp16, or empty. `kept`: tensors of user code. `random`: the global generators, for user code. `base`: what identifies
-    the frozen parameters that are not in here; empty where nothing is frozen.
+    fp16, or empty. `kept`: tensors of user code, and dictionaries of tensors. `random`: the global generators, for user code.
+    `base`: what identifies the frozen parameters that are not in here; empty where nothing is frozen.
     """
 
     model: dict[str, torch.Tensor]
@@ -28,14 +29,14 @@ class State:
     parameter_names: list[list[str]]
     run: dict[str, Any]
     scaler: dict[str, Any] = field(default_factory=dict)
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
     random: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Bytes of all tensors."""
-        tensors = [*self.model.values(), *flatten(self.optimizer)[0].values(), *self.kept.values()]
+        tensors = [*self.model.values(), *flatten(self.optimizer)[0].values(), *flatten(self.kept)[0].values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -73,12 +74,12 @@ def copy_state(state: State, into: dict[str, torch.Tensor] | None = None) -> Sta
             result[name] = place.copy_(tensor.detach())
         return result
 
-    optimizer, skeleton = flatten(state.optimizer)
+    (optimizer, skeleton), (kept, kept_skeleton) = flatten(state.optimizer), flatten(state.kept)
     return replace(
         state,
         model=copied("model/", state.model),
         optimizer=unflatten(copied("optimizer/", optimizer), skeleton),
-        kept=copied("kept/", state.kept),
+        kept=unflatten(copied("kept/", kept), kept_skeleton),
         run=copy.deepcopy(state.run),  # the memory of user code is in here, which it goes on writing to
         scaler=copy.deepcopy(state.scaler),
     )
@@ -96,10 +97,10 @@ def apply_state(state: State, model: Any, optimizer: Any, scaler: Any = None) ->
         refuse_other_base(state.base, base_identity(model))
     if optimizer is not None:
         if state.parameter_names != _parameter_names(model, optimizer):
-            raise Refusal("the checkpoint's optimiser holds other parameters, or another order of them, than this model's.")
+            raise Refusal("the checkpoint's optimizer holds other parameters, or another order of them, than this model's.")
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         check_optimizer_state(state, optimizer.state_dict()["param_groups"], shapes)
-    # What can still raise comes first: a scaler and an optimiser compare before they change anything.
+    # What can still raise comes first: a scaler and an optimizer compare before they change anything.
     if scaler is not None and state.scaler:
         scaler.load_state_dict(state.scaler)
     if optimizer is not None:
@@ -145,11 +146,7 @@ def refuse_other_base(stored: dict[str, Any], found: dict[str, Any]) -> None:
 
 def nonfinite_parameter(state: State) -> str | None:
     """The name of a trained tensor that holds a number which is not finite, if any does."""
-    for name, tensor in state.model.items():
-        # The sum of what is finite may overflow, but is found several times faster: only then each number is looked at.
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
-            return name
-    return None
+    return next((name for name, tensor in state.model.items() if has_nonfinite(tensor)), None)
 
 
 def _saved_tensors(model: Any) -> dict[str, torch.Tensor]:
@@ -172,7 +169,7 @@ def _parameter_names(model: Any, optimizer: Any) -> list[list[str]]:
 
 
 def check_optimizer_state(state: State, live_groups: list[dict[str, Any]], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuse an optimiser's state of another kind, or with a moment of another shape than its parameter's.
+    """Refuse an optimizer's state of another kind, or with a moment of another shape than its parameter's.
 
     torch's own load_state_dict looks at numbers of parameters only: a moment of another shape would fail steps later.
     """
@@ -180,7 +177,7 @@ def check_optimizer_state(state: State, live_groups: list[dict[str, Any]], shape
     keys = [[sorted(set(group) - {"params"}) for group in groups] for groups in (live_groups, stored["param_groups"])]
     sizes = [[len(group["params"]) for group in groups] for groups in (live_groups, stored["param_groups"])]
     if keys[0] != keys[1] or sizes[0] != sizes[1]:
-        raise Refusal("the checkpoint's optimiser is of another kind than this one.")
+        raise Refusal("the checkpoint's optimizer is of another kind than this one.")
     names = [name for group in state.parameter_names for name in group]
     for index, moments in stored["state"].items():
         for kind in _FULL_MOMENTS:
@@ -190,7 +187,7 @@ def check_optimizer_state(state: State, live_groups: list[dict[str, Any]], shape
                 raise Refusal(f"the checkpoint's {kind} of {names[index]} is {shape}, here {shapes[names[index]]}")
 
 
-# Names under which torch's optimisers keep what has its parameter's shape.
+# Names under which torch's optimizers keep what has its parameter's shape.
 _FULL_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 
 

@@ -10,8 +10,8 @@ import torch
 
 from toolkit.checkpoint.directory import list_checkpoints, prune_checkpoints, read_pointer, save_checkpoint, write_pointer
 from toolkit.checkpoint.state import State, copy_state
-from toolkit.container import waits_for_s3
-from toolkit.output import sync
+from toolkit.system.files import sync
+from toolkit.system.sagemaker_container import waits_for_s3
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,29 @@ class CheckpointWriter:
 
     def __init__(self, root: Path, keep: int | None, *, background: bool = False) -> None:
         self.root, self.keep, self.background = root, keep, background
+        self.best_steps: frozenset[int] = frozenset()  # whose checkpoints are kept, however old
         self.seconds = 0.0  # of the last save, to know how long before a deadline one must begin
         self._copies: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
 
-    def save(self, step: int, state: State, *, best: bool = False, beside: Sequence[Path] = ()) -> None:
+    def save(
+        self, step: int, state: State, *, best: bool = False, best_steps: frozenset[int] = frozenset(),
+        beside: Sequence[Path] = (),
+    ) -> None:  # fmt: skip
         """Write a checkpoint of `state`; with `best` the pointer of that name will show it.
 
-        The files `beside` it, where they are there, are on the disk before the checkpoint is.
+        Checkpoints of `best_steps` are kept, however old, from when this one is whole. The files `beside` it,
+        where they are there, are on the disk before the checkpoint is.
         """
         began = time.monotonic()
         self._join()
         if not self.background:
-            self._write(step, state, best, beside, lambda: time.monotonic() - began)
+            self._write(step, state, best, best_steps, beside, lambda: time.monotonic() - began)
             return
         state = copy_state(state, self._copies)
         blocked = time.monotonic() - began
-        arguments = (step, state, best, beside, lambda: blocked)
+        arguments = (step, state, best, best_steps, beside, lambda: blocked)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
 
@@ -67,6 +72,7 @@ class CheckpointWriter:
     def prune(self) -> None:
         """Remove the checkpoints that are too many; not those that the pointers show."""
         pointed = [read_pointer(self.root, name) for name in ("best", "last")]
+        pointed += [self.root / f"step-{step}" for step in self.best_steps]
         waiting = waits_for_s3(list_checkpoints(self.root))
         prune_checkpoints(self.root, self.keep, [path for path in [*pointed, *waiting] if path])
 
@@ -75,7 +81,10 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _write(self, step: int, state: State, best: bool, beside: Sequence[Path], blocked: Callable[[], float]) -> None:
+    def _write(
+        self, step: int, state: State, best: bool, best_steps: frozenset[int], beside: Sequence[Path],
+        blocked: Callable[[], float],
+    ) -> None:  # fmt: skip
         began = time.monotonic()
         error: Exception | None = None
         try:
@@ -87,6 +96,7 @@ class CheckpointWriter:
             if best:
                 write_pointer(self.root, "best", path)
             write_pointer(self.root, "last", path)
+            self.best_steps = best_steps
             self.prune()
         except Exception as problem:  # in the background nobody else would see it
             error = problem

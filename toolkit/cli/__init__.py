@@ -1,0 +1,1 @@
+"""A recipe's command line, and the `toolkit` command."""

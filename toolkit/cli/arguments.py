@@ -1,38 +1,51 @@
 """What stands on a recipe's command line and in SM_HPS, in one canonical spelling: --name=text for every setting."""
 
-import json
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from toolkit.config.foreign_names import is_foreign
+from toolkit.config.parsing import parse_json
 from toolkit.config.setting import Refusal, Setting, show_value
-from toolkit.config.values import WORDS_FOR_FALSE, WORDS_FOR_NONE, WORDS_FOR_TRUE, flag_of, foreign_settings, unknown_settings
+from toolkit.config.values import (
+    WORDS_FOR_FALSE,
+    WORDS_FOR_NONE,
+    WORDS_FOR_TRUE,
+    flag_of,
+    foreign_settings,
+    probably_meant,
+    unknown_settings,
+)
+from toolkit.system.typed import as_typed
 
 _SWITCH_WORDS = (*WORDS_FOR_TRUE, *WORDS_FOR_FALSE, *WORDS_FOR_NONE)
 
 
 def canonical_arguments(
     arguments: Iterable[str], settings: Mapping[str, Setting], hyperparameters: Mapping[str, Any]
-) -> list[str]:
-    """The arguments as `--flag-name=text`: dashes for underscores, a bare switch as true, `--no-x` as false.
+) -> tuple[list[str], frozenset[str], list[Refusal]]:
+    """The arguments, the settings that were mistyped among them, and what is wrong.
+
+    Wrong is an unknown flag, a flag without its value, a word that belongs to no flag.
+
+    The arguments come as `--flag-name=text`: dashes for underscores, a bare switch as true, `--no-x` as false.
 
     A SageMaker container repeats every hyperparameter as a flag whose text has lost its type (None is '', a list is its
     Python repr). Such an argument says nothing new and is left out; one with another text is the user's own.
-
-    Raises:
-        Refusal: an unknown flag, a flag without its value, a word that belongs to no flag.
     """
     spellings = {spelling: each for each in settings.values() for spelling in (each.name, *each.aliases)}
     repeats = {key.replace("-", "_"): lossy_text(value) for key, value in hyperparameters.items()}
     words, canonical, unknown, flag = deque(arguments), [], [], ""
-    foreign: dict[str, str] = {}
+    foreign, mistakes, wrong = dict[str, str](), list[Refusal](), set[str]()
     while words:
         word = words.popleft()
         if word in ("-h", "--help"):
-            return ["--help"]
+            return ["--help"], frozenset(), []
         if not word.startswith("--"):
-            raise _stray(word, flag, spellings)
+            mistakes.append(_stray(word, flag, spellings))
+            while words and not words[0].startswith("--"):  # more of the same text, say
+                words.popleft()
+            continue
         flag, equals, text = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if name in repeats and (text if equals else words[0] if words else None) == repeats[name]:
@@ -56,22 +69,22 @@ def canonical_arguments(
         elif words and not words[0].startswith("--"):
             canonical.append(f"{flag_of(name)}={words.popleft()}")
         else:
-            raise Refusal(f"{flag_of(name)}: needs a value{f', such as {_example(setting)}' if setting else ' (a YAML file)'}.")
+            example = f", such as {_example(setting)}" if setting else " (a YAML or JSON file)"
+            mistakes.append(Refusal(f"{flag_of(name)}: needs a value{example}."))
+            wrong |= {setting.name} if setting else set()
     given = {name.removeprefix("--").replace("-", "_"): text for name, _, text in (each.partition("=") for each in canonical)}
     meant, advice = foreign_settings(given | foreign, spellings)
     if unknown or advice:
-        raise unknown_settings(unknown, settings, "", advice)
-    return canonical + [f"{flag_of(name)}={show_value(value)}" for _, name, value in meant]
+        mistakes.insert(0, unknown_settings(unknown, settings, "", advice))
+    canonical += [f"{flag_of(name)}={show_value(value)}" for _, name, value in meant]
+    return canonical, frozenset(wrong | probably_meant(unknown, spellings)), mistakes
 
 
 def read_hyperparameters(text: str | None) -> dict[str, Any]:
     """The hyperparameters of a SageMaker job, typed, from the text of SM_HPS; empty outside a container."""
     if not text:
         return {}
-    try:
-        hyperparameters = json.loads(text)
-    except ValueError as error:
-        raise Refusal(f"SM_HPS: is not JSON ({error}). It must be an object such as {{\"learning_rate\": 0.0002}}.") from None
+    hyperparameters = parse_json(text, "SM_HPS")
     if not isinstance(hyperparameters, dict):
         raise Refusal("SM_HPS: must be a JSON object such as {\"learning_rate\": 0.0002}.")
     return hyperparameters
@@ -106,8 +119,8 @@ def _stray(word: str, flag: str, spellings: Mapping[str, Setting]) -> Refusal:
     before = spellings.get(flag.removeprefix("--").replace("-", "_"))
     if name.replace("-", "_") in spellings:
         hint = f" Did you mean {flag_of(name.replace('-', '_'))}{f' {text}' if equals else ''}?"
-    elif word.endswith((".yaml", ".yml")):
-        hint = f" Did you mean --config {word}?"
+    elif word.endswith((".yaml", ".yml", ".json")):
+        hint = f" Did you mean {as_typed('--config', word)}?"
     elif before is not None and before.is_switch:
         hint = f" {before.flag} takes true or false, or nothing."
     elif before is not None and before.is_list:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from toolkit.system.console import RED, say
+
 
 def checkpoints(
     directory: Annotated[
@@ -32,7 +34,7 @@ def checkpoints(
         marks = ["yes" if target and target.name == path.name else "" for target in named.values()]
         rows.append([path.name.removeprefix("step-"), _size(path), state, *marks])
     for number, line in enumerate(_table(rows)):
-        typer.secho(line, fg="red" if number > 1 and rows[number - 1][2] != "whole" else None)
+        say(line, style=RED if number > 1 and rows[number - 1][2] != "whole" else "")
     if damaged:
         raise typer.Exit(1)
 

@@ -5,22 +5,24 @@ from typing import Annotated
 
 import typer
 
+from toolkit.system.console import BOLD, say
+
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Print what a bug report needs: versions, hardware, settings; without secrets.
 
     Environment variables and keys of Accelerate's config are shown by an allow-list; tokens in their values are taken out.
     """
-    from toolkit.environment import environment_report
+    from toolkit.system.environment import environment_report
 
     report = environment_report()
     if as_json:
-        typer.echo(json.dumps(report, indent=1, ensure_ascii=False))
+        say(json.dumps(report, indent=1, ensure_ascii=False))
         return
     for section, values in report.items():
-        typer.secho(section, bold=True)
+        say(section, style=BOLD)
         width = max(map(len, values), default=0)
         for name, value in values.items():
-            typer.echo(f"  {name:<{width}}  {value}")
+            say(f"  {name:<{width}}  {value}")
         if not values:
-            typer.echo("  none of those that matter")
+            say("  none of those that matter")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +10,12 @@ import typer
 
 from toolkit.cli.setting_options import option, read_options
 from toolkit.config import ClassificationConfig, DataConfig, ModelConfig
+from toolkit.system.console import say
 
 _BATCH_SIZE = "Rows in one forward pass on the device. Changes no figure."
+
+
+_NO_SETTINGS = ("metrics", "task", "split", "config", "as_json", "device", "model", "max_new_tokens")
 
 
 def evaluate(
@@ -29,7 +34,9 @@ def evaluate(
             "--metrics",
             metavar="A,B",
             show_default=False,
-            help="Language models: loss, perplexity, token_accuracy, and where every token is supervised bits_per_byte. "
+            help="Language models: loss, perplexity, token_accuracy, where every token is supervised bits_per_byte, and where "
+            "rows have answers modules of evaluate that compare texts, such as exact_match, bleu or a script's path. "
+            "Of pairs logps_accuracy, of marked answers logps_auc, and others. "
             "Classifiers: accuracy, f1 and others, or modules of evaluate. Reward models: loss, reward_accuracy and others. "
             "Default: all; of classifiers the usual.",
         ),
@@ -38,7 +45,7 @@ def evaluate(
         str | None,
         typer.Option(
             "--task",
-            metavar="sft|lm|classification|preference",
+            metavar="sft|lm|classification|preference|unpaired",
             show_default=False,
             help="Default: what the model is for; of a language model what the columns are known for.",
         ),
@@ -50,7 +57,7 @@ def evaluate(
             metavar="NAME",
             show_default=False,
             help="Of the dataset. Default: validation, else test, else all there is. validation, where there is none: the rows "
-            "that training holds out; with --config that is the default.",
+            "that training holds out; with --config, and on the data of MODEL's own run, that is the default.",
         ),
     ] = None,
     config: Annotated[
@@ -59,6 +66,9 @@ def evaluate(
             "--config", metavar="FILE", help="A recipe's YAML, such as a run's config.yaml, for its data.", show_default=False
         ),
     ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="NUMBER", min=1, help="Longest answer generated for such a module.")
+    ] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else on standard output.")] = False,
     max_length: Annotated[str | None, option(DataConfig, "max_length")] = None,
     overlong: Annotated[str | None, option(DataConfig, "overlong")] = None,
@@ -85,31 +95,45 @@ def evaluate(
 ) -> None:
     """Evaluate a model on a dataset: figures over all rows of a split, exact for any batch size.
 
+    Of a run without --dataset: on the rows that it held out. It says how many of the rows the run was trained on.
+
     They are the figures that training logs, computed in float32 unless --dtype says otherwise, and rows are read as training
     reads them: longer ones are truncated to --max-length, which is 1,024 or what the model has positions for.
     """
     typed = {
         name: value
         for name, value in locals().items()
-        if name not in ("metrics", "task", "split", "config", "as_json", "device", "model")
+        if name not in _NO_SETTINGS
     }
-    if dataset is None and config is None:
+    from toolkit.data.sources.trained_rows import config_of_run, dataset_of_run, is_same_dataset
+
+    of_run = config_of_run(model)
+    if dataset is None and config is None and of_run is None:
         raise typer.BadParameter("which? A file, a folder, a Hub id or stdlib:NAME.", param_hint="--dataset")
 
-    from toolkit.trained import find_model
-    from toolkit.trained_figures import TASKS, EvaluationConfig, evaluate_model
+    from toolkit.cli.trained_figures import TASKS, EvaluationConfig, evaluate_model
+    from toolkit.models.trained import find_model
+    from toolkit.system.json_lines import strict_json
 
     if task is not None and task not in TASKS:
         raise typer.BadParameter(f"{task}: is none of {', '.join(TASKS)}.", param_hint="--task")
-    settings = read_options(EvaluationConfig, {**typed, "model": find_model(model)}, config, without=_OF_TRAINING)
-    split = split or ("validation" if config else None)  # whoever names a run's settings means what that run evaluates on
+    trained, file, holds_out = None, config, config is not None
+    if of_run is not None:
+        trained = read_options(EvaluationConfig, {}, of_run, without=_OF_TRAINING - {"streaming"})
+        trained = replace(trained, dataset=dataset_of_run(of_run, trained.dataset))
+        if config is None and split is None and (dataset is None or is_same_dataset(dataset, trained.dataset)):
+            typed["dataset"], file = trained.dataset, of_run
+            holds_out = bool(trained.eval_fraction or trained.eval_split)
+    settings = read_options(EvaluationConfig, {**typed, "model": find_model(model)}, file, without=_OF_TRAINING)
+    split = split or ("validation" if holds_out else None)  # whoever names a run's settings means what that run evaluates on
     names = [name.strip() for name in (metrics or "").split(",") if name.strip()]
 
-    from toolkit.data.tokenising.preflight import print_preflight
+    from toolkit.data.preflight.preflight import print_preflight
 
     found = evaluate_model(
-        settings, names, task, split, device, is_length_given=max_length is not None or config is not None,
-        show=lambda preflight: print_preflight(preflight, sys.stderr),
+        settings, names, task, split, device, is_length_given=max_length is not None or file is not None,
+        show=lambda preflight: print_preflight(preflight, sys.stderr), trained=trained,
+        max_new_tokens=max_new_tokens,
     )  # fmt: skip
     if as_json:
         told = {
@@ -119,19 +143,26 @@ def evaluate(
             "task": found.task,
             "rows": found.rows,
         }
-        typer.echo(json.dumps({**told, "metrics": found.figures}, ensure_ascii=False))
+        told |= {} if found.trained_on is None else {"trained_on": found.trained_on}
+        told |= {"remark": found.remark} if found.remark else {}
+        say(json.dumps({**told, "metrics": strict_json(found.figures)}, ensure_ascii=False, allow_nan=False))
         return
-    typer.echo(f"{settings.model} on {found.rows:,} rows of {settings.dataset} ({found.split}), as {found.task}")
+    say(f"{settings.model} on {found.rows:,} rows of {settings.dataset} ({found.split}), as {found.task}")
+    if found.remark:
+        say(f"  {found.remark}")
+    if found.trained_on:
+        say(f"  {found.trained_on:,} of these rows have a prompt or text that the run was trained on")
     width = max(map(len, found.figures), default=0)
     for name, value in found.figures.items():
-        typer.echo(f"  {name:<{width}}  {_shown(value)}")
+        say(f"  {name:<{width}}  {_shown(value)}")
 
 
 # What a run's config.yaml says of the model as it was made, and of the rows it was trained on.
 _OF_TRAINING = frozenset({
     "model", "tokenizer", "model_revision", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "intermediate_size", "max_position_embeddings", "dropout", "hidden_act", "dtype", "metrics",
-    "class_weights", "gradient_checkpointing", "torch_compile", "streaming", "packing", "packing_strategy", "group_by_length",
+    "num_key_value_heads", "intermediate_size", "max_position_embeddings", "dropout", "attention_dropout", "hidden_act",
+    "dtype", "metrics", "class_weights", "gradient_checkpointing", "torch_compile", "torch_compile_backend", "streaming",
+    "packing", "packing_strategy", "group_by_length",
 })  # fmt: skip
 
 

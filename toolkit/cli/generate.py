@@ -1,5 +1,6 @@
 """toolkit generate and chat: what a trained model answers."""
 
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -9,11 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.cli.refusals import print_refusal
 from toolkit.cli.setting_options import option, read_options
 from toolkit.config import ModelConfig, Refusal
+from toolkit.config.parsing import read_text_file
+from toolkit.system.console import DIM, say
+from toolkit.system.typed import as_typed
 
 if TYPE_CHECKING:
-    from toolkit.answers import Sampling
+    from toolkit.generation.answers import Sampling
 
 _ModelName = Annotated[
     str,
@@ -22,11 +27,20 @@ _ModelName = Annotated[
     ),
 ]
 _System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system's message.", show_default=False)]
-_NewTokens = Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=1, help="At most so many tokens an answer.")]
+_NewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", metavar="N", min=1, max=1 << 20, help="At most so many tokens an answer.")
+]
+def _a_number(value: float | None) -> float | None:
+    """Refuse nan, which is within every range as Python compares it."""
+    if value is not None and value != value:
+        raise typer.BadParameter("nan is not a number.")
+    return value
+
+
 _Temperature = Annotated[
     float | None,
     typer.Option(
-        "--temperature", metavar="T", min=0.0, show_default=False,
+        "--temperature", metavar="T", min=0.0, max=1e6, callback=_a_number, show_default=False,
         help="0 takes the likeliest token. Default: as the model's generation_config says.",
     ),
 ]  # fmt: skip
@@ -37,11 +51,12 @@ _TopP = Annotated[
         metavar="P",
         min=0.0,
         max=1.0,
+        callback=_a_number,
         help="Draw from the likeliest tokens that have this share.",
         show_default=False,
     ),
 ]
-_Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Of what is drawn.")]
+_Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**32 - 1, help="Of what is drawn.")]
 _Device = Annotated[
     str | None,
     typer.Option(
@@ -89,7 +104,7 @@ def generate(
     A prompt is a user's turn where the model has a chat template. The answer is shown as it is made. Only the answers go to
     standard output; with several prompts each stands below its prompt.
     """
-    from toolkit.answers import Sampling, answer, read_prompts, text_prompt
+    from toolkit.generation.answers import Sampling, answer, read_prompts, text_prompt
 
     lines = _prompt_lines(prompt, file)
     settings = {
@@ -105,12 +120,12 @@ def generate(
     for number, each in enumerate(prompts):
         if as_json:
             text = answer(loaded, tokens, each.text, sampling, lambda piece: None)
-            typer.echo(json.dumps({"prompt": each.written, "text": text}, ensure_ascii=False))
+            say(json.dumps({"prompt": each.written, "text": text}, ensure_ascii=False))
             continue
         if len(prompts) > 1:
-            typer.secho(("\n" if number else "") + _printable(each.written), dim=True)
+            say(("\n" if number else "") + each.written, style=DIM)
         answer(loaded, tokens, each.text, sampling, _show)
-        typer.echo()
+        say("")
 
 
 def chat(
@@ -131,7 +146,7 @@ def chat(
 
     Ctrl-C ends an answer, Ctrl-D the chat. /reset forgets what was said, /quit ends the chat.
     """
-    from toolkit.answers import Sampling, chat_prompt
+    from toolkit.generation.answers import Sampling, chat_prompt
 
     settings = {
         "model_revision": model_revision, "tokenizer": tokenizer, "chat_template": chat_template,
@@ -141,32 +156,32 @@ def chat(
     opening = [{"role": "system", "content": system}] if system else []
     chat_prompt([*opening, {"role": "user", "content": "?"}], tokens)  # a model that can't be talked to is refused now
     if sys.stdin.isatty():
-        typer.secho("Ctrl-C ends an answer, Ctrl-D the chat; /reset forgets what was said.", dim=True)
+        say("Ctrl-C ends an answer, Ctrl-D the chat; /reset forgets what was said.", style=DIM)
     _talk(loaded, tokens, opening, Sampling(max_new_tokens, temperature, top_p))
 
 
 def _talk(model: Any, tokenizer: Any, opening: list[dict[str, str]], sampling: "Sampling") -> None:
-    from toolkit.answers import answer, chat_prompt
+    from toolkit.generation.answers import answer, chat_prompt
 
     messages = list(opening)
     for said in _turns():
         if said == "/reset":
             messages = list(opening)
-            typer.secho("Forgotten.", dim=True)
+            say("Forgotten.", style=DIM)
             continue
         if said.startswith("/") and " " not in said:
-            typer.secho(f"{said}: no such command. There are /reset and /quit.", dim=True)
+            say(f"{said}: no such command. There are /reset and /quit.", style=DIM)
             continue
         pieces = list[str]()
         try:
             prompt = chat_prompt([*messages, {"role": "user", "content": said}], tokenizer)
             answer(model, tokenizer, prompt, sampling, partial(_show_and_keep, pieces))
         except KeyboardInterrupt:
-            typer.secho(" (ended)", dim=True, nl=False)
+            say(" (ended)", style=DIM, end="")
         except Refusal as refusal:  # a chat that has grown too long: it may be reset
-            typer.echo(f"refused: {refusal}", err=True)
+            print_refusal(refusal)
             continue
-        typer.echo("\n")
+        say("\n")
         messages += [{"role": "user", "content": said}, {"role": "assistant", "content": "".join(pieces)}]
 
 
@@ -178,10 +193,10 @@ def _turns() -> Iterator[str]:
         try:
             said = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
-            typer.echo()
+            say("")
             return
         except KeyboardInterrupt:
-            typer.secho("\nCtrl-D ends the chat.", dim=True)
+            say("\nCtrl-D ends the chat.", style=DIM)
             continue
         if said == "/quit":
             return
@@ -199,23 +214,22 @@ def _prompt_lines(prompt: list[str] | None, file: Path | None) -> list[str]:
         raise typer.BadParameter("which? Give --prompt TEXT or --file FILE, or pipe prompts in.", param_hint="--prompt")
     if file is None or str(file) == "-":
         return list(sys.stdin)
-    try:
-        return file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(f"--file {file}: can't be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}.") from error
+    # as standard input is read: splitlines() would also part lines at U+2028, which JSON and texts may hold
+    return list(io.StringIO(read_text_file(file, f"--file {file}", most=1 << 30), newline=None))
 
 
 def _load(model: str, settings: dict[str, Any], device: str | None, seed: int) -> tuple[Any, Any]:
-    from toolkit.trained import find_model
+    from toolkit.models.trained import find_model
 
     config = read_options(ModelConfig, {"dtype": "auto", "model": find_model(model), **_given(settings)})
     import torch
 
-    from toolkit.hub.model_directory import no_progress_bar
-    from toolkit.trained import auto_class_of, best_device, load_trained
+    from toolkit.export.model_directory import no_progress_bar
+    from toolkit.models.trained import auto_class_of, best_device, load_trained
 
     if auto_class_of(config) != "AutoModelForCausalLM":
-        raise Refusal(f"{config.model}: is a classifier, which writes no text. For its figures: toolkit evaluate {model}")
+        instead = as_typed("toolkit", "evaluate", model)
+        raise Refusal(f"{config.model}: is a classifier, which writes no text. For its figures: {instead}")
     with no_progress_bar():
         loaded = load_trained("AutoModelForCausalLM", config, best_device(device))
     torch.manual_seed(seed)
@@ -232,12 +246,4 @@ def _show_and_keep(pieces: list[str], piece: str) -> None:
 
 
 def _show(piece: str) -> None:
-    sys.stdout.write(_printable(piece))
-    sys.stdout.flush()
-
-
-def _printable(text: str) -> str:
-    from toolkit.data.tokenising.preflight import printable
-
-    encoding = sys.stdout.encoding or "utf-8"
-    return printable(text).encode(encoding, errors="backslashreplace").decode(encoding)
+    say(piece, end="")

@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 from toolkit.cli.panels import Row, show_page
 from toolkit.config.setting import Setting, describe, show_value
 from toolkit.config.values import flag_of
+from toolkit.system.typed import as_typed
 
 _OWN_PANEL = "Command line"
 _FOOTNOTE = (
@@ -26,7 +27,7 @@ def build_command(settings: Mapping[str, Setting], description: str) -> TyperCom
     """
     parameters = [
         *(_parameter(each.name, each.is_list, each.flag, _help(each), each.panel) for each in settings.values()),
-        _parameter("config", False, "--config", "YAML file of settings.", _OWN_PANEL),
+        _parameter("config", False, "--config", "YAML or JSON file of settings.", _OWN_PANEL),
         *(
             _parameter(alias, each.is_list, flag_of(alias), "", each.panel, hidden=True)
             for each in settings.values()
@@ -57,7 +58,8 @@ class _RecipeCommand(TyperCommand):
             if not getattr(option, "hidden", False):
                 title = getattr(option, "rich_help_panel", None) or _OWN_PANEL
                 panels.setdefault(title, []).append((option.opts[0], getattr(option, "help", None) or ""))
-        show_page(f"python {sys.argv[0]} [--config FILE] [--SETTING VALUE] ...", self.help or "", panels, _FOOTNOTE)
+        usage = f"{as_typed('python', sys.argv[0])} [--config FILE] [--SETTING VALUE] ..."
+        show_page(usage, self.help or "", panels, _FOOTNOTE)
 
 
 def _parameter(name: str, is_list: bool, flag: str, help: str, panel: str, hidden: bool = False) -> inspect.Parameter:

@@ -11,11 +11,12 @@ import typer
 
 from toolkit.cli.setting_options import option, read_options
 from toolkit.config import ClassificationConfig, DataConfig, ModelConfig, Refusal
+from toolkit.system.console import printable, say
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from toolkit.data.tokenising.inspection import Inspection, Problem
+    from toolkit.data.preflight.inspection import Inspection, Problem
 
 _TASKS = "sft|lm|preference|unpaired|classification"
 _BAR = 30  # columns
@@ -65,7 +66,7 @@ def inspect(
     streaming: Annotated[bool | None, option(_Config, "streaming")] = None,
     max_train_examples: Annotated[str | None, option(_Config, "max_train_examples")] = None,
     max_eval_examples: Annotated[str | None, option(_Config, "max_eval_examples")] = None,
-    examples: Annotated[int, typer.Option(metavar="N", min=0, help="How many examples are shown.")] = 2,
+    examples: Annotated[int, typer.Option(metavar="N", min=0, max=10_000, help="How many examples are shown.")] = 2,
 ) -> None:
     """Look at a dataset as training would see it: formats, lengths, what is supervised, and every problem by row.
 
@@ -81,10 +82,10 @@ def inspect(
     if task is not None and task not in _TASKS.split("|"):
         raise typer.BadParameter(f"{task}: is none of {_TASKS.replace('|', ', ')}.", param_hint="--task")
 
+    from toolkit.data.preflight.inspection import guess_task, inspect_splits
     from toolkit.data.sources.load import load_splits
-    from toolkit.data.tokenising.inspection import guess_task, inspect_splits
-    from toolkit.data.tokenising.plans import columns_of
-    from toolkit.tokenizer import load_tokenizer
+    from toolkit.data.tokenize.plans import columns_of
+    from toolkit.models.tokenizer import load_tokenizer
 
     try:
         splits = load_splits(settings)
@@ -95,8 +96,8 @@ def inspect(
         lines = lines or _odd_rows(settings, str(refusal))
         if not lines:
             raise
-        typer.echo("\n".join([f"{settings.dataset}: lines that can't be read", *(f"  {line}" for line in lines)]))
-        typer.echo(f"\n{_number(len(lines), 'problem')}. The rest is looked at once these are corrected.")
+        say("\n".join([f"{settings.dataset}: lines that can't be read", *(f"  {line}" for line in lines)]))
+        say(f"\n{_number(len(lines), 'problem')}. The rest is looked at once these are corrected.")
         raise typer.Exit(1) from refusal
     task = task or guess_task(columns_of(splits["train"], "train"))
     found = inspect_splits(task, splits, load_tokenizer(settings), settings, examples)
@@ -106,15 +107,15 @@ def inspect(
 
 
 def _show(found: "Inspection", task: str, splits: Any, settings: _Config) -> None:
+    from toolkit.data.preflight.preflight import example_lines, marks_for, preflight_lines, print_lines
     from toolkit.data.sources.given_paths import with_given_paths
-    from toolkit.data.tokenising.preflight import example_lines, marks_for, preflight_lines, print_lines
 
     marks = marks_for(sys.stdout)
     first, *rest = preflight_lines(found.preflight, marks)
     tokenizer = settings.tokenizer or settings.model
     lines = [
-        f"{splits['train'].info.description}",
-        f"Task: {task}. Tokens: those of {tokenizer}'s tokenizer.",
+        printable(f"{splits['train'].info.description}"),
+        printable(f"Task: {task}. Tokens: those of {tokenizer}'s tokenizer."),
         first, *rest, "",
     ]  # fmt: skip
     if len(found.whole["train"]):
@@ -123,7 +124,7 @@ def _show(found: "Inspection", task: str, splits: Any, settings: _Config) -> Non
         lines += [_packing(found.kept["train"], settings), ""]
     for origin, pieces in found.examples:
         lines += [*example_lines(pieces, origin, found.preflight.example_names, marks), ""]
-    lines += map(with_given_paths, _problems(found.problems))
+    lines += [printable(with_given_paths(line)) for line in _problems(found.problems)]
     print_lines(lines, sys.stdout)
 
 
@@ -161,7 +162,7 @@ def _steps() -> Any:
 
 
 def _packing(lengths: "np.ndarray", settings: _Config) -> str:
-    from toolkit.data.tokenising.inspection import packed, padded_fill
+    from toolkit.data.preflight.inspection import packed, padded_fill
 
     packing, size = packed(lengths, settings), settings.per_device_train_batch_size
     return (

@@ -8,6 +8,9 @@ import typer
 from toolkit.cli.lazy import LOOK, lazy_group
 from toolkit.cli.refusals import print_mistake, print_refusal
 from toolkit.config import Refusal
+from toolkit.system.console import say
+from toolkit.system.progress_bars import keep_bars_out_of_logs
+from toolkit.system.typed import as_typed
 
 # name: (module:function, its line of help); in panels
 COMMANDS = {
@@ -17,9 +20,10 @@ COMMANDS = {
         "diff": ("toolkit.cli.recipes:diff", "Show what you changed in a copy, and what upstream did since."),
         "train": ("toolkit.cli.train:train", "Run a recipe, as one process or as several."),
         "checkpoints": ("toolkit.cli.checkpoints:checkpoints", "List the checkpoints of a run."),
+        "report": ("toolkit.cli.report:report", "Write one HTML page about runs: curves, samples, settings."),
         "replay": ("toolkit.cli.replay:replay", "Run a run again, and compare the weights."),
         "verify-resume": ("toolkit.cli.verify_resume:verify_resume", "Kill and resume a recipe, and compare the bits."),
-        "sagemaker": ("toolkit.cli.sagemaker:app", "Run a recipe as a SageMaker job: submit, status, logs, fetch, simulate."),
+        "sagemaker": ("toolkit.sagemaker_jobs.command:app", "A recipe as a SageMaker job: submit, follow, fetch, simulate."),
     },
     "Data": {
         "inspect": ("toolkit.cli.inspect:inspect", "Look at a dataset as training would see it: lengths, masks, problems."),
@@ -40,12 +44,10 @@ RECIPE_FLAGS_FOLLOW = frozenset({"train", "verify-resume"})
 
 
 def _elsewhere(word: str) -> str:
-    """What to type for the name of a recipe, and for the report, which has a module of its own."""
+    """What to type for the name of a recipe."""
     from toolkit.cli.recipe_file import complete_recipe
 
-    if word in complete_recipe(word):
-        return f"toolkit train {word}"
-    return "python -m toolkit.report RUN_DIR" if word == "report" else ""
+    return as_typed("toolkit", "train", word) if word in complete_recipe(word) else ""
 
 
 app = typer.Typer(
@@ -58,7 +60,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from toolkit import __version__
 
-        typer.echo(__version__)
+        say(__version__)
         raise typer.Exit()
 
 
@@ -73,6 +75,7 @@ def _options(
 
 def main() -> None:
     """Run the command line; what cannot be meant ends with one message and code 2."""
+    keep_bars_out_of_logs()
     try:
         # A command's own exit code comes back as a number, not standing alone.
         code = app(prog_name="toolkit", standalone_mode=False)

@@ -1,12 +1,13 @@
 """toolkit merge: an ordinary model of an adapter and its base."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from toolkit.config.conditions import is_adapter
+from toolkit.config.places import place_to_write
+from toolkit.system.console import say
 
 
 def merge(
@@ -32,36 +33,35 @@ def merge(
         raise typer.BadParameter(f"{adapter}: there is no such directory.", param_hint="ADAPTER")
     if not is_adapter(str(adapter)) and is_adapter(str(adapter / "model")):
         adapter = adapter / "model"
+    into = place_to_write(into, "--into")
     if into.exists() and (not into.is_dir() or any(into.iterdir())) and not overwrite:
         raise typer.BadParameter(f"{into}: is there and not empty. Name another, or add --overwrite.", param_hint="--into")
     if into.resolve() == adapter.resolve() or into.resolve() in adapter.resolve().parents:
         raise typer.BadParameter(f"{into}: the adapter itself lies there. Name another.", param_hint="--into")
 
-    from toolkit.engines.pieces import whole_state_dict
-    from toolkit.hub.model_directory import BadModel, write_model_directory
-    from toolkit.merging import NotTheSame, merge_adapter
-    from toolkit.output import make_folder
+    from toolkit.distributed.engines.pieces import whole_state_dict
+    from toolkit.export.merge import NotTheSame, merge_adapter
+    from toolkit.export.model_directory import BadModel, write_model_directory
 
     try:
         merged = merge_adapter(adapter, dataset)
         into = into.absolute()
-        make_folder(into.parent)
         dtype = str(merged.dtype).removeprefix("torch.")
         state = whole_state_dict(None, merged.model) or {}
         write_model_directory(into, merged.model, state, merged.tokenizer, _card(adapter, merged, into.name), dtype)
     except (NotTheSame, BadModel) as error:
-        typer.echo(str(error), err=True)
+        say(str(error), error=True)
         raise typer.Exit(1) from error
-    typer.echo(f"{into}: a model in {dtype}; its logits are {merged.difference:.1e} of the largest away from the adapted one's")
+    say(f"{into}: a model in {dtype}; its logits are {merged.difference:.1e} of the largest away from the adapted one's")
 
 
 def _card(adapter: Path, merged: Any, name: str) -> str:
     """A model card, from the run card beside the adapter where there is one."""
-    from toolkit.hub.card import base_licence, model_card
+    from toolkit.export.card import base_license, model_card, read_json
 
     path = adapter.resolve().parent / "run.json"
-    run_card = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    run_card = read_json(path)
     run_card["model"] = {**run_card.get("model", {}), "name": merged.base}
     figures = run_card.get("end", {}).get("figures", {})
-    text = model_card(run_card, figures, name, type(merged.model).__name__, licence=base_licence(merged.base))
+    text = model_card(run_card, figures, name, type(merged.model).__name__, license=base_license(merged.base))
     return f"{text.rstrip()}\n\nThe adapter that was trained is merged into the weights.\n"

@@ -31,7 +31,7 @@ def show_page(usage: str, prose: str, panels: dict[str, list[Row]], footnote: st
     )
     if not (sys.stdout.encoding or "").lower().startswith("utf"):
         page = page.translate(_ASCII_BOX)
-    # echo leaves the colours out by itself where no terminal shows them
+    # echo leaves the colors out by itself where no terminal shows them
     typer.echo(page, color=False if "NO_COLOR" in os.environ else None)
 
 

@@ -7,14 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.accelerate_config import AccelerateConfig, check_devices, read_accelerate_config
 from toolkit.cli.recipe_file import complete_accelerate_config, find_accelerate_config
 from toolkit.config import Refusal
-from toolkit.launch import MAIN_PORT, ONE_MACHINE, TRAIN_OPTIONS, Nodes
+from toolkit.distributed.accelerate_config import AccelerateConfig, check_devices, read_accelerate_config
+from toolkit.distributed.launch import MAIN_PORT, ONE_MACHINE, TRAIN_OPTIONS, Nodes
+from toolkit.system.typed import as_typed
+
+MOST_RANKS = 1 << 14  # processes of a machine, and machines: more than any has, and few enough to count
 
 Processes = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Processes on this machine, one for each GPU: those of the config file, or 1."),
+    typer.Option(
+        metavar="N", min=1, max=MOST_RANKS, help="Processes on this machine, one for each GPU: those of the config file, or 1."
+    ),
 ]
 ConfigFile = Annotated[
     str | None,
@@ -24,9 +29,12 @@ ConfigFile = Annotated[
     ),
 ]  # fmt: skip
 NodeCount = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Machines; type the same command on each, with its --node-rank.")
+    int | None,
+    typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Machines; type the same command on each, with its --node-rank."),
 ]
-NodeRank = Annotated[int | None, typer.Option(metavar="R", min=0, help="Which of the machines this is, from 0.")]
+NodeRank = Annotated[
+    int | None, typer.Option(metavar="R", min=0, max=MOST_RANKS - 1, help="Which of the machines this is, from 0.")
+]
 MainAddress = Annotated[str | None, typer.Option(metavar="HOST", help="Where machine 0 is reached by all others.")]
 MainPort = Annotated[
     int | None,
@@ -79,7 +87,7 @@ def what_is_started(placement: Placement, script: str, words: Sequence[str]) -> 
     processes, nodes, config = placement.processes, placement.nodes, placement.config
     number = processes * nodes.count
     if number == 1 and config is None:
-        return f"starting: {shlex.join(['python', script, *words])}"
+        return f"starting: {as_typed('python', script, *words)}"
     # --cpu would start a single process (Accelerate 1.15); where there is no GPU, a recipe's ranks take the CPU by themselves.
     options = ["--config_file", config.path] if config else ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no"]
     options += ["--num_processes", str(number)]
@@ -90,7 +98,7 @@ def what_is_started(placement: Placement, script: str, words: Sequence[str]) -> 
         options += ["--main_process_port", str(nodes.main_port or MAIN_PORT)]
         if config is not None and config.distributed_type == "DEEPSPEED":
             options += ["--deepspeed_multinode_launcher", "standard"]  # else pdsh, over ssh
-    command = shlex.join(["accelerate", "launch", *options, script, *words])
+    command = as_typed("accelerate", "launch", *options, script, *words)
     if config is not None and config.on_cpu:
         command = f"ACCELERATE_USE_CPU=true {command}"
     here = f", here {processes}" if nodes.count > 1 else ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from toolkit.system.console import say
+from toolkit.system.typed import as_typed
 
 
 def push(
@@ -61,7 +63,7 @@ def push(
                 raise Refusal(f"{directory}: its run sends to the Hub by itself, or another `toolkit push` does.")
             _send(hub_api(), directory, queue, given)
     except NotNow as error:
-        typer.echo(f"the Hub can't be reached: {error}. Nothing is lost; later:\n  {_again(directory, given)}", err=True)
+        say(f"the Hub can't be reached: {error}. Nothing is lost; later:\n  {_again(directory, given)}", error=True)
         raise typer.Exit(1) from error
     finally:
         if not queue_was_there and not list_jobs(queue):
@@ -90,17 +92,17 @@ def _send(api: Any, directory: Path, queue: Path, given: dict[str, Any]) -> None
         write_record(job)
         files = job.files
         size = sum(path.stat().st_size for path in files.values())
-        typer.echo(f"{job.message}: {len(files)} files, {size / 1e6:,.1f} MB, to {repo_id}")
+        say(f"{job.message}: {len(files)} files, {size / 1e6:,.1f} MB, to {repo_id}")
         try:
-            send_job(api, job, sleep=time.sleep, tries=6, say=typer.echo)
+            send_job(api, job, sleep=time.sleep, tries=6, say=say)
         except CannotSend as error:
             if not may_pass(error.__cause__ or error):
                 raise Refusal(f"the Hub: {job.message} can't be sent: {error}. It is kept in {queue}.") from error
             left = len(list_jobs(queue))
             again = _again(directory, {name: value for name, value in given.items() if name != "message"})  # it has that now
-            typer.echo(f"{left} commit(s) not sent: {error}. They are kept; later:\n  {again}", err=True)
+            say(f"{left} commit(s) not sent: {error}. They are kept; later:\n  {again}", error=True)
             raise typer.Exit(1) from error
-    typer.echo(f"on the Hub: {api.endpoint}/{repo_id}")
+    say(f"on the Hub: {api.endpoint}/{repo_id}")
 
 
 def _again(directory: Path, given: Mapping[str, Any]) -> str:
@@ -108,7 +110,7 @@ def _again(directory: Path, given: Mapping[str, Any]) -> str:
     words = ["toolkit", "push", str(directory)]
     for name, value in given.items():
         words += [f"--{'private' if value else 'public'}"] if name == "private" else [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(words)
+    return as_typed(*words)
 
 
 def _check_holds_a_model(directory: Path) -> None:
@@ -124,11 +126,11 @@ def _check_holds_a_model(directory: Path) -> None:
 
 def _queue_model(api: Any, directory: Path, queue: Path, given: dict[str, Any]) -> None:
     """Put the model of a directory into its queue, so that a push that is cut off can go on."""
-    from toolkit.adapter_files import read_adapter_config, warning_of_base
-    from toolkit.hub.card import with_name
+    from toolkit.export.card import with_name
     from toolkit.hub.client import check_write_access
     from toolkit.hub.files import collect, is_model, model_files
     from toolkit.hub.queue import Job, add_job
+    from toolkit.models.adapter_files import read_adapter_config, warning_of_base
 
     is_run = (directory / "model").is_dir() and is_model(directory / "model")
     model = directory / "model" if is_run else directory
@@ -142,7 +144,7 @@ def _queue_model(api: Any, directory: Path, queue: Path, given: dict[str, Any]) 
     if (model / "adapter_config.json").exists():
         warning = warning_of_base(read_adapter_config(model).get("base_model_name_or_path"), model)
         if warning:
-            typer.echo(warning, err=True)
+            say(warning, error=True)
 
     def fill(files: Path) -> None:
         collect(model_files(model), files)
@@ -155,11 +157,10 @@ def _queue_model(api: Any, directory: Path, queue: Path, given: dict[str, Any]) 
 
 def _settings(run: Path) -> dict[str, Any]:
     """What a run's config.yaml says of the Hub."""
-    import yaml
+    from toolkit.config import read_config_file
 
     path = run / "config.yaml"
-    loaded = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-    return loaded if isinstance(loaded, dict) else {}
+    return read_config_file(path) if path.exists() else {}
 
 
 def _remove(queue: Path) -> None:

@@ -3,14 +3,16 @@
 Later ones win: the recipe's defaults, --config FILE, SM_HPS (the settings of a SageMaker job), flags.
 """
 
+import faulthandler
 import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 from toolkit.cli.arguments import canonical_arguments, read_hyperparameters, without_container_keys
+from toolkit.cli.container import container_settings, deliver_model, find_channels
 from toolkit.cli.help_page import build_command
 from toolkit.cli.refusals import print_refusal
 from toolkit.config import (
@@ -20,13 +22,16 @@ from toolkit.config import (
     check_together,
     implied_settings,
     read_config_file,
-    read_values,
     settings_of,
     show_value,
 )
-from toolkit.config.values import split_list
-from toolkit.container import container_settings, deliver_model, find_channels
-from toolkit.mpi import adopt_mpi_ranks
+from toolkit.config.reading import forget_reads
+from toolkit.config.rules import broken_rules
+from toolkit.config.setting import refuse_all
+from toolkit.config.values import read_what_can_be, split_list
+from toolkit.distributed.mpi import adopt_mpi_ranks
+from toolkit.system.console import say
+from toolkit.system.progress_bars import keep_bars_out_of_logs
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 EXIT_REFUSED, EXIT_TRY_AGAIN, EXIT_STOPPED = 2, 75, 130  # the last as shells have it for SIGINT
@@ -38,6 +43,9 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
     Exits with 2 and one message when settings or data are refused, and with an exception's own `exit_code` (a run that a
     signal stopped has 75) and its message when it has one. Other exceptions keep their traceback.
     """
+    if sys.__stderr__ is not None:  # a crash in native code (a file cut under its mapping, say) shows where it was
+        faulthandler.enable(sys.__stderr__)
+    keep_bars_out_of_logs()
     config_class = config_class_of(main)
     description = sys.modules[main.__module__].__doc__ or ""
     try:
@@ -54,7 +62,8 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
     except KeyboardInterrupt:
         _end_interrupted()
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(_changed_block(config)), flush=True)
+        say("\n".join(_changed_block(config)))
+    forget_reads(config)  # those of the checks above
     try:
         main(config)
         deliver_model(getattr(config, "output_dir", ""), os.environ)
@@ -63,22 +72,22 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print_refusal(refusal)
         sys.exit(EXIT_REFUSED)
-    except KeyboardInterrupt:
-        _end_interrupted()
     except BaseException as error:
         exit_code = getattr(error, "exit_code", None)
         if exit_code is None:
+            if isinstance(error, KeyboardInterrupt):
+                _end_interrupted()
             raise
         if exit_code == EXIT_TRY_AGAIN:  # another rank's signal stopped this one; its own may still come
             for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)):
                 signal.signal(number, signal.SIG_IGN)
         if os.environ.get("RANK", "0") == "0" or getattr(error, "on_every_rank", False):
-            print(error, file=sys.stderr, flush=True)
+            say(error, error=True)
         sys.exit(exit_code)
 
 
 def _end_interrupted() -> NoReturn:
-    print("\ninterrupted", file=sys.stderr, flush=True)
+    say("\ninterrupted", error=True)
     sys.exit(EXIT_STOPPED)
 
 
@@ -102,31 +111,59 @@ def read_command_line(
     A key of --config that holds the recipe's default is not given: config.yaml, which holds them all, must repeat its run.
 
     Raises:
-        Refusal: anything unknown, mistyped or outside its rules.
+        Refusal: anything unknown, mistyped or outside its rules, wherever it is written, in one message; with what doesn't go
+            together among the rest.
         SystemExit: with code 0, after --help.
     """
     settings = settings_of(config_class)
     hyperparameters = read_hyperparameters(environment.get("SM_HPS"))
-    canonical = canonical_arguments(arguments, settings, hyperparameters)
+    canonical, wrong, mistakes = canonical_arguments(arguments, settings, hyperparameters)
     typed = build_command(settings, description).main(canonical, prog_name=sys.argv[0], standalone_mode=False)
     if not isinstance(typed, dict):
         if typed:  # the exit code that Typer has for Ctrl-C
             raise KeyboardInterrupt
         sys.exit(0)  # the help page was asked for
     of_job = without_container_keys(hyperparameters)
-    path = typed.pop("config") or of_job.pop("config", None)
+    path, of_that_job = typed.pop("config"), of_job.pop("config", None)
+    path = of_that_job if path is None else path
+    if path is not None and not isinstance(path, str):
+        raise Refusal(f"--config {show_value(path)} (SM_HPS): must be the name of a YAML file.")
     flags = {
         name: [item for text in written for item in split_list(text)] if isinstance(written, list) else written
         for name, written in typed.items()
         if written is not None
     }
-    from_file = read_values(config_class, read_config_file(path), str(path)) if path else {}
-    from_job = read_values(config_class, of_job, "SM_HPS")
-    from_flags = read_values(config_class, flags)
-    given = {name for name, value in from_file.items() if value != settings[name].default} | {*from_job, *from_flags}
-    values = from_file | from_job | from_flags
+    written, is_file_read = dict[str, Any](), True
+    if path is not None:
+        try:
+            written = read_config_file(path)
+        except Refusal as refusal:
+            mistakes.append(refusal)
+            is_file_read = False
+    values, given = dict[str, Any](), set[str]()
+    for each, source in ((written, str(path)), (of_job, "SM_HPS"), (flags, "")):
+        read = read_what_can_be(config_class, each, source)
+        mistakes += read.mistakes
+        values |= read.values
+        given |= {name for name, value in read.values.items() if each is not written or value != settings[name].default}
+        wrong = wrong - read.values.keys() | read.wrong
     implied = {name: value for name, value in implied_settings(values).items() if name in settings}
-    return config_class(**(container_settings(environment, settings) | implied | values)), frozenset(given)
+    values = container_settings(environment, settings) | implied | values
+    if mistakes and is_file_read:
+        known = {name: value for name, value in values.items() if name not in wrong}
+        mistakes += _broken_among(known, config_class, given, wrong)
+    refuse_all(mistakes)
+    return config_class(**values), frozenset(given)
+
+
+def _broken_among(
+    values: Mapping[str, Any], config_class: type[Settings], given: Collection[str], wrong: frozenset[str]
+) -> list[Refusal]:
+    """What does not go together among the values that could be read, so that it need not be found in a second attempt."""
+    try:
+        return [Refusal(message) for message in broken_rules(config_class(**values), frozenset(given), wrong).values()]
+    except Refusal as refusal:
+        return [refusal]
 
 
 def _changed_block(config: Settings) -> list[str]:

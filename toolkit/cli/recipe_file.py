@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.config.setting import nearest
-from toolkit.copies import KINDS, is_copy, own_files, recipes_folder
+from toolkit.runs.copies import KINDS, is_copy, own_files, recipes_folder
 
 
 def find_recipe(written: str, command: str = "toolkit train") -> str:

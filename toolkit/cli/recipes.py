@@ -1,16 +1,18 @@
 """toolkit recipes, copy and diff: the recipes that there are, and copies of them to edit."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from toolkit.cli.recipe_file import complete_own_file
-from toolkit.copies import KINDS, changes_of, find_own_file, first_line, is_copy, make_copy, own_files, recipes_folder
+from toolkit.config.places import place_to_write
+from toolkit.runs.copies import KINDS, changes_of, find_own_file, first_line, is_copy, make_copy, own_files, recipes_folder
+from toolkit.system.console import BOLD, CYAN, GREEN, RED, say
+from toolkit.system.typed import as_typed
 
-_COLOURS = {"+": "green", "-": "red", "@": "cyan"}
+_STYLES = {"+": GREEN, "-": RED, "@": CYAN}
 _TITLES = {
     "recipes": "Recipes: toolkit train NAME, or to edit one: toolkit copy NAME",
     "configs": "Configs: toolkit copy NAME, then toolkit train RECIPE --config NAME.yaml",
@@ -55,11 +57,12 @@ def copy(
     did: leave it there, and commit it with the copy. Nothing is overwritten.
     """
     source = find_own_file(recipe)
-    target = Path(file or source.name)
-    if target.is_dir() or (file or "").endswith(("/", os.sep)):
+    target = Path(os.path.expanduser(file or source.name))
+    if os.path.isdir(target) or (file or "").endswith(("/", os.sep)):
         target = target / source.name
+    target = place_to_write(target, "FILE", is_file=True)
     make_copy(source, target)
-    typer.echo(f"{target}: a copy of {source.relative_to(recipes_folder()).as_posix()}. {_how_to_use(source, target)}")
+    say(f"{target}: a copy of {source.relative_to(recipes_folder()).as_posix()}. {_how_to_use(source, target)}")
 
 
 def diff(
@@ -73,7 +76,7 @@ def diff(
     changes = changes_of(file)
     origin = changes.origin
     if not changes.original_found:
-        typer.echo(
+        say(
             f"What {file} was copied from ({origin.name} of toolkit {origin.version}) is kept nowhere near it, and has changed "
             "since. Compared with what is installed, your changes and upstream's together:"
         )
@@ -81,30 +84,30 @@ def diff(
         return
     _show(changes.yours, f"You changed in {file}:", f"You changed nothing in {file}.")
     if changes.upstream is None:
-        typer.echo(f"Upstream {origin.name} is gone.")
+        say(f"Upstream {origin.name} is gone.")
     else:
         nothing = f"Upstream changed nothing in {origin.name} since {origin.version}."
         _show(changes.upstream, f"\nUpstream changed in {origin.name} since {origin.version}:", nothing)
 
 
 def _list(title: str, place: str, files: dict[str, Path]) -> None:
-    typer.secho(title, bold=True)
+    say(title, style=BOLD)
     width = max(map(len, files), default=0)
     for name, path in files.items():
-        typer.echo(f"  {name:<{width}}  {first_line(path)}")
-    typer.echo(f"  in {place}\n")
+        say(f"  {name:<{width}}  {first_line(path)}")
+    say(f"  in {place}\n")
 
 
 def _how_to_use(source: Path, target: Path) -> str:
     if source.suffix == ".py":
-        return f"Edit it, and run it: python {target}"
+        return f"Edit it, and run it: {as_typed('python', target)}"
     flag = "--accelerate-config" if source.parent.name == "launch" else "--config"
-    return f"Edit it, and use it: toolkit train RECIPE {flag} {target}"
+    return f"Edit it, and use it: {as_typed('toolkit', 'train', 'RECIPE', flag, target)}"
 
 
 def _show(lines: list[str], title: str = "", otherwise: str = "") -> None:
     if title or not lines:
-        typer.echo(title if lines else otherwise)
+        say(title if lines else otherwise)
     for line in lines:
-        colour = _COLOURS.get(line[:1]) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else None
-        typer.echo(typer.style(line, fg=colour, bold=line.startswith(("---", "+++"))) if colour else line)
+        style = _STYLES.get(line[:1], "")
+        say(line, style=f"{BOLD};{style}" if line.startswith(("---", "+++")) else style)

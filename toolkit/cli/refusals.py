@@ -1,6 +1,5 @@
 """How a refusal is shown, and a mistake in what was typed."""
 
-import os
 import re
 import shutil
 import sys
@@ -9,6 +8,7 @@ from typing import Any
 
 from toolkit.config import Refusal
 from toolkit.data.sources.given_paths import with_given_paths
+from toolkit.system.console import BOLD, RED, printable, styled, write
 
 
 def print_refusal(refusal: Refusal) -> None:
@@ -28,14 +28,13 @@ def print_mistake(mistake: Any) -> None:
 
 
 def _print(text: str) -> None:
-    lines = text.splitlines()
+    lines = printable(text).split("\n")
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
         lines = [part for line in lines for part in _wrapped(line, width)]
-        if "NO_COLOR" not in os.environ:
-            lines[0] = lines[0].replace("refused:", "\033[1;31mrefused:\033[0m", 1)
+        lines[0] = lines[0].replace("refused:", styled("refused:", f"{BOLD};{RED}", sys.stderr), 1)
     sys.stdout.flush()
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    write("\n".join(lines) + "\n", sys.stderr)
 
 
 def _wrapped(line: str, width: int) -> list[str]:

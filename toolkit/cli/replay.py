@@ -23,7 +23,10 @@ from toolkit.cli.replay_checks import (
 )
 from toolkit.config import Refusal
 from toolkit.config.conditions import is_adapter
-from toolkit.launch import TRY_AGAIN, launch
+from toolkit.config.parsing import parse_yaml, read_text_file
+from toolkit.config.places import place_to_write
+from toolkit.distributed.launch import TRY_AGAIN, launch
+from toolkit.system.console import say
 
 # What a replay must not do once more, and what would make it another run: these keys are left at their defaults.
 _NOT_REPEATED = (
@@ -56,14 +59,15 @@ def replay(
     with the recipe's own code when it fails.
     """
     try:
-        _replay(Path(os.path.abspath(directory)), Path(os.path.abspath(into)) if into else None, recipe)
+        place = Path(os.path.abspath(place_to_write(into, "--into"))) if into else None
+        _replay(Path(os.path.abspath(directory)), place, recipe)
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        say("interrupted", error=True)
         raise typer.Exit(_INTERRUPTED) from None
 
 
 def _replay(directory: Path, into: Path | None, recipe: str | None) -> None:
-    from toolkit.run_card import REPLAYED_DATA
+    from toolkit.runs.run_card import REPLAYED_DATA
 
     card, settings = read_run(directory)
     into = into or directory.with_name(f"{directory.name}-replay")
@@ -88,21 +92,21 @@ def _replay(directory: Path, into: Path | None, recipe: str | None) -> None:
     _check_end(code, into)
     differences, losses = _differences(directory, into)
     if differences:
-        typer.echo("\n  ".join([f"{into} differs from {directory}:", *differences]))
+        say("\n  ".join([f"{into} differs from {directory}:", *differences]))
         raise typer.Exit(1)
-    typer.echo(f"identical: the weights and {losses} of {into} and {directory}, bit for bit")
+    say(f"identical: the weights and {losses} of {into} and {directory}, bit for bit")
 
 
 def _check_end(code: int, into: Path) -> None:
     """Go no further where the recipe failed, was interrupted, or left nothing to compare."""
     if code in (TRY_AGAIN, _INTERRUPTED):
         again = f" It can't be continued: remove {into}, or begin another one with --into DIR." if into.exists() else ""
-        typer.echo(f"the replay was interrupted, and nothing was compared.{again}", err=True)
+        say(f"the replay was interrupted, and nothing was compared.{again}", error=True)
         raise typer.Exit(_INTERRUPTED)
     if code:
         raise typer.Exit(code)
     if not (into / "run.json").exists():
-        typer.echo(f"the recipe ended with code 0 and left no run in {into}: there is nothing to compare", err=True)
+        say(f"the recipe ended with code 0 and left no run in {into}: there is nothing to compare", error=True)
         raise typer.Exit(1)
 
 
@@ -134,7 +138,7 @@ def _dataset_at(dataset: str, commits: dict[str, str], folder: Path) -> str:
     if as_mixture(dataset) is None:
         return at(dataset)
     if Path(dataset).suffix.lower() in (".yaml", ".yml"):
-        entries = yaml.safe_load(Path(dataset).expanduser().read_text(encoding="utf-8"))
+        entries = parse_yaml(read_text_file(dataset, f"--dataset {dataset}"), f"--dataset {dataset}")
         written = folder / "mixture.yaml"
         written.write_text(yaml.safe_dump([{**entry, "dataset": at(entry["dataset"])} for entry in entries]), encoding="utf-8")
         return str(written)
@@ -151,7 +155,7 @@ def _downloaded(tokenizer: str, commit: str) -> str:
     try:
         return snapshot_download(tokenizer, revision=commit, allow_patterns=_OF_A_TOKENIZER)
     except Exception as error:  # whatever the Hub or the network can say; what is newest may be the same
-        typer.echo(f"{tokenizer} can't be had at the commit {commit} ({reason(error)}): the newest is taken", err=True)
+        say(f"{tokenizer} can't be had at the commit {commit} ({reason(error)}): the newest is taken", error=True)
         return tokenizer
 
 
@@ -166,7 +170,7 @@ def _placement(card: dict[str, Any]) -> Placement:
 
 def _differences(one: Path, other: Path) -> tuple[list[str], str]:
     """What differs, in words; and which losses were compared."""
-    from toolkit.run_differences import first_model_difference, logged_losses, losses_of_the_same_steps
+    from toolkit.runs.differences import first_model_difference, logged_losses, losses_of_the_same_steps
 
     cards = [json.loads((each / "run.json").read_text(encoding="utf-8")) for each in (one, other)]
     found = []

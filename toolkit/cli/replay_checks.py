@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
-import yaml
 
 from toolkit.cli.recipe_file import find_recipe
-from toolkit.config import Refusal
+from toolkit.config import Refusal, read_config_file
+from toolkit.config.parsing import parse_json, read_text_file
+from toolkit.system.console import say
 
 
 def read_run(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -23,8 +24,16 @@ def read_run(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for path in files:
         if not path.exists():
             raise Refusal(f"{path}: is not there. Every recipe writes it when its run begins.")
+    card = parse_json(read_text_file(files[0], str(files[0])), str(files[0]), is_file=True)
+    settings = read_config_file(files[1])
+    sections = ("recipe", "data", "model", "layout", "hardware", "versions")
+    if not isinstance(card, dict) or not all(isinstance(card.get(name), dict) for name in sections):
+        raise Refusal(f"{files[0]}: is not a run's card, which has the sections {', '.join(sections)}.")
+    written = card.get("settings")
+    lacking = sorted(written.keys() - settings.keys()) if isinstance(written, dict) else ["settings"]
+    if lacking:
+        raise Refusal(f"{files[1]}: lacks {', '.join(lacking[:5])}, and is not what the run wrote. Bring it back from a copy.")
     try:
-        card, settings = json.loads(files[0].read_text(encoding="utf-8")), yaml.safe_load(files[1].read_text(encoding="utf-8"))
         if card["end"]["status"] not in ("finished", "stopped early"):
             raise Refusal(f"{directory}: the run is {card['end']['status']}. Continue it with --resume, then replay it.")
     except (ValueError, KeyError, TypeError) as error:
@@ -41,7 +50,7 @@ def read_run(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def check_place(into: Path) -> None:
     """Refuse a place for the new run in which there is one already, or a file."""
-    from toolkit.output import holds_a_run
+    from toolkit.runs.directory import holds_a_run
 
     if into.exists() and not into.is_dir():
         raise Refusal(f"{into}: is a file. Name a directory for the new run: --into DIR")
@@ -74,7 +83,7 @@ def directory_of(card: dict[str, Any]) -> Path:
     written = card.get("started", {}).get("directory")
     if written is None or Path(written).expanduser().is_dir():
         return Path(written).expanduser() if written else Path.cwd()
-    typer.echo(f"the run was started in {written}, which is not there: its relative paths are taken from here", err=True)
+    say(f"the run was started in {written}, which is not there: its relative paths are taken from here", error=True)
     return Path.cwd()
 
 
@@ -88,9 +97,9 @@ def script_of(card: dict[str, Any]) -> str:
 
 def check_inputs(script: str, card: dict[str, Any]) -> None:
     """Refuse another recipe, or other files of the data, of the model or of what else a setting names."""
-    from toolkit.directory_digest import directory_digest
-    from toolkit.provenance import local_digest
-    from toolkit.run_card import sha256_of
+    from toolkit.runs.provenance import local_digest
+    from toolkit.system.digests import sha256_of
+    from toolkit.system.directory_digest import directory_digest
 
     if not Path(script).is_file():
         raise typer.BadParameter(f"{script}: there is no such file.", param_hint="--recipe")
@@ -118,27 +127,27 @@ def say_what_changed(card: dict[str, Any], on_cpu: bool) -> None:
 
     import torch
 
-    from toolkit.provenance import processor_name, toolkit_identity
-    from toolkit.run_card import device_name, library_versions
+    from toolkit.runs.provenance import processor_name, toolkit_identity
+    from toolkit.runs.run_card import device_name, library_versions
 
-    def say(what: str) -> None:
-        typer.echo(f"{what}: the weights may differ", err=True)
+    def warn(what: str) -> None:
+        say(f"{what}: the weights may differ", error=True)
 
     before, now = card.get("toolkit"), toolkit_identity()
     if before is None:
-        say("the run's toolkit did not write down which one it was")
+        warn("the run's toolkit did not write down which one it was")
     elif before["sha256"] != now["sha256"]:
-        say(f"the toolkit's code has changed since that run: it was {_named(before)} and is {_named(now)}")
+        warn(f"the toolkit's code has changed since that run: it was {_named(before)} and is {_named(now)}")
     versions = {"python": platform.python_version(), **library_versions()}
     for name, version in card["versions"].items():
         if versions.get(name) != version:
-            say(f"{name} was {version} and is {versions.get(name, 'not there')}")
+            warn(f"{name} was {version} and is {versions.get(name, 'not there')}")
     accelerator = None if on_cpu or not torch.accelerator.is_available() else torch.accelerator.current_accelerator()
     device = device_name(accelerator or torch.device("cpu"))
     here = {"device": device, "processor": processor_name(), "cores": os.cpu_count()}
     for name, value in here.items():
         if card["hardware"].get(name) != value:
-            say(f"this is another machine than the run's: {name} was {card['hardware'].get(name)} and is {value}")
+            warn(f"this is another machine than the run's: {name} was {card['hardware'].get(name)} and is {value}")
 
 
 def _named(toolkit: dict[str, Any]) -> str:
@@ -149,5 +158,5 @@ def _named(toolkit: dict[str, Any]) -> str:
 def _files_in(index: Path) -> set[str]:
     try:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refusal(f"{index}: can't be read ({error!r}): a replay has no weights to be compared with.") from error

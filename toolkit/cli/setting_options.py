@@ -6,8 +6,9 @@ from typing import Any, TypeVar
 
 import typer
 
-from toolkit.config import Refusal, Settings, read_config_file, read_values, settings_of
-from toolkit.config.values import split_list
+from toolkit.config import Refusal, Settings, read_config_file, settings_of
+from toolkit.config.setting import refuse_all
+from toolkit.config.values import read_what_can_be, split_list
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 
@@ -29,14 +30,16 @@ def read_options(
     `without`: settings that are not read of the YAML.
 
     Raises:
-        Refusal: a value that its setting doesn't take, or a file that can't be read.
+        Refusal: values that their settings don't take, of the file and typed, or a file that can't be read.
     """
     settings = settings_of(config_class)
     spellings = {spelling: each.name for each in settings.values() for spelling in (each.name, *each.aliases)}
-    written = read_config_file(file) if file else {}
+    written = read_config_file(file) if file is not None else {}
     names = {key: spellings.get(key.replace("-", "_")) for key in written}
     shared = {key: value for key, value in written.items() if names[key] is not None and names[key] not in without}
     if file and not shared:
         raise Refusal(f"--config {file}: has no setting that is read here.")
     flags = {name: split_list(value) if settings[name].is_list else value for name, value in typed.items() if value is not None}
-    return config_class(**(read_values(config_class, shared, str(file)) | read_values(config_class, flags)))
+    of_file, of_flags = read_what_can_be(config_class, shared, str(file)), read_what_can_be(config_class, flags)
+    refuse_all([*of_file.mistakes, *of_flags.mistakes])
+    return config_class(**(of_file.values | of_flags.values))

@@ -17,7 +17,8 @@ from toolkit.cli.placement import (
     what_is_started,
 )
 from toolkit.cli.recipe_file import Recipe, find_recipe, near_own_option, split_options
-from toolkit.launch import REFUSED, launch
+from toolkit.distributed.launch import REFUSED, launch
+from toolkit.system.console import say
 
 
 def train(
@@ -44,13 +45,13 @@ def train(
         placement = Placement()
     else:
         placement = placement_of(values)
-        print(what_is_started(placement, script, words), file=sys.stderr, flush=True)
+        say(what_is_started(placement, script, words), error=True)
     command = [sys.executable, script, *words]
     code = launch(command, placement.processes, placement.nodes, environment=placement.environment)
     if {"-h", "--help"} & set(words):
         own = [flag for option in context.command.params for flag in option.opts if flag.startswith("--")]
-        print(f"\nOptions of `{context.command_path}`, which may stand among these: {', '.join(own)}.\n"
+        say(f"\nOptions of `{context.command_path}`, which may stand among these: {', '.join(own)}.\n"
               f"`{context.command_path} --help` says more.")  # fmt: skip
     elif code == REFUSED and (meant := near_own_option(context, words)):
-        print(meant, file=sys.stderr, flush=True)
+        say(meant, error=True)
     raise typer.Exit(code)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
 from toolkit.cli.placement import ConfigFile, Placement, Processes, placement_of
 from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
-from toolkit.config import Refusal
+from toolkit.config import Refusal, read_config_file
 from toolkit.config.values import flag_of
-from toolkit.launch import launch, started_ranks
+from toolkit.distributed.launch import launch, started_ranks
+from toolkit.system.console import say
 
 # What makes a run short and its resume worth a look; left out where the user gives one of the names.
 _DEFAULTS = (
@@ -40,12 +40,11 @@ def verify_resume(
 
     A few steps with a checkpoint every other one, unless the recipe's flags say otherwise: --max-steps 8 --save-strategy
     steps --save-steps 2 --logging-steps 1 --eval-strategy no. SIGKILL comes after a step in the middle. Compared are the
-    final checkpoints (model and optimiser, bit for bit) and the logged losses.
+    final checkpoints and the model directories (every tensor bit for bit, every other file), every logged metric, the samples
+    and the summary; what was compared is printed.
 
     Ends with 0 when they are identical, with 1 when they differ; then the directories are kept.
     """
-    from toolkit.run_differences import logged_losses
-
     words, values = split_options(context, flags or [])
     script = find_recipe(recipe, context.command_path)
     if {"-h", "--help"} & set(words):
@@ -56,20 +55,21 @@ def verify_resume(
     whole, resumed = folder / "uninterrupted", folder / "resumed"
     kept = False
     try:
-        _say("1 of 3: uninterrupted")
+        say("1 of 3: uninterrupted")
         _run([*command, "--output-dir", str(whole)], placement, folder / "uninterrupted.txt")
         step = _step_to_kill_at(whole)
-        _say(f"2 of 3: the same, killed after step {step}")
+        say(f"2 of 3: the same, killed after step {step}")
         _run_and_kill([*command, "--output-dir", str(resumed)], placement, folder / "killed.txt", resumed, step)
         start = _newest_whole_step(resumed)
-        _say(f"3 of 3: resumed from step {start}")
+        say(f"3 of 3: resumed from step {start}")
         _run([*command, "--output-dir", str(resumed), "--resume"], placement, folder / "resumed.txt")
-        differences = _differences(whole, resumed, start)
+        differences, compared = _differences(whole, resumed, start), _what_was_compared(whole)
         if not differences:
-            _say(f"identical: the final checkpoints bit for bit, and {len(logged_losses(whole))} logged losses")
+            say("\n  ".join(["identical", *compared]))
             return
         kept = True
-        _say("\n  ".join(["different", *differences, f"kept in {folder}"]))
+        say("\n  ".join(["different", *differences, f"kept in {folder}"]))
+        say("\n  ".join(["compared", *compared]))
         raise typer.Exit(1)
     finally:
         if not kept:
@@ -95,7 +95,7 @@ def _run(command: list[str], placement: Placement, log: Path) -> None:
 def _run_and_kill(command: list[str], placement: Placement, log: Path, output_dir: Path, step: int) -> None:
     """Start the recipe, and kill every rank once the step is in metrics.jsonl and some checkpoint is there to resume from."""
     from toolkit.checkpoint import list_checkpoints
-    from toolkit.run_differences import logged_losses
+    from toolkit.runs.differences import logged_losses
 
     def is_time() -> bool:
         losses = logged_losses(output_dir)
@@ -120,12 +120,12 @@ def _run_and_kill(command: list[str], placement: Placement, log: Path, output_di
 
 def _step_to_kill_at(output_dir: Path) -> int:
     """The logged step nearest to the middle, at which no checkpoint is written if there is such a one."""
-    from toolkit.run_differences import logged_losses
+    from toolkit.runs.differences import logged_losses
 
     steps = [step for step, _ in logged_losses(output_dir)]
     if len(steps) < 3:
         raise Refusal(f"{len(steps)} losses were logged, too few to stop between them: take more steps, or --logging-steps 1.")
-    settings = yaml.safe_load((output_dir / "config.yaml").read_text(encoding="utf-8"))
+    settings = read_config_file(output_dir / "config.yaml")
     every = settings["save_steps"] if settings.get("save_strategy") == "steps" else steps[-1]
     middle = (steps[-1] + 1) / 2
     return min(steps[1:-1], key=lambda step: (step % every == 0, step < every, abs(step - middle), -step))
@@ -134,14 +134,21 @@ def _step_to_kill_at(output_dir: Path) -> int:
 def _newest_whole_step(output_dir: Path) -> int:
     from toolkit.checkpoint import latest_checkpoint
 
-    newest = latest_checkpoint(output_dir / "checkpoints", _say)
+    newest = latest_checkpoint(output_dir / "checkpoints", say)
     if newest is None:
         raise Refusal("no whole checkpoint was left by the killed run: save more often, as with --save-steps 1.")
     return int(newest.name.removeprefix("step-"))
 
 
 def _differences(whole: Path, resumed: Path, start: int) -> list[str]:
-    from toolkit.run_differences import first_checkpoint_difference, first_loss_difference
+    from toolkit.runs.differences import (
+        directory_differences,
+        first_checkpoint_difference,
+        first_loss_difference,
+        metric_differences,
+        summary_differences,
+    )
+    from toolkit.system.json_lines import read_lines
 
     found = []
     loss = first_loss_difference(whole, resumed)
@@ -151,15 +158,37 @@ def _differences(whole: Path, resumed: Path, start: int) -> list[str]:
         if loss.step <= start:
             found.append(f"that is before the resume at step {start}: the recipe does not repeat itself even uninterrupted")
     checkpoint = first_checkpoint_difference(whole, resumed)
-    return [*found, f"first tensor that differs: {checkpoint}"] if checkpoint else found
+    found += [f"first tensor that differs: {checkpoint}"] if checkpoint else []
+    found += [f"model/: {difference}" for difference in directory_differences(whole / "model", resumed / "model")]
+    found += [f"metrics.jsonl: {each}" for each in metric_differences(whole, resumed) if not each.startswith("loss at ")]
+    samples = [read_lines(each / "samples.jsonl") for each in (whole, resumed)]
+    found += [] if samples[0] == samples[1] else ["samples.jsonl: the texts differ"]
+    return [*found, *(f"summary.json: {difference}" for difference in summary_differences(whole, resumed))]
+
+
+def _what_was_compared(whole: Path) -> list[str]:
+    """One line for each of the places that were compared, with what is in it; and what was not there to compare."""
+    from toolkit.checkpoint import list_checkpoints
+    from toolkit.runs.differences import logged_metrics, read_summary
+    from toolkit.system.json_lines import read_lines
+
+    files = sorted(path.relative_to(whole).as_posix() for path in (whole / "model").rglob("*") if path.is_file())
+    metrics, values = logged_metrics(whole), read_summary(whole)
+    steps = len({step for series in metrics.values() for step, _ in series})
+    samples = read_lines(whole / "samples.jsonl")
+    evaluated = any(name.startswith("eval_") for name in metrics)
+    return [
+        f"{list_checkpoints(whole / 'checkpoints')[-1].name}: model and optimizer, bit for bit",
+        f"model/: {', '.join(name.removeprefix('model/') for name in files)}" if files else "no model/ was written",
+        f"metrics.jsonl: {', '.join(metrics)}, of {steps} steps" + ("" if evaluated else "; no evaluation was logged"),
+        *([f"samples.jsonl: {len(samples)} texts"] if samples else []),
+        f"summary.json: {', '.join(values)}" if values else "no summary.json was written",
+    ]
 
 
 def _fail(log: Path, code: int) -> None:
     """End as the recipe did, with the end of what it printed."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    print("\n".join(lines[-20:]), file=sys.stderr, flush=True)
+    say("\n".join(lines[-20:]), error=True)
     raise typer.Exit(code if code > 0 else 128 - code)
 
-
-def _say(text: str) -> None:
-    print(text, flush=True)

@@ -23,9 +23,12 @@ class NoEffect(NamedTuple):
     why: str
 
 
+SIZES = ("tiny-", "small-", "medium-", "large-")  # what the names of built-in shapes begin with
+
+
 def is_built_in(model: str) -> bool:
-    """Whether a model is one of the built-in shapes, made from a configuration here."""
-    return model.startswith("tiny-") and "/" not in model and not os.path.isdir(model)
+    """Whether a model is one of the built-in shapes, made from a configuration here, and not a path or a name on the Hub."""
+    return model.startswith(SIZES) and "/" not in model and not os.path.exists(model)
 
 
 def is_on_the_hub(model: str) -> bool:
@@ -60,23 +63,37 @@ def couples_a_micro_batch(config: Any) -> bool:
     return bool(set(COUPLING_PAIRS).intersection([names] if isinstance(names, str) else names))
 
 
+def follows_evaluations(config: Any) -> bool:
+    """Whether the learning rate of the settings depends on what evaluations find, so that another evaluation is another run."""
+    return getattr(config, "lr_scheduler_type", None) == "reduce_lr_on_plateau"
+
+
+def is_decided_by_a_metric(config: Any) -> bool:
+    """Whether `metric_for_best_model` changes what a run does."""
+    return bool(config.load_best_model_at_end or config.early_stopping_patience or follows_evaluations(config))
+
+
 def are_patterns(texts: list[str], whole: bool) -> bool:
     """Whether all texts are regex=number with a number above 0, a whole one where asked."""
     numbers = [float(text.rpartition("=")[2]) for text in texts if is_pattern(text)]
     return len(numbers) == len(texts) and all(number > 0 and (number == int(number) or not whole) for number in numbers)
 
 
-INITIALISATION = re.compile(r"true|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d*)?")
-STARTS_ON_THE_BASE = ("true", "gaussian", "orthogonal")  # initialisations that leave the frozen weights as they were
+INITIALIZATION = re.compile(r"true|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d*)?")
+STARTS_ON_THE_BASE = ("true", "gaussian", "orthogonal")  # initializations that leave the frozen weights as they were
 # Others of peft's that are known here and not taken: an adapter that needs a pass over data first.
 FROM_DATA = ("eva", "corda", "lora_ga")
-REFUSED_INITIALISATIONS = (*FROM_DATA, "loftq", "mica")
+REFUSED_INITIALIZATIONS = (*FROM_DATA, "loftq", "mica")
 
 # user/name or name, as the Hub takes them: no sign at the ends, none twice
 REPOSITORY = re.compile(r"(?=(?:[^/]+/)?[^/]{1,96}$)(?!.*(?:--|\.\.|\.git$))(?:[a-zA-Z0-9][\w.-]*/)?\w(?:[\w.-]*\w)?")
 
 # Metrics whose figures bear their names; what an `evaluate` module calls its figures is known only when it has run.
-PLAIN_METRIC = re.compile(r"accuracy|balanced_accuracy|matthews_correlation|(f1|precision|recall)(_\w+)?")
+PLAIN_METRIC = re.compile(r"accuracy|balanced_accuracy|matthews_correlation|(f1|precision|recall)(_\w+)?|r?mse|mae|r2|pearson")
+
+
+# What is measured where --metrics names nothing.
+USUAL_METRICS = {"single_label": ["accuracy", "f1"], "multi_label": ["accuracy", "f1"], "regression": ["mse", "mae", "r2"]}
 
 
 def never_measured(metric: str, metrics: list[str]) -> bool:
@@ -90,6 +107,15 @@ WITH_ADAM = ("adamw_torch", "adamw_torch_fused", "nadam", "radam", "adamw_bnb_8b
 OF_BITSANDBYTES = ("adamw_bnb_8bit", "lion_32bit", "lion_8bit")
 WITH_BETAS = (*WITH_ADAM, "lion_32bit", "lion_8bit")
 WITH_MOMENTUM = ("sgd", "rmsprop", "muon")
+
+
+def momentum_of(config: Any) -> float:
+    """The momentum of an OptimConfig: what it says, else the default of its optimizer."""
+    if config.momentum is not None:
+        return float(config.momentum)
+    return 0.95 if config.optim == "muon" else 0.0
+
+
 WITH_DIVERGENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop")
 WITHOUT_DIVERGENCE = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "aot", "aot_unpaired")
 COUPLING_PAIRS = ("aot", "aot_unpaired")  # exact for the micro-batch: its pairs are compared with each other

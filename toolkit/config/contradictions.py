@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from toolkit.config.conditions import (
     FROM_DATA,
-    INITIALISATION,
-    REFUSED_INITIALISATIONS,
+    INITIALIZATION,
+    REFUSED_INITIALIZATIONS,
     REPOSITORY,
     STARTS_ON_THE_BASE,
+    USUAL_METRICS,
     WITH_DIVERGENCE,
     WITH_LIKELIHOOD,
     WITHOUT_DIVERGENCE,
@@ -55,6 +56,10 @@ CONTRADICTIONS = (
         lambda rename_columns: any(not all(pair.partition("=")[::2]) for pair in rename_columns),
         "{rename_columns}: must be old=new, as in --rename-columns question=prompt.",
     ),
+    Contradiction(
+        lambda min_length, max_length: min_length is not None and min_length > max_length,
+        "{min_length} is above {max_length}, so that every example left is cut: take a smaller one.",
+    ),
     # Model
     Contradiction(
         lambda trust_remote_code, model, model_revision: trust_remote_code and is_on_the_hub(model) and not model_revision,
@@ -80,7 +85,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda load_in_4bit, init_lora_weights: (
-            load_in_4bit and init_lora_weights not in (*STARTS_ON_THE_BASE, *REFUSED_INITIALISATIONS)
+            load_in_4bit and init_lora_weights not in (*STARTS_ON_THE_BASE, *REFUSED_INITIALIZATIONS)
         ),
         "{init_lora_weights} changes the frozen weights, which --load-in-4bit has rounded: take --init-lora-weights gaussian.",
     ),
@@ -108,7 +113,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda init_lora_weights: (
-            not INITIALISATION.fullmatch(init_lora_weights) and init_lora_weights not in REFUSED_INITIALISATIONS
+            not INITIALIZATION.fullmatch(init_lora_weights) and init_lora_weights not in REFUSED_INITIALIZATIONS
         ),
         "{init_lora_weights}: must be one of true, gaussian, orthogonal, pissa, pissa_niter_16 (or another number), olora.",
     ),
@@ -133,10 +138,28 @@ CONTRADICTIONS = (
         lambda sync_ref_model, zero_stage, fsdp, deepspeed: sync_ref_model and (zero_stage == 3 or fsdp or deepspeed),
         "--sync-ref-model needs whole models on each device, and here they would be sharded: take --zero-stage 2, or DDP.",
     ),
-    # Optimiser
+    # Optimizer
     Contradiction(
         lambda warmup_steps: warmup_steps > 1 and warmup_steps != int(warmup_steps),
         "{warmup_steps}: must be a whole number of steps, or a fraction of the run below 1.",
+    ),
+    Contradiction(
+        lambda min_lr, min_lr_ratio: min_lr is not None and min_lr_ratio > 0,
+        "{min_lr} and {min_lr_ratio} are two floors for one schedule: give one of the two.",
+    ),
+    Contradiction(
+        lambda min_lr, learning_rate: min_lr is not None and min_lr > learning_rate,
+        "{min_lr} is above {learning_rate}, the highest rate: take a smaller one.",
+    ),
+    Contradiction(
+        lambda lr_scheduler_type, min_lr, min_lr_ratio: (
+            lr_scheduler_type in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and min_lr is None and min_lr_ratio == 0
+        ),
+        "{lr_scheduler_type} needs a floor: add --min-lr-ratio 0.1, a share of the learning rate, or --min-lr, a rate.",
+    ),
+    Contradiction(
+        lambda lr_scheduler_type, eval_strategy: lr_scheduler_type == "reduce_lr_on_plateau" and eval_strategy == "no",
+        "{lr_scheduler_type} goes by evaluations, and with --eval-strategy no there are none: take epoch or steps.",
     ),
     Contradiction(
         lambda lr_patterns: not all(is_pattern(text) for text in lr_patterns),
@@ -187,7 +210,13 @@ CONTRADICTIONS = (
         "{early_stopping_patience} counts evaluations, and with --eval-strategy no there are none: take epoch or steps.",
     ),
     Contradiction(
-        lambda metric_for_best_model, metrics: never_measured(metric_for_best_model, metrics),
+        lambda metric_for_best_model, metrics: metrics and never_measured(metric_for_best_model, metrics),
         "{metric_for_best_model} is never measured with {metrics}: take eval_loss, or a metric that is in the list.",
+    ),
+    Contradiction(
+        lambda metric_for_best_model, metrics, problem_type: (
+            not metrics and never_measured(metric_for_best_model, USUAL_METRICS[problem_type])
+        ),
+        "{metric_for_best_model} is not among what is measured with {problem_type} by default: name it in --metrics too.",
     ),
 )

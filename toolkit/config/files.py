@@ -1,47 +1,37 @@
-"""Settings in files: any flat YAML in, and config.yaml out, which repeats a run when it is fed back."""
+"""Settings in files: any flat YAML or JSON in, and config.yaml out, which repeats a run when it is fed back."""
 
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.parsing import parse_json, parse_yaml, read_text_file
+from toolkit.config.reading import values_of
 from toolkit.config.setting import Refusal, Settings, settings_of, show_value
+
+NOT_READ = "not read by this run"
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
-    """The keys and values of a flat YAML file as they stand in it; `read_values` gives them their meaning.
+    """The keys and values of a flat YAML file, or JSON where its name ends so, as they stand in it.
+
+    `read_values` gives them their meaning.
 
     Raises:
-        Refusal: no such file, no UTF-8, no YAML, not flat keys, or a key that stands there twice.
+        Refusal: no such file, no UTF-8, no YAML (JSON), not flat keys, or a key that stands there twice.
     """
-    import yaml
-
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise Refusal(f"--config {path}: no such file.") from None
-    except UnicodeDecodeError as error:
-        raise Refusal(f"--config {path}: byte {error.start} is not UTF-8; save the file as UTF-8.") from None
-    except OSError as error:
-        raise Refusal(f"--config {path}: cannot be read ({error.strerror}).") from None
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        loaded = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise Refusal(f"{where}: is not YAML ({getattr(error, 'problem', None) or error}).") from None
-    if root is None or loaded is None:
+    if not str(path):
+        raise Refusal("--config '': must name a YAML or JSON file of settings.")
+    text = read_text_file(path, f"--config {path}")
+    # YAML reads most of JSON, but no tabs, and signs beyond 16 bits otherwise.
+    loaded = parse_json(text, str(path), is_file=True) if str(path).endswith(".json") else parse_yaml(text, str(path))
+    if loaded is None:
         return {}
     if not isinstance(loaded, dict):
         raise Refusal(f"{path}: must hold lines of the form learning_rate: 0.0002.")
-    seen: dict[str, int] = {}
-    for key, _ in root.value:  # PyYAML itself lets the last of two win, in silence
-        line = key.start_mark.line + 1
-        if key.value in seen:
-            raise Refusal(f"{path}:{line}: {key.value} stands there twice, first in line {seen[key.value]}: keep one.")
-        seen[key.value] = line
     return {str(key): value for key, value in loaded.items()}
 
 
@@ -49,12 +39,12 @@ def write_config_file(config: Settings, path: str | Path) -> None:
     """Write every setting, panel by panel, with the recipe's default beside each that differs from it."""
     import yaml
 
-    changed = changed_settings(config)
+    changed, values = changed_settings(config), values_of(config)
     lines = ["# All settings of this run. Feed it back with --config to repeat the run."]
     for panel, settings in itertools.groupby(settings_of(type(config)).values(), key=lambda setting: setting.panel):
         lines += ["", f"# {panel}"]
         for setting in settings:
-            value = getattr(config, setting.name)
+            value = values[setting.name]
             value = list(value) if isinstance(value, tuple) else value
             in_brackets = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6).strip()
             beside = f"  # default: {show_value(setting.default)}" if setting.name in changed else ""
@@ -62,7 +52,18 @@ def write_config_file(config: Settings, path: str | Path) -> None:
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def mark_not_read(path: Path, names: Collection[str]) -> None:
+    """Say in a config.yaml which of its settings the run never read; they stay, so that the file repeats the run."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        found = re.match(r"(\w+): ", line)
+        if found and found[1] in names and not line.endswith(NOT_READ):
+            line += f"; {NOT_READ}" if "  # default: " in line else f"  # {NOT_READ}"
+        lines.append(line)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def changed_settings(config: Settings) -> dict[str, Any]:
     """The settings that differ from the defaults of the config's own class, in the order of its panels."""
-    values = {name: (getattr(config, name), setting.default) for name, setting in settings_of(type(config)).items()}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    values = values_of(config)
+    return {name: values[name] for name, setting in settings_of(type(config)).items() if values[name] != setting.default}

@@ -8,86 +8,36 @@ its place is said. `TRANSLATED` turns keys into settings. Any other value is ref
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from toolkit.config.former_names import FORMER_PASSED_OVER, FORMER_SAME, FORMER_TRANSLATED
 
 # The name, the values that mean what happens here anyway (a null always does), and what to do about any other value.
 SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     # Precision and speed
-    "use_liger_kernel": ((False,), "leave it out: the head works at supervised tokens only; torch_compile fuses layers."),
-    "liger_kernel_config": ((), "leave it out."),
-    "activation_offloading": ((False,), "leave it out, or take gradient_checkpointing, which saves more."),
-    "bf16_full_eval": ((False,), "leave it out: evaluation computes as training does."),
-    "fp16_full_eval": ((False,), "leave it out: evaluation computes as training does."),
-    "torch_compile_backend": (("inductor",), "leave it out: layers are compiled with inductor."),
-    "torch_compile_mode": (("default",), "leave it out: layers are compiled in the default mode."),
-    "torch_empty_cache_steps": ((), "leave it out; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment."),
-    "use_cache": ((True, False), "leave it out: training keeps no cache, generation does."),
     "neftune_noise_alpha": ((0,), "leave it out, or add the noise in a copy of the recipe (toolkit copy sft)."),
-    "pad_to_multiple_of": (("auto",), "leave it out, or pack: rows without padding."),
     "optim_args": (("",), "leave it out: adam_beta1, adam_beta2, adam_epsilon and momentum are settings."),
     "optim_target_modules": ((), "leave it out, or take lr_patterns, factors on the rate by parameter name."),
     "average_tokens_across_devices": ((True,), "leave it out: a mean is always over the tokens of all devices."),
-    "full_determinism": ((False,), "leave it out, and call torch.use_deterministic_algorithms(True) in a copy of the recipe."),
     "router_aux_loss_coef": ((0,), "leave it out: the loss of a router is not added here."),
     # Data
     "dataset_kwargs": (({}, {"skip_prepare_dataset": False}), "leave it out: rows of input_ids are taken as they are."),
-    "remove_unused_columns": ((True,), "leave it out: the model is given only what it was tokenised for."),
     "shuffle_dataset": ((True, False), "leave it out: each epoch has an order of its own, drawn from the seed."),
     "eos_token": ((), "leave it out: a turn ends as the chat template ends it, which generation is told too, and a text "
                       "with its tokenizer's end. For another, tokenizer: a directory whose tokenizer_config.json says it."),
-    "pad_token": ((), "leave it out: padding is masked, whatever it is made of."),
-    "label_names": ((), "leave it out: the label column is `label`; see rename_columns."),
-    "length_column_name": (("length",), "leave it out: lengths are counted."),
     "dataloader_drop_last": ((False,), "leave it out: every example is trained on, those of a short last batch too."),
-    "dataloader_persistent_workers": ((True, False), "leave it out: workers live as long as the run."),
-    "dataloader_in_order": ((True,), "leave it out: the order is exact."),
-    "ignore_data_skip": ((False,), "leave it out: a resumed run goes on at the very next example."),
     "test_split_size": ((), "take eval_fraction, the share of the training rows that is held out."),
-    # Logging and evaluation
-    "logging_first_step": ((False,), "take logging_steps: 1, which logs every step."),
-    "logging_nan_inf_filter": ((True, False), "leave it out, see nonfinite."),
-    "log_on_each_node": ((True, False), "leave it out: the main process alone prints."),
-    "disable_tqdm": ((True, False), "leave it out."),  # there is no bar: a line at each logging
-    "include_num_input_tokens_seen": (("no", False), "leave it out: supervised tokens are logged always."),
-    "include_tokens_per_second": ((True, False), "leave it out: tokens_per_second is logged always."),
-    "prediction_loss_only": ((False,), "leave it out: evaluation keeps sums, and no predictions."),
-    "eval_do_concat_batches": ((True,), "leave it out: evaluation keeps sums, and no predictions."),
-    "eval_use_gather_object": ((False,), "leave it out."),
-    "include_for_metrics": (([],), "leave it out."),
-    "batch_eval_metrics": ((False,), "leave it out: evaluation keeps sums, and no predictions."),
-    "generate_during_eval": ((False,), "take num_samples, texts that are written at each evaluation."),
-    "project": (("huggingface",), "leave it out: in every tracker the project is called toolkit; a run has its run_name."),
-    "trackio_space_id": ((), "leave it out: trackio writes on this machine."),
-    "do_predict": ((False,), "leave it out, and run toolkit evaluate MODEL --split test afterwards."),
-    "do_train": ((True,), "leave it out: a recipe trains. To evaluate alone: toolkit evaluate MODEL."),
-    "debug": (("", []), "leave it out."),
-    "skip_memory_metrics": ((True,), "leave it out."),
-    # Saving
-    "save_only_model": ((False,), "leave it out, or take save_strategy: no, which writes the model at the end alone."),
-    "save_on_each_node": ((False,), "leave it out: output_dir is one that all nodes see."),
-    "save_safetensors": ((True,), "leave it out: nothing is saved as a pickle."),
-    "enable_jit_checkpoint": ((True, False), "leave it out: a signal is always answered with a checkpoint."),
-    "restore_callback_states_from_checkpoint": ((False, True), "leave it out."),
-    "hub_always_push": ((False,), "leave it out: what could not be sent waits on disk for toolkit push."),
-    # Devices
-    "local_rank": ((-1, 0), "leave it out: the launcher says it."),
-    "ddp_timeout": ((1800,), "take hang_timeout, seconds of silence after which a rank counts as hanging."),
-    "ddp_find_unused_parameters": ((False,), "leave it out; freeze what gets no gradient in a copy of the recipe."),
-    "ddp_broadcast_buffers": ((), "leave it out."),
-    "ddp_static_graph": ((False,), "leave it out."),
+    # Evaluation, devices
     "fsdp_config": (({},), "leave it out, and give toolkit train --accelerate-config FILE (see toolkit copy fsdp2)."),
-    "accelerator_config": (({},), "leave it out: batches are cut the same way on any number of devices."),
     "parallelism_config": ((), "leave it out: tensor and context parallelism are not supported."),
     "activation_checkpointing": ((False,), "take gradient_checkpointing."),
-    "half_precision_backend": (("auto",), "leave it out."),
     "accelerate_config": ((), "leave it out, and give it to the launcher: toolkit train RECIPE --accelerate-config FILE."),
     "num_processes": ((), "leave it out, and give it to the launcher: toolkit train RECIPE --processes NUMBER."),
     # Model and adapter
-    "lora_task_type": (("CAUSAL_LM",), "leave it out: the recipe says it."),
     "lora_target_parameters": (([],), "leave it out: modules alone are adapted, see lora_target_modules."),
     "load_in_8bit": ((False,), "take load_in_4bit."),
-    "bnb_4bit_quant_storage": (("uint8",), "leave it out."),
     # Preferences
     "ignore_bias_buffers": ((False,), "leave it out."),
     "use_weighting": ((False,), "leave it out: WPO is not among the losses."),
@@ -98,19 +48,71 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_encoder_decoder": ((False,), "leave it out: models that only decode are trained."),
     "force_use_ref_model": ((False,), "take reference: model."),
     "ref_model_name_or_path": ((), "leave it out: the reference is the model as it was when training began."),
+    **FORMER_SAME,
 }  # fmt: skip
 
 # The name, the values that mean just that, and what happens whatever its value.
 PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
+    # Speed and memory
+    "use_liger_kernel": ((False,), "the head works at supervised tokens only; torch_compile fuses layers."),
+    "liger_kernel_config": ((), "the head works at supervised tokens only; torch_compile fuses layers."),
+    "activation_offloading": ((False,), "activations stay on the device; gradient_checkpointing saves more."),
+    "bf16_full_eval": ((False,), "evaluation computes as training does."),
+    "fp16_full_eval": ((False,), "evaluation computes as training does."),
+    "torch_compile_mode": (("default",), "layers are compiled in the default mode."),
+    "torch_empty_cache_steps": ((), "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment."),
+    "use_cache": ((True, False), "training keeps no cache, generation does."),
+    "pad_to_multiple_of": (("auto",), "batches are padded to their longest example; packing has no padding."),
+    "pad_token": ((), "padding is masked, whatever it is made of."),
+    "half_precision_backend": (("auto",), "fp16 and bf16 are torch's autocast."),
+    "bnb_4bit_quant_storage": (("uint8",), "4-bit weights are stored as uint8."),
+    # Data
+    "remove_unused_columns": ((True,), "the model is given only what it was tokenized for."),
+    "length_column_name": (("length",), "lengths are counted."),
+    "ignore_data_skip": ((False,), "a resumed run goes on at the very next example."),
+    "label_names": ((["labels"],), "the label column is `label`; see rename_columns."),
+    # Logging, evaluation and saving
+    "generate_during_eval": ((False,), "num_samples says how many texts are written at each evaluation."),
+    "do_train": ((True,), "a recipe trains. To evaluate alone: toolkit evaluate MODEL."),  # false is the default there
+    "do_predict": ((False,), "run toolkit evaluate MODEL --split test afterwards."),
+    "accelerator_config": (({},), "batches are cut the same way on any number of devices."),
+    "lora_task_type": (("CAUSAL_LM",), "the recipe says it."),
+    "disable_tqdm": ((True, False), "there is no bar: a line at each logging."),
+    "log_on_each_node": ((True, False), "the main process alone prints."),
+    "logging_nan_inf_filter": ((True, False), "nonfinite says what happens at such a step."),
+    "include_num_input_tokens_seen": (("no", False), "supervised tokens are logged always."),
+    "include_tokens_per_second": ((True, False), "tokens_per_second is logged always."),
+    "project": (("huggingface",), "in every tracker the project is called toolkit; a run has its run_name."),
+    "trackio_space_id": ((), "trackio writes on this machine."),
+    "trackio_bucket_id": ((), "trackio writes on this machine."),
+    "trackio_static_space_id": ((), "trackio writes on this machine."),
+    **dict.fromkeys(("prediction_loss_only", "eval_use_gather_object", "batch_eval_metrics"),
+                    ((False,), "evaluation keeps sums, and no predictions.")),
+    "eval_do_concat_batches": ((True,), "evaluation keeps sums, and no predictions."),
+    "include_for_metrics": (([],), "evaluation keeps sums, and no predictions."),
+    "debug": (("", []), "nothing is debugged by a setting."),
+    "skip_memory_metrics": ((True,), "memory is not measured."),
+    "save_only_model": ((False,), "a checkpoint holds all that a resume needs; save_strategy: no writes the model alone."),
+    "save_on_each_node": ((False,), "output_dir is one that all nodes see."),
+    "save_safetensors": ((True,), "nothing is saved as a pickle."),
+    "enable_jit_checkpoint": ((True, False), "a signal is always answered with a checkpoint."),
+    "restore_callback_states_from_checkpoint": ((False, True), "there are no callbacks; what run.keep was given is restored."),
+    "hub_always_push": ((False,), "what could not be sent waits on disk for toolkit push."),
+    "dataloader_persistent_workers": ((True, False), "workers live as long as the run."),
+    "dataloader_in_order": ((True,), "the order is exact."),
+    "ddp_timeout": ((1800,), "hang_timeout says after how many seconds of silence a rank counts as hanging."),
+    "ddp_find_unused_parameters": ((False,), "parameters without a gradient are frozen in a copy of the recipe."),
+    "ddp_broadcast_buffers": ((), "buffers are those of each rank."),
+    "ddp_static_graph": ((False,), "the graph may change."),
     "log_level": (("passive",), "messages have no levels."),
     "log_level_replica": (("warning",), "the main process alone prints."),
-    "dataset_num_proc": ((1,), "one process tokenises, once, and the result is cached."),
     "dataloader_pin_memory": ((True,), "memory is pinned where the device is a GPU."),
     "dataloader_prefetch_factor": ((2,), "each worker is two batches ahead."),
     "dataloader_multiprocessing_context": ((), "workers start as they do by default on this system."),
     "eval_accumulation_steps": ((), "evaluation keeps sums, and no predictions."),
     "ddp_bucket_cap_mb": ((25,), "gradients go in buckets of torch's own size."),
     "precompute_ref_batch_size": ((), "the reference is computed in micro-batches of the training's size."),
+    **FORMER_PASSED_OVER,
 }
 
 
@@ -151,7 +153,7 @@ def _read(value: Any) -> Any:
         return words[value.strip().lower()]
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
@@ -165,19 +167,31 @@ def _model_arguments(value: Any, written: Mapping[str, Any]) -> dict[str, Any] |
              "revision": "model_revision", "trust_remote_code": "trust_remote_code"}  # fmt: skip
     left = [name for name in value if name not in names and name != "use_cache"] if isinstance(value, dict) else ["its text"]
     if left:
-        return f"leave {', '.join(left)} out of it; its dtype, attn_implementation, revision and trust_remote_code are known."
+        names_left = ", ".join(map(str, left))
+        return f"leave {names_left} out of it; its dtype, attn_implementation, revision and trust_remote_code are known."
     return {names[name]: each for name, each in value.items() if name in names}
 
 
 def _schedule_arguments(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    names = {"min_lr_rate": "min_lr_ratio", "num_cycles": "lr_cycles", "power": "lr_power"}
+    names = {
+        "min_lr_rate": "min_lr_ratio", "min_lr_ratio": "min_lr_ratio", "min_lr": "min_lr", "lr_end": "min_lr",
+        "num_cycles": "lr_cycles", "power": "lr_power", "warmup_type": "warmup_type", "decay_type": "lr_decay_type",
+        "factor": "lr_gamma", "patience": "lr_patience", "threshold": "lr_threshold", "mode": "greater_is_better",
+    }  # fmt: skip
+    steps = _read(written.get("max_steps"))
+    if isinstance(value, dict) and isinstance(value.get("num_decay_steps"), int) and isinstance(steps, int) and steps > 0:
+        meant = _schedule_arguments({name: each for name, each in value.items() if name != "num_decay_steps"}, written)
+        return meant if isinstance(meant, str) else {**meant, "lr_decay_ratio": value["num_decay_steps"] / steps}
     cosine = str(written.get("lr_scheduler_type", "")) != "cosine_with_restarts"  # there num_cycles is half a wave
     if not isinstance(value, dict) or any(name not in names or (name == "num_cycles" and cosine) for name in value):
-        return "take min_lr_ratio, lr_cycles, lr_power, lr_gamma or lr_decay_ratio."
-    return {names[name]: each for name, each in value.items()}
+        return "take min_lr_ratio, min_lr, lr_cycles, lr_power, lr_gamma, lr_decay_ratio, lr_patience or lr_threshold."
+    meant = {names[name]: each for name, each in value.items()}
+    return meant | ({"greater_is_better": value["mode"] == "max"} if "mode" in value else {})
 
 
 def _text_column(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    if not isinstance(value, str):
+        return "it is the name of a column."
     return {} if value in ("text", "messages", "prompt") else {"rename_columns": [f"{value}=text"]}
 
 
@@ -252,6 +266,12 @@ def _of_an_adapter(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | s
     return {} if unused else "it is for an adapter: take recipes/lora.py, this recipe with one (toolkit train lora)."
 
 
+def _local_rank(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    """`python -m torch.distributed.launch` says it twice: in the environment, and as a flag of each rank."""
+    same = str(value) in ("-1", "0", os.environ.get("LOCAL_RANK"))
+    return {} if same else "leave it out: the launcher says it."
+
+
 def _renamed(name: str) -> Callable[[Any, Mapping[str, Any]], dict[str, Any] | str]:
     return lambda value, written: {name: value}
 
@@ -263,6 +283,7 @@ TRANSLATED: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any] | str]] 
     "lr_scheduler_kwargs": _schedule_arguments,
     "dataset_text_field": _text_column,
     "dataset_config": _dataset_configuration,
+    "dataset_config_name": _dataset_configuration,  # of the example scripts
     "datasets": _mixture,
     "env": _environment,
     "padding_free": _padding_free,
@@ -272,6 +293,7 @@ TRANSLATED: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any] | str]] 
     "do_eval": _evaluates,
     "truncation_mode": _truncation,
     "disable_dropout": _no_dropout,
+    "local_rank": _local_rank,
     "loss_type": _sft_loss,  # of DPO it is a setting
     "precompute_ref_log_probs": lambda value, written: {"reference": "cache"} if value is True else {},
     "evaluation_strategy": _renamed("eval_strategy"),
@@ -279,6 +301,7 @@ TRANSLATED: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any] | str]] 
     "chat_template_path": _renamed("chat_template"),
     "use_bnb_nested_quant": _renamed("bnb_4bit_use_double_quant"),
     "no_cuda": _renamed("use_cpu"),
+    **FORMER_TRANSLATED,
     # Where the recipe has no adapter
     **dict.fromkeys(("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
                      "use_rslora", "use_dora", "load_in_4bit", "bnb_4bit_quant_type"), _of_an_adapter),

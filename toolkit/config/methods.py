@@ -13,7 +13,7 @@ from toolkit.config.setting import Settings, setting
 class CausalLMConfig(Settings):
     """Language-model loss"""
 
-    z_loss: float = setting(0.0, "Weight of the squared log-normaliser (PaLM, section 5).", least=0.0)
+    z_loss: float = setting(0.0, "Weight of the squared log-normalizer (PaLM, section 5).", least=0.0)
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,10 @@ class ClassificationConfig(Settings):
         choices=("single_label", "multi_label", "regression"),
     )
     class_weights: list[float] = setting([], "Weight of each class in the loss, in the order of the labels.", least=0.0)
-    metrics: list[str] = setting(["accuracy", "f1"], "Metrics on the evaluation split: built-in names, or an evaluate module.")
+    metrics: list[str] = setting(
+        [], "Metrics on the evaluation split: built-in names, or an evaluate module. Default: accuracy and f1; of numbers mse, "
+        "mae and r2.",
+    )
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,9 @@ class RankedAnswersConfig(Settings):
         "with each worse one.",
         choices=("best_worst", "best_others", "all"),
     )
-    max_pairs_per_prompt: int = setting(10, "Most pairs of one list: those whose answers lie furthest apart.", least=1)
+    max_pairs_per_prompt: int = setting(
+        10, "Most pairs of one list: those whose answers lie furthest apart.", least=1, most=10**6
+    )
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class AdapterConfig(Settings):
     """Adapter"""
 
     use_peft: bool = setting(False, "Train a LoRA adapter on top of the frozen model.")
-    lora_r: int = setting(16, "Rank: columns of B and rows of A in each update B A.", least=1)
+    lora_r: int = setting(16, "Rank: columns of B and rows of A in each update B A.", least=1, most=2**14)
     lora_alpha: float = setting(32.0, "The update is multiplied by lora_alpha / lora_r.", above=0.0)
     lora_dropout: float = setting(0.0, "Dropout on the input of A.", least=0.0, below=1.0)
     lora_target_modules: list[str] = setting(
@@ -124,7 +129,9 @@ class AdapterConfig(Settings):
     )
     lora_rank_pattern: list[str] = setting([], "Ranks by module name, as regex=rank.")
     lora_alpha_pattern: list[str] = setting([], "Alphas by module name, as regex=alpha.")
-    lora_layers_to_transform: list[int] = setting([], "Numbers of the layers that are adapted. Default: all.", least=0)
+    lora_layers_to_transform: list[int] = setting(
+        [], "Numbers of the layers that are adapted. Default: all.", least=0, most=2**10
+    )
     use_rslora: bool = setting(False, "Multiply the update by lora_alpha / sqrt(lora_r), so that high ranks learn as fast.")
     use_dora: bool = setting(False, "DoRA: train the length of each output's weights apart from their direction.")
     init_lora_weights: str = setting(
@@ -134,7 +141,7 @@ class AdapterConfig(Settings):
     loraplus_lr_ratio: float = setting(1.0, "LoRA+: the matrices B learn so many times as fast as the rest.", above=0.0)
     load_in_4bit: bool = setting(False, "QLoRA: hold the frozen weights in 4 bits. Needs bitsandbytes, on CUDA or a CPU.")
     bnb_4bit_quant_type: str = setting("nf4", "Code of the 4-bit numbers.", choices=("nf4", "fp4"))
-    bnb_4bit_use_double_quant: bool = setting(False, "Quantise the scales of the 4-bit blocks as well: 0.4 bits less a weight.")
+    bnb_4bit_use_double_quant: bool = setting(False, "Quantize the scales of the 4-bit blocks as well: 0.4 bits less a weight.")
 
 
 @dataclass(frozen=True)
@@ -155,15 +162,15 @@ class ReferenceConfig(Settings):
         "auto", "cache: computed once, kept on disk. adapter: the model with its adapter off. model: a second one in memory.",
         choices=("auto", "cache", "adapter", "model"),
     )
-    sync_ref_model: bool = setting(False, "TR-DPO: draw the reference, a second model, towards the trained one.")
+    sync_ref_model: bool = setting(False, "TR-DPO: draw the reference, a second model, toward the trained one.")
     ref_model_mixup_alpha: float = setting(0.6, "Share of the trained model in the synced reference.", above=0.0, most=1.0)
-    ref_model_sync_steps: int = setting(512, "Steps between two syncs.", least=1)
+    ref_model_sync_steps: int = setting(512, "Steps between two syncs.", least=1, most=10**9)
 
 
 @dataclass(frozen=True)
 class SampleConfig(Settings):
     """Samples"""
 
-    num_samples: int = setting(3, "Text samples at each evaluation.", least=0)
-    sample_max_new_tokens: int = setting(64, "Length of a sample in tokens.", least=1)
+    num_samples: int = setting(3, "Text samples at each evaluation.", least=0, most=10**4)
+    sample_max_new_tokens: int = setting(64, "Length of a sample in tokens.", least=1, most=2**20)
     sample_temperature: float = setting(0.7, "Temperature of the samples; 0 is greedy.", least=0.0)

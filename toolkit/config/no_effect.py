@@ -23,7 +23,11 @@ NO_EFFECT = (
         "with {lr_scheduler_type}: leave it out, or take constant_with_warmup.",
     ),
     NoEffect(
-        ("min_lr_ratio",), lambda lr_scheduler_type: lr_scheduler_type in ("constant", "constant_with_warmup"),
+        ("warmup_type",), lambda warmup_steps, warmup_type: warmup_type != "linear" and warmup_steps == 0,
+        "without a warm-up: leave it out, or add --warmup-steps 0.03.",
+    ),
+    NoEffect(
+        ("min_lr_ratio", "min_lr"), lambda lr_scheduler_type: lr_scheduler_type in ("constant", "constant_with_warmup"),
         "with {lr_scheduler_type}, which never falls: leave it out, or take cosine or linear.",
     ),
     NoEffect(
@@ -35,14 +39,18 @@ NO_EFFECT = (
         "with {lr_scheduler_type}: leave it out, or take cosine_with_restarts or step.",
     ),
     NoEffect(
-        ("lr_gamma",), lambda lr_scheduler_type: lr_scheduler_type not in ("step", "exponential"),
-        "with {lr_scheduler_type}: leave it out, or take step or exponential.",
+        ("lr_gamma",), lambda lr_scheduler_type: lr_scheduler_type not in ("step", "exponential", "reduce_lr_on_plateau"),
+        "with {lr_scheduler_type}: leave it out, or take step, exponential or reduce_lr_on_plateau.",
     ),
     NoEffect(
-        ("lr_decay_ratio",), lambda lr_scheduler_type: lr_scheduler_type != "warmup_stable_decay",
+        ("lr_patience", "lr_threshold"), lambda lr_scheduler_type: lr_scheduler_type != "reduce_lr_on_plateau",
+        "with {lr_scheduler_type}: leave it out, or take reduce_lr_on_plateau.",
+    ),
+    NoEffect(
+        ("lr_decay_ratio", "lr_decay_type"), lambda lr_scheduler_type: lr_scheduler_type != "warmup_stable_decay",
         "with {lr_scheduler_type}: leave it out, or take warmup_stable_decay.",
     ),
-    # Optimiser
+    # Optimizer
     NoEffect(
         ("adam_beta1", "adam_beta2"), lambda optim: optim not in WITH_BETAS,
         f"with {{optim}}: leave it out, or take one of {', '.join(WITH_BETAS)}.",
@@ -108,6 +116,10 @@ NO_EFFECT = (
         "with {model}, which does not come from the Hub: leave it out.",
     ),
     NoEffect(("trust_remote_code",), is_built_in, "with {model}, which is built in: leave it out."),
+    NoEffect(
+        ("torch_compile_backend",), lambda torch_compile: not torch_compile,
+        "without --torch-compile: leave it out, or add --torch-compile.",
+    ),
     # Adapter
     NoEffect(
         (*OF_THE_ADAPTER, "loraplus_lr_ratio"), lambda use_peft: not use_peft,
@@ -164,8 +176,15 @@ NO_EFFECT = (
         "with --num-samples 0: leave it out.",
     ),
     NoEffect(
+        ("save_best_limit",),
+        lambda load_best_model_at_end, save_best_limit: save_best_limit > 1 and not load_best_model_at_end,
+        "without --load-best-model-at-end, which saves the best ones: leave it out, or add it.",
+    ),
+    NoEffect(
         ("greater_is_better",),
-        lambda load_best_model_at_end, early_stopping_patience: not (load_best_model_at_end or early_stopping_patience),
+        lambda load_best_model_at_end, early_stopping_patience, lr_scheduler_type: (
+            not (load_best_model_at_end or early_stopping_patience) and lr_scheduler_type != "reduce_lr_on_plateau"
+        ),
         "when nothing is decided by a metric: leave it out, or add --load-best-model-at-end or --early-stopping-patience 3.",
     ),
     # Hub
@@ -200,10 +219,6 @@ NO_EFFECT = (
         ("save_total_limit",),
         lambda save_strategy, load_best_model_at_end: save_strategy == "no" and not load_best_model_at_end,
         "with {save_strategy}: leave it out, or take --save-strategy epoch or steps.",
-    ),
-    NoEffect(
-        ("run_name",), lambda report_to: not set(report_to) - {"none"},
-        "without a tracker that would show it: leave it out, or say which with --report-to.",
     ),
     NoEffect(("tf32",), lambda use_cpu: use_cpu, "with --use-cpu: leave it out."),
 )

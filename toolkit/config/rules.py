@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from toolkit.config.contradictions import CONTRADICTIONS
+from toolkit.config.files import changed_settings
 from toolkit.config.no_effect import NO_EFFECT
+from toolkit.config.reading import values_of
 from toolkit.config.setting import Refusal, Settings, settings_of, show_setting
 
 
@@ -25,6 +27,24 @@ def check_together(config: Settings, given: frozenset[str] = frozenset()) -> Non
     messages = list(broken_rules(config, given).values())
     if messages:
         raise Refusal(messages[0] if len(messages) == 1 else "\n  - ".join(["these settings do not go together", *messages]))
+
+
+def check_made_in_code(config: Settings) -> None:
+    """The same of settings that no command line has read: those that differ from their defaults are given.
+
+    What one given setting says of another without words (`IMPLIED`) nobody has put into them, so it is refused where a default
+    contradicts it.
+    """
+    given, values = changed_settings(config), values_of(config)
+    check_together(config, frozenset(given))
+    for name, (applies, others) in IMPLIED.items():
+        for other, meant in others.items():
+            if other == "eval_on_start":  # the run itself evaluates at the start only where it evaluates at all
+                continue
+            if given.get(name) and applies(given[name]) and other in values.keys() - given and values[other] != meant:
+                raise Refusal(
+                    f"{name}={given[name]!r} has no effect with {other}={values[other]!r}, a default: add {other}={meant!r}."
+                )
 
 
 def implied_settings(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,16 +65,20 @@ IMPLIED: dict[str, tuple[Callable[[Any], bool], dict[str, Any]]] = {
     "eval_steps": (_always, {"eval_strategy": "steps"}),
     "save_steps": (_always, {"save_strategy": "steps"}),
     "num_train_epochs": (_always, {"max_steps": None}),
+    "min_lr": (lambda rate: rate is not None, {"min_lr_ratio": 0.0}),
     "eval_fraction": (lambda share: share == 0, {"eval_strategy": "no", "eval_on_start": False}),
     "eval_strategy": (lambda strategy: strategy == "no", {"eval_on_start": False}),
 }
 
 
-def broken_rules(config: Settings, given: frozenset[str]) -> dict[tuple[str, str], str]:
-    """The message of each broken rule, by (setting concerned or "", text of the rule)."""
-    settings = settings_of(type(config))
-    values = {name: getattr(config, name) for name in settings}
+def broken_rules(config: Settings, given: frozenset[str], unknown: frozenset[str] = frozenset()) -> dict[tuple[str, str], str]:
+    """The message of each broken rule, by (setting concerned or "", text of the rule).
+
+    `unknown`: settings whose values are not what was meant; a rule that reads one of them is not asked.
+    """
+    settings, values = settings_of(type(config)), values_of(config)
     typed = {name: show_setting(settings[name], value) for name, value in values.items()}
+    values = {name: value for name, value in values.items() if name not in unknown}
     broken = {}
     for rule in CONTRADICTIONS:
         if _holds(rule.broken, values):

@@ -7,13 +7,18 @@ import inspect
 import itertools
 import math
 import numbers
+import os
 import shlex
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.reading import note_read, values_of
+from toolkit.system.console import holds_password
 
 
 class Refusal(Exception):
@@ -34,13 +39,18 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     aliases: tuple[str, ...] = (),
+    is_path: bool = False,
 ) -> Any:
     """A field of a settings group: its default, its help text, and the values it accepts (each item, of a list).
+
+    A whole number declares both ends of its range. `is_path`: a leading ~ is the home directory, wherever the text was
+    written: a shell expands it only at the beginning of a word.
 
     A recipe that redeclares a list leaves the help text out: what is not said here stays as the group declared it.
     """
     rules = {
         "help": help, "choices": choices, "least": least, "most": most, "above": above, "below": below, "aliases": aliases,
+        "is_path": is_path or None,
     }
     metadata = {name: rule for name, rule in rules.items() if rule not in (None, (), "")}
     if isinstance(default, list):
@@ -50,10 +60,32 @@ def setting(
 
 @dataclass(frozen=True)
 class Settings:
-    """What all groups share: each value is checked against the rules beside its field when the settings are made."""
+    """What all groups share: each value is checked against the rules beside its field when the settings are made.
+
+    Which of them are read is noted (`toolkit.config.reading`).
+    """
+
+    def __new__(cls, *values: Any, **named: Any) -> Settings:
+        """Before Python's own TypeError: a keyword that is no setting is refused with what it was probably meant for."""
+        if unknown := named.keys() - cls.__dataclass_fields__.keys():
+            from toolkit.config.values import unknown_keywords
+
+            raise unknown_keywords(cls, {name: value for name, value in named.items() if name in unknown})
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        for each in settings_of(type(self)).values():
+            written = getattr(self, each.name)
+            if each.is_path and isinstance(written, str) and written.startswith("~"):
+                object.__setattr__(self, each.name, _in_home(each, written))
         check_values(self)
+
+    if not TYPE_CHECKING:  # mypy would take any name for an attribute
+
+        def __getattribute__(self, name: str) -> Any:
+            if name[:1] != "_":
+                note_read(type(self), name, sys._getframe(1))
+            return object.__getattribute__(self, name)
 
 
 @dataclass(frozen=True)
@@ -73,6 +105,7 @@ class Setting:
     above: float | None = None
     below: float | None = None
     aliases: tuple[str, ...] = ()
+    is_path: bool = False
 
     @property
     def flag(self) -> str:
@@ -116,9 +149,23 @@ def _find_settings(config_class: type[Settings]) -> dict[str, Setting]:
 
 
 def check_values(config: Settings) -> None:
-    """Refuse a value outside the rules beside its field."""
+    """Refuse the values outside the rules beside their fields, all of them at once."""
+    found, values = [], values_of(config)
     for each in settings_of(type(config)).values():
-        check_value(each, getattr(config, each.name))
+        try:
+            check_value(each, values[each.name])
+        except Refusal as refusal:
+            found.append(refusal)
+    refuse_all(found)
+
+
+def refuse_all(found: list[Refusal]) -> None:
+    """Refuse with what was found, in one message; nothing happens where nothing was."""
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        indented = (str(refusal).replace("\n", "\n    ") for refusal in found)
+        raise Refusal("\n  - ".join(["these settings are wrong", *indented]))
 
 
 def check_value(setting: Setting, value: Any, source: str = "") -> None:
@@ -137,7 +184,9 @@ def check_value(setting: Setting, value: Any, source: str = "") -> None:
             hint = f" Did you mean {near}?" if near else ""
             raise _refused(setting, value, source, f"must be one of {', '.join(setting.choices)}", hint)
         if setting.kind is not str and not _within(setting, item):
-            raise _refused(setting, value, source, f"must be {_range(setting)}")
+            raise _refused(setting, value, source, f"must be {_range(setting, item)}")
+        if setting.kind is str:
+            _check_text(setting, item, source)
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:
@@ -209,23 +258,68 @@ def _is_of_kind(value: Any, kind: type) -> bool:
         return isinstance(value, str) and value != ""
     if isinstance(value, bool) or kind is bool:  # bool is an int to Python, not to a person
         return isinstance(value, bool) and kind is bool
-    return isinstance(value, numbers.Integral if kind is int else numbers.Real) and math.isfinite(value)
+    if isinstance(value, numbers.Integral):
+        return True  # of any length; whether it is too large is for its range
+    return kind is float and isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+# What 64 bits, and float32 on a device, can hold.
+_LARGEST = {bool: 1, int: 2**63 - 1, float: 3.4e38}
+
+
+def _check_text(setting: Setting, text: str, source: str) -> None:
+    """Refuse what no path and no name can hold, and what must not be written into config.yaml, a card or a tracker."""
+    shown = f"{setting.flag}{f' ({source})' if source else ''}"
+    if holds_password(text):
+        raise Refusal(
+            f"{shown}: holds a URL with a password or token, which would be written to config.yaml and shown to others. Log in "
+            "instead (hf auth login), or download the file first and name that."
+        )
+    if "\0" in text:
+        raise Refusal(f"{shown}: holds a NUL character, which no name can hold.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Refusal(f"{shown}: character {error.start + 1} is not Unicode text. Rename what it names in UTF-8.") from None
+
+
+def _in_home(setting: Setting, path: str) -> str:
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        user = path.partition("/")[0]
+        raise Refusal(f"{setting.flag} {path}: there is no user {user[1:]!r}. For a folder of that name: ./{path}")
+    return expanded
 
 
 def _within(setting: Setting, value: float) -> bool:
     return (
-        (setting.least is None or value >= setting.least)
+        abs(value) <= _LARGEST[setting.kind]
+        and (setting.least is None or value >= setting.least)
         and (setting.most is None or value <= setting.most)
         and (setting.above is None or value > setting.above)
         and (setting.below is None or value < setting.below)
     )
 
 
-def _range(setting: Setting) -> str:
-    bounds = [("at least", setting.least), ("above", setting.above), ("at most", setting.most), ("below", setting.below)]
-    return " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
+def _range(setting: Setting, value: float) -> str:
+    """The rule in words; an upper end that nobody meets by chance is left out where it isn't what was broken."""
+    most = setting.most
+    if most is not None and most > 1000 and value <= most:
+        most = None
+    if abs(value) > _LARGEST[setting.kind] and most is None and setting.below is None:
+        most = _LARGEST[setting.kind]
+    bounds = [("at least", setting.least), ("above", setting.above), ("at most", most), ("below", setting.below)]
+    return " and ".join(f"{words} {_bound(bound)}" for words, bound in bounds if bound is not None)
+
+
+def _bound(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def _refused(setting: Setting, value: Any, source: str, rule: str, hint: str = "") -> Refusal:
-    text, rule = ("''", "must not be empty") if value == "" else (show_value(value), rule)
+    try:
+        text, rule = ("''", "must not be empty") if isinstance(value, str) and value == "" else (show_value(value), rule)
+    except (ValueError, RecursionError):  # Python writes no whole number of more than 4,300 digits, and no list in itself
+        text = "..."
+    text = text if len(text) <= 200 else f"{text[:80]}... ({len(text):,} characters)"
     return Refusal(f"{setting.flag} {text}{f' ({source})' if source else ''}: {rule}.{hint}")

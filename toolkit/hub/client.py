@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from toolkit.config import Refusal
 from toolkit.config.conditions import REPOSITORY
+from toolkit.system.console import say
 
 Result = TypeVar("Result")
 _LOG_IN = "Set HF_TOKEN to a token with write access, or log in with `hf auth login`."
@@ -108,7 +109,7 @@ def patiently(action: Callable[[], Result], tries: int = 3, sleep: Callable[[flo
                 raise NotNow(reason(error)) from error
             wait = min(max(next(waits), asked_wait(error)), _LONGEST_WAIT)
             if wait > 5:
-                print(f"the Hub: {reason(error)}; it is asked again in {wait:.0f} s", flush=True)
+                say(f"the Hub: {reason(error)}; it is asked again in {wait:.0f} s")
             sleep(wait)
     raise AssertionError("no try was left")
 

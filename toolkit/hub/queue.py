@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.output import make_folder, sync, write_atomically
+from toolkit.system.console import warn_once
+from toolkit.system.files import make_folder, sync, sync_tree, write_atomically
 
 QUEUE, RECORD, FILES, LOCK = "hub_queue", "job.json", "files", ".lock"
 WAITING_MOST = 4  # commits; of more, one whose files a later one brings in a newer state is left out
@@ -61,10 +62,9 @@ def add_job(queue: Path, job: Job, name: str, fill: Callable[[Path], None]) -> J
         (temporary / FILES).mkdir(parents=True)
         fill(temporary / FILES)
         job = dataclasses.replace(job, mark=job.mark or f"toolkit:{secrets.token_hex(8)}", folder=temporary)
-        for path in job.files.values():
-            sync(path)
         job = dataclasses.replace(job, sizes={name: path.stat().st_size for name, path in job.files.items()})
         write_record(job)
+        sync_tree(temporary)
         last = max((int(path.name[:6]) for path in _folders(queue)), default=0)
         folder = queue / f"{last + 1:06d}-{name}"
         os.rename(temporary, folder)
@@ -80,10 +80,33 @@ def list_jobs(queue: Path) -> list[Job]:
     found = []
     for folder in _folders(queue):
         with contextlib.suppress(FileNotFoundError):
-            job = Job(**json.loads((folder / RECORD).read_text(encoding="utf-8")), folder=folder)
-            if job.sizes == {name: path.stat().st_size for name, path in job.files.items()}:
+            job = _read_record(folder)
+            if job is None:
+                warn_once(f"WARNING: {folder / RECORD} is damaged: its files can't be sent. Remove that folder.")
+            elif job.sizes == {name: path.stat().st_size for name, path in job.files.items()}:
                 found.append(job)
     return found
+
+
+def _read_record(folder: Path) -> Job | None:
+    """What is known of a commit; None where its record was cut or changed.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    kinds: dict[str, tuple[type, ...]] = {
+        "repo_id": (str,), "message": (str,), "revision": (str, type(None)), "private": (bool, type(None)), "mark": (str,),
+        "parent": (str, type(None)), "problem": (str, type(None)), "sizes": (dict,),
+    }  # fmt: skip
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        if record.keys() <= kinds.keys() and all(isinstance(value, kinds[name]) for name, value in record.items()):
+            return Job(**record, folder=folder)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    return None
 
 
 def write_record(job: Job) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from toolkit.hub.client import hub_api
 from toolkit.hub.commit import CannotSend, send_job
 from toolkit.hub.queue import list_jobs, only_sender
+from toolkit.system.console import say
 
 _POLL_SECONDS = 0.2
 
@@ -42,17 +43,14 @@ def serve(queue: Path) -> None:
         while True:
             for job in list_jobs(queue)[:1]:
                 try:
-                    send_job(api, job, sleep=time.sleep, say=_say)
+                    send_job(api, job, sleep=time.sleep, say=say)
                 except CannotSend as error:
-                    _say(f"WARNING: the Hub: {job.message} can't be uploaded: {error}. It is kept in {queue}.")
+                    say(f"WARNING: the Hub: {job.message} can't be uploaded: {error}. It is kept in {queue}.")
                     return
                 break
             else:
                 time.sleep(_POLL_SECONDS)
 
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _end_with(parent: int) -> None:

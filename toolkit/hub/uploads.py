@@ -11,20 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.adapter_files import is_adapted, warning_of_base
 from toolkit.checkpoint import read_pointer
 from toolkit.config import Refusal
-from toolkit.engines import engine_of
-from toolkit.engines.pieces import whole_state_dict
-from toolkit.hub.card import with_name
+from toolkit.distributed.engines import engine_of
+from toolkit.distributed.engines.pieces import whole_state_dict
+from toolkit.distributed.ranks import on_main
+from toolkit.export.card import with_name
+from toolkit.export.model_directory import card_of_run, write_model
 from toolkit.hub.client import NotNow, check_write_access, hub_api
 from toolkit.hub.files import WEIGHTS, checkpoint_files, collect, has_same_tensors, model_files
-from toolkit.hub.model_directory import card_of_run, write_model
 from toolkit.hub.queue import QUEUE, Job, add_job, clean_queue, leave_out_replaced, list_jobs
 from toolkit.hub.sender import start_sender
-from toolkit.ranks import on_main
-from toolkit.run_state import report_saves
-from toolkit.signals import OutOfTime
+from toolkit.models.adapter_files import is_adapted, warning_of_base
+from toolkit.runs.summary import evaluations_by_step
+from toolkit.system.interruptions import OutOfTime
+from toolkit.system.typed import as_typed
 
 LONGEST_WAIT = 1800.0  # seconds at the end of a run, while something still goes up
 PATIENCE = 30.0  # seconds at the end of a run, while nothing does
@@ -96,7 +97,7 @@ class Uploads:
     def send_model(self) -> None:
         """Send the final model; with the strategy "best" only if it is that."""
         run = self.run
-        report_saves(run, run.writer.wait())  # a checkpoint that is still being written comes before
+        run.finish_saves()  # a checkpoint that is still being written comes before
         best_step = run.best.get("step") if run.config.hub_strategy == "best" else None
         if best_step not in (None, run.step, run.figures_of):
             run.say(f"the Hub keeps the best model, of step {best_step}; the last one is in {run.output_dir / 'model'}")
@@ -144,7 +145,7 @@ class Uploads:
             why = f" ({jobs[0].problem})" if jobs[0].problem else ""
             self.run.say(
                 f"WARNING: not on the Hub yet: {len(jobs)} commit(s) to {self.repo_id}{why}. They are sent when this run goes "
-                f"on, or with:\n  toolkit push {self.run.output_dir}"
+                f"on, or with:\n  {as_typed('toolkit', 'push', self.run.output_dir)}"
             )
         else:
             shutil.rmtree(self.queue, ignore_errors=True)
@@ -166,8 +167,8 @@ class Uploads:
     def _add_model(self, checkpoint: Path, step: int, files: Path) -> None:
         """Put the model of a checkpoint under `files`; where its weights are the checkpoint's file, that is linked."""
         run, directory = self.run, files.with_name("model")
-        evaluated = [e for e in run.events if e["step"] <= step and any(name.startswith("eval_") for name in e)]
-        figures = evaluated[-1] if evaluated else {}
+        evaluated = evaluations_by_step(event for event in run.events if event["step"] <= step)
+        figures = evaluated[max(evaluated)] if evaluated else {}
         if self.beside_weights is not None:
             for name, content in self.beside_weights.items():
                 (files / name).parent.mkdir(parents=True, exist_ok=True)

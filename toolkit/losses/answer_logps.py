@@ -1,28 +1,29 @@
 """Log-probabilities of answers, those of preference pairs or single ones, of one forward pass, in whatever layout they have."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from toolkit.data.collate_answers import MISMATCHED, mismatched_of
-from toolkit.data.collate_pairs import NOT_FOR_THE_MODEL
+from toolkit.data.loading.collate_answers import MISMATCHED, mismatched_of
+from toolkit.data.loading.collate_pairs import NOT_FOR_THE_MODEL
 from toolkit.losses.chunked_sums import Logits, rows_in_a_chunk
 from toolkit.losses.pair_logps import PairLogps
 from toolkit.losses.selective_head import at_positions
-from toolkit.losses.with_reference import desensitised_weights
+from toolkit.losses.with_reference import desensitized_weights
 
 
 def pair_logps(model: Any, micro_batch: dict[str, Any], ld_alpha: float | None = None) -> PairLogps:
     """Sums over the tokens of each answer, in nats, from one forward pass over `collate_pairs`' micro-batch.
 
-    `ld_alpha`: what the tokens beyond the shorter answer's length count (LD-DPO, `desensitised_weights`); None: all alike.
+    `ld_alpha`: what the tokens beyond the shorter answer's length count (LD-DPO, `desensitized_weights`); None: all alike.
     """
     tokens = answer_token_logps(model, micro_batch)
     if ld_alpha is not None:
         counts = micro_batch["chosen_tokens"], micro_batch["rejected_tokens"]
-        tokens = tokens * desensitised_weights(*counts, tokens.shape[1], ld_alpha).repeat(2, 1)
+        tokens = tokens * desensitized_weights(*counts, tokens.shape[1], ld_alpha).repeat(2, 1)
     chosen, rejected = tokens.sum(1).chunk(2)
     return PairLogps(chosen, rejected, micro_batch["chosen_tokens"], micro_batch["rejected_tokens"])
 
@@ -84,7 +85,8 @@ class _LogpsRecomputed(torch.autograd.Function):
     """Log-probabilities whose logits live for a chunk, in forward and again in backward.
 
     Unlike a sum of losses, how much each token counts is known only when the answers of a pair have been compared, so the
-    gradient can't be taken on the way.
+    gradient can't be taken on the way. The second time the head draws the random numbers of the first: an adapter on it may
+    have dropout.
     """
 
     @staticmethod
@@ -96,6 +98,7 @@ class _LogpsRecomputed(torch.autograd.Function):
         kind = rows.device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         ctx.autocast = {"device_type": kind, "dtype": dtype, "enabled": enabled}
+        ctx.random_states = _random_states(rows.device)
         return torch.cat([_logps(logits_of(rows[piece]), targets[piece]) for piece in pieces])
 
     @staticmethod
@@ -103,16 +106,34 @@ class _LogpsRecomputed(torch.autograd.Function):
         targets, rows = ctx.saved_tensors
         of_rows = torch.empty_like(rows) if rows.requires_grad else None
         of_parameters = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in ctx.parameters]
-        for piece in ctx.pieces:
-            chunk = rows[piece].detach().requires_grad_(rows.requires_grad)
-            with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                logps = _logps(ctx.logits_of(chunk), targets[piece])
-            wanted = (chunk, *ctx.parameters) if rows.requires_grad else ctx.parameters
-            gradients = list(torch.autograd.grad(logps, wanted, of_logps[0][piece], allow_unused=True))
-            if of_rows is not None:
-                of_rows[piece] = gradients.pop(0)
-            for total, term in zip(of_parameters, gradients, strict=True):
-                if term is not None:
-                    total.add_(term)
+        with _drawing_again(ctx.random_states, rows.device):
+            for piece in ctx.pieces:
+                chunk = rows[piece].detach().requires_grad_(rows.requires_grad)
+                with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                    logps = _logps(ctx.logits_of(chunk), targets[piece])
+                wanted = (chunk, *ctx.parameters) if rows.requires_grad else ctx.parameters
+                gradients = list(torch.autograd.grad(logps, wanted, of_logps[0][piece], allow_unused=True))
+                if of_rows is not None:
+                    of_rows[piece] = gradients.pop(0)
+                for total, term in zip(of_parameters, gradients, strict=True):
+                    if term is not None:
+                        total.add_(term)
         given = [total.to(p.dtype) for total, p in zip(of_parameters, ctx.parameters, strict=True)]
         return None, None, None, of_rows, *given
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    """States of the generators that a module on `device` may draw from: the CPU's and the device's own."""
+    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
+    return [torch.get_rng_state(), *own]
+
+
+@contextmanager
+def _drawing_again(states: list[torch.Tensor], device: torch.device) -> Iterator[None]:
+    """The generators as they were when `states` were taken; afterwards as they are now."""
+    own = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(own, device_type=device.type):
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.get_device_module(device).set_rng_state(state, device)
+        yield

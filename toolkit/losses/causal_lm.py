@@ -65,7 +65,7 @@ def _update(model: Any, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {"nll": nll, "correct": correct.round().long(), "tokens": torch.tensor(tokens, device=nll.device)}
 
 
-def _finalise(sums: dict[str, np.ndarray]) -> dict[str, float]:
+def _finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
     loss = ratio(sums["nll"], sums["tokens"])
     return {"loss": loss, "perplexity": exponential(loss), "token_accuracy": ratio(sums["correct"], sums["tokens"])}
 
@@ -78,7 +78,7 @@ def exponential(value: float) -> float:
         return math.inf
 
 
-causal_lm_metrics = Metrics(update=_update, finalise=_finalise)
+causal_lm_metrics = Metrics(update=_update, finalize=_finalize)
 """Means over the supervised tokens of a split: loss in nats, perplexity = exp(loss), token accuracy. No smoothing."""
 
 
@@ -94,8 +94,8 @@ def causal_lm_metrics_with_bytes(num_bytes: int, num_tokens: int, vocab_size: in
         vocab_size: of the tokenizer.
     """
 
-    def finalise(sums: dict[str, np.ndarray]) -> dict[str, float]:
+    def finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
         named = (num_tokens - float(sums["tokens"])) * math.log2(vocab_size)
-        return {**_finalise(sums), "bits_per_byte": ratio(sums["nll"] / math.log(2) + named, num_bytes)}
+        return {**_finalize(sums), "bits_per_byte": ratio(sums["nll"] / math.log(2) + named, num_bytes)}
 
-    return Metrics(update=_update, finalise=finalise)
+    return Metrics(update=_update, finalize=finalize)

@@ -39,7 +39,7 @@ def multi_label_loss(
 ) -> Loss:
     """Binary cross-entropy of each class, mean over classes: logits and `labels` `[batch, classes]`, labels 0 or 1.
 
-    Label smoothing draws the labels towards a half: y * (1 - e) + e / 2.
+    Label smoothing draws the labels toward a half: y * (1 - e) + e / 2.
 
     Returns the loss and the share of examples with all classes right.
     """
@@ -67,7 +67,7 @@ def _share(right: torch.Tensor, totals: dict[str, float]) -> dict[str, torch.Ten
     return {"accuracy": right.sum() / totals["examples"]}
 
 
-def classification_task(config: ClassificationConfig, num_labels: int) -> tuple[Callable[..., Loss], Metrics]:
+def classification_task(config: ClassificationConfig, num_labels: int | None) -> tuple[Callable[..., Loss], Metrics]:
     """The loss and the metrics for these settings: `problem_type`, `metrics`, `label_smoothing_factor` where it has one.
 
     `class_weights` have no part in it: they are in the rows, as their `weight`.

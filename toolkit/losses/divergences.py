@@ -1,6 +1,6 @@
 """f-divergences between policy and reference: the score that an answer earns by its log-ratio.
 
-A preference loss regularised with a divergence D_f(policy || reference) takes f'(u) of the ratio u = policy / reference as
+A preference loss regularized with a divergence D_f(policy || reference) takes f'(u) of the ratio u = policy / reference as
 an answer's score (f-DPO, arXiv:2309.16240, theorem 1 and table 1). f is free up to a linear term, which shifts all scores
 alike; here f'(1) = 0, so that an answer scores 0 where the two models agree.
 """

@@ -74,14 +74,14 @@ def preference_metrics(logps_of: LogpsOf, config: PreferenceConfig) -> Metrics:
         }
         return {name: precise_sum(values.detach()) for name, values in each.items()}
 
-    def finalise(sums: dict[str, np.ndarray]) -> dict[str, float]:
+    def finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
         means = {name: ratio(value, sums["pairs"]) for name, value in sums.items() if name not in _ONLY_FOR_THE_LOSS}
         loss = ratio(sums["pair_loss"], sums["pairs"])
         if weight := likelihood_weight(config):
             loss += weight * ratio(sums["likelihood_loss"], sums["chosen_tokens"])
         return {"loss": loss, **means}
 
-    return Metrics(update=update, finalise=finalise)
+    return Metrics(update=update, finalize=finalize)
 
 
 _ONLY_FOR_THE_LOSS = ("pair_loss", "likelihood_loss", "chosen_tokens", "pairs")
@@ -96,9 +96,9 @@ def pair_figures(policy: PairLogps, reference: PairLogps | None, config: Prefere
     - `reward_accuracy`: 1 where the chosen answer has the greater reward. A tie counts as 0, as in TRL, so a policy that is
       still its own reference has an accuracy of 0, not of a half.
     - `logps_chosen`, `logps_rejected`: log π of an answer, nats.
-    - `kl`, only with a reference: log π_ref - log π, the mean of both answers, nats per answer. It estimates
-      KL(reference || policy) for answers that the reference itself would write, such as those it was sampled for or tuned
-      on; from other answers it can come out below 0.
+    - `logps_drop`, only with a reference: log π_ref - log π, the mean of both answers, nats per answer: how much less
+      likely training has made them. Below 0 where they have become likelier. It is no KL divergence, though for answers
+      that were sampled from the reference it estimates KL(reference || policy).
     """
     chosen, rejected = policy.chosen, policy.rejected
     if reference is not None:
@@ -115,7 +115,7 @@ def pair_figures(policy: PairLogps, reference: PairLogps | None, config: Prefere
         "logps_rejected": policy.rejected.detach(),
     }
     if reference is not None:
-        figures["kl"] = (reference.chosen - policy.chosen + reference.rejected - policy.rejected).detach() / 2
+        figures["logps_drop"] = (reference.chosen - policy.chosen + reference.rejected - policy.rejected).detach() / 2
     return figures
 
 

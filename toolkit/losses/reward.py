@@ -1,7 +1,7 @@
 """The loss of a reward model: the chosen answer of a pair must score higher than the rejected one.
 
 The reward of an answer is the one number that a model with a classification head of one label gives for the prompt with that
-answer. Decoders read it at the last token, which transformers finds by the pad token: see `toolkit.padding`.
+answer. Decoders read it at the last token, which transformers finds by the pad token: see `toolkit.models.padding`.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from toolkit.config import Refusal, RewardConfig
-from toolkit.data.collate_pairs import NOT_FOR_THE_MODEL
+from toolkit.data.loading.collate_pairs import NOT_FOR_THE_MODEL
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 
@@ -40,10 +40,10 @@ def reward_metrics(config: RewardConfig) -> Metrics:
         }
         return {name: precise_sum(values.detach()) for name, values in each.items()}
 
-    def finalise(sums: dict[str, np.ndarray]) -> dict[str, float]:
+    def finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
         return {name: ratio(value, sums["pairs"]) for name, value in sums.items() if name != "pairs"}
 
-    return Metrics(update=update, finalise=finalise)
+    return Metrics(update=update, finalize=finalize)
 
 
 def pair_rewards(model: Any, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +61,7 @@ def reward_losses(
 
     The first term is the likelihood of the preference under Bradley and Terry's model; with a margin m by which r_w must lead,
     it is equation 2 of Llama 2, arXiv:2307.09288. The second, c being `center_rewards_coefficient`, draws rewards, which
-    the first fixes only up to a constant for each prompt, towards a mean of 0: equation 2 of arXiv:2312.09244.
+    the first fixes only up to a constant for each prompt, toward a mean of 0: equation 2 of arXiv:2312.09244.
     """
     losses = -logsigmoid(chosen - rejected - margin)
     if config.center_rewards_coefficient:

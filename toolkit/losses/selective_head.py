@@ -7,7 +7,7 @@ walks over them in chunks. What the head returns, and so the model's `logits`, a
 supervised token. Wrappers (DDP, FSDP, ZeRO,
 adapters, autocast) see an ordinary forward and backward.
 
-A model that changes its logits after the head (soft-capping, scaling) cannot be served so. It is recognised once, by a
+A model that changes its logits after the head (soft-capping, scaling) cannot be served so. It is recognized once, by a
 head that returns a pattern which the model ought to return untouched, and gets its logits at supervised positions whole.
 """
 
@@ -21,9 +21,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from toolkit.engines import unwrapped
+from toolkit.distributed.engines import unwrapped
 from toolkit.losses.chunked_sums import Logits, Sums, sums_in_chunks
 from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.models.layers import uncompiled
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +124,7 @@ def head_comes_last(model: Any, base: Any, input_ids: torch.Tensor) -> bool:
     with ExitStack() as stack:
         stack.enter_context(evaluation_mode(model))
         stack.enter_context(_forward_replaced(head, pattern))
-        if any(module._compiled_call_impl is not None for module in base.modules()):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # not worth compiling for
+        stack.enter_context(uncompiled(base))  # not worth compiling for
         returned = model(input_ids=tokens).logits
     if len(calls) == 1 and calls[0][0] and returned.shape == calls[0][1].shape and bool((returned == calls[0][1]).all()):
         return True

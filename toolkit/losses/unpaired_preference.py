@@ -1,8 +1,9 @@
 """The loss of single answers that the settings ask for, its reference point, and its figures.
 
 The mean is over `totals["examples"]`, the answers of the global batch. KTO couples them: its reference point z is the mean
-over mismatched answers of the *global batch*, known before the loss of any of its micro-batches (`toolkit.kl_estimate`). With z
-given the loss is a sum over answers, so a step is exact for the global batch, however that is cut.
+over mismatched answers of the *global batch*, known before the loss of any of its micro-batches
+(`toolkit.preference.kl_estimate`). With z given the loss is a sum over answers, so a step is exact for the global batch,
+however that is cut.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from toolkit.config import UnpairedConfig
-from toolkit.data.baselines import area_under_curve
+from toolkit.data.demo_corpus.baselines import area_under_curve
 from toolkit.losses.unpaired import apo_zero_unpaired_loss, kto_kl, kto_loss
 from toolkit.metrics.metric import Metrics
 
@@ -81,7 +82,7 @@ def unpaired_metrics(logps_of: LogpsOf, logps_of_mismatched: LogpsOf, config: Un
             rows["mismatched"] = policy - reference
         return rows
 
-    def finalise(rows: dict[str, np.ndarray]) -> dict[str, float]:
+    def finalize(rows: dict[str, np.ndarray]) -> dict[str, float]:
         policy, reference = (torch.from_numpy(rows[name].astype(np.float64)) for name in ("policy", "reference"))
         desirable = torch.from_numpy(rows["desirable"] > 0)
         mismatched = torch.from_numpy(rows.get("mismatched", np.zeros(1)).astype(np.float64))
@@ -92,7 +93,7 @@ def unpaired_metrics(logps_of: LogpsOf, logps_of_mismatched: LogpsOf, config: Un
         auc = area_under_curve((policy - reference).numpy(), desirable.numpy())
         return {"loss": float(loss), **{name: float(value) for name, value in figures.items()}, "reward_auc": auc}
 
-    return Metrics(update=None, finalise=finalise, gather=gather)
+    return Metrics(update=None, finalize=finalize, gather=gather)
 
 
 def _or_nan(total: float) -> float:

@@ -27,7 +27,7 @@ def sigmoid_loss(
 
 
 def sigmoid_norm_loss(policy: PairLogps, reference: PairLogps, beta: float, score: Score = reverse_kl) -> torch.Tensor:
-    """Length-normalised DPO: -log σ(β (score(h_w) / |w| - score(h_l) / |l|)). Tülu 3, arXiv:2411.15124, equation 6."""
+    """Length-normalized DPO: -log σ(β (score(h_w) / |w| - score(h_l) / |l|)). Tülu 3, arXiv:2411.15124, equation 6."""
     return -logsigmoid(beta * _margin_per_token(policy, reference, score))
 
 
@@ -133,7 +133,7 @@ def aot_unpaired_loss(policy: PairLogps, reference: PairLogps, beta: float, labe
     return smoothed_logistic(beta * (chosen.sort().values - rejected.sort().values), label_smoothing)
 
 
-def desensitised_weights(
+def desensitized_weights(
     chosen_tokens: torch.Tensor, rejected_tokens: torch.Tensor, length: int, ld_alpha: float
 ) -> torch.Tensor:
     """Weight of the k-th token of a pair's answers, `[pairs, length]`, the same for both: LD-DPO's.

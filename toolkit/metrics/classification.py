@@ -10,10 +10,11 @@ import torch
 from torch.nn import functional
 
 from toolkit.config import Refusal
+from toolkit.config.conditions import USUAL_METRICS
 from toolkit.metrics.classes import CLASS_FIGURES, LABEL_FIGURES, class_sums, counts_of_classes, counts_of_labels, label_sums
 from toolkit.metrics.external import External, flat_figures, load_metric
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
-from toolkit.metrics.numbers import NUMBER_FIGURES, number_sums
+from toolkit.metrics.numbers import NUMBER_FIGURES, OF_ALL, number_sums
 
 
 def example_logits(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
@@ -32,6 +33,7 @@ class _Problem:
     read: Callable[[dict[str, np.ndarray]], Any]  # sums -> what the figures are made from
     figures: Mapping[str, Callable[[Any], float | dict[str, float]]]
     trial: Callable[[int], tuple[list[Any], list[Any]]]  # two predictions and their references, for a new metric
+    of_all: tuple[str, ...] = ()  # the figures that no sums tell: they read all predictions and references
 
 
 _PROBLEMS: dict[str, _Problem] = {
@@ -53,27 +55,32 @@ _PROBLEMS: dict[str, _Problem] = {
         losses=lambda logits, labels: (logits.squeeze(-1) - labels.to(logits.dtype)).square(),
         predict=lambda logits: logits.squeeze(-1),
         sums=number_sums, read=lambda sums: sums, figures=NUMBER_FIGURES,
-        trial=lambda classes: ([0.0, 1.0], [0.0, 1.0]),
+        trial=lambda classes: ([0.0, 1.0], [0.0, 1.0]), of_all=OF_ALL,
     ),
 }  # fmt: skip
 
 
-def classification_metrics(names: Sequence[Any], num_labels: int, problem_type: str = "single_label") -> Metrics:
-    """Metrics by name for examples with labels; "loss" is always among the figures.
+def classification_metrics(
+    names: Sequence[Any], num_labels: int | None, problem_type: str = "single_label"
+) -> Metrics:
+    """Metrics by name for examples with labels; "loss" is always among the figures. Without a name the usual ones
+    (`USUAL_METRICS`): accuracy and F1, of numbers mse, mae and r2.
 
     Built in, as sums: for one class `accuracy`, `balanced_accuracy`, `matthews_correlation` and `precision`, `recall`, `f1`
     (macro averages; also `f1_micro`, `f1_weighted`, `f1_binary`, `f1_per_class`); for several classes the same without
     `balanced_accuracy`, `matthews_correlation` and `_binary`; for numbers `mse`, `rmse`, `mae`, `r2`, `pearson`.
+    `r2` and `pearson` are of all predictions at once: sums would lose their digits where the mean is large.
     Any other name is a module of `evaluate`, by name or path; a module or combination, or a function
-    `f(predictions, references) -> dict` may stand in a name's place. Such a one gets all predictions at once: then they
-    are gathered, one small row an example.
+    `f(predictions, references) -> dict` may stand in a name's place. Such a one gets all predictions at once too: then
+    they are gathered, one small row an example.
 
     The loss is the training loss without label smoothing, weighted where the rows are.
 
     Raises:
         Refusal: an unknown metric, or one that is for another kind of label.
     """
-    problem = _PROBLEMS[problem_type]
+    assert num_labels is not None  # as transformers types it; a model with a head of classes has a number
+    problem, names = _PROBLEMS[problem_type], names or USUAL_METRICS[problem_type]
     built_in = [name for name in names if isinstance(name, str) and name in problem.figures]
     for name in built_in:
         if name.endswith("_binary") and num_labels != 2:
@@ -99,14 +106,16 @@ def classification_metrics(names: Sequence[Any], num_labels: int, problem_type: 
 
     def figures_of_rows(observed: dict[str, np.ndarray]) -> dict[str, float]:
         tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in observed.items()}
-        result = figures({name: value.numpy() for name, value in summed(tensors).items()})
+        sums = {name: value.numpy() for name, value in summed(tensors).items()}
+        rows_too = {name: observed[name] for name in ("predictions", "references") if problem.of_all}
+        result = figures(sums | rows_too)
         for title, compute in external:
             result.update(flat_figures(title, compute(observed["predictions"], observed["references"]), result))
         return result
 
-    if external:
-        return Metrics(update=None, finalise=figures_of_rows, gather=rows)
-    return Metrics(update=lambda model, micro_batch: summed(rows(model, micro_batch)), finalise=figures)
+    if external or set(problem.of_all).intersection(built_in):
+        return Metrics(update=None, finalize=figures_of_rows, gather=rows)
+    return Metrics(update=lambda model, micro_batch: summed(rows(model, micro_batch)), finalize=figures)
 
 
 def _title(name: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a metric is: sums over micro-batches and a finaliser, or small rows of all examples and a finaliser."""
+"""What a metric is: sums over micro-batches and a finalizer, or small rows of all examples and a finalizer."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 Observe = Callable[[Any, dict[str, Any]], dict[str, torch.Tensor]]
-Finalise = Callable[[dict[str, np.ndarray]], dict[str, float]]
+Finalize = Callable[[dict[str, np.ndarray]], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Metrics:
     `gather(model, micro_batch)`: small rows, one for each example (first dimension), for a figure that needs all
     predictions at once. They are collected in the order of the examples' indices.
 
-    `finalise(observed)`: figures by name, "loss" always among them, from the sums or from all rows, as arrays.
+    `finalize(observed)`: figures by name, "loss" always among them, from the sums or from all rows, as arrays.
     """
 
     update: Observe | None
-    finalise: Finalise
+    finalize: Finalize
     gather: Observe | None = None
 
     def __post_init__(self) -> None:

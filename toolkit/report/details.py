@@ -72,13 +72,14 @@ def _setting_rows(lines: Iterable[SettingLine], with_default: bool) -> str:
     rows = ""
     for line in lines:
         default = f'<td class="faint">{escape(line.default or "")}</td>' if with_default else ""
-        rows += f"<tr><th><code>{escape(line.name)}</code></th><td>{escape(line.value)}</td>{default}</tr>"
+        unread = "" if line.is_read else ' <span class="faint">not read</span>'
+        rows += f"<tr><th><code>{escape(line.name)}</code></th><td>{escape(line.value)}{unread}</td>{default}</tr>"
     return rows
 
 
 def show_environment(run: RunRecord) -> str:
     """run.json without its copy of the settings: what matters most in a line, one table a group below it."""
-    groups = {name: value for name, value in run.card.items() if name not in ("settings", "changed")}
+    groups = {name: value for name, value in run.card.items() if name not in ("settings", "not_read", "changed")}
     loose = {name: value for name, value in groups.items() if not isinstance(value, dict)}
     tables = [(name.replace("_", " "), value) for name, value in groups.items() if isinstance(value, dict) and value]
     tables += [("run", loose)] if loose else []

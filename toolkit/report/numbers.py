@@ -4,13 +4,13 @@ import math
 
 
 def show_number(value: float) -> str:
-    """About four significant digits: 12,345 · 86.4 · 1.652 · 0.0123 · 2.5e-4."""
+    """About four significant digits: 12,345 · 86.4 · 1.652 · 0.0123 · 2.5e-4 · 3.14e93."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     size = abs(value)
-    if size >= 1000:
+    if 1000 <= size < 1e15:
         return f"{value:,.0f}"
-    if size >= 1e-3:
+    if 1e-3 <= size < 1e15:
         digits = max(0, 3 - math.floor(math.log10(size)))
         return f"{value:.{min(digits, 4)}f}"
     mantissa, _, exponent = f"{value:.2e}".partition("e")

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import Refusal
+from toolkit.metrics.baselines import compared_with_baselines, in_words
+from toolkit.metrics.direction import greater_is_better
 from toolkit.report.details import show_environment, show_files, show_samples, show_settings
 from toolkit.report.numbers import show_count, show_number, show_seconds
 from toolkit.report.plots import Plot, draw_plot
@@ -16,11 +18,10 @@ TITLES = {
     "loss": "Loss", "bits_per_byte": "Bits per byte", "perplexity": "Perplexity", "token_accuracy": "Token accuracy",
     "accuracy": "Accuracy", "f1": "F1", "precision": "Precision", "recall": "Recall", "mcc": "Matthews correlation",
     "learning_rate": "Learning rate", "grad_norm": "Gradient norm", "tokens_per_second": "Supervised tokens per second",
-    "examples_per_second": "Examples per second", "mfu": "Model FLOPs utilisation",
+    "examples_per_second": "Examples per second", "mfu": "Model FLOPs utilization",
 }
 # A run is judged by the first of these that it has.
 TELLING = ("bits_per_byte", "accuracy", "f1", "mcc", "loss")
-LESS_IS_BETTER = ("loss", "bits", "perplexity", "error", "wer", "cer")
 FROM_ZERO = ("learning_rate", "grad_norm", "tokens_per_second", "examples_per_second", "mfu")
 
 
@@ -32,6 +33,7 @@ def write_report(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
 
     Raises:
         Refusal: a directory of `run_dirs` does not exist, or no run has written into it.
+        OSError: the page cannot be written.
     """
     target = Path(path)
     for directory in map(Path, run_dirs):
@@ -96,7 +98,9 @@ def _overview(runs: list[RunRecord]) -> str:
 def _run_section(run: RunRecord, index: int, folder: Path) -> str:
     parts = [_headline(run), _curves(run), show_samples(run), show_settings(run), show_environment(run)]
     parts.append(show_files(run, folder))
-    complaints = "".join(f"<li>{escape(complaint)}</li>" for complaint in run.complaints)
+    warnings = run.summary.get("warnings")
+    said = [*run.complaints, *(map(str, warnings) if isinstance(warnings, list) else [])]
+    complaints = "".join(f"<li>{escape(each)}</li>" for each in said)
     warning = f'<ul class="complaints">{complaints}</ul>' if complaints else ""
     return f'<article id="run{index}">{_head(run)}{warning}{"".join(parts)}</article>\n'
 
@@ -125,45 +129,54 @@ def _headline(run: RunRecord) -> str:
     for name in names[:4]:
         first, last = first_and_last(run, f"eval_{name}")
         if last is not None:
-            tiles.append(_tile(f"Held-out {_in_a_sentence(_title(name))}", last, first, name))
+            is_less = _less_is_better(run, name)
+            tiles.append(_tile(f"Held-out {_in_a_sentence(_title(name))}", last, first, is_less))
     losses = [value for _, value in series_of(run, "loss") if value is not None]
     if losses:
-        tiles.append(_tile("Training loss", losses[-1], losses[0] if len(losses) > 1 else None, "loss"))
+        tiles.append(_tile("Training loss", losses[-1], losses[0] if len(losses) > 1 else None, True))
     speeds = sorted(value for _, value in series_of(run, "tokens_per_second") if value is not None)
     if speeds:
         usual = float(f"{speeds[len(speeds) // 2]:.3g}")  # the median; its last digits are noise
-        tiles.append(f'<div class="tile"><dt>Tokens per second</dt><dd>{show_number(usual)}</dd></div>')
+        tiles.append(f'<div class="tile"><dt>Supervised tokens per second</dt><dd>{show_number(usual)}</dd></div>')
     board = _baseline_board(run, telling) if telling else ""
     if not tiles and not board:
         return '<p class="empty">No figures were logged yet.</p>'
     return f'<section class="headline"><dl class="tiles">{"".join(tiles)}</dl>{board}</section>'
 
 
-def _tile(title: str, last: float, first: float | None, name: str) -> str:
+def _tile(title: str, last: float, first: float | None, less_is_better: bool) -> str:
     change = ""
     if first is not None and first != last:
-        better = (last < first) == _less_is_better(name)
+        better = (last < first) == less_is_better
         arrow = "↓" if last < first else "↑"
         change = f'<p class="{"better" if better else "worse"}">{arrow} from {show_number(first)}</p>'
     return f'<div class="tile"><dt>{escape(title)}</dt><dd>{show_number(last)}</dd>{change}</div>'
 
 
 def _baseline_board(run: RunRecord, telling: str) -> str:
-    """Bars from zero, the best on top: the model among the figures to beat."""
+    """Bars from zero, the best on top: the model among its baselines, and a sentence that says whether it beat them."""
     baselines = baselines_of(run)
     _, last = first_and_last(run, f"eval_{telling}")
     if not baselines or last is None:
         return ""
     rows = [(value, name, "") for name, value in baselines.items()] + [(last, "this model", "ours")]
-    rows.sort(key=lambda row: row[0], reverse=not _less_is_better(telling))
+    is_less = _less_is_better(run, telling)
+    rows.sort(key=lambda row: row[0], reverse=not is_less)
+    compared = compared_with_baselines({"figure": telling, **baselines}, {telling: last}, not is_less)
+    verdict = ""
+    if compared:
+        kind = "worse" if compared.unbeaten else "better"
+        words = in_words(compared._replace(name="this model, with"), show_number)
+        verdict = f'<p class="{kind}">{escape(words[:1].upper() + words[1:])}.</p>'
     longest = max(abs(value) for value, _, _ in rows) or 1.0
     bars = "".join(
         f'<tr class="{kind}"><th>{escape(name)}</th><td class="bar"><i style="width:{max(0.0, value) / longest:.1%}"></i></td>'
         f"<td class=n>{show_number(value)}</td></tr>"
         for value, name, kind in rows
     )
-    order = "lower is better" if _less_is_better(telling) else "higher is better"
-    return f'<div class="board"><h4>{escape(_title(telling))} <small>{order}</small></h4><table>{bars}</table></div>'
+    order = "lower is better" if is_less else "higher is better"
+    title = f"<h4>{escape(_title(telling))} <small>{order}</small></h4>"
+    return f'<div class="board">{title}<table>{bars}</table>{verdict}</div>'
 
 
 def _curves(run: RunRecord) -> str:
@@ -195,11 +208,14 @@ def _curves(run: RunRecord) -> str:
 
 def _telling_figure(run: RunRecord) -> str | None:
     names = [name for name in figure_names(run) if any(f"eval_{name}" in event for event in run.events)]
-    return next((name for name in (*TELLING, *names) if name in names), None)
+    of_baselines = str(_inside(run.summary, "baselines", "figure")).removeprefix("eval_")
+    return next((name for name in (of_baselines, *TELLING, *names) if name in names), None)
 
 
-def _less_is_better(name: str) -> bool:
-    return any(word in name for word in LESS_IS_BETTER)
+def _less_is_better(run: RunRecord, name: str) -> bool:
+    decides = str(run.setting("metric_for_best_model")).removeprefix("eval_") == name
+    given = {"true": True, "false": False}.get(str(run.setting("greater_is_better"))) if decides else None
+    return not greater_is_better(name, given)
 
 
 def _change(first: float | None, last: float) -> str:

@@ -1,26 +1,35 @@
 """What a run has left in its directory, read for the report. Any file may be missing or cut off: what is there is shown."""
 
+import contextlib
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from toolkit.config.files import NOT_READ
+from toolkit.system.json_lines import parse_object
 
 Points = list[tuple[float, float | None]]  # (step, value); None where the value was not finite
 
 FILES = ("metrics.jsonl", "samples.jsonl", "summary.json", "run.json", "config.yaml")  # that a run writes, and that are read
 NOT_FIGURES = ("step", "epoch", "examples", "time", "supervised_tokens", "nonfinite_steps")
+_SETTING_LINE = re.compile(rf"([A-Za-z_]\w*):\s*(.*?)(?:  # (?:default: (.*?))?(?:(?:; )?{NOT_READ})?)?")
 
 
 @dataclass(frozen=True)
 class SettingLine:
-    """One line of config.yaml. `default` is the recipe's default as text where the value differs from it, else None."""
+    """One line of config.yaml. `default` is the recipe's default as text where the value differs from it, else None.
+
+    `is_read`: whether the run read the setting; one that it didn't had no effect.
+    """
 
     name: str
     value: str
     panel: str
     default: str | None
+    is_read: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,8 +99,10 @@ def _is_figure(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
+        return float(value) if math.isfinite(value) else None
     return None
 
 
@@ -108,11 +119,8 @@ def _read_text(path: Path, complaints: list[str]) -> str | None:
 def _read_lines(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
     records, bad = [], 0
     for line in (_read_text(path, complaints) or "").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict):
+        record = parse_object(line)
+        if record is not None:
             records.append(record)
         elif line.strip():
             bad += 1
@@ -125,11 +133,8 @@ def _read_object(path: Path, complaints: list[str]) -> dict[str, Any]:
     text = _read_text(path, complaints)
     if text is None:
         return {}
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
+    found = parse_object(text)
+    if found is None:
         complaints.append(f"{path.name} is not a JSON object.")
         return {}
     return found
@@ -146,13 +151,15 @@ def _read_settings(path: Path, card: dict[str, Any], complaints: list[str]) -> l
     for line in text.splitlines():
         if heading := re.fullmatch(r"# (.+)", line):
             panel = heading[1]
-        elif found := re.fullmatch(r"([A-Za-z_]\w*):\s*(.*?)(?:  # default: (.*))?", line):
-            lines.append(SettingLine(found[1], _without_quotes(found[2]), panel, found[3]))
+        elif found := _SETTING_LINE.fullmatch(line):
+            lines.append(SettingLine(found[1], _without_quotes(found[2]), panel, found[3], not line.endswith(NOT_READ)))
         elif lines and line.strip():  # a value that goes on: a list item, a folded text
             last = lines[-1]
-            lines[-1] = SettingLine(last.name, f"{last.value}\n{line}".strip(), last.panel, last.default)
+            lines[-1] = replace(last, value=f"{last.value}\n{line}".strip())
     public = card.get("settings")  # a recipe's own texts may hold a key, and pages are passed on: the card leaves them out
-    return [line for line in lines if line.name in public] if isinstance(public, dict) else lines
+    unread = card.get("not_read")
+    shown = {**public, **(unread if isinstance(unread, dict) else {})} if isinstance(public, dict) else None
+    return lines if shown is None else [line for line in lines if line.name in shown]
 
 
 def _without_quotes(value: str) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.cli.container import channels_named
 from toolkit.cli.recipe import config_class_of, read_command_line
 from toolkit.config import Refusal, Settings, check_together, settings_of
 from toolkit.config.conditions import OF_BITSANDBYTES
+from toolkit.config.parsing import parse_yaml, read_text_file
 from toolkit.config.values import flag_of
-from toolkit.container import channels_named
 
 # The container decides these: they are places and circumstances of its own.
 _OF_THE_CONTAINER = {
@@ -84,7 +85,7 @@ def packages_for(config: Settings, recipe: Path, accelerate_config: Path | None 
     Args:
         accelerate_config: the file of --accelerate-config.
     """
-    from toolkit.accelerator import TRACKER_PACKAGES
+    from toolkit.training.accelerator import TRACKER_PACKAGES
 
     trackers = [name for name in getattr(config, "report_to", []) if name not in ("none", "all")]
     wanted = {package for name in trackers for package in TRACKER_PACKAGES.get(name, name).split()}
@@ -97,14 +98,10 @@ def packages_for(config: Settings, recipe: Path, accelerate_config: Path | None 
 
 
 def _says_deepspeed(accelerate_config: Path | None) -> bool:
-    import yaml
-
     if accelerate_config is None:
         return False
-    try:
-        written = yaml.safe_load(accelerate_config.read_text(encoding="utf-8"))  # JSON is YAML
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise Refusal(f"--accelerate-config {accelerate_config}: can't be read: {error}") from error
+    shown = f"--accelerate-config {accelerate_config}"
+    written = parse_yaml(read_text_file(accelerate_config, shown), shown)  # JSON is YAML
     return isinstance(written, dict) and str(written.get("distributed_type")).upper() == "DEEPSPEED"
 
 

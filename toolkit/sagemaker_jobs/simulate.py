@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import Refusal, Settings
-from toolkit.launch import REFUSED
+from toolkit.distributed.launch import REFUSED
 from toolkit.sagemaker_jobs.bucket import Seen, download, kept_equal
 from toolkit.sagemaker_jobs.contract import lay_out, outer_environment, script_arguments, script_environment
 from toolkit.sagemaker_jobs.job import Job
 from toolkit.sagemaker_jobs.recipe_settings import check_places
 from toolkit.sagemaker_jobs.request import environment_of
 from toolkit.sagemaker_jobs.source import ENTRY, make_source
+from toolkit.system.console import say
 
 _POLL_SECONDS = 0.05
 
@@ -54,18 +55,17 @@ def simulate(
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: machines must not outlive this process
     goes_on = any(path.is_file() for path in (folder / "s3/checkpoints").rglob("*"))
     if goes_on:
-        print(f"simulated: goes on from what is in {folder / 's3/checkpoints'}; --folder begins another job", flush=True)
+        say(f"simulated: goes on from what is in {folder / 's3/checkpoints'}; --folder begins another job")
     code = 0
     for seconds in [*interrupt_after, None]:
         code = _one_life(job, hyperparameters, folder, seconds, train)
         if code >= 0:
             break
-        print(f"simulated: the machines were taken away after {seconds:g} s; new ones begin with what S3 holds", flush=True)
+        say(f"simulated: the machines were taken away after {seconds:g} s; new ones begin with what S3 holds")
     if code == REFUSED and goes_on:
-        print(
+        say(
             f"simulated: the job could not go on from what is in {folder / 's3/checkpoints'}. A simulated job's output "
-            "directory is that of --folder: for a new run name another one.", file=sys.stderr, flush=True,
-        )  # fmt: skip
+            "directory is that of --folder: for a new run name another one.", error=True)  # fmt: skip
     return code
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from toolkit.cli.placement import placement_of
 from toolkit.cli.refusals import print_refusal
 from toolkit.config import Refusal
-from toolkit.launch import launch
+from toolkit.distributed.launch import launch
 
 SECRET = "TOOLKIT_SECRET_"  # TOOLKIT_SECRET_HF_TOKEN names the secret that becomes HF_TOKEN
 _PORTS = range(20000, 32768)  # below those that Linux hands out by itself

@@ -22,6 +22,7 @@ from toolkit.data.sources import load as sources
 from toolkit.data.sources.hub_datasets import load_from_hub, parse_hub_name
 from toolkit.data.sources.load import load_splits
 from toolkit.data.sources.mixtures import as_mixture
+from toolkit.data.tokenize.columns import read_options
 
 ROWS: list[dict[str, Any]] = [{"text": f"row {number}, \"é\"\nand more", "label": number % 3} for number in range(40)]
 
@@ -195,7 +196,7 @@ BROKEN = {
     "empty.txt": (b"", "data/empty.txt has no rows"),
     "empty.json": (b"[]", "data/empty.json has no rows"),
     "cut.jsonl": (b'{"text": "a"}\n\n{"text": "b\n', "data/cut.jsonl:3: not valid JSON at column 10"),
-    "cut.json": (b'[{"text": "a"},\n{"text": "b"', "data/cut.json:2: not valid JSON"),
+    "cut.json": (b'[{"text": "a"},\n{"text": "b"', "data/cut.json:2: is not JSON"),
     "cut.csv": (b'text,label\na,1\n"b,2\n', "data/cut.csv:3: not valid CSV"),
     "cut.parquet": (b"PAR1....", "data/cut.parquet can't be read"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 99)[:-20], "data/cut.jsonl.gz is damaged or cut short"),
@@ -212,7 +213,7 @@ BROKEN = {
     "nested.jsonl": (b'{"text": ["a"]}\n' + b'{"text": "a"}\n' * 3, "data/nested.jsonl:1: 'text' is a list, but a string in 3"),
     "late.jsonl": (b'{"text": "a"}\n' * 5000 + b'{"text": {}}\n', "data/late.jsonl:5001: 'text' is an object"),
     "inside.jsonl": (b'{"a": [{"b": 1}]}\n{"a": [{"b": "x"}]}\n', "data/inside.jsonl:2: 'a' doesn't fit the rows before it"),
-    "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "data/half.jsonl:2: 'text' holds a value that can't be stored"),
+    "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "data/half.jsonl:2: holds .ud800, half of a surrogate pair"),
     "huge.jsonl": (b'{"n": 1}\n{"n": 99999999999999999999}\n', "data/huge.jsonl:2: 'n' (holds|doesn't fit)"),
 }  # fmt: skip
 
@@ -384,6 +385,35 @@ def test_objects_with_different_keys_mix_and_different_classes_do_not() -> None:
         load("c.parquet:1,d.parquet:1", eval_fraction=0.0)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_chat_of_a_mixture_keeps_its_tools_where_other_sources_have_none(streaming: bool) -> None:
+    """Fails when: a column of tools that not all sources have is left out."""
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}]
+    chat = [{"role": "user", "content": "Time?"}, {"role": "assistant", "content": "Noon."}]
+    write("a.jsonl", [{"messages": chat}] * 3)
+    write("b.jsonl", [{"messages": chat, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}] * 3)
+    rows = list(load("a.jsonl:1,b.jsonl:1", eval_fraction=0.0, streaming=streaming)["train"])
+    found = [row["tools"] and json.loads(row["tools"])[0]["function"]["name"] for row in rows]
+    assert sorted(set(found), key=str) == [None, "clock"] if streaming else sorted(found, key=str) == [None] * 3 + ["clock"] * 3
+    options = [read_options(row, "") for row in rows]
+    assert all(("tools" in each) == ("enable_thinking" in each) for each in options)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "missing"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, {"chosen": "pa", "rejected": "pb"}, "prompt"),
+        ({"text": "a", "text_pair": "b", "label": 1}, {"text": "a", "label": 1}, "text_pair"),
+    ],
+)
+def test_a_mixture_never_drops_a_part_of_the_input(first: dict, second: dict, missing: str) -> None:
+    """Fails when: prompts and second texts are no part of what tells kinds of data apart."""
+    write("a.jsonl", [first, first])
+    write("b.jsonl", [second, second])
+    with pytest.raises(Refusal, match=f"same kind of data(.|\n)*{missing}"):
+        load("a.jsonl:1,b.jsonl:1", eval_fraction=0.0)
+
+
 @pytest.mark.parametrize(
     ("dataset", "said"),
     [
@@ -394,7 +424,7 @@ def test_objects_with_different_keys_mix_and_different_classes_do_not() -> None:
         ("empty.yaml", "holds no list of sources"),
         ("typo.yaml", "entry 1 has the key 'wieght'"),
         ("weight.yaml", "entry 1: weight is None"),
-        ("missing.yaml", "No such file"),
+        ("missing.yaml", "no such file"),
     ],
 )
 def test_a_mixture_that_is_not_clear_is_refused(dataset: str, said: str) -> None:
@@ -432,7 +462,7 @@ def test_the_fingerprint_names_the_content_and_not_the_file_s_place_or_time(tmp_
 
 
 def test_the_fingerprint_is_the_same_in_another_process(tmp_path: Path) -> None:
-    """So what was tokenised is found again. Fails when: the fingerprint is left to datasets: it takes a time in."""
+    """So what was tokenized is found again. Fails when: the fingerprint is left to datasets: it takes a time in."""
     path = write("data/a.jsonl", ROWS)
     program = "import sys, toolkit as tk; print(tk.load_splits(sys.argv[1])['train']._fingerprint)"
     root = str(Path(sources.__file__).parents[3])

@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from toolkit.config import Refusal
 from toolkit.data.sources.held_out import batch_keys, first_key, row_keys, split_by_content, stream_by_content
+from toolkit.system.console import warn_once
 
 FRACTION = 0.1
 
@@ -90,6 +91,11 @@ def test_a_column_that_appears_later_moves_no_row() -> None:
         ],
         [{"id": 1, "premise": "p", "hypothesis": "h", "label": 0}, {"id": 2, "premise": "p", "hypothesis": "h", "label": 1}],
         [{"a": "x", "origin": "f:1"}, {"a": "x", "origin": "f:2"}],
+        [{"chosen": "3 + 4? It is 7", "rejected": "3 + 4? It is 8"}, {"chosen": "3 + 4? 7", "rejected": "3 + 4? Eight"}],
+        [{"chosen": "Say hi.\nHi", "rejected": "Say hi.\nHello"}, {"chosen": "Say hi.\nMoin", "rejected": "Say hi.\nServus"}],
+        [{"chosen": "Say it. No", "rejected": "Say it. Not"}, {"chosen": "Say it. Yes", "rejected": "Say it. You"}],
+        [{"instruction": "a", "input": "b", "output": "c"}, {"instruction": "a", "input": "b", "output": "d"}],
+        [{"chosen": "a b cd", "rejected": "a b ce"}, {"chosen": "a b f", "rejected": "a b g"}],
     ],
     ids=lambda siblings: "+".join(siblings[0]),
 )
@@ -107,6 +113,9 @@ def test_rows_with_the_same_input_stay_on_one_side(siblings: list[dict]) -> None
         [{"text": "one", "context": "web"}, {"text": "two", "context": "web"}],
         [{"premise": "p", "hypothesis": "h"}, {"premise": "p", "hypothesis": "i"}],
         [{"input_ids": [1, 2]}, {"input_ids": [12]}],
+        [{"chosen": "Sum.\n3 + 4\n7", "rejected": "Sum.\n3 + 4\n8"}, {"chosen": "Sum.\n3 + 5\n8", "rejected": "Sum.\n3 + 5\n9"}],
+        [{"instruction": "a", "input": "b", "output": "c"}, {"instruction": "a", "input": "d", "output": "c"}],
+        [{"chosen": "yes", "rejected": "no"}, {"chosen": "left", "rejected": "right"}],
     ],
     ids=lambda different: "+".join(different[0]),
 )
@@ -114,6 +123,95 @@ def test_rows_with_different_inputs_are_told_apart(different: list[dict]) -> Non
     """Fails when: an empty prompt counts as an input, or a column called source does without a target."""
     one, two = (batch_keys({name: [value] for name, value in row.items()})[0] for row in different)
     assert one != two
+
+
+TURNS = {  # what stands before the user's words, before the assistant's, and behind all of it
+    "hh-rlhf": ("\n\nHuman: ", "\n\nAssistant:", ""),
+    "alpaca": ("Below is an instruction.\n\n### Instruction:\n", "\n\n### Response:\n", ""),
+    "chatml": ("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n"),
+    "llama-2": ("<s>[INST] ", " [/INST] ", " </s>"),
+    "gemma": ("<start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n", "<end_of_turn>"),
+    "questions": ("Q: ", "\nA: ", ""),
+    "lines": ("", "\n", ""),
+    "one line": ("", "? ", ""),
+}
+
+
+@pytest.mark.parametrize("written", TURNS)
+def test_no_prompt_that_two_texts_begin_with_is_on_both_sides(written: str) -> None:
+    """60 prompts with ten pairs each, whose answers begin alike in different ways; some of the dialogues have several turns.
+
+    Fails when: the key is a hash of `chosen`, or of all that both texts begin with.
+    """
+    words = random.Random(3)
+    user, assistant, end = TURNS[written]
+    has_turns = written not in ("lines", "one line")
+    rows, prompts, firsts = list[dict](), list[str](), list[str]()
+
+    def some(number: int) -> str:
+        return " ".join(words.choices(["how", "why", "bread", "bike", "code", "dog", "garden", "money", "plan", "trip", "write", "fix"], k=number))
+
+    for _ in range(60):
+        prompt = first = user + some(6)
+        for _ in range(words.choice((0, 0, 1, 2)) if has_turns else 0):
+            prompt += f"{assistant}{some(5)}.{end}{user}{some(4)}"
+        prompt += assistant
+        for _ in range(10):
+            alike = words.choice(("", "I ", "I think ", *(("Sure! Here:\n1. ", f"{some(3)}.\n\n{some(3)} ") if has_turns else ())))
+            better, worse = words.choice((("go", "stay"), ("red", "rot"), ("1", "12")))
+            rows.append({"chosen": f"{prompt}{alike}{better} {some(4)}{end}", "rejected": f"{prompt}{alike}{worse} {some(3)}{end}"})
+            prompts.append(prompt)
+            firsts.append(first)
+    dataset = Dataset.from_list([{**row, "id": number} for number, row in enumerate(rows)])
+    for part in (split_by_content, stream_by_content):
+        shown = dataset if part is split_by_content else dataset.to_iterable_dataset()
+        name = ("rows",) if part is split_by_content else ()
+        train, held_out = part(shown, FRACTION, frozenset({first_key(dataset, "rows")}), *name)
+        on_each = [{prompts[row["id"]] for row in side} for side in (train, held_out)]
+        assert not on_each[0] & on_each[1]
+        assert len(on_each[0] | on_each[1]) == len(set(prompts))
+        assert all(on_each)
+    assert len(np.unique(row_keys(dataset.remove_columns("id")))) == len(set(firsts))
+
+
+@pytest.mark.parametrize(
+    ("ending", "is_told"),
+    [("\nTL;DR:", True), ("?\n", True), ("? ", True), ("\n\nAssistant:", True), (". ", False), ("\n", False)],
+)
+def test_a_prompt_whose_answers_open_alike_is_on_one_side_or_a_line_says_so(ending: str, is_told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """200 prompts with ten pairs each, of tables and streams.
+
+    Fails when: the prompt ends at the last line or question that both texts share, or nothing is said where no border holds.
+    """
+    words = random.Random(5)
+    rows = []
+    for number in range(200):
+        prompt = f"POST {number} {words.random()}" + ending
+        for _ in range(10):
+            alike = words.choice(("Sure! ", "Of course. ", "Here is one:\n", ""))
+            rows.append({"chosen": f"{prompt}{alike}red {words.random()}", "rejected": f"{prompt}{alike}blue", "id": number})
+    dataset = Dataset.from_list(rows)
+    for streams, count in ((False, "2,000 pairs"), (True, "the first 100 pairs")):
+        warn_once.cache_clear()
+        always = frozenset({first_key(dataset, "rows")})
+        split = stream_by_content(dataset.to_iterable_dataset(), FRACTION, always) if streams else split_by_content(dataset, FRACTION, always, "rows")
+        train, held_out = ({row["id"] for row in side} for side in split)
+        said = capsys.readouterr().err
+        assert bool(train & held_out) != is_told
+        assert (count in said and "Give the prompt a column of its own" in said) == (not is_told)
+
+
+def test_rows_whose_prompt_is_said_keep_the_side_they_had() -> None:
+    """Lists of answers, single answers and chats too. Fails when: the beginning of the answers counts beside a prompt too."""
+    text = "Sum.\n\nHuman: 3 + 4?\n\nAssistant: Say."
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "7"}]
+    rows = [
+        {"prompt": text, "chosen": "It is 7", "rejected": "It is 8"}, {"prompt": f"{text}\n", "responses": ["7", "8"], "scores": [1, 0]},
+        {"prompt": text, "completion": "7", "label": True}, {"chosen": turns, "rejected": [turns[0], {**turns[1], "content": "8"}]},
+        {"prompt": text, "completion": "7"}, {"messages": turns}, {"text": text},
+    ]  # fmt: skip
+    expected = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    assert {int(batch_keys({name: [value] for name, value in row.items()})[0]) for row in rows} == {expected}
 
 
 def test_a_stream_is_split_like_the_table_it_was() -> None:

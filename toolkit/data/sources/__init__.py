@@ -1,0 +1,1 @@
+"""Where rows come from: files, the Hub, mixtures, held-out rows."""

@@ -1,17 +1,23 @@
-"""A cache of Arrow files under a key that names their content: built once, safe for many processes, never half there."""
+"""A cache of folders under keys that name their content: built once, safe for many processes, and read only while whole.
+
+A folder has its name when all of it is on the disk, with a digest of every file. Each start reads the digests again: a folder
+that is damaged is built anew, by one process, which says so.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from toolkit.config import Refusal
+from toolkit.system.console import say
+from toolkit.system.digests import damage_in, write_digests
+from toolkit.system.files import make_folder, put_in_place, remove
+from toolkit.system.locks import waiting_lock
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -25,51 +31,97 @@ def cached_splits(key: str, build: Callable[[Path], None]) -> DatasetDict:
     `key` must change with anything that changes the rows: it is also the fingerprint of the datasets, hence the key of
     everything `datasets` derives from them. Several processes may ask at once: one builds, the others wait.
     """
+    return open_splits(cache_folder(key, build))
+
+
+def open_splits(folder: Path) -> DatasetDict:
+    """The `<split>.arrow` files of a folder that `cache_folder` has returned, as memory-mapped datasets."""
     from datasets import Dataset, DatasetDict
 
-    folder = cache_folder(key, build)
     splits = DatasetDict()
     for path in sorted(folder.glob("*.arrow"), key=_split_order):
         if path.name.startswith("cache-"):  # what datasets derived from these files lies beside them
             continue
         rows = Dataset.from_file(str(path), split=path.stem)
-        rows._fingerprint = f"{key}-{path.stem}"  # the default one holds the file's modification time
+        rows._fingerprint = f"{folder.name}-{path.stem}"  # the default one holds the file's modification time
         splits[path.stem] = rows
     return splits
 
 
 def cache_folder(key: str, build: Callable[[Path], None]) -> Path:
-    """The folder of `key` in the cache of `datasets`; it appears with its name only when `build` has finished.
+    """The folder of `key` in the cache of `datasets`, as `build` has written it: a damaged one is built anew.
 
     Raises:
         Refusal: the cache can't be written.
     """
     from datasets import config as datasets_config
-    from filelock import FileLock
 
     cache = Path(datasets_config.HF_DATASETS_CACHE)
     folder = cache / key
-    if folder.is_dir():  # before the lock: a finished cache may be read-only
+    problem = _problem_of(folder)
+    if problem is None:  # before the lock: a finished cache may be read-only
         return folder
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(str(cache / f"{key}.lock")):
-            if not folder.is_dir():
+        make_folder(cache)
+        with waiting_lock(cache / f"{key}.lock", "prepares the same data"):
+            problem = _problem_of(folder)  # another process may have built it since
+            if problem is not None:
+                if problem:
+                    say(f"{folder} is damaged ({problem}): it is built anew", error=True)
                 for abandoned in cache.glob(f"{key}.incomplete-*"):  # of a process that was killed: we hold the lock
-                    shutil.rmtree(abandoned, ignore_errors=True)
-                partial = Path(tempfile.mkdtemp(prefix=f"{key}.incomplete-", dir=cache))
+                    remove(abandoned)
+                partial = cache / f"{key}.incomplete-{os.getpid()}"
+                partial.mkdir()
                 try:
                     build(partial)
-                    partial.chmod(0o755)
-                    os.rename(partial, folder)
+                    write_digests(partial)
+                    put_in_place(partial, folder, aside=cache / f"{key}.incomplete-damaged")
                 finally:
-                    shutil.rmtree(partial, ignore_errors=True)
+                    remove(partial)
     except OSError as error:
+        damaged = f" (the copy that is there is damaged: {problem})" if problem else ""
         raise Refusal(
-            f"The prepared data can't be written to {cache}: {error.strerror or error}. Make room there, or name another "
-            "folder: export HF_DATASETS_CACHE=/a/folder/with/space"
+            f"The prepared data can't be written to {cache}: {error.strerror or error}{damaged}. Make room there, or name "
+            "another folder: export HF_DATASETS_CACHE=/a/folder/with/space"
         ) from error
     return folder
+
+
+def _problem_of(folder: Path) -> str | None:
+    """None: the folder is whole; empty: it isn't there; else what is wrong with it."""
+    return damage_in(folder) if os.path.lexists(folder) else ""
+
+
+class CutFile(Exception):
+    """A file that this process has mapped was cut by someone: the next read of it would end the process with SIGBUS."""
+
+    exit_code, on_every_rank = 1, True
+
+
+def mapped_files(dataset: Any) -> dict[str, int]:
+    """The files that a dataset is mapped from, with their sizes in bytes."""
+    return {file["filename"]: os.stat(file["filename"]).st_size for file in dataset.cache_files}
+
+
+def check_uncut(files: dict[str, int]) -> None:
+    """Ask before each read of mapped files whether they still have their size: microseconds a file.
+
+    One that was deleted or renamed stays readable. One that is cut during the read still ends the process: nothing can be done
+    about a mapping then, and the fault handler that `run_recipe` turns on shows where it was.
+
+    Raises:
+        CutFile: one of them is shorter than `mapped_files` found it.
+    """
+    for name, size in files.items():
+        try:
+            found = os.stat(name).st_size
+        except FileNotFoundError:
+            continue
+        if found < size:
+            raise CutFile(
+                f"{name} was cut to {found:,} of {size:,} bytes while this process read it. Find out what wrote there, then go "
+                "on with --resume: the next start builds the folder anew."
+            )
 
 
 def write_tables(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:

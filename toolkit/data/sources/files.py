@@ -21,6 +21,7 @@ from toolkit.config import Refusal
 from toolkit.data.sources import readers
 from toolkit.data.sources.arrow_cache import cached_splits, write_tables
 from toolkit.data.sources.readers import TEXT_READERS, Row, number_columns, read_rows, what_is, with_numbers
+from toolkit.system.console import quoted
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -91,8 +92,29 @@ def _text_rows(files: list[DataFile]) -> Iterator[Row]:
         for line, row in read_rows(file.path, file.ending, file.sample_by):
             if isinstance(row.get("tools"), list):
                 row["tools"] = json.dumps(row["tools"])  # a JSON schema has no fixed types; chat templates take it as text too
+            row = {name: _with_arguments_as_text(value) for name, value in row.items()}
             row["origin"] = f"{file.shown}:{line}"
             yield row
+
+
+def _with_arguments_as_text(value: Any) -> Any:
+    """Messages whose calls of tools have their arguments as JSON text, as OpenAI's format does: they have no fixed types."""
+    if not isinstance(value, list) or not any(isinstance(message, dict) and message.get("tool_calls") for message in value):
+        return value
+    return [_with_calls_as_text(message) if isinstance(message, dict) else message for message in value]
+
+
+def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    written = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            call = {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+        written.append(call)
+    return {**message, "tool_calls": written}
 
 
 def _is_csv(files: list[DataFile]) -> bool:
@@ -165,7 +187,7 @@ def odd_rows(files: list[DataFile]) -> Iterator[str]:
         *odd, usual = sorted(found, key=lambda kind: (len(found[kind]), -list(found).index(kind)))
         for kind in odd:
             for origin in found[kind]:
-                yield f"{origin}: {name!r} is {kind}, but {usual} in {len(found[usual]):,} rows"
+                yield f"{origin}: {quoted(name)} is {kind}, but {usual} in {len(found[usual]):,} rows"
     if mixed:
         return
     schema = pa.schema([])  # the kinds agree, so it is something inside them, or a value that Arrow can't hold
@@ -174,13 +196,13 @@ def odd_rows(files: list[DataFile]) -> Iterator[str]:
             try:
                 alone = pa.schema([(name, pa.array([value]).type)])
             except (pa.ArrowException, ValueError, OverflowError) as error:
-                yield f"{row['origin']}: {name!r} holds a value that can't be stored: {error}"
+                yield f"{row['origin']}: {quoted(name)} holds a value that can't be stored: {error}"
                 continue
             try:
                 schema = pa.unify_schemas([schema, alone], promote_options="permissive")
             except pa.ArrowException as error:
                 reason = str(error).split("Unable to merge: ")[-1]  # the innermost of the nested messages
-                yield f"{row['origin']}: {name!r} doesn't fit the rows before it: {reason}"
+                yield f"{row['origin']}: {quoted(name)} doesn't fit the rows before it: {reason}"
 
 
 def _odd_row(files: list[DataFile]) -> Refusal:
@@ -212,12 +234,17 @@ def _features(files: list[DataFile]) -> Features:
 
     features: dict[str, Any] = {}
     for file in files:
-        found = Features.from_arrow_schema(_open(file)[0])
+        schema = _open(file)[0]
+        try:
+            found = Features.from_arrow_schema(schema)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # of what datasets leaves in a schema's metadata
+            reason = f"{type(error).__name__}: {error}"
+            raise Refusal(f"{file.path}: the metadata of its columns can't be read ({reason}).") from None
         clash = next((name for name in found if name in features and features[name] != found[name]), None)
         if clash:
             raise Refusal(
-                f"{file.path}: the column {clash!r} is {found[clash]}, but {features[clash]} in {files[0].path}. Files that "
-                "are read together have the same columns and types."
+                f"{file.path}: the column {quoted(clash)} is {found[clash]}, but {features[clash]} in {files[0].path}. "
+                "Files that are read together have the same columns and types."
             )
         features |= found
     return Features({**features, "origin": Value("string")})
@@ -247,8 +274,8 @@ def _columnar_rows(files: list[DataFile]) -> Iterator[Row]:
 def _batches(file: DataFile) -> Iterator[pa.RecordBatch]:
     try:
         yield from _open(file)[1]
-    except pa.ArrowException as error:
-        raise Refusal(f"{file.path} is damaged: {str(error).splitlines()[0]}") from None
+    except (pa.ArrowException, OSError) as error:  # Arrow's readers raise the latter for a file that ends too early
+        raise Refusal(f"{file.path} is damaged or cut short: {str(error).splitlines()[0]}") from None
 
 
 def _open(file: DataFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:

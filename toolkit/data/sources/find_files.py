@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import glob
-import json
 import os
 import re
 from collections import defaultdict
 from pathlib import Path
 
 from toolkit.config import Refusal
+from toolkit.config.parsing import is_special, parse_json, read_text_file
 from toolkit.data.sources.files import DataFile, known_endings
 from toolkit.data.sources.given_paths import remember_path
 
@@ -39,6 +39,10 @@ def find_files(source: str) -> Splits | None:
         return _saved_to_disk(Path(path)) or _by_split(source, path, _files_below(path))
     if os.path.isfile(path):
         return {"train": [_known(_named(path, os.path.dirname(os.path.abspath(path))))]}
+    if kind := is_special(path):
+        raise Refusal(f"--dataset {source}: is {kind}, and rows are read more than once. Save them as a file.")
+    if os.path.islink(path):
+        raise Refusal(f"--dataset {source}: is a link to {os.readlink(path)}, where nothing is.")
     if glob.has_magic(path):
         fixed = os.path.dirname(path[: re.search(r"[*?\[]", path).start()])  # type: ignore[union-attr]  # has_magic found one
         found = [name for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
@@ -56,7 +60,7 @@ def _files_below(folder: str) -> list[str]:
     for inside, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         found += [os.path.join(inside, name) for name in names if not name.startswith(".") and name not in _ABOUT_THE_DATA]
-    return [name for name in found if DataFile(name, "").ending]
+    return [name for name in found if DataFile(name, "").ending and not is_special(name)]
 
 
 def _by_split(source: str, root: str, paths: list[str]) -> Splits:
@@ -87,14 +91,30 @@ def _saved_to_disk(folder: Path) -> Splits:
     """The files of what `save_to_disk` of datasets wrote; empty for another folder."""
     names = folder / "dataset_dict.json"
     if names.is_file():
-        parts = {split: folder / split for split in json.loads(names.read_text(encoding="utf-8"))["splits"]}
+        parts = {split: folder / split for split in _names_in(names, "splits")}
     else:
         parts = {"train": folder} if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file() else {}
     splits = {}
     for split, part in parts.items():
-        files = json.loads((part / "state.json").read_text(encoding="utf-8"))["_data_files"]
-        splits[split] = [DataFile(str(part / each["filename"]), f"{part.name}/{each['filename']}") for each in files]
+        files = _names_in(part / "state.json", "_data_files", "filename")
+        splits[split] = [DataFile(str(part / name), f"{part.name}/{name}") for name in files]
     return splits
+
+
+def _names_in(path: Path, key: str, inner: str = "") -> list[str]:
+    """The names that a file of `save_to_disk` lists under a key; each an object's `inner` where that is given.
+
+    Raises:
+        Refusal: it lists none, or one outside its folder.
+    """
+    content = parse_json(read_text_file(path, str(path)), str(path), is_file=True)
+    listed = content.get(key) if isinstance(content, dict) else None
+    listed = listed if isinstance(listed, list) else []
+    found = [each.get(inner) if inner and isinstance(each, dict) else each for each in listed]
+    names = [name for name in found if isinstance(name, str) and name and os.path.basename(name) == name]
+    if not names or len(names) < len(found):
+        raise Refusal(f"{path}: lists no names under {key!r}, as save_to_disk of datasets writes it. Save the dataset again.")
+    return names
 
 
 def _split_of(path: str) -> str | None:

@@ -1,6 +1,7 @@
 """Rows held out by a hash of their content, so that a split never leaks and never moves.
 
-What is hashed is the row's *input*: the prompt, the first user turn, the context, the source, the tokens or the text. So
+What is hashed is the row's *input*: the prompt, the first user turn, the context, the source, the tokens or the text; of two
+answers that are texts and begin with their prompt, what both begin with, up to a border that does not depend on the answers. So
 verbatim copies, copies with another label, several answers to one prompt and several questions about one context all stay on
 one side. Neither the seed nor a row's place matters: a file that grows, is shuffled or is cut into several keeps its split.
 """
@@ -9,13 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.config import Refusal
+from toolkit.data.tokenize.masks import common_prefix
+from toolkit.system.console import warn_once
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -23,6 +28,20 @@ if TYPE_CHECKING:
 BATCH_ROWS = 10_000
 # beside a row's input these say who, where and what about it; two rows that differ only here are the same row
 ABOUT_A_ROW = frozenset({"origin", "id", "idx", "index", "label", "labels", "score", "weight"})
+# Two texts that begin with their prompt may go on alike for a while, and how far differs from pair to pair. So the prompt ends
+# where a mark says that the answer begins, without one at the end of the first question: what follows moves neither. Without
+# either it is taken to end at the last end of a line, else of a sentence, a word, which answers that begin alike do move.
+_ANSWER_BEGINS = re.compile(
+    r"""(?:^|\n)[ \t]*[#*]*[ ]*(?:assistant|ai|bot|chatbot|chatgpt|gpt|model|response|answer|output|completion|reply|a)[ ]*[*]*:
+    |(?:^|\n)[#]+[ ]*(?:assistant|response|answer|output)\b
+    |(?:^|\n)[ \t]*TL;?DR:
+    |<\|(?:im_start|start_header_id|start_of_role|start)\|>\s*assistant\b | <start_of_turn>model\b
+    |<[|｜](?:assistant|bot|chatbot_token)[|｜]> | \[/INST\]""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_QUESTION_ENDS = re.compile(r"\?(?=\s)")
+_BORDERS = (re.compile(r"\n"), re.compile(r"[.!:;](?=\s)"), re.compile(r"\s"))
+_ROWS_LOOKED_AT = 100  # of a stream, for pairs whose prompt can't be told
 
 
 def split_by_content(rows: Dataset, fraction: float, always: frozenset[int], name: str) -> tuple[Dataset, Dataset]:
@@ -34,6 +53,8 @@ def split_by_content(rows: Dataset, fraction: float, always: frozenset[int], nam
     Raises:
         Refusal: no row of the source called `name` would be left to train on; for one, all have the same input.
     """
+    if {"chosen", "rejected"} <= set(rows.column_names) and "prompt" not in rows.column_names:
+        _warn_of_untold_prompts(rows.select_columns(["chosen", "rejected"]).iter(batch_size=BATCH_ROWS), name)
     keys = row_keys(rows)
     held_out = _is_held_out(keys, fraction, always)
     if held_out.all():
@@ -48,9 +69,13 @@ def split_by_content(rows: Dataset, fraction: float, always: frozenset[int], nam
 
 
 def stream_by_content(
-    rows: IterableDataset, fraction: float, always: frozenset[int]
+    rows: IterableDataset, fraction: float, always: frozenset[int], name: str = "the stream"
 ) -> tuple[IterableDataset, IterableDataset]:
-    """The same split of a stream, row by row."""
+    """The same split of a stream called `name`, row by row."""
+    first: dict[str, Any] = next(iter(rows), {})
+    if {"chosen", "rejected"} <= set(first) and "prompt" not in first:
+        looked_at = ({key: [value] for key, value in row.items()} for row in islice(rows, _ROWS_LOOKED_AT))
+        _warn_of_untold_prompts(looked_at, name, "the first ")
     sides = (partial(_is_on_side, held_out=side, fraction=fraction, always=always) for side in (False, True))
     training, held_out = (rows.filter(side, batched=True, batch_size=100) for side in sides)
     return training, held_out
@@ -88,6 +113,11 @@ def batch_keys(batch: Mapping[str, Sequence[Any]]) -> np.ndarray:
 def _keys(names: list[str], column: Callable[[str], Sequence[Any]], count: int) -> np.ndarray:
     """A hash of each row's input, or of all its content where it has none; `column` is asked for what is needed only."""
     data = [b""] * count
+    if {"chosen", "rejected"} <= set(names) and "prompt" not in names:
+        data = [_implicit_prompt(*pair) for pair in zip(column("chosen"), column("rejected"), strict=True)]
+    elif {"instruction", "output"} <= set(names) and not _input_columns(names):  # Alpaca's columns
+        inputs = column("input") if "input" in names else [""] * count
+        data = [_canonical(f"{one or ''}\n{two or ''}") for one, two in zip(column("instruction"), inputs, strict=True)]
     for name in _input_columns(names):
         if not all(data):
             data = [found or _canonical(value, name) for found, value in zip(data, column(name), strict=True)]
@@ -127,6 +157,48 @@ def _canonical(value: Any, column: str = "") -> bytes:
     if not isinstance(value, str):
         value = json.dumps(_without_nulls(value), sort_keys=True, ensure_ascii=False, default=str) if value != [] else ""
     return value.strip().encode("utf-8", "surrogatepass")
+
+
+def _implicit_prompt(chosen: Any, rejected: Any) -> bytes:
+    """The beginning that two texts share, up to a border that is the same for other answers to the prompt; empty for chats.
+
+    Of a dialogue it ends with the first turn of the user, as that of a chat does.
+    """
+    if not isinstance(chosen, str) or not isinstance(rejected, str):
+        return b""
+    shared = chosen[: common_prefix(chosen, rejected)]
+    end = _told_end(shared)
+    if end is None:
+        lasts = (found.end() for border in _BORDERS for found in [*border.finditer(shared)][-1:])
+        ends = (last for last in lasts if shared[:last].strip())
+        end = next(ends, len(shared))
+    return _canonical(shared[:end])
+
+
+def _told_end(shared: str) -> int | None:
+    """Where a prompt ends at which two texts begin alike, whatever the answers; None where that can't be told."""
+    marks = (mark.start() for mark in _ANSWER_BEGINS.finditer(shared) if shared[: mark.start()].strip())
+    questions = (found.end() for found in _QUESTION_ENDS.finditer(shared) if shared[: found.start()].strip())
+    end = next(marks, None)
+    return next(questions, None) if end is None else end
+
+
+def _warn_of_untold_prompts(batches: Iterable[Mapping[str, Sequence[Any]]], name: str, first: str = "") -> None:
+    """One line where answers to one prompt may be on both sides: pairs of texts without a border that no answer moves."""
+    count = untold = 0
+    for batch in batches:
+        if "prompt" in batch or not {"chosen", "rejected"} <= set(batch):
+            return
+        both = zip(batch["chosen"], batch["rejected"], strict=True)
+        pairs = [pair for pair in both if all(isinstance(text, str) for text in pair)]
+        count += len(pairs)
+        untold += sum(_told_end(chosen[: common_prefix(chosen, rejected)]) is None for chosen, rejected in pairs)
+    if untold:
+        warn_once(
+            f"{name}: of {untold:,} of {first}{count:,} pairs it can't be told where the prompt ends and the answers begin (no "
+            "mark such as 'Assistant:', no question), so answers to one prompt may be both trained on and held out. Give the "
+            "prompt a column of its own: prompt, chosen, rejected."
+        )
 
 
 def _first_user_turn(turns: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
-from toolkit.network import stay_offline_without_network
+from toolkit.system.network import stay_offline_without_network
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -7,7 +7,17 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import DataConfig, Refusal
-from toolkit.data.sources.mixtures import Source, as_mixture, column_names, join, mix, mix_streams, shared_columns
+from toolkit.data.sources.mixtures import (
+    Source,
+    as_mixture,
+    column_names,
+    join,
+    mix,
+    mix_streams,
+    shared_columns,
+    with_columns_of_chats,
+)
+from toolkit.system.console import quoted
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDatasetDict
@@ -36,6 +46,8 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
         if not config.streaming:  # after mixing, a row's number would tell nothing
             pairs = zip(chosen, sources, strict=True)
             chosen = [{name: _with_origin(rows, source) for name, rows in part.items()} for part, source in pairs]
+        filled = iter(with_columns_of_chats([rows for part in chosen for rows in part.values()]))
+        chosen = [{name: next(filled) for name in part} for part in chosen]
     held_out = _hold_out(chosen, sources, config)
     _check_held_out(chosen, held_out, config)
     if len(sources) == 1:
@@ -70,7 +82,7 @@ def describe_source(config: DataConfig | str) -> str:
     if parts:
         return "; ".join(f"{part.weight:.3g} of {describe_source(part.dataset)}" for part in parts)
     if dataset.startswith("stdlib:"):
-        from toolkit.data.corpus.stdlib import describe_corpus
+        from toolkit.data.demo_corpus.stdlib import describe_corpus
 
         return describe_corpus(dataset.removeprefix("stdlib:"))
     from toolkit.data.sources.find_files import find_files
@@ -94,7 +106,7 @@ def load_source(source: Source, config: DataConfig) -> Splits:
     splits = _load(source.dataset, config)
     for split, rows in splits.items():
         if not config.streaming and len(rows) == 0:
-            raise Refusal(f"--dataset {source.dataset}: the split {split!r} has no rows.")
+            raise Refusal(f"--dataset {source.dataset}: the split {quoted(split)} has no rows.")
     renames = source.rename_columns or dict(_rename(entry) for entry in config.rename_columns)
     return {split: _renamed(rows, renames, source.dataset) for split, rows in splits.items()} if renames else splits
 
@@ -102,7 +114,7 @@ def load_source(source: Source, config: DataConfig) -> Splits:
 def _load(dataset: str, config: DataConfig) -> Splits:
     streaming = config.streaming
     if dataset.startswith("stdlib:"):
-        from toolkit.data.corpus.stdlib import load_corpus
+        from toolkit.data.demo_corpus.stdlib import load_corpus
 
         splits = load_corpus(dataset.removeprefix("stdlib:"))
         return {name: rows.to_iterable_dataset() if streaming else rows for name, rows in splits.items()}
@@ -161,7 +173,9 @@ def _hold_out(chosen: list[Splits], sources: list[Source], config: DataConfig) -
     always = frozenset(content.first_key(part["train"], source.dataset) for part, source in without)
     for part, source in without:
         if config.streaming:
-            part["train"], part["validation"] = content.stream_by_content(part["train"], config.eval_fraction, always)
+            part["train"], part["validation"] = content.stream_by_content(
+                part["train"], config.eval_fraction, always, source.dataset
+            )
         else:
             part["train"], part["validation"] = content.split_by_content(
                 part["train"], config.eval_fraction, always, source.dataset
@@ -209,9 +223,9 @@ def _renamed(rows: Rows, renames: dict[str, str], dataset: str) -> Rows:
     for old, new in renames.items():
         if old not in columns:
             there = ", ".join(name for name in columns if name != "origin")
-            raise Refusal(f"--rename-columns {old}={new}: {dataset} has no column {old!r}. It has: {there}.")
+            raise Refusal(f"--rename-columns {old}={new}: {dataset} has no column {quoted(old)}. It has: {there}.")
         if new in columns and new not in renames:
-            raise Refusal(f"--rename-columns {old}={new}: {dataset} has a column {new!r} already.")
+            raise Refusal(f"--rename-columns {old}={new}: {dataset} has a column {quoted(new)} already.")
     if hasattr(rows, "__len__") or not set(renames) & set(renames.values()):
         return rows.rename_columns(renames)
     return rows.map(_exchanged, fn_kwargs={"renames": renames}, remove_columns=list(renames))  # datasets renames no stream so

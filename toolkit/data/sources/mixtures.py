@@ -16,14 +16,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.config import DataConfig, Refusal
+from toolkit.config.parsing import parse_yaml, read_text_file
+from toolkit.system.console import quoted
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
+MOST_ROWS = 10**9  # drawn by weight: an index of 8 GB
 _LAYOUTS = (  # what identifies a kind of training data; the first that a source has
-    {"input_ids"}, {"messages"}, {"conversations"}, {"chosen", "rejected"}, {"prompt", "completion"},
-    {"question", "context", "answers"}, {"source", "target"}, {"tokens", "tags"}, {"text", "label"}, {"text"},
+    {"input_ids"}, {"messages"}, {"conversations"}, {"prompt", "chosen", "rejected"}, {"chosen", "rejected"},
+    {"prompt", "completion"}, {"question", "context", "answers"}, {"source", "target"}, {"tokens", "tags"},
+    {"text", "text_pair", "label"}, {"text", "label"}, {"text"}, {"instruction", "output"},
 )  # fmt: skip
+_OF_CHATS = ("tools", "chat_template_kwargs")  # what only some chats have
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def mix(parts: list[Dataset], sources: list[Source], config: DataConfig) -> tupl
 
     Rows stand in an order in which each beginning holds the shares too, so that cutting it keeps them.
     """
-    from toolkit.data.order import epoch_order
+    from toolkit.data.loading.order import epoch_order
 
     draws = _draws([len(part) for part in parts], [source.weight for source in sources], config.max_train_examples)
     rows, positions, start = [], [], 0
@@ -120,8 +125,40 @@ def shared_columns(parts: Sequence[Any], sources: list[Source]) -> list[str]:
     return shared
 
 
+def with_columns_of_chats(parts: Sequence[Any]) -> list[Any]:
+    """Empty values where a source has no column of tools and another one does: its chats would lose theirs in silence.
+
+    Of whole tables, before rows are held out: `datasets` writes selected rows to a file of its own, without a digest, to add a
+    column to them, and reads that file at the next start.
+    """
+    filled = list(parts)
+    for name in _OF_CHATS:
+        having = next((part for part in parts if name in column_names(part)), None)
+        if having is None:
+            continue
+        for number, part in enumerate(filled):
+            if name in column_names(part):
+                continue
+            if hasattr(part, "__len__"):
+                filled[number] = part.add_column(name, [None] * len(part), feature=having.features[name])
+            else:  # datasets 5.2 takes the keys of an object from the first stream that it joins
+                first = next(iter(having)).get(name)
+                nothing = dict.fromkeys(first) if isinstance(first, dict) else None
+                filled[number] = part.map(_with_value, fn_kwargs={"name": name, "value": nothing})
+    return filled
+
+
+def _with_value(row: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    return {**row, name: value}
+
+
 def _draws(sizes: list[int], weights: list[float], total: int | None) -> list[int]:
     """Rows to draw of each source: shares of `total`, or of the smallest total that shows every row once."""
+    if total is None and max(size / weight for size, weight in zip(sizes, weights, strict=True)) > MOST_ROWS:
+        raise Refusal(
+            f"To show every row once, a mixture of these weights would draw more than {MOST_ROWS:,} rows: give weights that "
+            "differ less, or say how many rows are drawn: --max-train-examples"
+        )
     rows = total or max(size / weight for size, weight in zip(sizes, weights, strict=True))
     exact = [rows * weight for weight in weights]
     draws = [math.floor(share + 1e-9) for share in exact]
@@ -146,15 +183,11 @@ def _weighted(part: str, dataset: str) -> Source:
 
 
 def _read_yaml(path: str) -> list[Source]:
-    import yaml
-
     example = "A mixture file is a list such as:\n- {dataset: stdlib:sft, weight: 0.7}\n- {dataset: mine.jsonl, weight: 0.3}"
     try:
-        entries = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refusal(f"--dataset {path}: {error.strerror}. {example}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Refusal(f"--dataset {path}: not valid YAML: {error}") from None
+        entries = parse_yaml(read_text_file(path, f"--dataset {path}"), f"--dataset {path}")
+    except Refusal as refusal:
+        raise Refusal(f"{refusal} {example}") from None
     if not isinstance(entries, list) or not entries:
         raise Refusal(f"--dataset {path} holds no list of sources. {example}")
     return [_entry(entry, f"{path}: entry {number}", example) for number, entry in enumerate(entries, 1)]
@@ -166,7 +199,7 @@ def _entry(entry: Any, place: str, example: str) -> Source:
         raise Refusal(f"{place} names no dataset. {example}")
     unknown = next((str(key) for key in entry if key not in allowed), None)
     if unknown:
-        raise Refusal(f"{place} has the key {unknown!r}; it may have {', '.join(allowed)}.")
+        raise Refusal(f"{place} has the key {quoted(unknown)}; it may have {', '.join(allowed)}.")
     weight, renames = entry.get("weight"), entry.get("rename_columns") or {}
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
         raise Refusal(f"{place}: weight is {weight!r}; it should be a number above 0, its share of the training rows.")
@@ -198,11 +231,12 @@ def _same_types(parts: list[Dataset], sources: list[Source]) -> list[Dataset]:
         except pa.ArrowException:
             odd = next(number for number, part in enumerate(parts) if part.features[name] != first[name])
             raise Refusal(_differs(name, first[name], parts[odd].features[name], sources[0], sources[odd])) from None
-    return [part.cast(Features(features)) for part in parts]
+    # anew at each start: what datasets would keep of it has no digest
+    return [part.cast(Features(features), load_from_cache_file=False) for part in parts]
 
 
 def _differs(name: str, kind: Any, other: Any, source: Source, odd: Source) -> str:
-    found = f"the column {name!r} is {kind} in {source.dataset}, but {other} in {odd.dataset}"
+    found = f"the column {quoted(name)} is {kind} in {source.dataset}, but {other} in {odd.dataset}"
     return f"The sources of a mixture should agree: {found}."
 
 

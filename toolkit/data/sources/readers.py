@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import Refusal
+from toolkit.config.parsing import parse_json
+from toolkit.system.console import quoted
 
 Row = dict[str, Any]
 
@@ -75,13 +77,7 @@ def _read_jsonl(path: str) -> Iterator[tuple[int, Row]]:
 
 def read_json_line(line: str, where: str) -> Row:
     """The row of a line that isn't blank; refused where it is no JSON object."""
-    line = line.strip()
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        shown = line if len(line) <= 60 else line[:57] + "..."
-        raise Refusal(f"{where}: not valid JSON at column {error.colno} ({error.msg}): {shown}") from None
-    return _an_object(row, where)
+    return _an_object(parse_json(line.strip(), where), where)
 
 
 def unreadable_lines(path: str) -> list[str]:
@@ -104,13 +100,10 @@ def _read_json(path: str) -> Iterator[tuple[int, Row]]:
     if first.lstrip().startswith("{") and _is_json(first):
         yield from _read_jsonl(path)
         return
-    try:
-        whole = json.loads("".join(line for _, line in _lines(path)))
-    except json.JSONDecodeError as error:
-        raise Refusal(f"{path}:{error.lineno}: not valid JSON at column {error.colno} ({error.msg}).") from None
+    whole = parse_json("".join(line for _, line in _lines(path)), path, is_file=True)
     if not isinstance(whole, list):
         inside = [name for name, value in whole.items() if isinstance(value, list)] if isinstance(whole, dict) else []
-        hint = f" If the rows stand under {inside[0]!r}, save that list alone." if inside else ""
+        hint = f" If the rows stand under {quoted(inside[0])}, save that list alone." if inside else ""
         raise Refusal(f"{path} is {what_is(whole)}; it should be a list of objects, or have one object a line.{hint}")
     for number, row in enumerate(whole, 1):
         yield number, _an_object(row, f"{path}: row {number}")
@@ -130,7 +123,7 @@ def _read_csv(path: str) -> Iterator[tuple[int, Row]]:
         header = [name.strip() or f"column_{place}" for place, name in enumerate(next(reader, []), 1)]
         twice = next((name for name in header if header.count(name) > 1), None)
         if twice:
-            raise Refusal(f"{path}:1: the column {twice!r} stands twice in the header.")
+            raise Refusal(f"{path}:1: the column {quoted(twice)} stands twice in the header.")
         for fields in reader:
             if fields and len(fields) != len(header):
                 raise Refusal(
@@ -173,6 +166,8 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(file, 1):
                 if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
                     raise Refusal(f"{path} is UTF-16. Make it UTF-8: iconv -f UTF-16 -t UTF-8 {path} > {utf8}")
+                if number == 1 and (found := _other_format(line)):
+                    raise Refusal(f"{path} is no text: its content is {found[0]}. {found[1].format(path=path)}")
                 try:
                     yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
@@ -197,9 +192,29 @@ def _is_json(line: str) -> bool:
         json.loads(line)
     except json.JSONDecodeError:
         return False
+    except (RecursionError, ValueError):  # it is, and is refused where it is read
+        return True
     return True
 
 
+def _other_format(first: bytes) -> tuple[str, str] | None:
+    """What a file is by its first bytes, and what to do, where that is no text."""
+    return next((found for magic, found in _MAGIC.items() if first.startswith(magic)), None)
+
+
+# The first bytes of formats that are found under the names of others.
+_NAMED_BY_ENDING = "Give it that ending: mv {{path}} {{path}}{}"
+_MAGIC = {
+    b"\x1f\x8b": ("compressed by gzip", _NAMED_BY_ENDING.format(".gz")),
+    b"BZh": ("compressed by bzip2", _NAMED_BY_ENDING.format(".bz2")),
+    b"\xfd7zXZ\0": ("compressed by xz", _NAMED_BY_ENDING.format(".xz")),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "Decompress it: zstd -d {path}"),
+    b"PK\x03\x04": ("a zip archive or a spreadsheet", "Unpack it, or save the sheet as CSV."),
+    b"PAR1": ("Parquet", "Give it that ending: .parquet"),
+    b"ARROW1": ("Arrow", "Give it that ending: .arrow"),
+    b"%PDF-": ("PDF", "Extract its text first."),
+    b"SQLite format 3": ("a SQLite database", "Export the table as CSV."),
+}
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]{0,17})")  # not 007, which is a name; not what 64 bits can't hold
 _NUMBER = re.compile(r"[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 

@@ -1,0 +1,599 @@
+"""Settings: what each group declares, what values mean, which go together, and config.yaml.
+
+Each test names the one-line change under which it was seen to fail.
+"""
+
+import dataclasses
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit as tk
+from toolkit.config import (
+    Refusal,
+    changed_settings,
+    check_together,
+    groups,
+    methods,
+    read_config_file,
+    read_values,
+    settings_of,
+    write_config_file,
+)
+from toolkit.config.rules import CONTRADICTIONS, NO_EFFECT, broken_rules
+
+GROUPS: list[type[tk.Settings]] = [
+    group
+    for group in {**vars(groups), **vars(methods)}.values()
+    if inspect.isclass(group) and issubclass(group, tk.Settings) and group is not tk.Settings
+]
+
+
+@dataclass(frozen=True)
+class Everything(
+    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.ClassificationConfig, tk.PairsConfig,
+    tk.RankedAnswersConfig, tk.ReferenceConfig, tk.PreferenceConfig,
+    tk.RewardConfig,
+    tk.SampleConfig,
+    tk.RunConfig,
+):  # fmt: skip
+    dataset: str = "stdlib:pretrain"
+    metrics: list[str] = tk.setting(["accuracy"])  # noqa: RUF009 - a dataclass field, not a shared default
+    strength: float = tk.setting(0.1, "Strength of the penalty.", above=0.0)
+    own_number: int = tk.setting(0, "A recipe's own number, without a range.")
+
+
+# -- what is declared ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_every_setting_has_help_and_every_default_keeps_its_own_rules(group: type[tk.Settings]) -> None:
+    """Fails when a field's help text is emptied, or a default put outside its choices."""
+    group()
+    for each in settings_of(group).values():
+        assert len(each.help) > 10, each.name
+        assert each.help.endswith("."), each.name
+
+
+def test_no_setting_is_declared_by_two_groups_and_no_alias_is_taken() -> None:
+    """Losses of pairs and of single answers, which no recipe has both of, call what they have in common by TRL's names.
+
+    Fails when RunConfig declares a `seed` of its own, or an alias equals another setting's name."""
+    declared = [name for group in GROUPS for name in inspect.get_annotations(group)]
+    aliases = {alias for group in GROUPS for each in settings_of(group).values() for alias in each.aliases}
+    assert sorted(name for name in set(declared) if declared.count(name) > 1) == ["beta", "loss_type"]
+    assert {"beta", "loss_type"} == set(settings_of(tk.PreferenceConfig)) & set(settings_of(tk.UnpairedConfig))
+    assert not aliases & set(declared)
+
+
+def test_redeclared_setting_keeps_the_help_rules_and_panel_of_its_group() -> None:
+    """Fails when settings_of takes the metadata of the most derived class alone."""
+    settings = settings_of(Everything)
+    assert settings["dataset"].default == "stdlib:pretrain"
+    assert settings["dataset"].panel == "Data"
+    assert settings["dataset"].help == settings_of(tk.DataConfig)["dataset"].help
+    assert settings["metrics"].help == settings_of(tk.ClassificationConfig)["metrics"].help
+    assert settings["strength"].panel == "Recipe"
+    assert settings["seed"].panel == "Reproducibility"
+
+
+# -- one value -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"learning_rate": 0.0}, "--learning-rate 0: must be above 0."),
+        ({"learning_rate": float("nan")}, "--learning-rate nan: must be a number."),
+        ({"learning_rate": "fast"}, "--learning-rate fast: must be a number."),
+        ({"learning_rate": None}, "--learning-rate none: must be a number."),
+        ({"eval_fraction": 1.0}, "--eval-fraction 1: must be at least 0 and below 1."),
+        ({"seed": 1.5}, "--seed 1.5: must be a whole number."),
+        ({"seed": True}, "--seed true: must be a whole number."),
+        ({"packing": 1}, "--packing 1: must be true or false."),
+        ({"output_dir": ""}, "--output-dir '': must not be empty."),
+        ({"class_weights": 0.5}, "--class-weights 0.5: must be a list of numbers."),
+        ({"class_weights": [1.0, -1.0]}, "--class-weights 1,-1: must be at least 0."),
+        ({"report_to": ["wandb", "wandv"]}, "--report-to wandb,wandv: must be one of wandb, tensorboard, trackio, mlflow, all, none. "
+                                            "Did you mean wandb?"),
+        ({"optim": "AdamV"}, "Did you mean adamw_torch?"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_value_is_refused_with_its_flag_and_the_broken_rule(wrong: dict[str, Any], message: str) -> None:
+    """Fails when check_values returns at once, when _is_of_kind drops its isfinite, or nearest() returns None."""
+    with pytest.raises(Refusal) as refusal:
+        Everything(**wrong)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        # what transformers and TRL users write; PyYAML reads the first as text, the second as false
+        ({"learning_rate": "2e-4"}, {"learning_rate": 2e-4}),
+        ({"eval_strategy": False}, {"eval_strategy": "no"}),
+        ({"bf16": None}, {}),
+        ({"tf32": None}, {"tf32": None}),
+        ({"torch_dtype": "torch.bfloat16"}, {"dtype": "bfloat16"}),
+        ({"report_to": "none"}, {"report_to": ["none"]}),
+        ({"report_to": "all"}, {"report_to": ["all"]}),
+        ({"report_to": None}, {"report_to": ["none"]}),
+        ({"optim": "adamw_torch_fused"}, {"optim": "adamw_torch_fused"}),
+        ({"optim": "adamw_8bit"}, {"optim": "adamw_bnb_8bit"}),
+        ({"max_steps": -1}, {"max_steps": None}),
+        ({"warmup_ratio": 0.03}, {"warmup_steps": 0.03}),
+        ({"model_name_or_path": "gpt2"}, {"model": "gpt2"}),
+        ({"num_train_epochs": 3}, {"num_train_epochs": 3.0}),
+        ({"dataset": {"a.jsonl": 0.7, "b": 0.3}}, {"dataset": "a.jsonl:0.7,b:0.3"}),
+        ({"rename_columns": {"question": "prompt"}}, {"rename_columns": ["question=prompt"]}),
+        # text, as a command line has it
+        ({"max-steps": "1e3"}, {"max_steps": 1000}),
+        ({"own_number": "1234567890123456789"}, {"own_number": 1234567890123456789}),
+        ({"save_total_limit": "None"}, {"save_total_limit": None}),
+        ({"packing": "True"}, {"packing": True}),
+        ({"tf32": "off"}, {"tf32": False}),
+        ({"class_weights": "1, 2.5"}, {"class_weights": [1.0, 2.5]}),
+        ({"class_weights": "[1, 2.5]"}, {"class_weights": [1.0, 2.5]}),
+        ({"metrics": "['f1', 'mcc']"}, {"metrics": ["f1", "mcc"]}),
+        ({"lr_patterns": '["layers.(1,2)=0.5"]'}, {"lr_patterns": ["layers.(1,2)=0.5"]}),
+        ({"lr_patterns": "[qk]_proj=0.1"}, {"lr_patterns": ["[qk]_proj=0.1"]}),
+    ],
+    ids=str,
+)
+def test_value_is_read_as_its_writer_meant_it(written: dict[str, Any], value: dict[str, Any]) -> None:
+    """Fails when a line of _OTHER_TRAINERS goes, when read_value drops its WORDS_FOR_NONE, when _items drops split_list."""
+    read = read_values(Everything, written)
+    assert read == value
+    assert {name: type(each) for name, each in read.items()} == {name: type(each) for name, each in value.items()}
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"lerning_rate": 1}, "c.yaml: unknown setting lerning_rate. Did you mean learning_rate?"),
+        ({"packin": 1, "sed": 2}, "c.yaml: unknown settings\n  - packin. Did you mean packing?\n  - sed. Did you mean seed?"),
+        ({"epochs": 3}, "Its counterpart here: num_train_epochs"),
+        ({"hub_token": "hf_verysecret"}, "c.yaml: unknown setting hub_token. Tokens and keys are never settings"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 5}, "--warmup-ratio and --warmup-steps (c.yaml) are one setting: give it once."),
+        ({"warmup_ratio": 1}, "--warmup-ratio 1: must be below 1"),
+        ({"learning_rate": None}, "--learning-rate none (c.yaml): must be a number."),
+        ({"learning_rate": "2e-4x"}, "--learning-rate 2e-4x (c.yaml): must be a number."),
+        ({"run_name": 7}, "--run-name 7 (c.yaml): must be text; put it in quotes."),
+        ({"max_steps": "2.5"}, "--max-steps 2.5 (c.yaml): must be a whole number."),
+    ],
+    ids=str,
+)
+def test_key_or_value_that_cannot_be_meant_is_refused_naming_its_file(written: dict[str, Any], message: str) -> None:
+    """Fails when read_values drops the unknown keys silently, lets the last spelling win, or does not hand on `source`."""
+    with pytest.raises(Refusal) as refusal:
+        read_values(Everything, written, "c.yaml")
+    assert message in str(refusal.value)
+    assert "verysecret" not in str(refusal.value)
+
+
+def test_all_wrong_settings_of_a_file_are_refused_at_once() -> None:
+    """Types, ranges, choices, unknown keys and a setting under two names. Fails when: read_values, or check_values, raises the first."""
+    written = {
+        "learning_rate": "fast", "seed": 1, "max_steps": "2.5", "packin": True, "sed": 2, "optim": "adamv", "eval_fraction": 3,
+        "warmup_ratio": 0.1, "warmup_steps": "x",
+    }  # fmt: skip
+    with pytest.raises(Refusal) as refusal:
+        read_values(Everything, written, "c.yaml")
+    lines = str(refusal.value).splitlines()
+    assert lines[0] == "these settings are wrong"
+    named = ["packin", "sed.", "--learning-rate", "--max-steps", "--optim", "--eval-fraction", "--warmup-ratio and --warmup-steps"]
+    assert [name for name in named if not any(name in line for line in lines)] == []
+    with pytest.raises(Refusal) as refusal:
+        Everything(learning_rate=0.0, seed=1.5)
+    assert str(refusal.value).splitlines() == [
+        "these settings are wrong", "  - --learning-rate 0: must be above 0.", "  - --seed 1.5: must be a whole number.",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lerning_rate": 1}, "Everything(...): unknown setting lerning_rate. Did you mean learning_rate?"),
+        ({"hub_token": "hf_verysecret"}, "unknown setting hub_token. Tokens and keys are never settings"),
+        ({"epochs": 3}, "unknown setting epochs. Its counterpart here: num_train_epochs."),
+        ({"max_seq_length": 64}, "max_seq_length 64: in Python it is written max_length=64."),
+        ({"evaluation_strategy": "no"}, "evaluation_strategy no: in Python it is written eval_strategy='no'."),
+        ({"eval_accumulation_steps": 3}, "eval_accumulation_steps 3: leave it out: evaluation keeps sums"),
+    ],
+    ids=str,
+)
+def test_a_wrong_keyword_in_python_gets_the_advice_of_the_command_line(wrong: dict[str, Any], message: str) -> None:
+    """Fails when: Settings leaves the keyword to Python, whose TypeError suggests nothing."""
+    for make in (lambda: Everything(**wrong), lambda: dataclasses.replace(Everything(), **wrong)):
+        with pytest.raises(Refusal) as refusal:
+            make()
+        assert message in str(refusal.value)
+        assert "verysecret" not in str(refusal.value)
+
+
+# -- values together -------------------------------------------------------------------------------------------------
+
+ADAPTER = str(Path(__file__).with_name("an_adapter"))  # a directory that holds one, as far as settings can tell
+OF_THE_ADAPTER: dict[str, Any] = {
+    "lora_r": 4, "lora_alpha": 8.0, "lora_dropout": 0.1, "lora_target_modules": ["q_proj"], "lora_modules_to_save": ["score"],
+    "lora_trainable_tokens": ["template"],
+    "lora_rank_pattern": ["q_proj=2"], "lora_alpha_pattern": ["q_proj=2"], "lora_layers_to_transform": [1], "use_rslora": True,
+    "use_dora": True, "init_lora_weights": "gaussian",
+}  # fmt: skip
+
+# (setting of a no-effect rule, or "" for a contradiction; words of the message; values that break it; values that mend it)
+RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("", "--bf16 and --fp16", {"bf16": True, "fp16": True}, {"fp16": False}),
+    ("", "--dtype float16", {"fp16": True, "dtype": "float16"}, {"dtype": "float32"}),
+    ("", "--resume-from runs/a names another", {"resume": True, "resume_from": "runs/a"}, {"resume": False}),
+    ("", "that --resume continues", {"resume": True, "overwrite_output_dir": True}, {"resume": False}),
+    ("", "throw away --resume-from runs/x/checkpoints/step-4",
+     {"resume_from": "runs/x/checkpoints/step-4", "overwrite_output_dir": True, "output_dir": "./runs/x"},
+     {"output_dir": "runs/xy"}),
+    ("", "--report-to wandb,none", {"report_to": ["wandb", "none"]}, {"report_to": ["wandb"]}),
+    ("", "--max-steps", {"streaming": True}, {"max_steps": 10}),
+    ("", "old=new", {"rename_columns": ["a=b", "question"]}, {"rename_columns": ["a=b"]}),
+    ("", "--model-revision", {"model": "org/m", "trust_remote_code": True}, {"model_revision": "1f2e"}),
+    ("", "--max-length 512 needs", {"max_length": 512, "max_position_embeddings": 256}, {"max_position_embeddings": 512}),
+    ("", "--min-length 600 is above --max-length 512", {"min_length": 600, "max_length": 512}, {"min_length": 512}),
+    ("", "--warmup-steps 2.5", {"warmup_steps": 2.5}, {"warmup_steps": 2.0}),
+    ("", "regex=factor", {"lr_patterns": ["embed=0.1", "(=0.1"]}, {"lr_patterns": ["embed=0.1"]}),
+    ("", "--loss-type", {"loss_type": []}, {"loss_type": ["sigmoid"]}),
+    ("", "--loss-weights 1,2 beside --loss-type sigmoid", {"loss_weights": [1.0, 2.0]}, {"loss_type": ["sigmoid", "sft"]}),
+    ("", "--label-smoothing 0.001", {"loss_type": ["exo_pair"]}, {"label_smoothing": 1e-3}),
+    ("", "rewards one by one", {"f_divergence_type": "forward_kl", "loss_type": ["sigmoid", "apo_zero"]}, {"loss_type": ["robust"]}),
+    ("", "--ld-alpha 0.5 weighs", {"ld_alpha": 0.5, "loss_type": ["sigmoid", "sft"]}, {"loss_type": ["sigmoid", "ipo"]}),
+    ("", "--load-best-model-at-end", {"load_best_model_at_end": True, "eval_strategy": "no"}, {"eval_strategy": "steps"}),
+    ("", "counts evaluations", {"early_stopping_patience": 2, "eval_strategy": "no"}, {"eval_strategy": "epoch"}),
+    ("", "--metric-for-best-model eval_f1 is never measured with --metrics accuracy",
+     {"metric_for_best_model": "eval_f1"}, {"metrics": ["accuracy", "f1"]}),
+    ("", "is not among what is measured with --problem-type single_label by default",
+     {"metric_for_best_model": "eval_recall", "metrics": []}, {"metrics": ["recall"]}),
+    ("", "add --use-peft", {"load_in_4bit": True, "model": "org/m"}, {"use_peft": True}),
+    ("", "tiny-llama is made here", {"load_in_4bit": True, "use_peft": True}, {"model": "org/m"}),
+    ("", "would be sharded", {"load_in_4bit": True, "use_peft": True, "model": "org/m", "zero_stage": 3}, {"zero_stage": 2}),
+    ("", "which --load-in-4bit has rounded",
+     {"load_in_4bit": True, "use_peft": True, "model": "org/m", "init_lora_weights": "olora"}, {"init_lora_weights": "gaussian"}),
+    ("", "A and B are not rounded", {"use_peft": True, "init_lora_weights": "orthogonal", "dtype": "bfloat16"}, {"dtype": "float32"}),
+    ("", "--init-lora-weights eva needs a pass over data", {"use_peft": True, "init_lora_weights": "eva"}, {"init_lora_weights": "pissa"}),
+    ("", "its published files don't hold", {"use_peft": True, "init_lora_weights": "loftq"}, {"init_lora_weights": "olora"}),
+    ("", "mica freezes", {"use_peft": True, "init_lora_weights": "mica"}, {"init_lora_weights": "orthogonal"}),
+    ("", "pissa_niter_16", {"use_peft": True, "init_lora_weights": "pissa_niter_0"}, {"init_lora_weights": "pissa_niter_4"}),
+    ("", "regex=rank", {"use_peft": True, "lora_rank_pattern": ["q_proj=1.5"]}, {"lora_rank_pattern": ["q_proj=2"]}),
+    ("", "regex=alpha", {"use_peft": True, "lora_alpha_pattern": ["q_proj=0"]}, {"lora_alpha_pattern": ["q_proj=0.5"]}),
+    *[(name, "without --use-peft", {name: value}, {"use_peft": True})
+      for name, value in {**OF_THE_ADAPTER, "loraplus_lr_ratio": 16.0}.items()],
+    *[(name, "its shape already", {name: value, "use_peft": True, "model": ADAPTER}, {"model": "org/m"})
+      for name, value in OF_THE_ADAPTER.items()],
+    ("", "has none: take --reference model", {"sync_ref_model": True, "reference": "cache"}, {"reference": "model"}),
+    ("", "mixes whole models", {"sync_ref_model": True, "use_peft": True}, {"use_peft": False}),
+    ("", "take --zero-stage 2, or DDP", {"sync_ref_model": True, "zero_stage": 3}, {"zero_stage": 2}),
+    *[(name, "which has no reference model", {name: value, "loss_type": ["simpo", "sft"]}, {"loss_type": ["simpo", "ipo"]})
+      for name, value in [("reference", "model"), ("sync_ref_model", True)]],
+    ("max_pairs_per_prompt", "one pair of each list", {"max_pairs_per_prompt": 4}, {"pairs_per_prompt": "all"}),
+    *[(name, "without --sync-ref-model", {name: value}, {"sync_ref_model": True})
+      for name, value in [("ref_model_mixup_alpha", 0.5), ("ref_model_sync_steps", 4)]],
+    *[(name, "without --load-in-4bit", {name: value, "use_peft": True, "model": "org/m"}, {"load_in_4bit": True})
+      for name, value in [("bnb_4bit_quant_type", "fp4"), ("bnb_4bit_use_double_quant", True)]],
+    ("warmup_steps", "constant_with_warmup", {"warmup_steps": 0.1, "lr_scheduler_type": "constant"},
+     {"lr_scheduler_type": "constant_with_warmup"}),
+    ("min_lr_ratio", "never falls", {"min_lr_ratio": 0.1, "lr_scheduler_type": "constant_with_warmup"},
+     {"lr_scheduler_type": "cosine"}),
+    ("min_lr", "never falls", {"min_lr": 1e-6, "lr_scheduler_type": "constant_with_warmup"}, {"lr_scheduler_type": "linear"}),
+    ("warmup_type", "without a warm-up", {"warmup_type": "cosine"}, {"warmup_steps": 0.1}),
+    *[(name, "take reduce_lr_on_plateau", {name: value}, {"lr_scheduler_type": "reduce_lr_on_plateau"})
+      for name, value in [("lr_patience", 3), ("lr_threshold", 0.01)]],
+    ("lr_decay_type", "take warmup_stable_decay", {"lr_decay_type": "linear"}, {"lr_scheduler_type": "warmup_stable_decay"}),
+    ("", "two floors", {"min_lr": 1e-6, "min_lr_ratio": 0.1}, {"min_lr_ratio": 0.0}),
+    ("", "--min-lr 0.1 is above --learning-rate 0.01", {"min_lr": 0.1, "learning_rate": 0.01}, {"min_lr": 0.001}),
+    ("", "cosine_with_min_lr needs a floor", {"lr_scheduler_type": "cosine_with_min_lr"}, {"min_lr": 0.0}),
+    ("", "there are none: take", {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "no"}, {"eval_strategy": "steps"}),
+    ("lr_power", "take polynomial", {"lr_power": 2.0}, {"lr_scheduler_type": "polynomial"}),
+    ("lr_cycles", "take cosine_with_restarts", {"lr_cycles": 2}, {"lr_scheduler_type": "step"}),
+    ("lr_gamma", "take step, ", {"lr_gamma": 0.5}, {"lr_scheduler_type": "exponential"}),
+    ("lr_decay_ratio", "take warmup_stable_decay", {"lr_decay_ratio": 0.5}, {"lr_scheduler_type": "warmup_stable_decay"}),
+    ("adam_beta1", "--optim sgd", {"adam_beta1": 0.5, "optim": "sgd"}, {"optim": "lion_8bit"}),
+    ("adam_beta2", "--optim adafactor", {"adam_beta2": 0.95, "optim": "adafactor"}, {"optim": "muon"}),
+    ("adam_epsilon", "--optim lion_32bit", {"adam_epsilon": 1e-6, "optim": "lion_32bit"}, {"optim": "radam"}),
+    ("momentum", "--optim adamw_torch", {"momentum": 0.9}, {"optim": "sgd"}),
+    ("max_nonfinite_steps", "--nonfinite stop", {"max_nonfinite_steps": 5, "nonfinite": "stop"}, {"nonfinite": "skip"}),
+    ("class_weights", "regression", {"class_weights": [1.0], "problem_type": "regression"}, {"problem_type": "single_label"}),
+    ("label_smoothing_factor", "regression", {"label_smoothing_factor": 0.1, "problem_type": "regression"},
+     {"problem_type": "multi_label"}),
+    ("beta", "compares with nothing", {"beta": 0.2, "loss_type": ["sft"]}, {"loss_type": ["sft", "orpo"]}),
+    ("label_smoothing", "with --loss-type hinge,orpo", {"label_smoothing": 0.1, "loss_type": ["hinge", "orpo"]},
+     {"loss_type": ["hinge", "aot"]}),
+    ("f_divergence_type", "no reference model", {"f_divergence_type": "forward_kl", "loss_type": ["cpo"]},
+     {"f_divergence_type": "reverse_kl"}),
+    ("f_alpha_divergence_coef", "take alpha_divergence", {"f_alpha_divergence_coef": 0.2},
+     {"f_divergence_type": "alpha_divergence"}),
+    ("discopop_tau", "take discopop", {"discopop_tau": 0.1}, {"loss_type": ["discopop"]}),
+    ("simpo_gamma", "take simpo", {"simpo_gamma": 1.0, "loss_type": ["cpo"]}, {"loss_type": ["simpo"]}),
+    ("cpo_alpha", "take cpo", {"cpo_alpha": 0.5, "loss_type": ["simpo"]}, {"loss_type": ["sigmoid", "cpo"]}),
+    *[(name, "whose shape is fixed", {name: value, "model": "org/m"}, {"model": "tiny-llama"})
+      for name, value in [("vocab_size", 512), ("hidden_size", 64), ("num_hidden_layers", 2), ("num_attention_heads", 4),
+                          ("num_key_value_heads", 2), ("intermediate_size", 64), ("max_position_embeddings", 2048),
+                          ("hidden_act", "gelu")]],
+    ("torch_compile_backend", "without --torch-compile", {"torch_compile_backend": "eager"}, {"torch_compile": True}),
+    ("vocab_size", "its own vocabulary", {"vocab_size": 512, "tokenizer": "gpt2"}, {"tokenizer": None}),
+    ("model_revision", "not come from the Hub", {"model_revision": "main"}, {"model": "org/m"}),
+    ("trust_remote_code", "built in", {"trust_remote_code": True}, {"trust_remote_code": False}),
+    ("packing_strategy", "without --packing", {"packing_strategy": "wrapped"}, {"packing": True}),
+    ("group_by_length", "with --packing", {"group_by_length": True, "packing": True}, {"packing": False}),
+    ("group_by_length", "with --streaming", {"group_by_length": True, "streaming": True, "max_steps": 9},
+     {"streaming": False}),
+    ("dataloader_num_workers", "with --streaming", {"dataloader_num_workers": 2, "streaming": True, "max_steps": 9},
+     {"streaming": False}),
+    ("eval_fraction", "beside --eval-split test", {"eval_fraction": 0.2, "eval_split": "test"}, {"eval_split": None}),
+    ("gradient_accumulation_steps", "beside --global-batch-size 64",
+     {"gradient_accumulation_steps": 2, "global_batch_size": 64}, {"global_batch_size": None}),
+    *[(name, "with --eval-strategy no", {name: value, "eval_strategy": "no"}, {"eval_strategy": "epoch"})
+      for name, value in [("eval_on_start", True), ("eval_delay", 1.0), ("eval_split", "test"), ("max_eval_examples", 9),
+                          ("per_device_eval_batch_size", 4), ("num_samples", 1), ("sample_max_new_tokens", 9),
+                          ("sample_temperature", 0.5)]],
+    ("sample_max_new_tokens", "--num-samples 0", {"sample_max_new_tokens": 9, "num_samples": 0}, {"num_samples": 1}),
+    ("sample_temperature", "--num-samples 0", {"sample_temperature": 0.5, "num_samples": 0}, {"num_samples": 1}),
+    ("save_best_limit", "saves the best ones", {"save_best_limit": 3}, {"load_best_model_at_end": True}),
+    ("greater_is_better", "nothing is decided", {"greater_is_better": True}, {"load_best_model_at_end": True}),
+    ("eval_steps", "--eval-strategy epoch", {"eval_steps": 5}, {"eval_strategy": "steps"}),
+    ("save_steps", "--save-strategy no", {"save_steps": 5, "save_strategy": "no"}, {"save_strategy": "steps"}),
+    ("logging_steps", "--logging-strategy epoch", {"logging_steps": 5, "logging_strategy": "epoch"},
+     {"logging_strategy": "steps"}),
+    ("save_total_limit", "--save-strategy no", {"save_total_limit": 1, "save_strategy": "no"},
+     {"load_best_model_at_end": True}),
+    ("", "--hub-model-id a/b/c", {"hub_model_id": "a/b/c", "push_to_hub": True}, {"hub_model_id": "a/b"}),
+    ("", "add it, or take --hub-strategy every_save", {"hub_strategy": "best", "push_to_hub": True}, {"load_best_model_at_end": True}),
+    *[(name, "without --push-to-hub", {name: value}, {"push_to_hub": True})
+      for name, value in [("hub_model_id", "me/mine"), ("hub_strategy", "end"), ("hub_private_repo", True), ("hub_revision", "v1")]],
+    ("hub_strategy", "nothing is saved while it trains", {"hub_strategy": "checkpoint", "push_to_hub": True, "save_strategy": "no"},
+     {"hub_strategy": "end"}),
+    ("tf32", "--use-cpu", {"tf32": True, "use_cpu": True}, {"use_cpu": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "words", "wrong", "mend"), RULE_CASES, ids=[f"{c[0]}:{c[1]}" for c in RULE_CASES])
+def test_settings_that_do_not_go_together_are_refused_by_one_rule(
+    setting: str, words: str, wrong: dict[str, Any], mend: dict[str, Any]
+) -> None:
+    """Fails when the rule's condition is replaced by False (nothing refused) or True (the mended settings are refused)."""
+    with pytest.raises(Refusal) as refusal:
+        check_together(Everything(**wrong), frozenset(wrong))
+    assert words in str(refusal.value)
+    assert setting.replace("_", "-") in str(refusal.value)
+    broken = broken_rules(Everything(**wrong), frozenset(wrong))
+    assert [name for name, _ in broken] == [setting]
+    assert not broken_rules(Everything(**wrong | mend), frozenset(wrong | mend))
+
+
+def test_every_rule_has_a_case_that_breaks_it() -> None:
+    """Fails when a rule is added without a case, or a case's values no longer reach their rule."""
+    reached = {key for _, _, wrong, _ in RULE_CASES for key in broken_rules(Everything(**wrong), frozenset(wrong))}
+    rules = [("", rule.message) for rule in CONTRADICTIONS] + [(name, rule.why) for rule in NO_EFFECT for name in rule.settings]
+    assert sorted(reached) == sorted(rules)
+
+
+@pytest.mark.parametrize("wrong", [case[2] for case in RULE_CASES if case[0]], ids=str)
+def test_setting_without_effect_is_refused_only_when_given(wrong: dict[str, Any]) -> None:
+    """Fails when broken_rules drops `name in given`: a recipe's own default would be refused beside a user's choice."""
+    check_together(Everything(**wrong), frozenset())
+
+
+def test_setting_turned_off_goes_with_everything() -> None:
+    """Fails when broken_rules drops `values.get(name)`."""
+    off: dict[str, Any] = {"group_by_length": False, "warmup_steps": 0.0, "tf32": None, "run_name": None}
+    check_together(Everything(packing=True, lr_scheduler_type="constant", use_cpu=True, **off), frozenset(off))
+
+
+@pytest.mark.parametrize(
+    ("figure", "metrics"),
+    [("loss", ["accuracy"]), ("f1_macro", ["f1_macro"]), ("eval_recall_class_3", ["recall_per_class"]), ("eval_x", ["glue"])],
+)
+def test_figure_that_will_or_may_be_measured_can_decide(figure: str, metrics: list[str]) -> None:
+    """Fails when _never_measured knows eval_loss alone, or refuses the unknown figures of an evaluate module."""
+    check_together(Everything(metric_for_best_model=figure, metrics=metrics), frozenset({"metric_for_best_model", "metrics"}))
+
+
+@pytest.mark.parametrize(("problem", "figure", "other"), [("single_label", "eval_f1", "eval_mse"), ("regression", "eval_r2", "eval_accuracy")])
+def test_the_usual_metrics_are_those_of_the_problem(problem: str, figure: str, other: str) -> None:
+    """Fails when: one list of metrics is the default of all kinds of labels."""
+    given = frozenset({"metric_for_best_model", "problem_type"})
+    check_together(Everything(problem_type=problem, metric_for_best_model=figure, metrics=[]), given)
+    with pytest.raises(Refusal, match="name it in --metrics too"):
+        check_together(Everything(problem_type=problem, metric_for_best_model=other, metrics=[]), given)
+
+
+def test_a_setting_of_other_recipes_is_named_as_such() -> None:
+    """Fails when: a setting that this recipe lacks is taken for a mistyped one, or a group or its recipe is forgotten."""
+    import runpy
+
+    import toolkit.config
+    from toolkit.config import values
+
+    recipes = Path(__file__).resolve().parents[2] / "recipes"
+    config = runpy.run_path(str(recipes / "basic.py"))["Config"]
+    with pytest.raises(Refusal, match=r"eval_strategy\. This recipe has no such setting; accelerated has it"):
+        read_values(config, {"eval_strategy": "steps"}, "c.yaml")
+    groups = {name for name in toolkit.config.__all__ if name.endswith("Config")}
+    in_every = {"ModelConfig", "DataConfig", "OptimConfig", "OutputConfig", "SeedConfig"}
+    within_run = {"DevicesConfig", "HubConfig"}
+    assert groups - in_every - within_run == set(values.RECIPES_WITH)
+    for group, recipe in values.RECIPES_WITH.items():
+        assert issubclass(runpy.run_path(str(recipes / f"{recipe}.py"))["Config"], getattr(toolkit.config, group))
+
+
+def test_max_steps_beside_epochs_is_allowed() -> None:
+    """transformers' users give both, and the help says which wins. Fails when a rule forbids it."""
+    check_together(Everything(max_steps=5, num_train_epochs=2.0), frozenset({"max_steps", "num_train_epochs"}))
+
+
+def test_rule_is_asked_only_where_the_recipe_has_its_settings() -> None:
+    """Fails when _holds drops its first condition."""
+    check_together(tk.OptimConfig(lr_power=2.0, lr_scheduler_type="polynomial"), frozenset({"lr_power"}))
+    with pytest.raises(Refusal, match="--lr-power 2 has no effect with --lr-scheduler-type cosine"):
+        check_together(tk.OptimConfig(lr_power=2.0), frozenset({"lr_power"}))
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    """Fails when check_together raises the first message alone."""
+    with pytest.raises(Refusal) as refusal:
+        check_together(Everything(bf16=True, fp16=True, lr_power=2.0), frozenset({"lr_power"}))
+    assert len(str(refusal.value).splitlines()) == 3
+
+
+SCHEDULE_SETTINGS = {"warmup_steps": 0.3, "min_lr_ratio": 0.999, "lr_power": 2.0, "lr_cycles": 3, "lr_gamma": 0.3,
+                     "lr_decay_ratio": 0.6, "min_lr": 4.9995e-5, "warmup_type": "cosine", "lr_decay_type": "linear", "lr_patience": 3,
+                     "lr_threshold": 0.01}  # fmt: skip
+# Evaluations that get better by little for a while, and then no more.
+OBJECTIVE = [1 - 0.001 * k for k in range(15)] + [1.0] * 25
+
+
+@pytest.mark.parametrize("scheduler", settings_of(tk.OptimConfig)["lr_scheduler_type"].choices)
+@pytest.mark.parametrize("name", SCHEDULE_SETTINGS)
+def test_schedule_setting_is_refused_exactly_where_it_leaves_the_curve_unchanged(scheduler: str, name: str) -> None:
+    """The schedules themselves are the reference. Fails when "step" is taken out of the rule for lr_gamma."""
+    from toolkit.optim.schedules import build_schedule
+
+    plain, changed = (tk.OptimConfig(lr_scheduler_type=scheduler, **extra) for extra in ({}, {name: SCHEDULE_SETTINGS[name]}))
+    refused = any(setting == name for setting, _ in broken_rules(changed, frozenset({name})))
+    curves = [[build_schedule(config, 50)(step / 50, OBJECTIVE[:step]) for step in range(51)] for config in (plain, changed)]
+    assert refused == (curves[0] == curves[1])
+
+
+@pytest.mark.parametrize("scheduler", settings_of(tk.OptimConfig)["lr_scheduler_type"].choices)
+def test_a_schedule_has_read_all_of_its_settings_when_it_is_built(scheduler: str) -> None:
+    """Every schedule with every setting that is not refused with it, alone and (but for two ways to give one floor) together.
+
+    Fails when: a schedule reads a setting, as lr_patience, when it comes to the step that needs it.
+    """
+    from toolkit.config.reading import forget_reads, settings_read
+    from toolkit.optim.schedules import build_schedule
+
+    values = {**SCHEDULE_SETTINGS, "warmup_steps": 5, "min_lr": 1e-6}
+    taken = [
+        name for name in values
+        if not broken_rules(tk.OptimConfig(lr_scheduler_type=scheduler, **{"warmup_steps": 5, name: values[name]}), frozenset({name}))
+    ]  # fmt: skip
+    together = [[name for name in taken if name != floor] for floor in ("min_lr", "min_lr_ratio")]
+    for names in [*([name] for name in taken), *together]:
+        config = tk.OptimConfig(lr_scheduler_type=scheduler, **{"warmup_steps": 5, **{name: values[name] for name in names}})
+        forget_reads(config)
+        build_schedule(config, 50)
+        assert set(names) <= settings_read(config)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_written_config_file_gives_the_same_config_back(tmp_path: Any) -> None:
+    """Fails when write_config_file writes str(value), or leaves out the settings at their defaults."""
+    config = Everything(
+        learning_rate=1e-5 / 3, eval_strategy="no", report_to=["wandb", "trackio"], lr_patterns=["layers.(1,2)=0.5", "a: b=1"],
+        run_name="yes", tokenizer="- 'quoted' \"twice\" # ö\n next", model_revision="0123", dataset="a:0.7,b:0.3", tf32=False,
+        own_number=2**60 + 1, save_total_limit=None, class_weights=[1.0, 1e-7], adam_epsilon=1e-8,
+    )  # fmt: skip
+    write_config_file(config, tmp_path / "config.yaml")
+    values = read_values(Everything, read_config_file(tmp_path / "config.yaml"))
+    assert set(values) == {field.name for field in dataclasses.fields(config)}
+    assert Everything(**values) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("seed: 010\n", {"seed": 10}),  # in YAML 1.1 eight
+        ("run_name: 12:30\n", {"run_name": "12:30"}),  # 750
+        ("run_name: 2026-01-31\n", {"run_name": "2026-01-31"}),  # a date
+        ("run_name: 0x10\n", {"run_name": "0x10"}),  # sixteen
+        ("learning_rate: 2e-4\nseed: 1_000\n", {"learning_rate": 2e-4, "seed": 1000}),
+        ("seed: &s 5\nlogging_steps: *s\n", {"seed": 5, "logging_steps": 5}),
+        ('{"seed": 7, "packing": false}', {"seed": 7, "packing": False}),  # JSON is YAML
+    ],
+)
+def test_a_file_means_what_its_writer_meant(tmp_path: Any, text: str, settings: dict[str, Any]) -> None:
+    """Fails when parse_yaml reads with PyYAML's own loader."""
+    (tmp_path / "c.yaml").write_text(text)
+    assert read_values(Everything, read_config_file(tmp_path / "c.yaml")) == settings
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_every_whole_number_has_both_ends_of_its_range(group: type[tk.Settings]) -> None:
+    """Fails when `most` is left out of one."""
+    for each in settings_of(group).values():
+        assert each.kind is not int or (each.least is not None and each.most is not None), each.name
+
+
+def test_config_file_is_stable_grouped_and_shows_the_default_beside_what_differs(tmp_path: Any) -> None:
+    """Fails when the panel's comment or the default's is left out."""
+    write_config_file(Everything(learning_rate=0.25), tmp_path / "a.yaml")
+    write_config_file(Everything(learning_rate=0.25), tmp_path / "b.yaml")
+    text = (tmp_path / "a.yaml").read_text()
+    assert text == (tmp_path / "b.yaml").read_text()
+    lines = text.splitlines()
+    assert "learning_rate: 0.25  # default: 5e-05" in lines
+    assert lines.index("# Optimizer") < lines.index("learning_rate: 0.25  # default: 5e-05") < lines.index("# Run")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "c.yaml: no such file."),
+        (b"a: [1\nb: 2", "c.yaml:2: is not YAML"),
+        (b"a: 1\n\nb: 2\na: 3\n", "c.yaml:4: a stands there twice, first in line 1: keep one."),
+        (b"- a\n- b\n", "c.yaml: must hold lines of the form"),
+        (b"run_name: caf\xe9\n", "c.yaml: byte 13 is not UTF-8"),
+        (b"run_name: a\x00b\n", "c.yaml: is not YAML"),
+    ],
+    ids=["missing", "syntax", "twice", "list", "latin-1", "null byte"],
+)
+def test_bad_config_file_is_refused_with_its_place(tmp_path: Any, content: bytes | None, message: str) -> None:
+    """Fails when read_config_file is yaml.safe_load(open(path)) alone."""
+    if content is not None:
+        (tmp_path / "c.yaml").write_bytes(content)
+    with pytest.raises(Refusal) as refusal:
+        read_config_file(tmp_path / "c.yaml")
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"a": 1,\n "b": }', "c.json:2: is not JSON"),
+        ('{"a": 1, "b": 2, "a": 3}', "c.json: a stands twice"),
+        ("[1]", "c.json: must hold"),
+        ("[" * 100_000, "c.json: lists and objects are nested"),
+        ("", "c.json:1: is not JSON"),
+    ],
+    ids=["syntax", "twice", "list", "deep", "empty"],
+)
+def test_bad_json_config_is_refused_with_its_place(tmp_path: Any, content: str, message: str) -> None:
+    """Fails when the file is read as YAML, or by json.loads alone."""
+    (tmp_path / "c.json").write_text(content)
+    with pytest.raises(Refusal) as refusal:
+        read_config_file(tmp_path / "c.json")
+    assert message in str(refusal.value)
+
+
+def test_json_config_means_what_the_same_yaml_means(tmp_path: Any) -> None:
+    """With tabs and a sign beyond 16 bits, which YAML does not read. Fails when a .json file is read as YAML."""
+    settings = {"learning_rate": 2e-5, "report_to": ["wandb"], "run_name": "\N{ROCKET}", "resume_from": None, "packing": True,
+                "remove_unused_columns": True}  # fmt: skip
+    (tmp_path / "c.json").write_text(json.dumps(settings, indent="\t"))
+    read = read_values(Everything, read_config_file(tmp_path / "c.json"))
+    assert read == {"learning_rate": 2e-5, "report_to": ["wandb"], "run_name": "\N{ROCKET}", "resume_from": None, "packing": True}
+
+
+def test_empty_config_file_says_nothing(tmp_path: Any) -> None:
+    """Fails when read_config_file drops its case for None."""
+    (tmp_path / "c.yaml").write_text("# nothing yet\n")
+    assert read_config_file(tmp_path / "c.yaml") == {}
+
+
+def test_changed_settings_are_those_that_differ_from_the_recipes_own_defaults() -> None:
+    """Fails when the defaults are those of the group: dataset would differ."""
+    assert changed_settings(Everything()) == {}
+    assert changed_settings(Everything(dataset="stdlib:sft", seed=1)) == {"dataset": "stdlib:sft", "seed": 1}

@@ -1,0 +1,167 @@
+"""Batches and their totals, against plain loops over the dataset."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from toolkit.config import DataConfig, Refusal
+from toolkit.data.loading.collate import collate_packed, collate_padded
+from toolkit.data.loading.loaders import build_dataloaders
+
+
+class Rank:
+    """What a loader asks of an accelerator."""
+
+    def __init__(self, process_index: int, num_processes: int) -> None:
+        self.process_index, self.num_processes, self.device = process_index, num_processes, torch.device("cpu")
+
+
+def token_dataset(rows: int = 23, labels: bool = True, seed: int = 0) -> Dataset:
+    random_numbers = np.random.default_rng(seed)
+    columns: dict[str, list] = {"input_ids": [], "labels": [], "length": [], "supervised_tokens": [], "origin": []}
+    for i in range(rows):
+        ids = random_numbers.integers(1, 50, size=int(random_numbers.integers(2, 12))).tolist()
+        row = [token if random_numbers.random() < 0.6 else -100 for token in ids] if labels else ids
+        columns["input_ids"].append(ids)
+        columns["labels"].append(row)
+        columns["length"].append(len(ids))
+        columns["supervised_tokens"].append(sum(label != -100 for label in row[1:]))
+        columns["origin"].append(f"rows.jsonl:{i + 1}")
+    if not labels:
+        del columns["labels"]
+    return Dataset.from_dict(columns)
+
+
+def supervised(micro_batch: dict) -> int:
+    return int((micro_batch["labels"] != -100).sum())
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_totals_are_the_supervised_tokens_of_the_global_batch(packing: bool, strategy: str, labels: bool, world_size: int) -> None:
+    """The loader's totals come from the index; here they are counted in the tensors of all ranks.
+
+    Fails when: a piece of a cut document counts its first token, or a filler is counted.
+    """
+    splits = DatasetDict(train=token_dataset(labels=labels))
+    config = DataConfig(
+        packing=packing, packing_strategy=strategy, max_length=16, per_device_train_batch_size=2, global_batch_size=7, num_train_epochs=2.0
+    )
+    collate = collate_packed if packing else collate_padded
+    ranks = [list(build_dataloaders(splits, collate, config, Rank(r, world_size))[0].batches()) for r in range(world_size)]
+    for batches in zip(*ranks, strict=True):
+        counted = sum(supervised(m) for b in batches for m, real in zip(b.micro_batches, b.real, strict=True) if real)
+        assert {b.totals["tokens"] for b in batches} == {counted}
+        assert {b.totals["examples"] for b in batches} == {len(batches[0].examples)}
+
+
+def test_packed_rows_hold_every_token_of_an_epoch_once() -> None:
+    """Fails when: a document is left out of the packing or cut at the wrong place."""
+    dataset = token_dataset(rows=40)
+    expected = sorted(token for row in dataset["input_ids"] for token in row)
+    for strategy in ("bfd", "wrapped"):
+        config = DataConfig(packing=True, packing_strategy=strategy, max_length=16, per_device_train_batch_size=1)
+        train, _ = build_dataloaders(DatasetDict(train=dataset), collate_packed, config)
+        seen = [t for batch in train.batches() for m in batch.micro_batches for t in m["input_ids"].flatten().tolist()]
+        assert sorted(seen) == expected
+
+
+def test_a_packed_row_says_where_its_documents_begin() -> None:
+    documents = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, -100]}]
+    row = collate_packed([{k: np.array(v) for k, v in d.items()} for d in documents])
+    assert row["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
+    assert row["labels"].tolist() == [[-100, 6, 7, -100, -100]]
+    assert row["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert row["cu_seq_lens_q"].tolist() == [0, 3, 5]
+    assert row["max_length_q"] == 3
+    assert "attention_mask" not in row
+
+
+def test_padding_is_told_by_the_mask_and_never_by_the_id() -> None:
+    """A token that equals the pad id is supervised. Fails when: labels equal to pad_token_id are masked."""
+    rows = collate_padded([{"input_ids": [4, 2], "supervised_tokens": 1}, {"input_ids": [4, 5, 2], "supervised_tokens": 2}], pad_token_id=2)
+    assert rows["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert rows["labels"].tolist() == [[-100, 2, -100], [-100, 5, 2]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_change_nothing_and_the_global_random_state_is_left_alone(workers: int) -> None:
+    """Fails when: the DataLoader gets no generator of its own."""
+    splits = DatasetDict(train=token_dataset())
+    config = DataConfig(per_device_train_batch_size=3, dataloader_num_workers=workers)
+    before = torch.random.get_rng_state()
+    batches = list(build_dataloaders(splits, collate_padded, config)[0].batches(6))
+    assert torch.equal(before, torch.random.get_rng_state())
+    plain = list(build_dataloaders(splits, collate_padded, DataConfig(per_device_train_batch_size=3))[0].batches())[2:]
+    assert [b.examples for b in batches] == [b.examples for b in plain]
+    assert [b.seeds for b in batches] == [b.seeds for b in plain]
+    for ours, theirs in zip(batches, plain, strict=True):
+        assert torch.equal(ours.micro_batches[0]["input_ids"], theirs.micro_batches[0]["input_ids"])
+
+
+def test_augmentation_is_a_function_of_seed_epoch_and_example() -> None:
+    """The same whatever ran before and on any rank; another epoch, another draw. Fails when: the generator is shared."""
+
+    def replace_first(document: dict, random_numbers: np.random.Generator) -> dict:
+        return {**document, "input_ids": np.append(random_numbers.integers(100, 10**6), document["input_ids"][1:])}
+
+    splits = DatasetDict(train=token_dataset(rows=12))
+
+    def first_tokens(position: int, world_size: int) -> dict[tuple[int, int], int]:
+        seen = {}
+        for rank in range(world_size):
+            config = DataConfig(per_device_train_batch_size=2, global_batch_size=4, num_train_epochs=2.0)
+            train, _ = build_dataloaders(splits, collate_padded, config, Rank(rank, world_size), augment=replace_first)
+            for batch in train.batches(position):
+                for micro_batch, indices, real in zip(batch.micro_batches, batch.indices, batch.real, strict=True):
+                    for row, index in zip(micro_batch["input_ids"], indices, strict=True):
+                        if real:
+                            where = batch.position + batch.examples.index(index)
+                            seen[where, index] = int(row[0])
+        return seen
+
+    whole = first_tokens(0, 1)
+    assert first_tokens(0, 2) == whole
+    assert first_tokens(8, 1).items() <= whole.items()
+    assert len(set(whole.values())) == 24
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_stream_is_read_alike_by_every_rank_and_continued_where_it_was(packing: bool) -> None:
+    """Against the stream of one rank read from the start. Fails when: ranks take rows by their own count."""
+    rows = token_dataset(rows=30)
+    stream = {"train": IterableDataset.from_generator(lambda: iter(rows))}
+    collate = collate_packed if packing else collate_padded
+    config = DataConfig(packing=packing, max_length=16, streaming=True, max_steps=9, per_device_train_batch_size=2, global_batch_size=6)
+
+    def examples(world_size: int, position: int = 0) -> list[list[list[int]]]:
+        ranks = [build_dataloaders(stream, collate, config, Rank(r, world_size))[0].batches(position) for r in range(world_size)]
+        steps = []
+        for batches in zip(*ranks, strict=True):
+            pieces = [b.micro_batches[i] for i in range(len(batches[0].micro_batches)) for b in batches if b.real[i]]
+            steps.append(sorted(m["input_ids"][m.get("attention_mask", torch.ones_like(m["input_ids"])) == 1].tolist() for m in pieces))
+            assert batches[0].totals["tokens"] == sum(supervised(m) for m in pieces)
+        return steps
+
+    assert examples(1) == examples(2) == examples(3)
+    assert examples(1)[4:] == examples(2, position=24)
+
+
+def test_an_endless_stream_needs_an_end() -> None:
+    stream = {"train": IterableDataset.from_generator(lambda: iter(token_dataset()))}
+    with pytest.raises(Refusal, match="--max-steps"):
+        build_dataloaders(stream, collate_padded, DataConfig())
+
+
+def test_evaluation_reads_every_example_once_for_any_world_size() -> None:
+    """Fails when: a filler counts, or a remainder is dropped."""
+    splits = DatasetDict(train=token_dataset(), validation=token_dataset(rows=7, seed=1))
+    for world_size in (1, 2, 3, 8):
+        loaders = [build_dataloaders(splits, collate_padded, DataConfig(per_device_eval_batch_size=2), Rank(r, world_size))[1] for r in range(world_size)]
+        batches = [list(loader) for loader in loaders]
+        assert len({len(b) for b in batches}) == 1
+        seen = [i for rank in batches for b in rank if b.real[0] for i in b.indices[0]]
+        assert sorted(seen) == list(range(7))

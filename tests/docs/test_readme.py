@@ -1,0 +1,24 @@
+"""The README shows what is there."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def test_the_recipe_on_the_page_is_the_recipe_in_the_file() -> None:
+    assert BLOCKS[0] == (ROOT / "recipes/sft.py").read_text()
+
+
+def test_the_functions_called_from_your_own_code_run_as_shown() -> None:
+    namespace: dict = {}
+    exec(BLOCKS[1], namespace)
+    assert namespace["schedule"](0.0) == [group["lr"] for group in namespace["optimizer"].param_groups]
+
+
+def test_every_file_it_names_is_there() -> None:
+    named = set(re.findall(r"`((?:recipes|toolkit|tests|benchmarks|docs)/[\w./]+)`", README)) | set(re.findall(r"\]\((\S+?\.md)\)", README))
+    assert named
+    assert {name for name in named if not (ROOT / name).exists()} == set()

@@ -1,0 +1,261 @@
+"""Figures from sums against scikit-learn on all predictions; metrics that are not built in."""
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from sklearn import metrics as reference
+
+from toolkit.config import Refusal
+from toolkit.data.loading.batch import Batch
+from toolkit.metrics.classes import CLASS_FIGURES, LABEL_FIGURES, class_sums, counts_of_classes, counts_of_labels, label_sums
+from toolkit.metrics.classification import classification_metrics
+from toolkit.metrics.external import flat_figures
+from toolkit.metrics.metric import Metrics
+from toolkit.metrics.numbers import NUMBER_FIGURES
+from toolkit.training.evaluation import eval_with_gather
+
+SCORES = {"precision": reference.precision_score, "recall": reference.recall_score, "f1": reference.f1_score}
+
+
+def added_up(make: Any, predictions: np.ndarray, references: np.ndarray, num_labels: int) -> dict[str, np.ndarray]:
+    """Sums of micro-batches of 5, added up."""
+    pieces = [
+        make(torch.from_numpy(predictions[i : i + 5]), torch.from_numpy(references[i : i + 5]), num_labels)
+        for i in range(0, len(references), 5)
+    ]
+    return {name: sum(piece[name].numpy() for piece in pieces) for name in pieces[0]}
+
+
+def quiet(function: Any, *args: Any, **settings: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scikit-learn's, about classes that do not occur
+        return function(*args, **settings)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("examples", [1, 2, 7, 97])
+@pytest.mark.parametrize("num_labels", [2, 3, 12])
+def test_class_figures_are_those_of_scikit_learn(num_labels: int, examples: int, seed: int) -> None:
+    """With few examples most classes do not occur, or only as a prediction.
+
+    Fails when: the macro average is taken over all classes of the model; references and predictions change places.
+    """
+    random_numbers = np.random.default_rng(seed)
+    y, p = random_numbers.integers(0, num_labels, (2, examples))
+    counts = counts_of_classes(added_up(class_sums, p, y, num_labels))
+    wanted = {
+        "accuracy": reference.accuracy_score(y, p),
+        "balanced_accuracy": quiet(reference.balanced_accuracy_score, y, p),
+        "matthews_correlation": quiet(reference.matthews_corrcoef, y, p),
+    }
+    for name, score in SCORES.items():
+        wanted[name] = wanted[f"{name}_macro"] = quiet(score, y, p, average="macro", zero_division=0)
+        for average in ("micro", "weighted"):
+            wanted[f"{name}_{average}"] = quiet(score, y, p, average=average, zero_division=0)
+        if num_labels == 2:
+            wanted[f"{name}_binary"] = quiet(score, y, p, average="binary", zero_division=0)
+        each = quiet(score, y, p, average=None, labels=list(range(num_labels)), zero_division=0)
+        wanted[f"{name}_per_class"] = {f"{name}_class_{c}": value for c, value in enumerate(each)}
+    assert wanted.keys() == {name for name in CLASS_FIGURES if num_labels == 2 or not name.endswith("_binary")}
+    for name, value in wanted.items():
+        assert CLASS_FIGURES[name](counts) == pytest.approx(value, abs=1e-12), name
+
+
+@pytest.mark.parametrize("examples", [1, 7, 97])
+def test_figures_of_several_classes_are_those_of_scikit_learn(examples: int) -> None:
+    """Fails when: accuracy counts single classes instead of whole examples; precision divides by the references."""
+    random_numbers = np.random.default_rng(0)
+    y, p = (random_numbers.random((2, examples, 5)) < 0.4).astype(np.int64)
+    counts = counts_of_labels(added_up(label_sums, p, y, 5))
+    wanted = {"accuracy": reference.accuracy_score(y, p)}
+    for name, score in SCORES.items():
+        wanted[name] = wanted[f"{name}_macro"] = quiet(score, y, p, average="macro", zero_division=0)
+        for average in ("micro", "weighted"):
+            wanted[f"{name}_{average}"] = quiet(score, y, p, average=average, zero_division=0)
+        each = quiet(score, y, p, average=None, zero_division=0)
+        wanted[f"{name}_per_class"] = {f"{name}_class_{c}": value for c, value in enumerate(each)}
+    assert wanted.keys() == LABEL_FIGURES.keys()
+    for name, value in wanted.items():
+        assert LABEL_FIGURES[name](counts) == pytest.approx(value, abs=1e-12), name
+
+
+class Told(torch.nn.Module):
+    """A model whose logits are its inputs."""
+
+    def forward(self, values: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=values[:, None])
+
+
+def figures_of_numbers(p: np.ndarray, y: np.ndarray) -> dict[str, float]:
+    """Of a split that is evaluated in micro-batches of 5."""
+    pieces = [list(range(len(y)))[i : i + 5] for i in range(0, len(y), 5)]
+    loader = [
+        Batch([{"values": torch.from_numpy(p[piece]), "labels": torch.from_numpy(y[piece])}], {}, [True], indices=[piece])
+        for piece in pieces
+    ]
+    metrics = classification_metrics(list(NUMBER_FIGURES), 1, "regression")
+    return eval_with_gather(Accelerator(cpu=True), Told(), loader, metrics, prefix="")
+
+
+@pytest.mark.parametrize("mean", [0.0, 100.0, 1e6, -1e9])
+@pytest.mark.parametrize("examples", [2, 7, 97])
+def test_figures_of_numbers_are_those_of_scikit_learn(examples: int, mean: float) -> None:
+    """Also where the mean is large next to the spread, as in years, prices and seconds since 1970.
+
+    Fails when: r2 and pearson are made of sums of squares, or errors are added up in float32.
+    """
+    random_numbers = np.random.default_rng(0)
+    dtype = np.float32 if abs(mean) < 1e6 else np.float64
+    y = (mean + random_numbers.normal(size=examples)).astype(dtype)
+    p = (y + random_numbers.normal(size=examples)).astype(dtype)
+    found = figures_of_numbers(p, y)
+    y, p = y.astype(np.float64), p.astype(np.float64)
+    wanted = {
+        "mse": reference.mean_squared_error(y, p), "rmse": reference.root_mean_squared_error(y, p),
+        "mae": reference.mean_absolute_error(y, p), "r2": reference.r2_score(y, p), "pearson": np.corrcoef(y, p)[0, 1],
+    }  # fmt: skip
+    assert wanted.keys() == NUMBER_FIGURES.keys() == found.keys() - {"loss"}
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, rel=1e-9), name
+
+
+@pytest.mark.parametrize("constant", [0.5, 0.1])
+def test_figures_of_constant_numbers_follow_the_conventions_of_scikit_learn(constant: float) -> None:
+    """0.1 seven times leaves a variance of rounding, which is none. (scikit-learn itself says -5e33 there.)
+
+    Fails when: deviations are from the mean alone, without a first number taken off.
+    """
+    for distance, wanted in ((0.0, 1.0), (1.0, 0.0)):
+        found = figures_of_numbers(np.full(7, constant + distance), np.full(7, constant))
+        assert found["r2"] == wanted == reference.r2_score(np.full(7, 0.5), np.full(7, 0.5 + distance))
+        assert np.isnan(found["pearson"])
+
+
+@pytest.mark.parametrize(
+    ("names", "classes", "problem", "parts"),
+    [
+        (["acuracy"], 3, "single_label", ["acuracy", "Did you mean accuracy", "network"]),
+        (["mse"], 3, "single_label", ["mse", "--problem-type regression", "accuracy"]),
+        (["f1"], 1, "regression", ["f1", "single_label", "mse"]),
+        (["matthews_correlation"], 3, "multi_label", ["matthews_correlation", "multi_label"]),
+        (["f1_binary"], 3, "single_label", ["f1_binary", "two classes", "Type f1."]),
+        (["nowhere/metric.py"], 3, "single_label", ["nowhere/metric.py", "not a metric script"]),
+    ],
+)
+def test_a_metric_that_cannot_be_computed_is_refused_when_it_is_named(
+    names: list[str], classes: int, problem: str, parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before training, with what would be right.
+
+    Fails when: modules are loaded at the first evaluation.
+    """
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(Refusal) as refused:
+        classification_metrics(names, classes, problem)
+    for part in parts:
+        assert part in str(refused.value)
+
+
+SCRIPT = '''
+import datasets
+import evaluate
+
+class Hits(evaluate.Metric):
+    """Right predictions, counted."""
+
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("int32"), "references": datasets.Value("int32")})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        hits = sum(p == r for p, r in zip(predictions, references))
+        return {"hits": hits, "predicted_twos": predictions.count(2), "accuracy": -1.0}
+'''
+
+
+def rows(predictions: list[int], references: list[int]) -> dict[str, np.ndarray]:
+    ones = np.ones(len(predictions))
+    return {"loss": ones, "weight": ones, "predictions": np.array(predictions), "references": np.array(references)}
+
+
+def finalized(metrics: Metrics) -> dict[str, float]:
+    assert metrics.gather is not None
+    return metrics.finalize(rows([0, 1, 2, 2], [0, 1, 1, 2]))
+
+
+def test_a_metric_script_of_the_users_gets_all_predictions_beside_built_in_figures(tmp_path: Path) -> None:
+    """A key that is taken does not overwrite the built-in figure.
+
+    Fails when: flat_figures ignores what is taken; the module gets references as predictions.
+    """
+    script = tmp_path / "hits.py"
+    script.write_text(SCRIPT)
+    name = str(script)
+    figures = finalized(classification_metrics(["accuracy", name], 3))
+    assert figures["hits"] == 3.0
+    assert figures["predicted_twos"] == 2.0
+    assert figures["accuracy"] == 0.75
+    assert figures["hits_accuracy"] == -1.0
+    assert figures["loss"] == 1.0
+
+
+def test_a_module_that_cannot_take_the_predictions_is_refused_at_once(tmp_path: Path) -> None:
+    """Two lists of classes are no input for a module of single classes.
+
+    Fails when: modules are not tried on two examples.
+    """
+    script = tmp_path / "hits.py"
+    script.write_text(SCRIPT)
+    with pytest.raises(Refusal, match=r"hits\.py: the module was found but cannot take"):
+        classification_metrics([str(script)], 3, "multi_label")
+
+
+def test_functions_and_combinations_of_modules_stand_in_a_names_place() -> None:
+    """The package's own modules, combined by evaluate, offline, equal scikit-learn's.
+
+    Fails when: predictions and references are passed in the other order.
+    """
+    import evaluate
+
+    from toolkit.metrics.modules import Accuracy, MatthewsCorrelation, Perplexity
+
+    def asymmetric(predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
+        return {"predicted_twos": float((predictions == 2).sum()), "twos": float((references == 2).sum())}
+
+    combined = evaluate.combine([Accuracy(), MatthewsCorrelation()])
+    figures = finalized(classification_metrics([combined, asymmetric], 3))
+    assert (figures["predicted_twos"], figures["twos"]) == (2.0, 1.0)
+    assert figures["accuracy"] == 0.75
+    assert figures["matthews_correlation"] == pytest.approx(reference.matthews_corrcoef([0, 1, 1, 2], [0, 1, 2, 2]))
+    perplexity = Perplexity().compute(predictions=[3.0, 1.0], references=[2, 6])["perplexity"]
+    assert perplexity == pytest.approx(np.exp(0.5))
+
+
+def test_modules_agree_with_scikit_learn() -> None:
+    """Fails when: a module hands its two inputs over in the other order (precision and recall change places)."""
+    from toolkit.metrics.modules import F1, Precision, Recall
+
+    y, p = [0, 1, 1, 1, 0, 1], [1, 1, 0, 1, 0, 0]
+    for module, name in ((F1, "f1"), (Precision, "precision"), (Recall, "recall")):
+        assert module().compute(predictions=p, references=y)[name] == pytest.approx(SCORES[name](y, p))
+        each = module().compute(predictions=p, references=y, average=None)[name]
+        assert list(each) == pytest.approx(list(SCORES[name](y, p, average=None)))
+
+
+def test_results_of_any_shape_become_numbers_by_name() -> None:
+    """Fails when: arrays are dropped, or a note in words stops the evaluation."""
+    result = {"each": np.array([0.5, 1.0]), "note": "words", "score": np.float32(2)}
+    assert flat_figures("mine", result, {"score"}) == {"each_0": 0.5, "each_1": 1.0, "mine_score": 2.0}
+    assert flat_figures("mine", 3, ()) == {"mine": 3.0}
+
+
+def test_metrics_observe_in_one_way() -> None:
+    """Fails when: both may be given, which would be two forward passes for each micro-batch."""
+    with pytest.raises(ValueError, match="one of the two"):
+        Metrics(update=None, finalize=lambda sums: {})

@@ -1,0 +1,111 @@
+"""The written-out backward of attention over short documents, against torch's own through the loop over documents."""
+
+import itertools
+
+import pytest
+import torch
+
+import toolkit.models.attention.groups as attention_groups
+from toolkit.models.attention.groups import UNSEEN, groups_of, with_grouped_backward
+from toolkit.models.attention.kernels import Rules, loop_kernel
+
+OWN = [40, 1, 300, 2, 41, 270]  # tokens of each document; of like length, and not
+SHARED = [25, 0, 3, 25, 26, 100]  # keys before them that stand elsewhere in the row
+HEADS, HEAD_DIM = 4, 16
+
+
+def bounds(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def lengths_of_keys(shared):
+    return [own + before for own, before in zip(OWN, SHARED, strict=True)] if shared else OWN
+
+
+def states(key_heads, shared, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    sizes = (HEADS, sum(OWN)), (key_heads, sum(lengths_of_keys(shared))), (key_heads, sum(lengths_of_keys(shared)))
+    return [torch.randn(1, heads, tokens, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype) for heads, tokens in sizes]
+
+
+def gradients(attend, inputs):
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    output = attend(*leaves)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output.dtype)
+    return torch.autograd.grad(output, leaves, weights)
+
+
+def errors(found, expected):
+    return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("scores_in_a_group", [1, 2**17, 2**30], ids=["each alone", "some together", "all that are alike"])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("shared", [False, True], ids=["own keys", "shared keys"])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 7), (True, 280), (False, None), (False, 30)])
+def test_gradients_are_those_of_each_document_alone(monkeypatch, causal, window, shared, key_heads, scores_in_a_group):
+    """Fails when padded keys are seen, `places` starts at 0 for all, the window is one off, a group's heads aren't added up, or
+    the scaling is forgotten."""
+    monkeypatch.setattr(attention_groups, "SCORES_IN_A_GROUP", scores_in_a_group)
+    monkeypatch.setattr(attention_groups, "_groups_of_row", {})
+    rules = Rules(causal, window, 0.2, softcap=None, dropout=0.0, longest=None)
+    of_keys = bounds(lengths_of_keys(shared)) if shared else None
+
+    def through_torch(query, key, value):
+        return loop_kernel(query, key, value, bounds(OWN), rules, of_keys)
+
+    groups = groups_of(bounds(OWN), of_keys, HEADS, causal, window)
+    assert sorted(span for group in groups for span in group.queries) == list(itertools.pairwise([0, *itertools.accumulate(OWN)]))
+    inputs = states(key_heads, shared)
+    expected = gradients(through_torch, inputs)
+    found = gradients(lambda *s: with_grouped_backward(through_torch, *s, groups, 0.2), [s.float() for s in inputs])
+    assert max(errors(found, expected)) < 1e-6
+
+
+def test_bfloat16_on_a_cpu_is_as_close_to_float64_as_torchs_own_backward(monkeypatch):
+    """Fails when the scores are rounded to bfloat16 before the softmax, and when documents are never grouped."""
+    rules = Rules(True, None, None, softcap=None, dropout=0.0, longest=None)
+    of_keys = bounds(lengths_of_keys(shared=True))
+    calls = []
+
+    def attend(query, key, value):
+        return loop_kernel(query, key, value, bounds(OWN), rules, of_keys)
+
+    halves = [2 * s.bfloat16() for s in states(2, shared=True)]
+    expected = gradients(attend, [s.double() for s in halves])
+    grouped = errors(gradients(attend, halves), expected)
+    monkeypatch.setattr("toolkit.models.attention.kernels.groups_of", lambda *_: calls.append(1))
+    torchs = errors(gradients(attend, halves), expected)
+    assert calls
+    assert grouped != torchs  # two different ways indeed
+    assert all(ours < 1.2 * theirs for ours, theirs in zip(grouped, torchs, strict=True)), (grouped, torchs)
+
+
+def test_a_neighbor_of_huge_numbers_changes_no_gradient():
+    """Fails when a document's keys are padded with its neighbor's."""
+    rules = Rules(True, None, None, softcap=None, dropout=0.0, longest=None)
+    inputs = [s.bfloat16() for s in states(4, shared=False)]
+    others = [s.clone() for s in inputs]
+    start = sum(OWN[:4])
+    for changed in others:
+        changed[:, :, start : start + OWN[4]] *= 1e4
+    one, other = (gradients(lambda *s: loop_kernel(*s, bounds(OWN), rules), each) for each in (inputs, others))
+    for before, after in zip(one, other, strict=True):
+        assert torch.equal(before[:, :, :start], after[:, :, :start])
+        assert torch.equal(before[:, :, start + OWN[4] :], after[:, :, start + OWN[4] :])
+
+
+def test_a_row_with_a_long_document_is_left_to_torch():
+    """Fails when LONGEST isn't looked at: scores would need the square of its length."""
+    assert groups_of(bounds([20, attention_groups.LONGEST + 1]), None, HEADS, True, None) is None
+    assert groups_of(bounds([20, attention_groups.LONGEST]), None, HEADS, True, None) is not None
+
+
+def test_groups_of_another_row_are_made_anew():
+    """Fails when the kept groups aren't bound to the bounds they were made of."""
+    first, second = bounds([3, 4]), bounds([4, 3])
+    of_first = groups_of(first, None, HEADS, True, None)
+    assert groups_of(first, None, HEADS, True, None) is of_first
+    of_second = groups_of(second, None, HEADS, True, None)
+    assert sorted(of_second[0].queries) == [(0, 4), (4, 7)]
+    assert float(of_second[0].unseen.min()) == pytest.approx(UNSEEN)

@@ -1,0 +1,47 @@
+"""A lock that is waited for says so; a limit on time ends what has none."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from toolkit.system import locks
+from toolkit.system.time_limit import time_limit
+
+
+def test_waiting_for_another_process_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, and not where the lock is free. Fails when: the lock is taken without a time limit."""
+    monkeypatch.setattr(locks, "SILENT_SECONDS", 0.1)
+    with locks.waiting_lock(tmp_path / "a.lock", "prepares data"):
+        pass
+    assert capsys.readouterr().err == ""
+    held = threading.Event()
+
+    def hold() -> None:
+        with FileLock(str(tmp_path / "a.lock")):
+            held.set()
+            time.sleep(0.5)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    held.wait(10)
+    with locks.waiting_lock(tmp_path / "a.lock", "prepares data"):
+        assert capsys.readouterr().err == f"waiting for another process, which prepares data (it holds {tmp_path / 'a.lock'})\n"
+    other.join()
+
+
+def test_a_block_without_an_end_is_ended_and_an_earlier_timer_goes_on() -> None:
+    """Fails when: the timer is not set, or the one that was set before is forgotten."""
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"0\.5 s"), time_limit(0.5):  # noqa: PT012 - what comes after is within the outer one
+        with pytest.raises(TimeoutError, match=r"0\.1 s"), time_limit(0.1):
+            _never_end()
+        _never_end()
+    assert 0.4 < time.monotonic() - began < 5
+
+
+def _never_end() -> None:
+    while True:
+        pass

@@ -1,0 +1,168 @@
+"""What build_accelerator settles for a process, in processes of their own where it is settled for good."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import toolkit as tk
+from toolkit.cli.recipe import read_command_line
+from toolkit.config import check_together
+
+ASKED = """
+import json, os, sys, torch, toolkit as tk
+tk.build_accelerator(tk.RunConfig(output_dir=sys.argv[1], use_cpu=True, full_determinism=sys.argv[2] == "True"))
+names = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING", "FLASH_ATTENTION_DETERMINISTIC")
+print(json.dumps([
+    torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch.cuda.is_initialized(), *map(os.environ.get, names),
+]))
+"""
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_full_determinism_is_what_trainer_means_by_it_and_only_where_it_is_asked_for(asked, tmp_path):
+    """Fails when: the setting isn't looked at, algorithms only warn, or CUDA has started before the environment is set."""
+    made = subprocess.run([sys.executable, "-c", ASKED, str(tmp_path / "run"), str(asked)], capture_output=True, text=True, timeout=240)
+    assert made.returncode == 0, made.stderr
+    expected = [True, False, True, False, False, ":16:8", "1", "1"] if asked else [False, False, False, False, False, None, None, None]
+    assert json.loads(made.stdout.splitlines()[-1]) == expected
+
+
+def test_full_determinism_is_refused_once_cuda_has_started_without_it(tmp_path, monkeypatch):
+    """In a notebook, say: cuBLAS reads its setting once. Fails when: it isn't looked whether CUDA is in use."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with pytest.raises(tk.Refusal, match="--full-determinism: CUDA is in use in this process already"):
+        tk.build_accelerator(tk.RunConfig(output_dir=str(tmp_path), use_cpu=True, full_determinism=True))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+SWEEP = """
+import hashlib, json, sys
+from dataclasses import replace
+from pathlib import Path
+import toolkit as tk
+sys.path.insert(0, sys.argv[1])
+import sft
+
+base = sft.Config(
+    use_cpu=True, hidden_size=32, num_hidden_layers=1, max_steps=3, max_train_examples=32, max_length=128,
+    num_samples=0, eval_strategy="no", overwrite_output_dir=True,
+)
+for number, names in enumerate(sys.argv[2:]):
+    try:
+        sft.main(replace(base, output_dir=f"run{number}", **{name: True for name in names.split(",") if name}))
+        print("RESULT", hashlib.sha256(Path(f"run{number}/model/model.safetensors").read_bytes()).hexdigest())
+    except tk.Refusal as refusal:
+        print("RESULT", refusal)
+"""
+
+
+def _results(root, folder, *runs):
+    folder.mkdir()
+    made = subprocess.run(
+        [sys.executable, "-c", SWEEP, str(root / "recipes"), *runs], cwd=folder, capture_output=True, text=True, timeout=240
+    )
+    assert made.returncode == 0, made.stderr
+    return [line.removeprefix("RESULT ") for line in made.stdout.splitlines() if line.startswith("RESULT ")]
+
+
+def test_runs_of_other_precisions_in_one_process_are_those_of_processes_of_their_own(root, tmp_path):
+    """Bit for bit, back to the first precision too. Fails when: Accelerate's state isn't reset between them (its ValueError)."""
+    alone = [_results(root, tmp_path / "float32", "")[0], _results(root, tmp_path / "bf16", "bf16")[0]]
+    assert alone[0] != alone[1]
+    assert _results(root, tmp_path / "sweep", "", "bf16", "") == [*alone, alone[0]]
+
+
+def test_a_run_after_a_sharded_one_is_refused_with_what_to_do(root, tmp_path):
+    """Fails when: it isn't looked for, so that variables left by Accelerate are taken for a launcher's."""
+    sharded, *later = _results(root, tmp_path / "sweep", "fsdp", "", "fsdp")
+    assert len(sharded) == 64, sharded
+    assert all("sharded by FSDP2" in each and "process of its own" in each for each in later)
+
+
+def test_the_state_of_several_ranks_is_not_reset(monkeypatch):
+    """Nor that of a run which needs the same. Fails when: another precision resets a process group's state, or the same one does."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    from toolkit.distributed.engines.choice import EngineChoice
+    from toolkit.distributed.engines.second_run import make_way
+
+    process = {"device": torch.device("cpu"), "distributed_type": DistributedType.MULTI_CPU}
+    monkeypatch.setattr(PartialState, "_shared_state", process)
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {**process, "_mixed_precision": "no"})
+    make_way(EngineChoice("none"), on_cpu=True)
+    assert AcceleratorState._shared_state
+    with pytest.raises(tk.Refusal, match="another precision than the one before it"):
+        make_way(EngineChoice("none", mixed_precision="bf16"), on_cpu=True)
+    with pytest.raises(tk.Refusal, match="another device and another engine than"):
+        make_way(EngineChoice("fsdp"), on_cpu=False)
+    assert AcceleratorState._shared_state
+    PartialState._shared_state["distributed_type"] = DistributedType.NO
+    make_way(EngineChoice("none", mixed_precision="bf16"), on_cpu=True)
+    assert not AcceleratorState._shared_state
+    assert not PartialState._shared_state
+
+
+@dataclass(frozen=True)
+class Recipe(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
+    """A recipe's settings, with a default of its own that only another setting gives an effect."""
+
+    adam_beta2: float = 0.95
+    use_cpu: bool = True
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"bf16": True, "fp16": True}, "--bf16 and --fp16 are two precisions"),
+        ({"optim": "sgd", "adam_beta1": 0.5}, "--adam-beta1 0.5 has no effect with --optim sgd"),
+        ({"lr_cycles": 3}, "--lr-cycles 3 has no effect with --lr-scheduler-type cosine"),
+        ({"warmup_steps": 1.5}, "--warmup-steps 1.5: must be a whole number of steps"),
+    ],
+)
+def test_settings_made_in_code_are_checked_by_the_rules_of_the_command_line(named, message, tmp_path, monkeypatch):
+    """With the same message, where a run starts and not where the settings are made. Fails when: build_accelerator leaves
+    check_together out, or gives it no names."""
+    config = Recipe(output_dir=str(tmp_path / "run"), **named)
+    with pytest.raises(tk.Refusal) as in_code:
+        tk.build_accelerator(config)
+    assert message in str(in_code.value)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in named.items()]
+    typed, given = read_command_line(Recipe, ["--output-dir", str(tmp_path / "run"), *flags], {})
+    with pytest.raises(tk.Refusal) as by_flags:
+        check_together(typed, given)
+    assert str(by_flags.value) == str(in_code.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_at_their_defaults_are_not_given_and_a_group_works_alone(tmp_path):
+    """A recipe's own default may be without effect, and so may one that is named. Fails when: every keyword counts as given, or a
+    group is checked when it is made."""
+    tk.OptimConfig(optim="sgd", adam_beta1=0.5, lr_cycles=3, warmup_steps=1.5)
+    tk.build_accelerator(Recipe(output_dir=str(tmp_path / "run"), optim="sgd", adam_beta2=0.95, lr_cycles=1))
+
+
+def test_settings_that_a_command_line_has_checked_are_not_checked_again(tmp_path):
+    """What it didn't get is a default, of a container say. Fails when: build_accelerator checks what was `given` already."""
+    config = Recipe(output_dir=str(tmp_path / "run"), lr_cycles=3)
+    object.__setattr__(config, "given", frozenset())
+    tk.build_accelerator(config)
+
+
+def test_a_default_that_a_given_setting_would_overrule_on_a_command_line_is_refused_in_code(tmp_path):
+    """Epochs beside a recipe's own number of steps. Fails when: what is implied isn't looked at: the epochs would be passed over."""
+
+    @dataclass(frozen=True)
+    class InSteps(Recipe):
+        max_steps: int | None = 800
+
+    with pytest.raises(tk.Refusal, match=r"num_train_epochs=2.0 has no effect with max_steps=800, a default: add max_steps=None"):
+        tk.build_accelerator(InSteps(output_dir=str(tmp_path / "run"), num_train_epochs=2.0))
+    tk.build_accelerator(InSteps(output_dir=str(tmp_path / "run"), num_train_epochs=2.0, max_steps=None))
+    tk.build_accelerator(InSteps(output_dir=str(tmp_path / "run"), num_train_epochs=2.0, max_steps=10))

@@ -1,0 +1,650 @@
+"""The run: what is due when, exact logs, saving, resuming, stopping; on a model small enough to train in milliseconds."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict
+from torch import nn
+
+import toolkit as tk
+from toolkit import checkpoint as ckpt
+from toolkit.system.interruptions import Interrupted
+from toolkit.system.json_lines import read_lines
+from toolkit.system.text import own_ends
+from toolkit.training.guard import Unstable, describe_row
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
+    per_device_train_batch_size: int = 2
+    gradient_accumulation_steps: int = 3
+    num_train_epochs: float = 3.0
+    learning_rate: float = 1e-2
+    eval_strategy: str = "no"
+    save_strategy: str = "no"
+    logging_steps: int = 1
+
+
+class Bigram(nn.Module):
+    """The next token from this one, with dropout, so that random numbers matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = None
+        self.table, self.dropout = nn.Embedding(20, 20), nn.Dropout(0.1)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.table(input_ids))
+
+
+def loss_fn(model: nn.Module, micro_batch: dict, totals: dict) -> tuple[torch.Tensor, dict]:
+    logits = model(micro_batch["input_ids"])[:, :-1]
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), micro_batch["labels"][:, 1:].flatten(), reduction="sum")
+    return loss / totals["tokens"], {}
+
+
+def rows(poisoned: int | None = None) -> DatasetDict:
+    random_numbers = np.random.default_rng(0)
+    ids = [random_numbers.integers(0, 20, size=int(n)).tolist() for n in random_numbers.integers(2, 9, size=22)]
+    return DatasetDict(
+        train=Dataset.from_dict({
+            "input_ids": ids, "length": [len(i) for i in ids], "supervised_tokens": [len(i) - 1 for i in ids],
+            "origin": [f"rows.jsonl:{i + 1}" for i in range(len(ids))],
+        })
+    )  # fmt: skip
+
+
+def train(config: Config, on_step=None, step_loss=loss_fn) -> tuple[nn.Module, tk.Run]:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(config.seed)
+    model = Bigram()
+    torch.seed()  # whatever ran before: a step must not draw from it
+    loader, _ = tk.build_dataloaders(rows(), tk.collate_padded, config, accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
+    with tk.open_run(accelerator, config, model, optimizer, loader) as run:
+        for batch in run:
+            run.log(tk.train_step(accelerator, model, optimizer, batch, step_loss, [config.learning_rate * (1 - run.progress)]))
+            if on_step is not None and on_step(run):
+                break
+    return model, run
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return model.table.weight.detach().clone()
+
+
+def test_a_samples_line_shows_what_tells_its_prompt_from_the_others() -> None:
+    """Fails when: prompts are cut at their ends, or show what the chat template adds to each."""
+    prompts = [f"<user> Say in one sentence what this Python function does. def {name}(): <end> <assistant>" for name in ("add", "mean")]
+    assert [len(each) for each in own_ends(prompts, 20)] == [20, 20]
+    assert [each[-8:] for each in own_ends(prompts, 20)] == [" def add", "def mean"]
+    assert own_ends(["same", "same"], 9) == ["same", "same"]
+    assert own_ends(["a  b"], 9) == ["a b"]
+
+
+def test_the_trackers_of_a_resumed_run_are_told_of_the_lines_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: what a killed life had not sent is looked for by nobody."""
+    config = Config(output_dir=str(tmp_path / "out"), save_strategy="steps", save_steps=4)
+    train(config, lambda run: run.step == 5)
+    told: list[int] = []
+    monkeypatch.setattr("toolkit.tracking.trackers.Trackers.catch_up", lambda self, events: told.extend(event["step"] for event in events))
+    train(replace(config, resume=True))
+    assert told == [1, 2, 3, 4]
+
+
+def test_what_is_to_be_beaten_is_asked_for_where_something_is_evaluated() -> None:
+    """Fails when: baselines are looked for though nothing will be compared with them."""
+    asked: list[str] = []
+    for strategy in ("no", "epoch"):
+        run = SimpleNamespace(step=0, accelerator=SimpleNamespace(is_main_process=True), config=SimpleNamespace(eval_strategy=strategy))
+        tk.Run.compare_with(run, "eval_loss", lambda strategy=strategy: asked.append(strategy) or {})
+    assert asked == ["epoch"]
+
+
+def test_metrics_file_has_the_exact_loss_of_each_step_and_one_line_a_step(tmp_path: Path) -> None:
+    """Logging every fourth step writes the mean of those four. Fails when: a window is averaged over the wrong steps."""
+    train(Config(output_dir=str(tmp_path / "each")))
+    train(Config(output_dir=str(tmp_path / "fourth"), logging_steps=4))
+    each, fourth = read_lines(tmp_path / "each/metrics.jsonl"), read_lines(tmp_path / "fourth/metrics.jsonl")
+    assert [e["step"] for e in each] == list(range(1, 12))
+    assert [e["step"] for e in fourth] == [4, 8, 11]
+    losses = [e["loss"] for e in each]
+    assert [e["loss"] for e in fourth] == pytest.approx([np.mean(losses[:4]), np.mean(losses[4:8]), np.mean(losses[8:])], rel=1e-12)
+    assert {"step", "epoch", "examples", "time", "grad_norm", "learning_rate", "tokens_per_second", "supervised_tokens"} <= set(each[0])
+    assert each[-1]["examples"] == 66
+    assert each[-1]["epoch"] == 3
+
+
+def test_rates_are_those_of_the_steps_without_what_happens_between_them(tmp_path: Path) -> None:
+    """Half a second of "evaluation" after each step. Fails when: the clock runs on between steps."""
+    train(Config(output_dir=str(tmp_path / "run"), max_steps=3), lambda run: time.sleep(0.5))
+    events = read_lines(tmp_path / "run/metrics.jsonl")
+    assert all(e["examples_per_second"] > 6 / 0.4 for e in events[1:])
+
+
+def test_two_runs_with_the_same_settings_end_with_the_same_bits(tmp_path: Path) -> None:
+    """Fails when: dropout is not seeded by the micro-batch."""
+    first, _ = train(Config(output_dir=str(tmp_path / "a")))
+    torch.rand(17)
+    second, _ = train(Config(output_dir=str(tmp_path / "b"), logging_steps=5))
+    assert torch.equal(weights(first), weights(second))
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 7, 10])
+def test_a_run_stopped_by_a_signal_and_resumed_ends_with_the_same_bits(tmp_path: Path, stop_at: int) -> None:
+    """Dropout on, accumulation 3, steps across epochs, in the middle of an epoch. Fails when: the optimizer is not restored."""
+    whole, _ = train(Config(output_dir=str(tmp_path / "whole")))
+    config = Config(output_dir=str(tmp_path / "stopped"))
+
+    def interrupt(run: tk.Run) -> None:
+        if run.step == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match=r"main\(dataclasses.replace\(config, resume=True\)\)") as caught:
+        train(config, interrupt)  # by no command line
+    assert caught.value.exit_code == 75
+    assert not isinstance(caught.value, KeyboardInterrupt | Exception)  # not by a keyboard, and not to be passed over by a sweep
+    assert json.loads((tmp_path / "stopped/summary.json").read_text())["status"] == "interrupted"
+    resumed, run = train(replace(config, resume=True))
+    assert torch.equal(weights(whole), weights(resumed))
+    assert [e["step"] for e in read_lines(tmp_path / "stopped/metrics.jsonl")] == list(range(1, 12))
+    losses = [[e["loss"] for e in read_lines(tmp_path / d / "metrics.jsonl")] for d in ("whole", "stopped")]
+    assert losses[0] == losses[1]
+    assert run.applied == 11
+
+
+def test_a_crash_between_saves_is_resumed_from_the_last_one_without_a_step_twice(tmp_path: Path) -> None:
+    """Fails when: metrics.jsonl is not cut back to the checkpoint's step."""
+    whole, _ = train(Config(output_dir=str(tmp_path / "whole")))
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=3)
+
+    def crash(run: tk.Run) -> None:
+        if run.step == 8:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError):
+        train(config, crash)
+    assert [p.name for p in ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == ["step-3", "step-6"]
+    resumed, _ = train(replace(config, resume=True))
+    assert torch.equal(weights(whole), weights(resumed))
+    assert [e["step"] for e in read_lines(tmp_path / "run/metrics.jsonl")] == list(range(1, 12))
+
+
+def test_an_output_directory_with_a_run_is_not_overwritten_unless_told(tmp_path: Path) -> None:
+    config = Config(output_dir=str(tmp_path / "run"))
+    train(config)
+    with pytest.raises(tk.Refusal, match="--overwrite-output-dir"):
+        train(config)
+    (tmp_path / "run/notes.txt").write_text("mine")
+    train(replace(config, overwrite_output_dir=True))
+    assert (tmp_path / "run/notes.txt").read_text() == "mine"
+    assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 11
+
+
+def test_a_directory_that_another_run_writes_is_refused(tmp_path: Path) -> None:
+    config = Config(output_dir=str(tmp_path / "run"))
+
+    def second_writer(run: tk.Run) -> None:
+        with pytest.raises(tk.Refusal, match=r"process \d+ on .* is writing there now"):
+            train(replace(config, overwrite_output_dir=True))
+
+    train(replace(config, max_steps=1), second_writer)
+
+
+def test_a_disk_that_is_too_small_is_refused_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(tk.Refusal, match="free"):
+        train(Config(output_dir=str(tmp_path / "run"), save_strategy="epoch"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_save_is_a_warning_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Fails when: save() lets an OSError through."""
+    whole, _ = train(Config(output_dir=str(tmp_path / "whole")))
+    commit, calls = ckpt.directory._commit, []
+
+    def sometimes_full(*args: object) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        commit(*args)
+
+    monkeypatch.setattr(ckpt.directory, "_commit", sometimes_full)
+    model, _ = train(Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=3, save_total_limit=1))
+    assert "No space left" in capsys.readouterr().out
+    assert torch.equal(weights(whole), weights(model))
+    assert [p.name for p in ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == ["step-11"]
+
+
+def due_steps(tmp_path: Path, what: str, **settings: object) -> list[int]:
+    seen = []
+    config = Config(output_dir=str(tmp_path / f"run{len(list(tmp_path.iterdir()))}"), **settings)
+    train(config, lambda run: seen.append(run.step) if run.due(what) else None)
+    return seen
+
+
+def test_strategies_say_when_something_is_due(tmp_path: Path) -> None:
+    """Epochs of 22 examples in steps of 6: they end in steps 4, 8 and 11; the last step always counts. Fails when: an
+    epoch's end inside a step is missed."""
+    assert due_steps(tmp_path, "eval", eval_strategy="epoch") == [4, 8, 11]
+    assert due_steps(tmp_path, "eval", eval_strategy="steps", eval_steps=5) == [5, 10, 11]
+    assert due_steps(tmp_path, "eval", eval_strategy="steps", eval_steps=2, eval_delay=6) == [6, 8, 10, 11]
+    assert due_steps(tmp_path, "eval", eval_strategy="epoch", eval_delay=2.0) == [8, 11]
+    assert due_steps(tmp_path, "eval", eval_strategy="no") == []
+    assert due_steps(tmp_path, "log", logging_strategy="epoch") == [4, 8, 11]
+
+
+def test_the_best_weights_come_back_and_training_stops_when_nothing_improves(tmp_path: Path) -> None:
+    """A made-up figure that is best at step 3. Fails when: the best checkpoint is pruned, or the wrong direction is taken."""
+    figures = {1: 5.0, 2: 4.0, 3: 1.0, 4: 2.0, 5: 3.0, 6: 1.0}
+    at_best: list[torch.Tensor] = []
+    config = Config(
+        output_dir=str(tmp_path / "run"), eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, save_total_limit=1,
+        save_strategy="steps", save_steps=1, early_stopping_patience=3,
+    )  # fmt: skip
+
+    def evaluate(run: tk.Run) -> bool:
+        if run.step == 3:
+            at_best.append(weights(run.model))
+        run.log({"eval_loss": figures[run.step]})
+        return tk.stopped_improving(run.history("eval_loss"), config)
+
+    model, run = train(config, evaluate)
+    assert run.step == 6
+    assert not torch.equal(weights(model), at_best[0])
+    tk.load_best(run)
+    assert torch.equal(weights(model), at_best[0])
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "stopped early"
+
+
+@pytest.mark.parametrize("first", ["eval_loss", "eval_second"])
+def test_metrics_that_are_logged_in_several_calls_at_one_step_are_one_evaluation(tmp_path: Path, first: str) -> None:
+    """Fails when: the summary takes the last call of a step alone, or a call without the deciding metric is refused."""
+    config = Config(
+        output_dir=str(tmp_path / "run"), eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, save_strategy="steps",
+        save_steps=2, max_steps=6,
+    )  # fmt: skip
+    losses = {2: 5.0, 4: 1.0, 6: 3.0}
+
+    def evaluate(run: tk.Run) -> None:
+        if run.due("eval"):
+            metrics = {"eval_loss": losses[run.step], "eval_second": 10.0 + run.step}
+            for name in (first, *(metrics.keys() - {first})):
+                run.log({name: metrics[name]})
+            run.log({"of_my_own": 1.0})
+            if run.finished:
+                tk.load_best(run)
+
+    train(config, evaluate)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    wanted = {"eval_loss": 1.0, "eval_second": 14.0, "first_eval_loss": 5.0, "first_eval_second": 12.0}
+    assert {name: summary.get(name) for name in wanted} == wanted
+    assert wanted.items() <= json.loads((tmp_path / "run/run.json").read_text())["end"]["figures"].items()
+    with pytest.raises(tk.Refusal, match="metric-for-best-model"):
+        train(replace(config, output_dir=str(tmp_path / "typo"), metric_for_best_model="eval_los"), evaluate)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("stop_at", [None, 4])
+def test_as_many_of_the_best_checkpoints_are_kept_as_asked_for(tmp_path: Path, background: bool, stop_at: int | None) -> None:
+    """Against a sort of all evaluations, after every save; an older one of equal value wins. With a stop and a resume, too.
+
+    Fails when: the second best is pruned once it is old, one that dropped out is kept, or the ranking is not in the checkpoint.
+    """
+    figures = {1: 5.0, 2: 2.0, 3: 4.0, 4: 1.0, 5: 2.0, 6: 9.0, 7: 3.0, 8: 8.0}
+    config = Config(
+        output_dir=str(tmp_path / "run"), eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, save_total_limit=1,
+        save_strategy="steps", save_steps=1, save_best_limit=3, async_save=background, max_steps=8,
+    )  # fmt: skip
+
+    def evaluate(run: tk.Run) -> bool:
+        run.log({"eval_loss": figures[run.step]})
+        return run.step == stop_at
+
+    train(config, evaluate)
+    if stop_at is not None:
+        train(replace(config, resume=True), lambda run: run.log({"eval_loss": figures[run.step]}))
+    best = sorted(figures, key=lambda step: (figures[step], step))[:3]
+    assert best == [4, 2, 5]
+    assert {path.name for path in ckpt.list_checkpoints(tmp_path / "run/checkpoints")} == {f"step-{step}" for step in (*best, 8)}
+    pointer = ckpt.read_pointer(tmp_path / "run/checkpoints", "best")
+    assert pointer is not None
+    assert pointer.name == "step-4"
+
+
+def test_steps_that_are_not_finite_are_skipped_named_and_end_the_run_in_a_row(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Fails when: the guard forgets to reset, or a skipped step enters the logged mean."""
+
+    def poisoned(bad_steps: set[int]):
+        calls = iter(range(10_000))
+
+        def loss(model: nn.Module, micro_batch: dict, totals: dict) -> tuple[torch.Tensor, dict]:
+            value, metrics = loss_fn(model, micro_batch, totals)
+            return (value * float("nan") if next(calls) // 3 + 1 in bad_steps else value), metrics
+
+        return loss
+
+    _, run = train(Config(output_dir=str(tmp_path / "a"), logging_steps=4), step_loss=poisoned({2, 3, 5}))
+    assert (run.step, run.applied) == (11, 8)
+    events = read_lines(tmp_path / "a/metrics.jsonl")
+    assert [e.get("nonfinite_steps") for e in events] == [2, 1, None]
+    assert all(np.isfinite(e["loss"]) for e in events)
+    incidents = read_lines(tmp_path / "a/incidents/nonfinite.jsonl")
+    assert [i["step"] for i in incidents] == [2, 3, 5]
+    row = incidents[0]["rows"][0]
+    example = row["example"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toolkit.data.sources.given_paths._GIVEN", {"rows.jsonl": "data/rows.jsonl"})
+        assert describe_row(run.train, example)["origin"] == [f"data/rows.jsonl:{example + 1}"]
+    assert row["origin"] == [f"rows.jsonl:{row['example'] + 1}"]
+    assert row["input_ids"] == [rows()["train"][row["example"]]["input_ids"]]
+    assert "step 2 skipped" in capsys.readouterr().out
+
+    with pytest.raises(Unstable, match="3 step"):
+        train(Config(output_dir=str(tmp_path / "b")), step_loss=poisoned({3, 4, 5}))
+    with pytest.raises(Unstable, match="step 3"):
+        train(Config(output_dir=str(tmp_path / "c"), nonfinite="stop"), step_loss=poisoned({3}))
+
+
+def test_memory_and_kept_tensors_of_user_code_survive_a_resume(tmp_path: Path) -> None:
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2)
+
+    def remember(run: tk.Run) -> bool:
+        run.memory["seen"] = run.memory.get("seen", 0) + 1
+        run.keep("average", run.kept.get("average", torch.zeros(())) + 1)
+        if run.step == 4 and not config.resume:
+            raise RuntimeError
+        return False
+
+    with pytest.raises(RuntimeError):
+        train(config, remember)
+    config = replace(config, resume=True)
+    _, run = train(config, remember)
+    assert run.memory["seen"] == 11
+    assert run.kept["average"].item() == 11
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_dictionary_of_kept_tensors_survives_a_resume_bit_for_bit(tmp_path: Path, background: bool) -> None:
+    """An average of the weights that is changed in place, beside a run that never stopped. `tied` is the same memory twice, and
+    names with a slash are kept apart. Fails when: `keep` takes tensors alone, `_savable` does not clone, or `flatten`
+    writes a key's slash as it is."""
+
+    def average(run: tk.Run) -> bool:
+        ema = run.kept.get("ema")
+        if ema is None:
+            table = weights(run.model)
+            ema = {"table": table, "tied": table, "a/b": {"c": torch.zeros(2)}, "a": {"b/c": torch.ones(2)}}
+            run.keep("ema", ema)
+        ema["table"].lerp_(weights(run.model), 0.3)
+        if stops and run.step == 5:
+            raise RuntimeError
+        return False
+
+    stops, config = False, Config(output_dir=str(tmp_path / "a"), save_strategy="steps", save_steps=2, async_save=background)
+    _, whole = train(config, average)
+    stops, config = True, replace(config, output_dir=str(tmp_path / "b"))
+    with pytest.raises(RuntimeError):
+        train(config, average)
+    stops = False
+    _, resumed = train(replace(config, resume=True), average)
+    assert torch.equal(resumed.kept["ema"]["table"], whole.kept["ema"]["table"])
+    assert resumed.kept["ema"]["a/b"]["c"].tolist() == [0, 0]
+    assert resumed.kept["ema"]["a"]["b/c"].tolist() == [1, 1]
+    with pytest.raises(TypeError, match=r"ema'\]\['decay'\] is of type float"):
+        resumed.keep("ema", {"decay": 0.9})
+
+
+def test_other_data_than_the_checkpoint_was_trained_on_is_refused(tmp_path: Path) -> None:
+    """The fingerprint in the checkpoint is changed, as if it came from another dataset. Fails when: it is not compared."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, max_steps=4)
+    train(config)
+    path = tmp_path / "run/checkpoints/step-4"
+    state = ckpt.load_checkpoint(path)
+    state.run["fingerprint"] = "another"
+    ckpt.save_checkpoint(path.parent, 5, state)
+    with pytest.raises(tk.Refusal, match="training data are not those"):
+        train(replace(config, resume=True))
+
+
+def test_random_numbers_of_user_code_go_on_after_a_resume(tmp_path: Path) -> None:
+    """torch's, NumPy's and random's, drawn between the steps. Fails when: restore_random_state is not called, or too early."""
+    import random
+
+    def drawing(into: list):
+        def draw(run: tk.Run) -> bool:
+            into.append((torch.rand(()).item(), np.random.rand(), random.random()))
+            return False
+
+        return draw
+
+    whole: list = []
+    config = Config(output_dir=str(tmp_path / "whole"))
+    train(config, drawing(whole))
+    parts: list = []
+    config = replace(config, output_dir=str(tmp_path / "parts"), save_strategy="steps", save_steps=2)
+
+    def dies_after_five(run: tk.Run) -> bool:
+        drawing(parts)(run)
+        if run.step == 5:
+            raise KeyError("dies")
+        return False
+
+    with pytest.raises(KeyError):
+        train(config, dies_after_five)
+    del parts[4:]  # the checkpoint is that of step 4
+    torch.manual_seed(99), np.random.seed(99), random.seed(99)
+    train(replace(config, resume=True), drawing(parts))
+    assert parts == whole
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}, "dropout masks differ"),
+        ({"per_device_train_batch_size": 1}, "none is lost"),
+        ({"logging_steps": 2, "save_total_limit": 5, "run_name": "other"}, None),
+    ],
+)
+def test_what_changes_randomness_is_said_and_what_changes_nothing_is_not(tmp_path: Path, capsys, changed: dict, told: str | None) -> None:
+    """Fails when: SAID or FREE lose the setting, or the checkpoint doesn't hold the settings."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2)
+    train(config, lambda run: run.step == 5)
+    capsys.readouterr()
+    train(replace(config, resume=True, **changed))
+    lines = [line for line in capsys.readouterr().out.splitlines() if " was " in line and " is " in line]
+    assert (told in " ".join(lines)) if told else not lines
+
+
+def test_what_changes_the_mathematics_is_refused_by_name_and_allowed_by_name(tmp_path: Path) -> None:
+    """And nothing has changed when it is. Fails when: `changes_since` is called after apply_state, or a fixed setting is missed."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2)
+    train(config, lambda run: run.step == 5)
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    with pytest.raises(tk.Refusal, match=r"weight_decay was 0.0 and is 0.1; .*--allow-change .*weight_decay") as refused:
+        train(replace(config, resume=True, weight_decay=0.1, adam_beta1=0.8))
+    assert "adam_beta1 was 0.9 and is 0.8" in str(refused.value)
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+    _, run = train(replace(config, resume=True, weight_decay=0.1, allow_change=["weight_decay"]))
+    assert run.step == 11
+
+
+@dataclass(frozen=True)
+class PairsConfig(Config, tk.PreferenceConfig):
+    """With a loss of pairs by name; the loss itself is the one of this file."""
+
+
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
+def test_another_micro_batch_is_another_loss_where_the_loss_compares_its_examples(tmp_path: Path, capsys, loss: str) -> None:
+    """Same steps, other cuts: refused, allowed by name and then not called a matter of masks. The same cut goes on.
+
+    Fails when: `couples_a_micro_batch` is not asked, or the settings are compared in the place of the cut that there was.
+    """
+    config = PairsConfig(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, loss_type=["sft", loss])
+    train(config, lambda run: run.step == 5)
+    other = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    with pytest.raises(tk.Refusal, match=rf"had 2 examples and has 3, and --loss-type sft,{loss} .*--allow-change per_device_train"):
+        train(replace(config, resume=True, **other))
+    train(replace(config, resume=True), lambda run: run.step == 6)
+    capsys.readouterr()
+    train(replace(config, resume=True, allow_change=["per_device_train_batch_size"], **other))
+    told = capsys.readouterr().out
+    assert "per_device_train_batch_size was 2 and is 3: the loss compares other pairs from here on" in told
+    assert "dropout masks" not in told
+
+
+@pytest.mark.parametrize(("loss", "goes_on"), [("sigmoid", True), ("aot", False)])
+def test_a_micro_batch_is_not_halved_where_that_would_be_another_loss(tmp_path: Path, loss: str, goes_on: bool) -> None:
+    """Fails when: `fit_micro_batch` halves it for any loss."""
+    config = PairsConfig(output_dir=str(tmp_path), per_device_train_batch_size=6, gradient_accumulation_steps=1, loss_type=[loss])
+    accelerator, model = Accelerator(cpu=True), Bigram()
+    loader, _ = tk.build_dataloaders(rows(), tk.collate_padded, config, accelerator)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def needs_memory(model: nn.Module, micro_batch: dict, totals: dict) -> tuple[torch.Tensor, dict]:
+        if len(micro_batch["input_ids"]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss_fn(model, micro_batch, totals)
+
+    def fit() -> Any:
+        return tk.fit_micro_batch(accelerator, model, optimizer, loader, needs_memory, config)
+
+    if goes_on:
+        assert fit().micro_batch_size == 3
+    else:
+        with pytest.raises(tk.Refusal, match=r"--loss-type aot .*--per-device-train-batch-size 3 --global-batch-size 6"):
+            fit()
+
+
+def test_every_setting_of_run_and_samples_is_known_to_a_resume() -> None:
+    """A new setting of these groups is either free to change, or said, or meant to be fixed: decide. Fails when: one is added."""
+    from dataclasses import fields
+
+    from toolkit.config.on_resume import FREE
+    from toolkit.training.resume import SAID
+
+    groups = (tk.RunConfig, tk.SampleConfig)
+    assert {field.name for group in groups for field in fields(group)} - FREE - SAID.keys() == {"seed"}
+    known = {field.name for group in (tk.ModelConfig, tk.DataConfig, tk.OptimConfig, *groups) for field in fields(group)}
+    known |= {field.name for field in fields(tk.ClassificationConfig)}
+    assert known >= FREE
+
+
+def test_a_loss_far_above_those_before_is_said_with_its_rows(tmp_path: Path, capsys) -> None:
+    """Noise is not. Fails when: the spread is not robust, or the spike itself counts among those before."""
+    config = Config(output_dir=str(tmp_path / "run"), num_train_epochs=20.0)
+
+    def spiking(model: nn.Module, micro_batch: dict, totals: dict) -> tuple[torch.Tensor, dict]:
+        loss, metrics = loss_fn(model, micro_batch, totals)
+        spiking.calls += 1
+        return loss * (30 if spiking.calls in (181, 182, 183) else 1), metrics
+
+    spiking.calls = 0
+    _, run = train(config, step_loss=spiking)
+    assert run.summary.figures["loss_spikes"] == 1
+    (record,) = read_lines(tmp_path / "run/incidents/loss_spikes.jsonl")
+    assert record["step"] == 61
+    assert record["rows"][0]["origin"][0].startswith("rows.jsonl:")
+    assert capsys.readouterr().out.count("WARNING: step 61: loss") == 1
+
+
+def test_a_refusal_in_the_middle_keeps_what_was_saved(tmp_path: Path) -> None:
+    """Before anything was logged. Fails when: the directory of a refused run is removed unless metrics.jsonl is there."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, logging_strategy="no")
+
+    def refuses(run: tk.Run) -> bool:
+        if run.step == 5:
+            raise tk.Refusal("no such metric")
+        return False
+
+    with pytest.raises(tk.Refusal, match="no such metric"):
+        train(config, refuses)
+    assert [path.name for path in ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == ["step-2", "step-4"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 5])
+def test_a_run_continued_with_another_batch_ends_after_the_same_examples(tmp_path: Path, accumulation: int) -> None:
+    """--max-steps counts in the batches the run began with; the steps that are shown, in those of now.
+
+    Fails when: the examples to consume are counted anew at a resume; `num_steps` takes all of them for batches of now.
+    """
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, max_steps=10)
+    train(config, lambda run: run.step == 6)
+    totals = set()
+
+    def look(run: tk.Run) -> bool:
+        totals.add(run.num_steps)
+        return False
+
+    _, run = train(replace(config, resume=True, gradient_accumulation_steps=accumulation), look)
+    assert totals == {run.step}
+    assert run.step == 4 + -(-6 * 6 // (2 * accumulation))  # from step 4's checkpoint
+    assert run.position == 10 * 6
+    assert run.progress < 1
+    assert run.summary.figures["status"] == "finished"
+
+
+def test_an_evaluation_made_up_for_after_its_step_was_saved_can_be_the_best(tmp_path: Path) -> None:
+    """As after a deadline cut it off. Fails when: `best` is only pointed at while its step is saved."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, save_total_limit=1)
+    train(config, lambda run: run.step == 5)
+    accelerator = Accelerator(cpu=True)
+    model = Bigram()
+    config = replace(config, resume=True)
+    loader, _ = tk.build_dataloaders(rows(), tk.collate_padded, config, accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with tk.open_run(accelerator, config, model, optimizer, loader) as run:
+        assert run.step == 4
+        run.log({"eval_loss": 0.1})
+        for batch in run:
+            run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, [1e-3]))
+    best = ckpt.read_pointer(tmp_path / "run/checkpoints", "best")
+    assert best is not None
+    assert best.name == "step-4"
+
+
+def test_a_refused_resume_changes_nothing(tmp_path: Path) -> None:
+    """Not even config.yaml. Fails when: it is written before the checkpoint's settings are compared."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, max_steps=4)
+    train(config)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != ".owner.json"}
+    with pytest.raises(tk.Refusal, match="weight_decay"):
+        train(replace(config, resume=True, weight_decay=0.1))
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != ".owner.json"}
+    changed = [path.name for path in after if after[path] != before.get(path) and path.name != "summary.json"]
+    assert not changed
+
+
+@pytest.mark.parametrize(
+    ("typed", "saved", "overwrites", "expected"),
+    [
+        (["--resume", "true", "--max-steps", "4"], True, False, ["--max-steps", "4", "--resume"]),
+        (["--overwrite_output_dir=true", "--seed", "1"], True, True, ["--seed", "1", "--resume"]),
+        (["--resume-from", "a/step-4", "--seed", "1"], True, False, ["--seed", "1", "--resume"]),
+        (["--resume-from", "a/step-4", "--seed", "1"], False, False, ["--resume-from", "a/step-4", "--seed", "1"]),
+        (["--config", "c.yaml"], True, True, ["--config", "c.yaml", "--resume", "--no-overwrite-output-dir"]),
+    ],
+)
+def test_the_command_that_continues_says_what_was_typed_less_what_began_the_run(
+    monkeypatch: pytest.MonkeyPatch, typed: list[str], saved: bool, overwrites: bool, expected: list[str]
+) -> None:
+    """Fails when: a flag's value stays behind, or a file's overwrite_output_dir meets --resume."""
+    import shlex
+    import sys
+
+    from toolkit.training.signals import continuing_command
+
+    monkeypatch.setattr(sys, "argv", ["recipes/sft.py", *typed])
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert shlex.split(continuing_command(saved, overwrites)) == [sys.executable, "recipes/sft.py", *expected]

@@ -1,0 +1,78 @@
+"""Which settings a run reads: its records list those, because an edited recipe may read fewer than its command line takes.
+
+A read is noted for the class of the config: copies of it that functions make (`dataclasses.replace`) are of the same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+_READ: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+_OF_ANY_CONFIG = frozenset({"__post_init__", "__eq__", "__hash__", "__repr__"})  # the last three are made by dataclasses
+_OF_THE_RECORDS = frozenset({"run_name"})  # its use is to be in them
+_COPYING = frozenset({"asdict", "astuple"})  # of dataclasses: whoever calls them may use every value
+
+
+def note_read(config_class: type, name: str, frame: FrameType) -> None:
+    """Note that the code in `frame` reads an attribute; what dataclasses reads to copy, compare or print a config is not noted.
+
+    Of `asdict` in a recipe every setting is noted: what becomes of the dictionary is not known.
+    """
+    if frame.f_code.co_name in _OF_ANY_CONFIG:
+        return
+    if frame.f_globals.get("__name__") == dataclasses.__name__:
+        function, caller = "", frame
+        while caller.f_back is not None and caller.f_globals.get("__name__") == dataclasses.__name__:
+            function, caller = caller.f_code.co_name, caller.f_back
+        if function not in _COPYING or str(caller.f_globals.get("__name__")).startswith("toolkit."):
+            return
+    _READ.setdefault(config_class, set()).add(name)
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """The values of all settings by name, for records and checks: none of them is noted as read."""
+    return {name: value for name, value in vars(config).items() if name != "given"}
+
+
+def settings_read(config: Any) -> frozenset[str]:
+    """The names of the settings that were read since the run began."""
+    return (_OF_THE_RECORDS | _READ.get(type(config), set())) & values_of(config).keys()
+
+
+def add_reads(config: Any, names: Any) -> None:
+    """Note as read what the run read before it was continued."""
+    _READ.setdefault(type(config), set()).update(names)
+
+
+@contextlib.contextmanager
+def read_apart(config: Any) -> Iterator[set[str]]:
+    """What is read inside is not noted as read; the set holds the names of it afterwards."""
+    before, names = set(_READ.get(type(config), ())), set[str]()
+    yield names
+    names |= _READ.get(type(config), set()) - before
+    _READ[type(config)] = before
+
+
+def note_made_of(made: Any, names: Any) -> None:
+    """Let these settings count as read by a run that uses the object which was made of them (`add_reads_of`)."""
+    made.settings_read = frozenset(names)
+
+
+def is_made_of_settings(made: Any) -> bool:
+    """Whether an object was made of settings, and not by the recipe itself."""
+    return hasattr(made, "settings_read")
+
+
+def add_reads_of(config: Any, made: Any) -> None:
+    """Note as read the settings that an object in use was made of; none where the recipe made it itself."""
+    add_reads(config, getattr(made, "settings_read", ()))
+
+
+def forget_reads(config: Any) -> None:
+    """A run begins, or has ended: what was read before it is not its own."""
+    _READ.pop(type(config), None)

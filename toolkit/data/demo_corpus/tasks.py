@@ -1,0 +1,220 @@
+"""The tasks of the embedded corpus: from modules and functions of the standard library to rows in the usual columns.
+
+Each task yields rows with a split, made by a hash of the module's name; then held-out rows whose text is (nearly) in the
+training rows are dropped, so that a held-out figure measures more than memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.demo_corpus.code_annotations import TOKEN_ROLES, first_sentence, questions_about, token_roles
+from toolkit.data.demo_corpus.near_duplicates import plain, without_leaks
+from toolkit.data.demo_corpus.stdlib import SPLITS, Function, read_functions, read_modules, split_of
+
+if TYPE_CHECKING:
+    from datasets import Features
+
+Row = dict[str, Any]
+
+LIBRARY_FAMILIES = {
+    "network": "http urllib email smtplib ftplib imaplib nntplib socket ssl socketserver xmlrpc wsgiref telnetlib poplib cgi "
+    "smtpd asynchat asyncore ipaddress netrc webbrowser mimetypes",
+    "concurrency": "asyncio multiprocessing threading concurrent queue subprocess selectors sched _threading_local",
+    "numbers": "_pydecimal fractions statistics random numbers colorsys bisect heapq datetime _pydatetime calendar zoneinfo "
+    "_strptime operator",
+    "formats": "xml json csv html configparser plistlib tomllib base64 quopri xdrlib wave aifc sunau chunk pickle pickletools "
+    "shelve copyreg",
+    "files": "tarfile zipfile shutil os pathlib tempfile gzip bz2 lzma mailbox _pyio glob fileinput posixpath ntpath "
+    "genericpath fnmatch filecmp zipapp stat _compression dbm",
+    "testing": "unittest doctest pdb bdb trace traceback logging cProfile profile pstats timeit tracemalloc cmd warnings",
+    "language": "importlib inspect ast dis types typing tokenize code codeop pydoc symtable enum dataclasses functools "
+    "collections _collections_abc abc contextlib re pkgutil runpy modulefinder zipimport weakref opcode argparse optparse "
+    "gettext copy",
+}
+
+INSTRUCTION = "Say in one sentence what this Python function does.\n\n{code}"
+LONGEST_CODE = 1600  # characters, some 450 tokens of a small vocabulary
+LONGEST_CONTEXT = 600  # characters of a function that questions are asked about
+
+
+def pretrain() -> Iterator[Row]:
+    """A document is a whole module."""
+    for module, text in read_modules():
+        if len(text) >= 200:  # not the empty __init__.py
+            yield {"text": text, "origin": f"stdlib:pretrain/{module}", "split": split_of(module)}
+
+
+def sft() -> Iterator[Row]:
+    """From a function's code to the first sentence of its docstring, as a chat of two turns."""
+    for function, sentence in _described_functions():
+        yield {
+            "messages": [*_question(function), *_answer(sentence)],
+            "code": function.code,
+            "sentence": sentence,
+            "origin": _origin("sft", function),
+            "split": split_of(function.module),
+        }
+
+
+def dpo() -> Iterator[Row]:
+    """The same; rejected is the sentence of another module's function, of like length, so that length tells nothing."""
+    by_split: dict[str, list[tuple[Function, str]]] = defaultdict(list)
+    for function, sentence in _described_functions():
+        by_split[split_of(function.module)].append((function, sentence))
+    for split, described in by_split.items():
+        described.sort(key=lambda pair: (len(pair[1]), _hash(pair[0].qualname)))
+        for place, (function, sentence) in enumerate(described):
+            near = described[max(0, place - 12) : place + 13]
+            others = [s for other, s in near if other.module != function.module and plain(s) != plain(sentence)]
+            if others:
+                yield {
+                    "prompt": _question(function),
+                    "chosen": _answer(sentence),
+                    "rejected": _answer(rejected := others[_hash(function.module + function.qualname) % len(others)]),
+                    "code": function.code,
+                    "sentence": sentence,
+                    "other": rejected,
+                    "origin": _origin("dpo", function),
+                    "split": split,
+                }
+
+
+def seq2seq() -> Iterator[Row]:
+    """The same pair without an instruction, for encoder-decoders."""
+    for function, sentence in _described_functions():
+        yield {
+            "source": function.code,
+            "target": sentence,
+            "origin": _origin("seq2seq", function),
+            "split": split_of(function.module),
+        }
+
+
+def classify() -> Iterator[Row]:
+    """From a function's code to the family of its library: seven classes."""
+    family_of = {package: family for family, packages in LIBRARY_FAMILIES.items() for package in packages.split()}
+    labels = list(LIBRARY_FAMILIES)
+    for function in _distinct(read_functions()):
+        family = family_of.get(function.module.split(".")[0])
+        if family and len(plain(function.code)) >= 60:
+            yield {
+                "text": function.code,
+                "label": labels.index(family),
+                "origin": _origin("classify", function),
+                # a whole module on one side would leave a family with two or three modules; methods of a class stay together
+                "split": split_of(f"{function.module}:{function.outermost}"),
+            }
+
+
+def tag() -> Iterator[Row]:
+    """The role of each token of a function's code: keyword, parameter, call, attribute ..."""
+    for function in _distinct(read_functions()):
+        tokens, tags = token_roles(function.code) if function.code else ([], [])
+        if len(tokens) >= 8:
+            yield {
+                "tokens": tokens,
+                "tags": tags,
+                "origin": _origin("tag", function),
+                "split": split_of(function.module),
+            }
+
+
+def qa() -> Iterator[Row]:
+    """Questions about a function whose answers are spans of its source; offsets count characters."""
+    for function in _distinct(read_functions()):
+        if function.docstring and len(function.source) <= LONGEST_CONTEXT:
+            for number, (question, start, end) in enumerate(questions_about(function)):
+                yield {
+                    "question": question,
+                    "context": function.source,
+                    "answers": {"text": [function.source[start:end]], "answer_start": [start]},
+                    "origin": f"{_origin('qa', function)}#{number}",
+                    "split": split_of(function.module),
+                }
+
+
+def _described_functions() -> Iterator[tuple[Function, str]]:
+    for function in _distinct(read_functions()):
+        sentence = first_sentence(function.docstring)
+        if sentence and 40 <= len(function.code) <= LONGEST_CODE:
+            yield function, sentence
+
+
+def _question(function: Function) -> list[Row]:
+    return [{"role": "user", "content": INSTRUCTION.format(code=function.code)}]
+
+
+def _answer(sentence: str) -> list[Row]:
+    return [{"role": "assistant", "content": sentence}]
+
+
+def _distinct(functions: Iterable[Function]) -> Iterator[Function]:
+    """Each code once, whatever its white space."""
+    seen: set[str] = set()
+    for function in functions:
+        key = plain(function.code or function.source)
+        if key not in seen:
+            seen.add(key)
+            yield function
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _origin(task: str, function: Function) -> str:
+    return f"stdlib:{task}/{function.module}:{function.qualname}"
+
+
+@dataclass(frozen=True)
+class Task:
+    rows: Callable[[], Iterator[Row]]
+    unleaked: tuple[str, ...]  # the fields whose text must not stand in train (a field that is no column isn't written)
+
+
+TASKS = {
+    "pretrain": Task(pretrain, ("text",)),
+    "sft": Task(sft, ("code", "sentence")),
+    "dpo": Task(dpo, ("code", "sentence", "other")),
+    "classify": Task(classify, ("text",)),
+    "tag": Task(tag, ("tokens",)),
+    "qa": Task(qa, ("context",)),
+    "seq2seq": Task(seq2seq, ("source", "target")),
+}
+
+
+def task_features(task: str) -> Features:
+    from datasets import ClassLabel, Features, List, Sequence, Value
+
+    text = Value("string")
+    answers = {"text": Sequence(text), "answer_start": Sequence(Value("int32"))}
+    chat = List({"role": text, "content": text})
+    columns: dict[str, dict[str, Any]] = {
+        "pretrain": {"text": text},
+        "sft": {"messages": chat},
+        "dpo": {"prompt": chat, "chosen": chat, "rejected": chat},
+        "classify": {"text": text, "label": ClassLabel(names=list(LIBRARY_FAMILIES))},
+        "tag": {"tokens": Sequence(text), "tags": Sequence(ClassLabel(names=list(TOKEN_ROLES)))},
+        "qa": {"question": text, "context": text, "answers": answers},
+        "seq2seq": {"source": text, "target": text},
+    }
+    return Features({**columns[task], "origin": text})
+
+
+def write_task(task: str, folder: Path) -> None:
+    """One Arrow file for each split of the task."""
+    import pyarrow as pa
+
+    from toolkit.data.sources.arrow_cache import write_tables
+
+    schema = task_features(task).arrow_schema
+    rows = without_leaks(list(TASKS[task].rows()), TASKS[task].unleaked)
+    for split in SPLITS:
+        table = pa.Table.from_pylist([row for row in rows if row["split"] == split], schema)
+        write_tables(folder / f"{split}.arrow", schema, [table])

@@ -1,0 +1,1 @@
+"""The order of examples, packing, collate functions, loaders and streams."""

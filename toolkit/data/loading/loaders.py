@@ -1,0 +1,223 @@
+"""Loaders: from tokenized splits to the batches of each step, with their global totals.
+
+The position of a run is one integer, the examples consumed. Everything else follows from it and the seed.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from toolkit.config import DataConfig, Refusal
+from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.collate import collate_padded
+from toolkit.data.loading.collate_answers import collate_answers
+from toolkit.data.loading.collate_pairs import collate_pairs
+from toolkit.data.loading.order import StepPlan, cut_step, hash_numbers, plan_steps
+from toolkit.data.loading.packing import Packing, pack_best_fit, pack_wrapped
+from toolkit.data.loading.rows import Document, PackedRows, PlainRows, Rows, column
+from toolkit.data.loading.streams import StreamLoader
+from toolkit.data.sources.load import commits_of_sources
+
+__all__ = ["Batch", "EvalLoader", "StreamLoader", "TrainLoader", "build_dataloaders", "packing_name"]
+
+Collate = Callable[[list[Document]], dict[str, Any]]
+Augment = Callable[[Document, np.random.Generator], Document]
+
+class _StepReader(Dataset):
+    """Item of a plan: the batch it describes, so that a worker process makes a whole step."""
+
+    def __init__(self, rows: Rows, collate: Collate, seed: int, augment: Augment | None = None) -> None:
+        self.rows, self.collate, self.seed, self.augment = rows, collate, seed, augment
+
+    def __getitem__(self, plan: StepPlan) -> Batch:
+        return Batch(
+            micro_batches=[self.collate(self._read(piece)) for piece, _ in plan.pieces],
+            totals={unit: float(values[plan.everyone].sum()) for unit, values in self.rows.units.items()},
+            real=[real for _, real in plan.pieces],
+            seeds=[hash_numbers(self.seed, *piece[0]) for piece, _ in plan.pieces],
+            position=plan.position,
+            size=plan.size,
+            examples=plan.everyone,
+            indices=[[example for _, example in piece] for piece, _ in plan.pieces],
+        )
+
+    def _read(self, piece: list[tuple[int, int]]) -> list[Document]:
+        if self.augment is None:
+            return self.rows.documents([example for _, example in piece])
+        augmented = []
+        for epoch, example in piece:
+            random_numbers = np.random.Generator(np.random.PCG64(hash_numbers(self.seed, "augment", epoch, example)))
+            augmented += [self.augment(document, random_numbers) for document in self.rows.documents([example])]
+        return augmented
+
+
+@dataclass
+class TrainLoader:
+    """Batches of a map-style dataset from any position on."""
+
+    rows: Rows
+    collate: Collate
+    seed: int
+    micro_batch_size: int
+    global_batch_size: int
+    examples_to_consume: int
+    fingerprint: str
+    rank: int = 0
+    world_size: int = 1
+    workers: int = 0
+    lengths: np.ndarray | None = None
+    augment: Augment | None = None
+    pin_memory: bool = False
+    commits: dict[str, str] = field(default_factory=dict)  # of datasets of the Hub
+
+    @property
+    def epoch_size(self) -> int:
+        """Examples in an epoch: rows of the data, or packed rows."""
+        return len(self.rows)
+
+    @property
+    def num_steps(self) -> int:
+        return math.ceil(self.examples_to_consume / self.global_batch_size)
+
+    def state(self) -> dict[str, Any]:
+        """What a resume needs beside the position: nothing."""
+        return {}
+
+    def restore(self, state: dict[str, Any], position: int) -> None:
+        """The position says it all."""
+
+    def longest_micro_batch(self) -> dict[str, Any]:
+        """The micro-batch of the longest examples: the most that any step may need memory for."""
+        longest = np.argsort(-self.rows.lengths, kind="stable")[: self.micro_batch_size]
+        piece = [(0, int(example)) for example in longest]
+        plan = StepPlan(0, len(piece), [(piece, True)], longest.tolist())
+        return _StepReader(self.rows, self.collate, self.seed)[plan].micro_batches[0]
+
+    def batches(self, position: int = 0) -> Iterator[Batch]:
+        """Yield the batch of each step from `position` (examples consumed) to the end of the run."""
+        plans = plan_steps(
+            self.epoch_size, self.examples_to_consume, self.seed, position, self.global_batch_size, self.micro_batch_size,
+            self.rank, self.world_size, self.lengths,
+        )  # fmt: skip
+        reader = _StepReader(self.rows, self.collate, self.seed, self.augment)
+        yield from _load(reader, plans, self.workers, self.pin_memory)
+
+
+@dataclass
+class EvalLoader:
+    """Every example of a split once, dealt to the ranks; the same number of batches, of one micro-batch each, on all.
+
+    The longest examples come first, which saves padding and shows at once whether the largest batch fits.
+    """
+
+    rows: Rows
+    collate: Collate
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    workers: int = 0
+    pin_memory: bool = False
+
+    def __len__(self) -> int:
+        return math.ceil(math.ceil(len(self.rows) / self.micro_batch_size) / self.world_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        longest_first = np.argsort(-self.rows.lengths, kind="stable")
+        whole = cut_step([(0, int(i)) for i in longest_first], 0, self.micro_batch_size, self.rank, self.world_size)
+        plans = (StepPlan(0, len(piece), [(piece, real)], [i for _, i in piece]) for piece, real in whole.pieces)
+        return _load(_StepReader(self.rows, self.collate, seed=0), plans, self.workers, self.pin_memory)
+
+
+def _load(reader: _StepReader, plans: Iterator[StepPlan], workers: int, pin_memory: bool) -> Iterator[Batch]:
+    """A DataLoader with a generator of its own: making its iterator must not move the global random state."""
+    loader: DataLoader[Batch] = DataLoader(
+        reader, sampler=plans, batch_size=None, num_workers=workers, pin_memory=pin_memory,
+        generator=torch.Generator().manual_seed(0), prefetch_factor=2 if workers else None,
+    )  # fmt: skip
+    return iter(loader)
+
+
+def build_dataloaders(
+    splits: Any, collate: Collate, config: DataConfig, accelerator: Any = None, *, augment: Augment | None = None
+) -> tuple[TrainLoader | StreamLoader, EvalLoader | None]:
+    """The training loader and the evaluation loader (None without a validation split) of tokenized splits.
+
+    `augment(document, random_numbers)` changes a training document; its generator is a pure function of (seed, epoch,
+    example). Without an accelerator the loaders are those of one process.
+    """
+    rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+    pin_memory = bool(accelerator) and accelerator.device.type == "cuda"
+    if config.packing and _is_padded(collate):
+        raise Refusal("--packing puts documents of several examples into one row, which this recipe's padded rows cannot hold.")
+    if config.packing and _collate_fn(collate) is collate_pairs:
+        raise Refusal("--packing: pairs stand one behind the other without padding as it is (--pair-layout). Remove it.")
+    if config.packing and _collate_fn(collate) is collate_answers:
+        raise Refusal("--packing: answers stand one behind the other without padding as it is. Remove it.")
+    train_split, pack, pack_held_out = splits["train"], _packer(config), _packer(config, overlap=True)
+    global_batch_size = config.global_batch_size or (
+        config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
+    )
+    common: dict[str, Any] = {
+        "collate": collate, "seed": config.seed, "micro_batch_size": config.per_device_train_batch_size,
+        "global_batch_size": global_batch_size, "rank": rank, "world_size": world_size,
+        "fingerprint": f"{getattr(train_split, '_fingerprint', '')}-{packing_name(config)}",
+        "commits": commits_of_sources(config),
+    }  # fmt: skip
+    evaluation = None
+    if "validation" in splits:
+        held_out = _map_style(splits["validation"])
+        evaluation = EvalLoader(
+            PackedRows(held_out, pack_held_out(column(held_out, "length"))) if pack_held_out else PlainRows(held_out),
+            collate, config.per_device_eval_batch_size, rank, world_size, config.dataloader_num_workers, pin_memory,
+        )  # fmt: skip
+    if not hasattr(train_split, "__len__"):
+        if config.max_steps is None:
+            raise Refusal("--streaming has no end of its own: give --max-steps.")
+        if augment is not None:
+            raise Refusal("--streaming: this recipe's augmentation needs examples with a number of their own. Read them whole.")
+        consume = config.max_steps * global_batch_size
+        return StreamLoader(train_split, examples_to_consume=consume, pack=pack, **common), evaluation
+    rows = PackedRows(train_split, pack(column(train_split, "length"))) if pack else PlainRows(train_split)
+    consume = config.max_steps * global_batch_size if config.max_steps else math.ceil(config.num_train_epochs * len(rows))
+    train = TrainLoader(
+        rows, examples_to_consume=consume, workers=config.dataloader_num_workers, pin_memory=pin_memory, augment=augment,
+        lengths=rows.lengths if config.group_by_length else None, **common,
+    )  # fmt: skip
+    return train, evaluation
+
+
+def _map_style(split: Any) -> Any:
+    """A streamed evaluation split is read whole: it is evaluated again and again."""
+    if hasattr(split, "__len__"):
+        return split
+    from datasets import Dataset as MapDataset
+
+    return MapDataset.from_list(list(split))
+
+
+def packing_name(config: DataConfig) -> str:
+    """How rows are made of documents, as part of what identifies the training data."""
+    return f"{config.packing_strategy}-{config.max_length}" if config.packing else "rows"
+
+
+def _packer(config: DataConfig, overlap: bool = False) -> Callable[[np.ndarray], Packing] | None:
+    if not config.packing:
+        return None
+    strategies: dict[str, Callable[[np.ndarray, int], Packing]] = {
+        "bfd": pack_best_fit, "wrapped": partial(pack_wrapped, overlap=overlap),
+    }  # fmt: skip
+    return lambda lengths: strategies[config.packing_strategy](lengths, config.max_length)
+
+
+def _is_padded(collate: Collate) -> bool:
+    return _collate_fn(collate) is collate_padded
+
+
+def _collate_fn(collate: Collate) -> Any:
+    return getattr(collate, "func", collate)

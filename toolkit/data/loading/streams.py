@@ -1,0 +1,185 @@
+"""Batches of a dataset that is read as a stream."""
+
+import copy
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from toolkit.config import Refusal
+from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.collate import IGNORED
+from toolkit.data.loading.order import cut_step, epoch_order, hash_numbers
+from toolkit.data.loading.packing import Packing
+from toolkit.data.loading.rows import MODEL_COLUMNS, Document, cut_document
+
+STREAM_BUFFER = 1024  # documents of a stream that are mixed, and packed, together
+
+
+@dataclass
+class StreamLoader:
+    """Batches of a streamed dataset. Every rank reads it alike and takes its own micro-batches.
+
+    A window of documents is mixed (and packed) at a time. A resume goes on from the source's own state at the beginning of
+    the window, where the source has one; else it reads again up to its position. Either way the examples on the way there
+    must be those that were consumed before, by their digest: a source that gives others is refused.
+    """
+
+    stream: Any
+    collate: Callable[[list[Document]], dict[str, Any]]
+    seed: int
+    micro_batch_size: int
+    global_batch_size: int
+    examples_to_consume: int
+    fingerprint: str
+    pack: Callable[[np.ndarray], Packing] | None = None
+    rank: int = 0
+    world_size: int = 1
+    epoch_size: int | None = None
+    commits: dict[str, str] = dataclasses.field(default_factory=dict)  # of datasets of the Hub
+
+    def __post_init__(self) -> None:
+        self._mark = _Mark()
+        self._goal: dict[str, Any] = {}
+        self._resumed: tuple[int, Iterator[list[Document]]] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Where in the source the next example comes from, and a digest of those consumed; JSON."""
+        return dataclasses.asdict(self._mark)
+
+    def restore(self, state: dict[str, Any], position: int) -> None:
+        """Go on, with the next call of `batches`, after the examples that this state counts; refuses a source that changed."""
+        self._goal = state
+        self._resumed = (position, self._rows_from(position))
+
+    @property
+    def num_steps(self) -> int:
+        return math.ceil(self.examples_to_consume / self.global_batch_size)
+
+    def batches(self, position: int = 0) -> Iterator[Batch]:
+        """Yield the batch of each step from `position` (examples consumed) to the end of the run."""
+        resumed, self._resumed = self._resumed, None
+        rows = resumed[1] if resumed and resumed[0] == position else self._rows_from(position)
+        while position < self.examples_to_consume:
+            size = min(self.global_batch_size, self.examples_to_consume - position)
+            taken = list(islice(rows, size))
+            plan = cut_step([(0, i) for i in range(size)], position, self.micro_batch_size, self.rank, self.world_size)
+            documents = [[document for _, i in piece for document in taken[i]] for piece, _ in plan.pieces]
+            flat = [document for row in taken for document in row]
+            yield Batch(
+                micro_batches=[self.collate(piece) for piece in documents],
+                totals=_stream_totals(flat, len(taken)),
+                real=[real for _, real in plan.pieces],
+                seeds=[hash_numbers(self.seed, 0, position + piece[0][1]) for piece, _ in plan.pieces],
+                position=position,
+                size=size,
+                examples=[position + i for i in range(size)],
+                indices=[[position + i for _, i in piece] for piece, _ in plan.pieces],
+            )
+            position += size
+
+    def longest_micro_batch(self) -> None:
+        """Not known of a stream."""
+        return None
+
+    def _rows_from(self, position: int) -> Iterator[list[Document]]:
+        """Examples from a position on: one list of documents each, those of a packed row or a single one."""
+        goal = self._goal
+        resumable = bool(goal.get("source")) and hasattr(self.stream, "load_state_dict")
+        stream = self.stream
+        if resumable:
+            stream = copy.deepcopy(self.stream)  # the epochs after this one begin at the beginning
+            stream.load_state_dict(goal["source"])
+        before = goal.get("before", "")
+        self._mark = _Mark(goal["window"], goal["source"], goal["epoch"], 0, before, before) if resumable else _Mark()
+        rows = self._rows(stream)
+        for _ in range(goal["consumed"] if resumable else position):
+            next(rows)
+        if goal and (self._mark.window, self._mark.consumed, self._mark.digest) != (
+            goal["window"], goal["consumed"], goal["digest"],
+        ):  # fmt: skip
+            raise Refusal(
+                f"--resume: the stream gave other examples up to position {position} than when the run was begun: its source "
+                "changed, or is in another order each time. Begin a new run in another --output-dir."
+            )
+        return rows
+
+    def _rows(self, stream: Any) -> Iterator[list[Document]]:
+        """Examples of the stream without end. The mark is moved before an example is given out."""
+        window: list[Document] = []
+        mark, begun = self._mark, self._mark
+        for epoch in range(mark.epoch, 1 << 62):
+            seen = epoch == begun.epoch and bool(begun.source)
+            for document in stream:
+                seen = True
+                window.append({name: document[name] for name in MODEL_COLUMNS if name in document})
+                if len(window) == STREAM_BUFFER:
+                    source = _state_of(stream)
+                    for row in self._mix(window, mark.window):
+                        mark = self._mark = mark.after(row)
+                        yield row
+                    window, mark = [], _Mark(mark.window + 1, source, epoch, 0, mark.digest, mark.digest)
+            if not seen:
+                raise Refusal(f"the stream has no rows (epoch {epoch})")
+            stream = self.stream
+
+    def _mix(self, window: list[Document], number: int) -> Iterator[list[Document]]:
+        order = epoch_order(len(window), self.seed, number)
+        documents = [window[i] for i in order]
+        if self.pack is None:
+            yield from ([document] for document in documents)
+            return
+        packing = self.pack(np.array([len(document["input_ids"]) for document in documents]))
+        for row in range(len(packing)):
+            yield [cut_document(documents[document], start, end) for document, start, end in packing.row(row)]
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A place in a stream: a window, and what was consumed of it."""
+
+    window: int = 0
+    source: dict[str, Any] | None = None  # the source's own state at the window's beginning
+    epoch: int = 0  # there, too
+    consumed: int = 0  # examples of the window
+    digest: str = ""  # of all examples from the stream's beginning on
+    before: str = ""  # the same at the window's beginning
+
+    def after(self, row: list[Document]) -> "_Mark":
+        digest = hashlib.blake2b(self.digest.encode(), digest_size=16)
+        for document in row:
+            digest.update(np.asarray(document["input_ids"], dtype=np.int64).tobytes())
+        return dataclasses.replace(self, consumed=self.consumed + 1, digest=digest.hexdigest())
+
+
+def _state_of(stream: Any) -> dict[str, Any] | None:
+    """The state of a source that tells it, when JSON holds it."""
+    if not hasattr(stream, "state_dict"):
+        return None
+    state = stream.state_dict()
+    try:
+        return json.loads(json.dumps(state)) if state else None
+    except TypeError:
+        return None
+
+
+def _stream_totals(documents: list[Document], examples: int) -> dict[str, float]:
+    totals = {"examples": float(examples)}
+    if documents and "supervised_tokens" in documents[0]:
+        counted = [_supervised(document) for document in documents]
+        totals["tokens"] = float(sum(counted))
+    if documents and "weight" in documents[0]:
+        totals["weight"] = float(sum(document["weight"] for document in documents))
+    return totals
+
+
+def _supervised(document: Document) -> int:
+    if "labels" not in document:
+        return len(document["input_ids"]) - 1
+    return int((np.asarray(document["labels"])[1:] != IGNORED).sum())

@@ -1,0 +1,210 @@
+"""A dataset as training would see it, looked at whole: every row that training would refuse, not only the first.
+
+Reading, checking, counting and cutting are those of the preflight; a batch in which a row is refused is read again row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from toolkit.config import DataConfig, Refusal
+from toolkit.data.loading.packing import Packing, pack_best_fit, pack_wrapped
+from toolkit.data.preflight.preflight import Measures, NeedsBothKinds, Piece, Preflight, SplitFigures, summarize
+from toolkit.data.tokenize.columns import label_column, likely_renames
+from toolkit.data.tokenize.documents import Documents
+from toolkit.data.tokenize.labels import missing_label
+from toolkit.data.tokenize.plans import Plan
+from toolkit.data.tokenize.preferences import ANSWER_LISTS
+from toolkit.data.tokenize.prepare import BATCH_ROWS, STREAM_ROWS, Reader, build_reader, class_names
+from toolkit.data.tokenize.tasks import describe_rows, example_of, names_of_pieces, plan_splits
+
+# What columns of other names are probably meant for, the surest first.
+_LIKELY = (("chosen", "rejected"), ("text", "label"), ("prompt", "completion"), ("messages",), ("text",))
+TASKS = ("sft", "lm", "preference", "unpaired", "classification")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What training would refuse: of a row, or of a whole split, where `origin` is empty."""
+
+    split: str
+    origin: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found. `whole` and `kept`: lengths of each split's documents in tokens before and after cutting."""
+
+    preflight: Preflight
+    problems: list[Problem]
+    whole: dict[str, np.ndarray]
+    kept: dict[str, np.ndarray]
+    examples: list[tuple[str, list[Piece]]] = field(default_factory=list)
+
+
+def guess_task(columns: list[str]) -> str:
+    """What rows with these columns are for: one of TASKS.
+
+    Raises:
+        Refusal: nothing that the columns are known for.
+    """
+    present = set(columns)
+    if {"chosen", "rejected"} <= present or ("prompt" in present and present & set(ANSWER_LISTS)):
+        return "preference"
+    if {"prompt", "completion", "label"} <= present:
+        return "unpaired"
+    if "label" in present or ({"text", "labels"} <= present and "input_ids" not in present):
+        return "classification"
+    if (
+        present & {"messages", "conversations", "labels", "completion_mask", "assistant_masks"}
+        or {"prompt", "completion"} <= present
+        or ({"instruction", "output"} <= present and "text" not in present)
+    ):
+        return "sft"
+    if present & {"text", "input_ids"}:
+        return "lm"
+    shown = ", ".join(name for name in columns if name != "origin")
+    renames = [likely_renames(columns, (layout,)) for layout in _LIKELY]
+    meant = " or ".join(f"--rename-columns {each}" for each in dict.fromkeys(renames) if each)
+    raise Refusal(
+        f"The columns {shown or '(none)'} are none that training knows: messages; prompt and completion; text; text and label; "
+        f"chosen and rejected; instruction, input and output; input_ids. "
+        + (f"Did you mean: {meant}" if meant else "Rename with --rename-columns old=new")
+    )
+
+
+def inspect_splits(task: str, splits: Any, tokenizer: Any, config: DataConfig, num_examples: int = 3) -> Inspection:
+    """Read, check, count and cut all splits for a task, without keeping the tokens.
+
+    Of a stream the first `config.max_train_examples` rows, or 256.
+
+    Raises:
+        Refusal: columns or settings that can't be trained with at all.
+    """
+    from datasets import Dataset
+
+    given, problems = dict(splits), list[Problem]()
+    if task == "classification" and isinstance(given["train"], Dataset):
+        given["train"] = _labeled(given["train"], problems)
+    try:
+        plans, notes = plan_splits(task, given, tokenizer, config)
+    except Refusal as refusal:
+        raise Refusal("\n".join([str(refusal), *(f"{problem.origin}: {problem.what}" for problem in problems)])) from refusal
+    is_stream = not all(isinstance(given[name], Dataset) for name in plans)
+    figures, whole, kept = list[SplitFigures](), dict[str, np.ndarray](), dict[str, np.ndarray]()
+    train_rows, candidates = set[int](), list[Documents]()
+    for name in sorted(plans, key=lambda name: name != "train"):
+        plan = plans[name]
+        reader = build_reader(name, plan, tokenizer, config)
+        measures, lengths = list[Measures](), [np.zeros(0, dtype=np.int64)]
+        for at, batch in _batches(given[name], plan, config):
+            for documents, part in _read_around(reader, batch, at, problems):
+                measures.append(part)
+                lengths.append(documents.lengths)
+                if name == next(iter(plans)) and len(documents):
+                    candidates.append(documents.take(np.unique(np.linspace(0, len(documents) - 1, num_examples).astype(int))))
+        whole[name] = np.concatenate([np.zeros(0, dtype=np.int64), *(part.whole for part in measures)])
+        kept[name] = np.concatenate(lengths)
+        refused = [problem.what for problem in problems if problem.split == name]
+        if refused and not len(whole[name]):
+            continue  # of rows that were all refused nothing more can be said
+        try:
+            figures.append(summarize(name, measures, plan.is_masked, config.max_length, class_names(plan, config), train_rows))
+        except NeedsBothKinds as refusal:
+            if not any(what.startswith("label is ") for what in refused):  # which kind those are is not known
+                problems.append(Problem(name, "", str(refusal)))
+        except Refusal as refusal:
+            problems.append(Problem(name, "", str(refusal)))
+        if name == "train":
+            train_rows.update(row for part in measures for row in part.rows)
+    first = next(iter(plans.values()))
+    preflight = Preflight(
+        describe_rows(first, tokenizer, config), config.max_length, config.overlong, figures, notes,
+        example_names=names_of_pieces(first), first_rows=_stream_rows(config) if is_stream else None,
+    )  # fmt: skip
+    rows = [row for documents in candidates for row in _rows(documents)]
+    chosen: list[int] = np.unique(np.linspace(0, len(rows) - 1, num_examples).astype(int)).tolist() if rows else []
+    return Inspection(preflight, problems, whole, kept, [example_of(rows[i], first, tokenizer) for i in chosen])
+
+
+def packed(lengths: np.ndarray, config: DataConfig) -> Packing:
+    """How documents of these lengths are packed by `config.packing_strategy`."""
+    pack = pack_wrapped if config.packing_strategy == "wrapped" else pack_best_fit
+    return pack(lengths, config.max_length)
+
+
+def padded_fill(lengths: np.ndarray, batch_size: int) -> float:
+    """Share of padded micro-batches that holds tokens, 0 to 1, with documents in a random order."""
+    if not len(lengths):
+        return 1.0
+    mixed = np.random.default_rng(0).permutation(lengths)
+    padded = sum(int(batch.max()) * len(batch) for batch in np.array_split(mixed, -(-len(mixed) // batch_size)))
+    return float(lengths.sum()) / padded
+
+
+def _labeled(split: Any, problems: list[Problem]) -> Any:
+    """The rows that have a label; the others become problems, before the classes are looked for."""
+    missing = [missing_label(value) for value in split[label_column(split.column_names, "train")][:]]
+    if not any(missing) or all(missing):
+        return split
+    for number, what in enumerate(missing):
+        if what:
+            problems.append(Problem("train", split[number].get("origin") or f"row {number} of the train split", what))
+    return split.select([number for number, what in enumerate(missing) if not what])
+
+
+def _batches(split: Any, plan: Plan, config: DataConfig) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+    """The columns that the plan reads, with the number of the first row."""
+    if hasattr(split, "__len__"):
+        at = 0
+        for batch in split.with_format(None).select_columns(list(plan.columns)).iter(BATCH_ROWS):
+            yield at, batch
+            at += len(next(iter(batch.values())))
+        return
+    rows = list(islice(split, _stream_rows(config)))
+    if rows:
+        yield 0, {column: [row.get(column) for row in rows] for column in plan.columns}
+
+
+def _stream_rows(config: DataConfig) -> int:
+    return config.max_train_examples or STREAM_ROWS
+
+
+def _read_around(
+    reader: Reader, batch: dict[str, list[Any]], at: int, problems: list[Problem]
+) -> list[tuple[Documents, Measures]]:
+    """The batch as the reader reads it; without the rows that it refuses, which become problems."""
+    try:
+        return [reader.read(batch, at)]
+    except Refusal:
+        pass
+    size = len(next(iter(batch.values())))
+    is_good = np.ones(size, dtype=bool)
+    for i in range(size):
+        row = {name: values[i : i + 1] for name, values in batch.items()}
+        try:
+            reader.read(row, at + i)
+        except Refusal as refusal:
+            origin = (row.get("origin") or [None])[0] or f"row {at + i} of the {reader.name} split"
+            problems.append(Problem(reader.name, origin, str(refusal).removeprefix(f"{origin}: ")))
+            is_good[i] = False
+    good = {name: [value for value, keep in zip(values, is_good, strict=True) if keep] for name, values in batch.items()}
+    return [reader.read(good, at)] if is_good.any() else []
+
+
+def _rows(documents: Documents) -> list[dict[str, Any]]:
+    """Documents as rows of the tokenized dataset."""
+    rows = [
+        {"input_ids": ids, "origin": origin, **{name: values[i] for name, values in documents.columns.items()}}
+        for i, (ids, origin) in enumerate(zip(documents.lists(documents.values), documents.origins, strict=True))
+    ]
+    if documents.labels is not None:
+        for row, labels in zip(rows, documents.lists(documents.labels), strict=True):
+            row["labels"] = labels
+    return rows

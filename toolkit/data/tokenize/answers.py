@@ -1,0 +1,137 @@
+"""Single answers that are marked desirable or undesirable, to tokens: a prompt and one answer to it.
+
+They are tokenized, ended and cut as the answers of pairs are, so that a pair and the two rows that it makes have the same
+tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from toolkit.config import Refusal
+from toolkit.data.tokenize.columns import check_texts, describe, read_messages
+from toolkit.data.tokenize.documents import Cut, Documents, join_documents
+from toolkit.data.tokenize.language import with_origin
+from toolkit.data.tokenize.masks import Message
+from toolkit.data.tokenize.pair_cuts import PARTS, PARTS_OF_AN_ANSWER, cut_pairs
+from toolkit.data.tokenize.pairs import PairRows, PairText, answer_messages, chat_sides, split_sides
+
+# What a tokenized row holds beside its tokens, and Arrow's names of the types.
+ANSWER_COLUMNS = {
+    "prompt_tokens": "int32", "completion_tokens": "int32", "desirable": "bool", "answer": "int32", "prompt_key": "int64",
+}  # fmt: skip
+_WRITTEN = {"true": True, "false": False}  # as CSV, where all values are texts, has them
+_SIDE = ("completion",)
+
+
+@dataclass(frozen=True)
+class AnswerRows:
+    """Reads batches of rows; `pairs` knows the plan, the encoder and the template, and reads those rows that are pairs."""
+
+    pairs: PairRows
+
+    def read(self, batch: dict[str, list[Any]], origins: list[str]) -> tuple[Documents, Counter[str]]:
+        """Whole answers, and counts of what is peculiar about them."""
+        if self.pairs.plan.layout.endswith("answers"):
+            documents, remarks = self._answers(batch, origins)
+        else:
+            whole, remarks = self.pairs.read(batch, origins)
+            documents = _both_answers(whole)
+        desirable = sum(documents.columns["desirable"])
+        remarks.update({"class desirable": desirable, "class undesirable": len(documents) - desirable})
+        return documents, remarks
+
+    def cut(self, documents: Documents) -> tuple[Documents, Cut]:
+        """Bring over-long answers within `max_length`: their prompts give way first, as those of pairs."""
+        columns = documents.columns
+        as_pairs = {"prompt_tokens": columns["prompt_tokens"], "chosen_tokens": columns["completion_tokens"],
+                    "rejected_tokens": [0] * len(documents)}  # fmt: skip
+        rest = {name: values for name, values in columns.items() if name not in PARTS_OF_AN_ANSWER}
+        bos = self.pairs.encoder.tokenizer.bos_token_id
+        kept, cut = cut_pairs(replace(documents, columns=rest | as_pairs), self.pairs.max_length, self.pairs.overlong, bos)
+        found = {name: values for name, values in kept.columns.items() if name not in PARTS}
+        found |= {"prompt_tokens": kept.columns["prompt_tokens"], "completion_tokens": kept.columns["chosen_tokens"]}
+        return replace(kept, columns=found | {"prompt_key": _prompt_keys(kept, found["prompt_tokens"])}), cut
+
+    def _answers(self, batch: dict[str, list[Any]], origins: list[str]) -> tuple[Documents, Counter[str]]:
+        texts, marks, remarks = list[PairText](), list[bool](), Counter[str]()
+        for values, origin in zip(zip(*batch.values(), strict=True), origins, strict=True):
+            row = dict(zip(batch, values, strict=True))
+            marks.append(_mark(row["label"], origin))
+            texts.append(with_origin(origin, _text_answer if self.pairs.template is None else self._chat_answer, row, origin))
+            remarks.update(texts[-1].remarks)
+        encoder, template = self.pairs.encoder, self.pairs.template
+        ids, spans, counts = list[list[int]](), list[list[tuple[int, int]]](), list[tuple[int, int]]()
+        encodings = encoder.encode([side for text in texts for side in text.sides], positions=True)
+        for text, origin, encoding in zip(texts, origins, encodings, strict=True):
+            prompt, (answer,), is_merged = split_sides(text, [encoding], encoder, template, origin, _SIDE)
+            remarks["merged"] += is_merged
+            ids.append(prompt + answer)
+            spans.append([(len(prompt), len(ids[-1]))])
+            counts.append((len(prompt), len(answer)))
+        columns: dict[str, list[Any]] = {name: [count[i] for count in counts] for i, name in enumerate(PARTS_OF_AN_ANSWER)}
+        return join_documents(ids, spans, origins, columns | {"desirable": marks}), remarks
+
+    def _chat_answer(self, row: dict[str, Any], origin: str) -> PairText:
+        prompt, answer = row["prompt"], answer_messages(row["completion"], "completion", origin)
+        if isinstance(prompt, str):
+            check_texts([prompt], "prompt", [origin])
+            prompt = [{"role": "user", "content": prompt}]
+        messages: list[Message] = read_messages(
+            [prompt] if isinstance(prompt, dict) else prompt, "prompt", origin, needs_assistant=False
+        )
+        for place, where in ((0, "begins"), (-1, "ends")):
+            if answer[place]["role"] != "assistant":
+                raise Refusal(
+                    f"{origin}: completion {where} with a turn of the {answer[place]['role']}: what follows the prompt must be "
+                    "the assistant's answer. Correct or remove the row."
+                )
+        assert self.pairs.template is not None
+        return chat_sides(self.pairs.template, messages, (answer,), _SIDE, row, origin)
+
+
+def _text_answer(row: dict[str, Any], origin: str) -> PairText:
+    prompt, answer = row["prompt"], row["completion"]
+    check_texts([answer], "completion", [origin])
+    if not isinstance(prompt, str):
+        raise Refusal(f"{origin}: prompt is {describe(prompt)}, and must be text. Correct or remove the row.")
+    return PairText((prompt + answer,), len(prompt))
+
+
+def _mark(label: Any, origin: str) -> bool:
+    """Whether an answer is desirable."""
+    mark = _WRITTEN.get(label.strip().lower()) if isinstance(label, str) else label
+    if not isinstance(mark, bool):
+        raise Refusal(
+            f"{origin}: label is {describe(label)}, and must be true, for a desirable answer, or false. Correct or remove the "
+            "row."
+        )
+    return mark
+
+
+def _both_answers(pairs: Documents) -> Documents:
+    """Of each pair the chosen answer, desirable, and then the rejected one, each behind the prompt."""
+    ids, counts = list[list[int]](), list[tuple[int, int]]()
+    for tokens, prompt, chosen in zip(
+        pairs.lists(pairs.values), pairs.columns["prompt_tokens"], pairs.columns["chosen_tokens"], strict=True
+    ):
+        for answer in (tokens[prompt : prompt + chosen], tokens[prompt + chosen :]):
+            ids.append(tokens[:prompt] + answer)
+            counts.append((prompt, len(answer)))
+    spans = [[(prompt, prompt + answer)] for prompt, answer in counts]
+    columns: dict[str, list[Any]] = {name: [count[i] for count in counts] for i, name in enumerate(PARTS_OF_AN_ANSWER)}
+    columns["desirable"] = [True, False] * len(pairs)
+    return join_documents(ids, spans, [origin for origin in pairs.origins for _ in range(2)], columns)
+
+
+def _prompt_keys(documents: Documents, prompt_tokens: list[int]) -> list[int]:
+    keys = []
+    for start, count in zip(documents.bounds[:-1].tolist(), prompt_tokens, strict=True):
+        prompt = np.ascontiguousarray(documents.values[start : start + count])
+        keys.append(int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little", signed=True))
+    return keys

@@ -1,0 +1,201 @@
+"""Which columns of a dataset are read, and whether what stands in them can be trained on."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from toolkit.config import Refusal
+from toolkit.config.parsing import parse_json
+from toolkit.data.tokenize.tool_calls import read_calls
+from toolkit.system.console import quoted
+
+LAYOUTS = {  # in the order in which they are looked for, with the columns each needs
+    "tokenized": ("input_ids",),
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+    "alpaca": ("instruction", "output"),
+}
+ALPACA = ("instruction", "input", "output", "system")
+_TEXT_LAYOUTS = "text; or prompt and completion; or messages (a chat); or instruction, input and output; or input_ids"
+_OTHER_NAMES = {
+    "text": ("content", "sentence", "document", "body", "article", "story", "code", "review", "raw", "texts"),
+    "prompt": ("instruction", "question", "query", "input", "inputs", "source", "user", "problem"),
+    "completion": ("output", "response", "answer", "target", "outputs", "chosen", "solution", "assistant", "reply"),
+    "chosen": ("preferred", "accepted", "chosen_response", "response_chosen", "winner", "better", "good"),
+    "rejected": ("dispreferred", "rejected_response", "response_rejected", "loser", "worse", "bad"),
+    "messages": ("conversation", "dialog", "dialogue", "chat", "turns", "message"),
+    "label": ("class", "category", "target", "sentiment", "intent", "y", "labels", "score"),
+}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "bing": "assistant", "chatgpt": "assistant"}
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython")
+
+
+def text_layout(columns: list[str], split: str) -> str:
+    """The layout of a dataset for language modeling: one of LAYOUTS.
+
+    Raises:
+        Refusal: no layout fits, or two do that differ.
+    """
+    layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(columns)), None)
+    if layout is None:
+        raise Refusal(wrong_columns(columns, split, _TEXT_LAYOUTS, (("prompt", "completion"), ("messages",), ("text",))))
+    if layout in ("messages", "conversations") and set(LAYOUTS["prompt_completion"]) <= set(columns):
+        raise Refusal(
+            f"The {split} split has {layout} and also prompt and completion: which to train on is not clear. Rename what is "
+            f"not meant, such as --rename-columns {layout}=unused"
+        )
+    return layout
+
+
+def label_column(columns: list[str], split: str) -> str:
+    """The column with the labels of a classification dataset."""
+    label = next((name for name in ("label", "labels") if name in columns), None)
+    if label is None or not {"text", "input_ids"} & set(columns):
+        raise Refusal(wrong_columns(columns, split, "text (and text_pair, for two texts) and label", (("text", "label"),)))
+    return label
+
+
+def check_texts(values: list[Any], column: str, origins: list[str]) -> None:
+    """Refuse what is not a string with something in it."""
+    for value, origin in zip(values, origins, strict=True):
+        if not isinstance(value, str):
+            raise Refusal(f"{origin}: {column} is {describe(value)}, and must be text. Correct or remove the row.")
+        if not value.strip():
+            what = "empty" if not value else "nothing but white space"
+            raise Refusal(f"{origin}: {column} is {what}. Fill it in or remove the row.")
+
+
+def read_messages(value: Any, column: str, origin: str, needs_assistant: bool = True) -> list[dict[str, Any]]:
+    """The messages of a chat as a template reads them: keys that are None are left out, ShareGPT's keys are translated."""
+    if not isinstance(value, list) or not value:
+        raise Refusal(f"{origin}: {column} is {describe(value)}, and must be a list of messages. Correct or remove the row.")
+    messages = [_read_message(message, f"{origin}: message {i + 1} of {column}") for i, message in enumerate(value)]
+    if needs_assistant and not any(message["role"] == "assistant" for message in messages):
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise Refusal(
+            f"{origin}: the chat has no assistant turn (its roles: {roles}): there is nothing to learn from it. Remove the "
+            "row, or give the role that is meant the name 'assistant'."
+        )
+    return messages
+
+
+def alpaca_messages(row: dict[str, Any], origin: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Prompt and answer of a row of Alpaca's columns: the input, where there is one, behind the instruction."""
+    for column in ("instruction", "output"):
+        check_texts([row[column]], column, [origin])
+    asked, system = row["instruction"], row.get("system")
+    for column in ("input", "system"):
+        if row.get(column) is not None and not isinstance(row[column], str):
+            raise Refusal(f"{origin}: {column} is {describe(row[column])}, and must be text. Correct or remove the row.")
+    if (row.get("input") or "").strip():
+        asked = f"{asked}\n{row['input']}"
+    prompt = [{"role": "user", "content": asked}]
+    if (system or "").strip():
+        prompt.insert(0, {"role": "system", "content": system})
+    return prompt, [{"role": "assistant", "content": row["output"]}]
+
+
+def alpaca_prompt(row: dict[str, Any]) -> str:
+    """The prompt as Alpaca's authors wrote it, for a tokenizer without a chat template."""
+    parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
+    headed = "".join(f"### {name}:\n{text}\n\n" for name, text in parts.items() if text.strip())
+    with_input = ", paired with an input that provides further context" if parts["Input"].strip() else ""
+    system = row.get("system") or (
+        f"Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the request."
+    )
+    return f"{system}\n\n{headed}### Response:\n"
+
+
+def likely_renames(columns: list[str], layouts: Iterable[tuple[str, ...]]) -> str:
+    """The renames that make columns those of one of the layouts, as --rename-columns takes them; empty where none does."""
+    present = [name for name in columns if name != "origin"]
+    for layout in layouts:
+        found = {_likely_column(name, present): name for name in layout}
+        if "" not in found and len(found) == len(layout):
+            return ",".join(f"{old}={new}" for old, new in found.items() if old != new)
+    return ""
+
+
+def read_options(row: dict[str, Any], origin: str) -> dict[str, Any]:
+    """What a row hands to its chat template beside the messages: tools, and the template's own variables."""
+    tools, variables = (_from_json(row.get(name), name, origin) for name in ("tools", "chat_template_kwargs"))
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise Refusal(f"{origin}: tools is {describe(tools)}, and must be a list of objects. Correct or remove the row.")
+    if variables and not isinstance(variables, dict):
+        raise Refusal(f"{origin}: chat_template_kwargs is {describe(variables)}, and must be an object. Correct the row.")
+    return {**(variables or {}), **({"tools": tools} if tools else {})}
+
+
+def _from_json(value: Any, column: str, origin: str) -> Any:
+    """What a column holds as it is or as JSON text, in which a null is meant."""
+    if not isinstance(value, str):
+        return _without_none(value)
+    return parse_json(value, f"{origin}: {column}", is_strict=True) if value.strip() else None
+
+
+def describe(value: Any) -> str:
+    """What a value is, in a few words."""
+    if value is None:
+        return "missing (null)"
+    if isinstance(value, (bool, int, float)):
+        return f"the {'boolean' if isinstance(value, bool) else 'number'} {value}"
+    if isinstance(value, str):
+        return f"the text {quoted(value[:40])}{'...' if len(value) > 40 else ''}" if value else "an empty text"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}" if value else "an empty list"
+    return "an object with " + ", ".join(map(str, value)) if isinstance(value, dict) else f"a {type(value).__name__}"
+
+
+def wrong_columns(columns: list[str], split: str, needed: str, layouts: Iterable[tuple[str, ...]]) -> str:
+    present = [name for name in columns if name != "origin"]
+    what = f"The {split} split has the columns {', '.join(present) or '(none)'}. What can be trained on here: {needed}."
+    renames = likely_renames(present, layouts)
+    return f"{what} Did you mean: --rename-columns {renames}" if renames else f"{what} Rename with --rename-columns old=new"
+
+
+def _read_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise Refusal(f"{where} is {describe(message)}, and must have role and content. Correct or remove the row.")
+    message = _without_none(message)
+    if "role" not in message and isinstance(message.get("from"), str):  # ShareGPT
+        role, content = message.pop("from"), message.pop("value", None)
+        message = {"role": _SHAREGPT_ROLES.get(role, role), **({} if content is None else {"content": content}), **message}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise Refusal(f"{where} has no role, only {', '.join(message) or 'nothing'}. A message is {{role, content}}.")
+    if role in _SHAREGPT_ROLES:
+        raise Refusal(f"{where} has the role {quoted(role)}, which chat templates call {_SHAREGPT_ROLES[role]!r}. Rename it.")
+    if role not in _ROLES:
+        close = difflib.get_close_matches(role.lower(), _ROLES, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else f" Known roles: {', '.join(_ROLES)}."
+        raise Refusal(f"{where} has the role {quoted(role)}, which no chat template knows.{hint}")
+    content = message.get("content")
+    if content is not None and not isinstance(content, (str, list)):
+        raise Refusal(f"{where}: content is {describe(content)}, and must be text. Correct or remove the row.")
+    if role == "assistant":
+        message = read_calls(message, where)
+    said = [content, message.get("tool_calls"), message.get("reasoning_content"), message.get("thinking")]
+    if role == "assistant" and not any(part.strip() if isinstance(part, str) else part for part in said):
+        raise Refusal(f"{where} is an assistant turn with nothing in it: there is nothing to learn from it. Remove the row.")
+    if role != "assistant" and content is None:
+        raise Refusal(f"{where} has no content. Correct or remove the row.")
+    return message
+
+
+def _without_none(value: Any) -> Any:
+    """Without keys that are None: Arrow gives every object of a column the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_none(part) for key, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value
+
+
+def _likely_column(name: str, present: list[str]) -> str:
+    """The column that is `name`, or probably means it; empty when none does."""
+    if name in present:
+        return name
+    usual = next((other for other in present if other.lower() in (name, *_OTHER_NAMES[name])), None)
+    return usual or next(iter(difflib.get_close_matches(name, present, n=1, cutoff=0.7)), "")

@@ -1,0 +1,1 @@
+"""Several processes: engines, ranks, launcher, heartbeat."""

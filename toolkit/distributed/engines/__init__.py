@@ -1,0 +1,43 @@
+"""What trains a model over several devices: plain data parallelism, DeepSpeed ZeRO, or FSDP2.
+
+`choice` decides which one, `plain`, `zero` and `fsdp` say how each does a step and where it keeps what, `pieces` brings a
+sharded tensor together and takes it apart. Nothing here imports a heavy library until an engine is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.distributed.engines.engine import Engine
+
+
+def engine_of(accelerator: Any) -> Engine:
+    """The engine of a prepared model."""
+    kind = str(accelerator.distributed_type.value)
+    if kind == "DEEPSPEED":
+        from toolkit.distributed.engines.zero import ENGINE
+    elif kind == "FSDP":
+        from toolkit.distributed.engines.fsdp import ENGINE
+    else:
+        from toolkit.distributed.engines.plain import ENGINE
+    return ENGINE
+
+
+def element_count(parameter: Any) -> int:
+    """Numbers in a whole parameter: ZeRO-3 leaves an empty tensor where it was."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside DDP's, DeepSpeed's or torch.compile's wrapper.
+
+    Accelerate's own unwrap_model (1.15) imports DeepSpeed to look for it: three seconds in every run where it is installed.
+    """
+    while True:
+        if type(model).__name__ in ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
+            model = model.module
+        elif type(model).__name__ == "OptimizedModule":
+            model = model._orig_mod
+        else:
+            return model

@@ -1,0 +1,68 @@
+"""Small agreements between the ranks. They travel on the CPU, so nobody waits for a device."""
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+from toolkit.config import Refusal
+from toolkit.system.console import say
+
+Result = TypeVar("Result")
+
+
+def largest(accelerator: Any, number: int) -> int:
+    """The largest of the numbers that the ranks bring; every rank must call this, and gets the same."""
+    if accelerator.num_processes == 1:
+        return number
+    numbers = torch.tensor([number])
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX, group=_cpu_group())
+    return int(numbers)
+
+
+def on_main(accelerator: Any, action: Callable[[], Result], problem: type[Exception] = Refusal) -> Result:
+    """What `action` returns on the main process, on every rank; what it refuses or can't write, every rank raises."""
+    told: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            told[0] = action()
+        except (Refusal, problem, OSError) as error:
+            told[1] = str(error)
+    if accelerator.num_processes > 1:
+        torch.distributed.broadcast_object_list(told, src=0, group=_cpu_group())
+    if told[1] is not None:
+        raise problem(told[1])
+    return told[0]
+
+
+def on_all(accelerator: Any, action: Callable[[], Result]) -> Result:
+    """What `action` returns, on each rank its own; what one rank refuses or can't read, every rank refuses."""
+    if accelerator.num_processes == 1:
+        return action()
+    result, problem = None, None
+    try:
+        result = action()
+    except (Refusal, OSError) as error:
+        problem = str(error)
+    problems: list[Any] = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(problems, problem, group=_cpu_group())
+    for rank, told in enumerate(problems):
+        if told is not None:
+            raise Refusal(told if rank == 0 else f"rank {rank}: {told}")
+    return result  # type: ignore[return-value]  # an action that returned nothing returns None
+
+
+@cache
+def _cpu_group() -> Any:
+    """A group that takes CPU tensors: the default one where it does, else one of its own."""
+    if torch.distributed.get_backend() == "gloo":
+        return None
+    return torch.distributed.new_group(backend="gloo")
+
+
+def say_once(line: str) -> None:
+    """Print a line on the first rank, also before there is an accelerator to ask."""
+    if os.environ.get("RANK", "0") == "0":
+        say(line)

@@ -1,0 +1,221 @@
+"""The model card: where a model comes from, its figures, how it was trained and how it is used; made from the run card."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.conditions import is_built_in
+from toolkit.export.licenses import license_fields
+from toolkit.runs.copies import copy_in_words
+from toolkit.system.console import printable
+from toolkit.system.json_lines import parse_object
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Settings that say how a model was trained. Nothing else of the run card's settings is shown.
+SHOWN = (
+    "loss_type", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm",
+    "label_smoothing_factor", "num_train_epochs", "max_steps", "max_length", "packing", "bf16", "fp16", "dtype", "use_peft",
+    "lora_r", "lora_alpha", "lora_dropout", "load_in_4bit", "seed",
+)  # fmt: skip
+_TASKS = {
+    "ForCausalLM": ("text-generation", "Text generation"),
+    "ForSequenceClassification": ("text-classification", "Text classification"),
+}
+_NAME_LINE = re.compile(r'^name = ".*"', re.MULTILINE)
+
+
+def model_card(
+    run_card: Mapping[str, Any], figures: Mapping[str, Any], name: str, architecture: str, *, adapter: str | None = None,
+    license: str | None = None,
+) -> str:  # fmt: skip
+    """The text of README.md.
+
+    Args:
+        run_card: what run.json holds; keys that are not there are left out.
+        name: the model's, which the example loads; the title where the run has no name (`run_name`) of its own.
+        figures: those named eval_... are shown, in the text and in the Hub's model-index form.
+        architecture: the model's class.
+        adapter: None for a whole model; for an adapter where its base is: "elsewhere", or "inside", in the folder `base`.
+        license: the base model's, where it is known.
+    """
+    import yaml
+
+    settings, of_model, of_data = (run_card.get(part) or {} for part in ("settings", "model", "data"))
+    title = " ".join(str(settings.get("run_name") or name).split())
+    begun = str(of_model.get("name") or settings.get("model") or "")
+    below = of_model.get("base") or {}  # of an adapter that was trained further
+    base, dataset = str(below.get("name") or begun), str(of_data.get("dataset") or "")
+    task = next((task for ending, task in _TASKS.items() if architecture.endswith(ending)), None)
+    front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    if is_hub_id(base):
+        front |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
+    if license:
+        front |= license_fields(license, base if is_hub_id(base) else None)
+    if task:
+        front["pipeline_tag"] = task[0]
+    hub_dataset = re.split(r"[:@]", dataset)[0]
+    if is_hub_id(hub_dataset):
+        front["datasets"] = [hub_dataset]
+    found = {k.removeprefix("eval_"): v for k, v in figures.items() if k.startswith("eval_") and _is_number(v)}
+    if found and task:
+        data_named = {"name": shown_path(dataset), "type": hub_dataset if is_hub_id(hub_dataset) else "custom"}
+        metrics = [{"type": metric, "value": value, "name": f"eval_{metric}"} for metric, value in found.items()]
+        of_task = {"task": {"type": task[0], "name": task[1]}, "dataset": data_named, "metrics": metrics}
+        front["model-index"] = [{"name": title, "results": [of_task]}]
+    data = f"{_code(shown_path(dataset))}{_fingerprint(of_data)}"
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {_plain(title)}",
+        _origin(base, of_model, license, adapter, begun if below else None),
+        f"## Evaluation\n\nOn rows that were not trained on.\n\n{_table('metric', found)}" if found else "",
+        f"## How to use it\n\n{_usage(name, architecture, adapter)}",
+        f"## Training\n\nData: {data}.\n\n{_table('setting', _settings(run_card))}",
+        f"## Versions\n\n{_table('library', run_card['versions'])}" if run_card.get("versions") else "",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def with_name(card: str, name: str) -> str:
+    """A card whose example loads the model from `name`; the rest of it, which someone may have edited, as it is."""
+    return _NAME_LINE.sub(lambda _: f"name = {json.dumps(name)}", card, count=1)
+
+
+def is_hub_id(name: str) -> bool:
+    return bool(HUB_ID.fullmatch(name)) and not is_built_in(name) and not os.path.exists(name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return parse_object(path.read_text(encoding="utf-8")) or {}
+    return {}
+
+
+def base_license(name: str, revision: str | None = None, *, ask: bool = False) -> str | None:
+    """The license that a model's card states: of a directory or of the local cache, and of the Hub when it may be asked."""
+    from huggingface_hub import HfApi, ModelCardData, try_to_load_from_cache
+
+    if is_built_in(name) or not name:
+        return None
+    with contextlib.suppress(Exception):  # a license that can't be found keeps no model from being written
+        card = Path(name) / "README.md" if os.path.isdir(name) else try_to_load_from_cache(name, "README.md", revision=revision)
+        if isinstance(card, str | Path) and Path(card).exists():
+            return _license_of(_front_matter(Path(card).read_text(encoding="utf-8")))
+        if ask and is_hub_id(name):
+            stated = HfApi(endpoint=os.environ.get("HF_ENDPOINT")).model_info(name, revision=revision, timeout=5.0).card_data
+            return _license_of(stated.to_dict() if isinstance(stated, ModelCardData) else {})
+    return None
+
+
+def shown_path(text: str) -> str:
+    """A name as it may be shown to others: of a path on this machine its last part."""
+    return re.sub(r"(?<![\w.:/-])(?:~[\w.-]*|\.{1,2})?/(?:[^/,:]+/)*([^/,:]+)", r"\1", text)
+
+
+def _shown_model(path: str) -> str:
+    """A model's directory as others may see it; of a run's `model` the run's own directory too, which tells it from others."""
+    run = Path(path).parent
+    return f"{run.name}/{Path(path).name}" if os.path.isabs(path) and (run / "run.json").is_file() else shown_path(path)
+
+
+def _origin(base: str, of_model: Mapping[str, Any], license: str | None, adapter: str | None, begun: str | None) -> str:
+    """Where it comes from; `begun` is the adapter that was trained further."""
+    what = "An adapter" if adapter else "A model"
+    revision = of_model.get("commit") or (of_model.get("base") or of_model).get("revision")
+    at = f" at {_code(revision)}" if revision else ""
+    stated = f", whose license is {_code(license)}" if license else ""
+    if is_built_in(base):
+        return f"{what} of the built-in shape {_code(base)}, trained from random weights."
+    linked = f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else _code(_shown_model(base))
+    if begun:
+        of_base = "" if adapter == "inside" else f" of {linked}{at}{stated}"
+        return f"{what}{of_base}, trained further from {_code(shown_path(begun))}."
+    return f"{what} trained from {linked}{at}{stated}."
+
+
+def _usage(name: str, architecture: str, adapter: str | None) -> str:
+    ending = next((ending for ending in _TASKS if architecture.endswith(ending)), "")
+    auto = f"AutoModel{ending}"
+    if adapter == "inside":
+        imports = f"from peft import PeftModel\nfrom transformers import {auto}, AutoTokenizer"
+        # adapter_kwargs: transformers (5.23) would look for the adapter's base first, which is what is being loaded
+        inside = 'subfolder="base", adapter_kwargs={"subfolder": "base"}'
+        load = f"base = {auto}.from_pretrained(name, {inside})\nmodel = PeftModel.from_pretrained(base, name)"
+    elif adapter:
+        imports = f"from peft import AutoPeftModel{ending}\nfrom transformers import AutoTokenizer"
+        load = f"model = AutoPeftModel{ending}.from_pretrained(name)"
+    else:
+        imports, load = f"from transformers import {auto}, AutoTokenizer", f"model = {auto}.from_pretrained(name)"
+    return f"```python\n{imports}\n\nname = {json.dumps(name)}\ntokenizer = AutoTokenizer.from_pretrained(name)\n{load}\n```"
+
+
+def _settings(run_card: Mapping[str, Any]) -> dict[str, Any]:
+    settings, layout = run_card.get("settings") or {}, run_card.get("layout") or {}
+    with_value = {name: settings[name] for name in SHOWN if settings.get(name) not in (None, False, [], ())}
+    if "max_steps" in with_value:
+        with_value.pop("num_train_epochs", None)  # which that overrides
+    optimizer, recipe = run_card.get("optimizer"), run_card.get("recipe") or {}
+    if optimizer and not optimizer.get("from_settings", "optim" in settings):
+        with_value.pop("optim", None)
+        given = ", ".join(f"{name}={value}" for name, value in optimizer["defaults"].items())
+        with_value["optimizer"] = f"{optimizer['class']}({given}), built by the recipe: optim and its settings were not used"
+    of_model = run_card.get("model") or {}
+    if {"parameters", "trainable"} <= of_model.keys():
+        trained, parameters = of_model["trainable"], of_model["parameters"]
+        with_value["parameters trained"] = f"all {trained:,}" if trained == parameters else f"{trained:,} of {parameters:,}"
+    if recipe.get("lines_changed"):
+        with_value["recipe"] = copy_in_words(recipe)
+    of_layout = ("global_batch_size", "processes", "engine", "precision", "steps")
+    return with_value | {name: layout[name] for name in of_layout if name in layout}
+
+
+def _fingerprint(of_data: Mapping[str, Any]) -> str:
+    said = [f"{name} {_code(of_data[name])}" for name in ("revision", "fingerprint") if of_data.get(name)]
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _table(left: str, rows: Mapping[str, Any]) -> str:
+    lines = (f"| {name} | {_shown(value)} |" for name, value in rows.items())
+    return "\n".join([f"| {left} | |", "| --- | --- |", *lines])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return _plain(shown_path(str(value)))
+
+
+def _code(text: Any) -> str:
+    """Text as inline code, whatever it holds (CommonMark, section 6.1): between more backticks than it has in a row."""
+    flat = " ".join(printable(str(text)).split())
+    fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
+    return f"{fence} {flat} {fence}" if "`" in flat else f"`{flat}`"
+
+
+def _plain(text: str) -> str:
+    """Text in one line without what Markdown or HTML would read in it."""
+    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", " ".join(printable(text).split()))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) != float("inf")
+
+
+def _front_matter(text: str) -> dict[str, Any]:
+    import yaml
+
+    found = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    loaded = yaml.safe_load(found[1]) if found else None
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _license_of(front: Mapping[str, Any]) -> str | None:
+    stated = front.get("license_name") if front.get("license") == "other" else front.get("license")
+    return stated if isinstance(stated, str) else None

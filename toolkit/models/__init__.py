@@ -1,0 +1,1 @@
+"""Models and tokenizers: loading, built-in shapes, adapters, quantized and compiled layers."""

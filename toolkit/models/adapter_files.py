@@ -1,0 +1,323 @@
+"""The directory of an adapter: what is written into it, the base model that it belongs on, and how it is put there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.config import Refusal
+from toolkit.config.conditions import is_adapter
+from toolkit.config.parsing import parse_json
+from toolkit.system.nonfinite import describe_nonfinite
+from toolkit.system.typed import as_typed
+
+BASE = "base"  # the folder for a base that stands nowhere else
+# The settings of the adapted model, under a name of its own: with a config.json a directory is taken for a whole model.
+MODEL_CONFIG = "model_config.json"
+WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+_PREFIX = "base_model.model."
+# peft imports bitsandbytes where that is installed, and on a CPU that one recommends a package for inference, of no use here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def is_adapted(model: Any) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def save_adapter(model: Any, directory: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Write what was trained, in the form that goes on top of the base as it was published.
+
+    A base that was made here, which no one could load, is written into the folder `base` of the directory.
+
+    Args:
+        model: peft's.
+        state: all its tensors by name, whole; a tied one under its first name.
+    """
+    state = {**state, **_tied(model, state)}
+    model.save_pretrained(directory, state_dict=dict(state), save_embedding_layers=False)
+    model.config.to_json_file(directory / MODEL_CONFIG)
+    _in_one_order(directory, model.peft_config["default"])
+    initial = getattr(model, "initial_adapter", {})
+    if initial:
+        _add_initial(directory, initial)
+    if not model.peft_config["default"].base_model_name_or_path:
+        model.get_base_model().save_pretrained(directory / BASE, state_dict=_base_state(model, state, initial))
+
+
+def base_of(directory: str | Path) -> tuple[str, str | None]:
+    """Name (or directory) and revision of the model that an adapter belongs on.
+
+    Raises:
+        Refusal: adapter_config.json cannot be read, or names a directory that is gone.
+    """
+    directory = Path(directory).expanduser()
+    settings = read_adapter_config(directory)
+    name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if not name and (directory / BASE / "config.json").exists():
+        return str(directory / BASE), None
+    if not name:
+        raise Refusal(f"{directory}/adapter_config.json: base_model_name_or_path is empty. Write the base model's name there.")
+    if os.path.isabs(name) and not os.path.isdir(name):
+        raise Refusal(
+            f"{directory}: its base model was {name}, which is gone. Put it back, or write its new place into "
+            "base_model_name_or_path of adapter_config.json."
+        )
+    return name, None if os.path.isdir(name) else revision
+
+
+def base_of_adapter(model: str | None) -> dict[str, str | None] | None:
+    """For a run card: name and revision of the base, where `model` is the directory of an adapter; None where it isn't."""
+    if not model or not is_adapter(model):
+        return None
+    name, revision = base_of(model)
+    return {"name": name, "revision": revision}
+
+
+def warning_of_base(base: str | None, model: str | Path) -> str | None:
+    """What to say before an adapter is sent to others whose base they haven't: a directory of this machine. None otherwise.
+
+    Args:
+        base: base_model_name_or_path of the adapter; empty where the base is sent along.
+        model: the adapter's directory.
+    """
+    if not base or not (os.path.isabs(base) or os.path.isdir(base)):
+        return None
+    merge = as_typed("toolkit", "merge", model, "--into", "DIR")
+    return (
+        f"WARNING: the adapter's base is {base}, a directory of this machine: nobody else can load the adapter. Send a whole "
+        f"model: {merge}, then toolkit push DIR. Or push the base first, and name it: in "
+        "base_model_name_or_path of adapter_config.json, or with --model when you train"
+    )
+
+
+def settings_of_base(config: Any) -> Any:
+    """A recipe's settings with the base in the place of the adapter that `--model` names.
+
+    Raises:
+        Refusal: adapters are not what the settings train, or the base cannot be told.
+    """
+    if not getattr(config, "use_peft", False):
+        raise Refusal(
+            f"--model {config.model}: is an adapter. Train it further with recipes/lora.py, or make a model of it: "
+            + as_typed("toolkit", "merge", config.model, "--into", "DIR")
+        )
+    name, revision = base_of(config.model)
+    check_adapter(config.model)
+    return dataclasses.replace(config, model=name, model_revision=revision)
+
+
+def check_adapter(directory: str | Path) -> None:
+    """Read an adapter's files to their end, before its base is loaded.
+
+    Raises:
+        Refusal: settings that peft can't read or that load more than this directory; no weights, pickled or damaged ones; a
+            tensor that holds a number which is not finite.
+    """
+    from peft import PeftConfig
+
+    directory = Path(directory).expanduser()
+    settings = read_adapter_config(directory)
+    path = directory / "adapter_config.json"
+    for name in _LOADING_MORE:
+        if settings.get(name):
+            raise Refusal(f"{path}: {name} has peft load what is not in this directory. Remove it.")
+    try:
+        PeftConfig.from_pretrained(str(directory))
+    except Exception as error:  # whatever peft says of a kind or a field that it doesn't know
+        raise Refusal(f"{path}: is not the settings of an adapter: {_first_line(error)}") from error
+    weights = directory / WEIGHTS
+    if not weights.is_file():
+        if (directory / PICKLED).exists():
+            how = _conversion(directory)
+            raise Refusal(f"{directory / PICKLED}: is pickled, and nothing is unpickled here. Convert it: {how}")
+        raise Refusal(f"{directory}: there is no {WEIGHTS} in it. Copy it there; it belongs to adapter_config.json.")
+    if found := describe_nonfinite(_tensors_of(weights)):
+        raise Refusal(f"{weights}: {found}. The run that made it diverged, or the file is damaged: use an earlier one.")
+
+
+def put_adapter(model: Any, directory: str | Path, *, is_trainable: bool = False) -> Any:
+    """The model with the adapter of a directory on it. `check_adapter` comes first.
+
+    Raises:
+        Refusal: the adapter was made for other modules or shapes than the model has.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    directory = Path(directory).expanduser()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # peft 0.21.2 and transformers 5.23
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below
+        try:
+            adapted = PeftModel.from_pretrained(model, str(directory), is_trainable=is_trainable)
+        except Exception as error:  # whatever peft can say; the cause stays attached
+            raise Refusal(f"{directory}: can't be put on its base {_base_name(model)}: {_first_line(error)}") from error
+        wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+    if getattr(model, "_checkpoint_conversion_mapping", None):  # peft renames what older versions have written
+        return adapted
+    there = {name for name, _ in _tensors_of(directory / WEIGHTS)}
+    missing = sorted(wanted - there)
+    unused = sorted(there - wanted - adapted.state_dict().keys())
+    if missing or unused:
+        what = f"{missing[0]} is not in the file" if missing else f"{unused[0]} has no place in the model"
+        raise Refusal(
+            f"{directory / WEIGHTS}: does not fit its base {_base_name(model)} and adapter_config.json: {what} "
+            f"({len(missing):,} missing, {len(unused):,} unused). Is base_model_name_or_path the model that it was trained on?"
+        )
+    return adapted
+
+
+def check_no_adapter_inside(model: str, revision: str | None) -> None:
+    """Refuse a model with an adapter next to it: transformers (5.23) puts that on the model unasked, pickled or not."""
+    from transformers.utils import find_adapter_config_file
+
+    if find_adapter_config_file(model, revision=revision) is not None:
+        raise Refusal(
+            f"--model {model}: holds config.json and adapter_config.json, a whole model and an adapter. For the adapter on its "
+            "base, take config.json out of a copy of it; for the model alone, adapter_config.json."
+        )
+
+
+# Settings of peft 0.21.2 that import a module, or read a file which may be pickled.
+_LOADING_MORE = ("megatron_config", "prompt_tuning_init_state_dict_path")
+
+
+def _tensors_of(weights: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an adapter by name, one at a time."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(weights, framework="pt") as tensors:
+            names = list(tensors.keys())
+            if not names:
+                raise Refusal(f"{weights}: holds no tensor.")
+            for name in names:
+                yield name, tensors.get_tensor(name)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise Refusal(f"{weights}: is damaged, or no safetensors file: {_first_line(error)}. Copy it again.") from error
+
+
+def _conversion(directory: Path) -> str:
+    """What to type for the same weights in safetensors; torch reads tensors only, no code."""
+    code = (
+        'import sys, torch, safetensors.torch as s; d = sys.argv[1]; '
+        f't = torch.load(d + "/{PICKLED}", "cpu", weights_only=True); '
+        f's.save_file({{k: v.clone().contiguous() for k, v in t.items()}}, d + "/{WEIGHTS}")'
+    )
+    return as_typed("python", "-c", code, directory)
+
+
+def _base_name(model: Any) -> str:
+    return getattr(model.config, "_name_or_path", None) or type(model).__name__
+
+
+def _first_line(error: Exception) -> str:
+    """The first line that says something: torch begins with "Error(s) in loading state_dict for PeftModel:"."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if not line.endswith(":")), lines[0]).rstrip(".")
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """adapter_config.json as it stands."""
+    return read_object(directory / "adapter_config.json")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file of an adapter's directory holds.
+
+    Raises:
+        Refusal: it holds none, or can't be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{path}: can't be read: {error}") from error
+    settings = parse_json(text, str(path), is_file=True)
+    if not isinstance(settings, dict):
+        raise Refusal(f"{path}: holds no JSON object.")
+    return settings
+
+
+def _tied(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors under the other names of tied parameters, which peft looks for too."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {
+        name: state[first[id(parameter)]] for name, parameter in every if name not in state and first[id(parameter)] in state
+    }
+
+
+def _in_one_order(directory: Path, settings: Any) -> None:
+    """Sort what peft (0.21.2) keeps as sets, which it writes in the order of the process: the same adapter, the same file."""
+    written = read_adapter_config(directory)
+    sets = {name for name, value in vars(settings).items() if isinstance(value, set)}
+    written |= {name: sorted(written[name]) for name in sets.intersection(written)}
+    (directory / "adapter_config.json").write_text(json.dumps(written, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _add_initial(directory: Path, initial: Mapping[str, torch.Tensor]) -> None:
+    """Make an adapter of W - s B0 A0 one of W: W - s B0 A0 + s B A = W + s [B, -B0] [A; A0], of twice the rank.
+
+    With alpha twice as large (sqrt(2) times for rsLoRA) s stays what it was.
+    """
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for name, first in initial.items():
+        key = name.replace(".default.", ".")
+        is_a, first = ".lora_A." in name, first.to(tensors[key].dtype)
+        tensors[key] = torch.cat([tensors[key], first if is_a else -first], dim=0 if is_a else 1).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    settings = read_adapter_config(directory)
+    factor = math.sqrt(2) if settings["use_rslora"] else 2
+    settings |= {"r": 2 * settings["r"], "lora_alpha": factor * settings["lora_alpha"], "init_lora_weights": True}
+    settings["rank_pattern"] = {pattern: 2 * rank for pattern, rank in settings["rank_pattern"].items()}
+    settings["alpha_pattern"] = {pattern: factor * alpha for pattern, alpha in settings["alpha_pattern"].items()}
+    (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _base_state(model: Any, state: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of the base before the adapter, under their own names."""
+    plain = {}
+    for name, tensor in state.items():
+        own = any(part in name for part in (".lora_", ".modules_to_save.", ".token_adapter."))
+        if name.startswith(_PREFIX) and not own:
+            short = name.removeprefix(_PREFIX)
+            if f"{_PREFIX}{short.replace('.base_layer.weight', '.lora_A.default.weight')}" in initial:
+                stem = name.removesuffix(".base_layer.weight")
+                tensor = tensor + _taken_out(model, stem, initial).to(tensor)
+            plain[short.replace(".base_layer.", ".").replace(".original_module.", ".")] = tensor
+    return plain
+
+
+def _taken_out(model: Any, stem: str, initial: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    layer = model.get_submodule(stem)
+    a, b = (initial[f"{stem}.lora_{part}.default.weight"] for part in "AB")
+    update = layer.scaling["default"] * b @ a
+    return update.T if layer.fan_in_fan_out else update
+
+
+_HEADS = (".score", ".classifier", ".out_proj", ".qa_outputs")
+
+
+def settings_of_the_task(adapter: Path) -> dict[str, Any]:
+    """What the adapted model's config says of labels and padding; of an adapter from elsewhere, the size of its head."""
+    path = adapter / MODEL_CONFIG
+    if path.exists():
+        written = read_object(path)
+        found = {name: written[name] for name in ("id2label", "label2id", "problem_type", "pad_token_id") if name in written}
+        return found | ({"id2label": {int(k): v for k, v in found["id2label"].items()}} if found.get("id2label") else {})
+    from safetensors import safe_open
+
+    with safe_open(adapter / WEIGHTS, framework="pt") as tensors:
+        heads = [name for name in tensors.keys() if name.rpartition(".")[0].endswith(_HEADS)]  # noqa: SIM118 - not a dictionary
+        return {"num_labels": tensors.get_slice(heads[0]).get_shape()[0]} if heads else {}

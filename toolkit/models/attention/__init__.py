@@ -1,0 +1,1 @@
+"""Exact attention over packed rows: transformers' attention interface, kernels, and which models may be packed."""

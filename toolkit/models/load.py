@@ -1,0 +1,317 @@
+"""Models: from the Hub, from a directory, or a built-in shape made from scratch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.config import ModelConfig, Refusal
+from toolkit.config.conditions import is_adapter, is_built_in
+from toolkit.config.parsing import parse_json, read_text_file
+from toolkit.distributed.ranks import say_once
+from toolkit.models.adapter_files import check_no_adapter_inside, settings_of_base
+from toolkit.models.attention.interface import check_not_varlen, choose_attention, take_attention_of_padded_rows
+from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable
+from toolkit.models.finite_weights import check_finite
+from toolkit.models.layers import check_compiler, checkpoint_layers, compile_layers
+from toolkit.models.quantization import in_4_bits, keep_gradients
+from toolkit.models.shapes import DIMENSIONS, built_in_config
+from toolkit.models.tokenizer import commit_in_cache, hub_problem
+from toolkit.system.network import stay_offline_without_network
+from toolkit.system.typed import as_typed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_DROPOUT_FIELD = re.compile(r"(^|_)(dropout|pdrop)(_|$)")
+_ATTENTION_DROPOUT_FIELD = re.compile(r"^att(n|ention)_(\w+_)?(dropout|pdrop)(_|$)")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# Learned positions that begin after the padding index (fairseq's way), so that a few of the table are never used.
+_POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+
+
+def load_model(
+    auto_class: str, config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None, *, packed: bool | None = False,
+    **head_settings: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """The model that the settings name, on the CPU, ready for `accelerator.prepare`.
+
+    Weights that are made here, all of a built-in shape or a new head, are a function of `config.seed` alone.
+
+    Args:
+        auto_class: transformers' class by task, such as "AutoModelForCausalLM".
+        tokenizer: gives a built-in shape its vocabulary, and any model its pad token; a larger one than the model's
+            embedding enlarges the embedding.
+        packed: whether the model will see packed rows; then it is made sure that each document gets what it has alone. None:
+            it gets the attention for packed rows where they are exact for it, and its user decides (see
+            `choose_pair_layout`).
+        head_settings: fields of the model's config that the task decides: num_labels, id2label, problem_type ...
+
+    Raises:
+        Refusal: an unknown or unreachable model, one of another kind, settings that it cannot have.
+    """
+    import transformers
+
+    if is_adapter(config.model):
+        config = settings_of_base(config)
+    auto = getattr(transformers, auto_class)
+    built_in = is_built_in(config.model)
+    model_config = built_in_config(config, tokenizer) if built_in else _pretrained_config(config)
+    for name, value in head_settings.items():
+        setattr(model_config, name, value)
+    for name, rate, pattern in (
+        ("dropout", config.dropout, _DROPOUT_FIELD), ("attention_dropout", config.attention_dropout, _ATTENTION_DROPOUT_FIELD),
+    ):  # fmt: skip
+        if rate is not None:
+            _set_dropout(model_config, name, rate, pattern)
+    if getattr(config, "max_length", None) is not None:
+        check_context(model_config, config.max_length)  # type: ignore[attr-defined]  # a recipe's Config is a DataConfig too
+    model_class = _model_class(auto, auto_class, model_config, config)
+    is_undecided, packed = packed is None, _may_be_packed(model_config, model_class, config) if packed is None else packed
+    attention = choose_attention(model_config, config.attn_implementation, packed, _device(config), model_class)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        if built_in:  # made in float32 and rounded after, so that --dtype changes the rounding and nothing else
+            model = auto.from_config(model_config, attn_implementation=attention, dtype=torch.float32)
+            model = model.to(getattr(torch, "float32" if config.dtype == "auto" else config.dtype))
+            model.new_modules = _modules_with_random_weights(model)
+        else:
+            model = _pretrained_model(auto, config, model_config, attention)
+        _fit_to_tokenizer(model, tokenizer)
+    _check_direction(model, auto_class, config)
+    if getattr(model_config.get_text_config(), "output_router_logits", False):
+        say_once(
+            f"WARNING: {config.model}: its auxiliary loss of the router (output_router_logits) is not part of the loss here."
+        )
+    if packed and model_config.model_type not in PROVEN and attention != "flash_attention_2":
+        try:
+            check_no_contamination(model)
+        except NotPackable as problem:
+            if not is_undecided:
+                raise
+            say_once(f"{problem.who} {problem.reason}: its rows are padded")
+            take_attention_of_padded_rows(model, config.attn_implementation, problem)
+    if config.torch_compile:
+        check_compiler(config.torch_compile_backend, _device(config))
+        compile_layers(model, config.gradient_checkpointing, config.torch_compile_backend)
+    elif config.gradient_checkpointing:
+        checkpoint_layers(model)
+    model.tokenizer = tokenizer  # a model that is sent to the Hub while it trains needs it beside
+    return model.train()  # also what from_pretrained made, which would train without dropout
+
+
+def _may_be_packed(model_config: Any, model_class: type | None, config: ModelConfig) -> bool:
+    try:
+        check_packable(model_config, model_class)
+    except NotPackable as problem:
+        check_not_varlen(config.attn_implementation, problem)
+        return False
+    return config.attn_implementation not in ("sdpa", "eager")
+
+
+def check_context(model_config: Any, max_length: int) -> None:
+    """Refuse examples longer than the positions a model has."""
+    longest = positions_of(model_config)
+    if longest is not None and max_length > longest:
+        raise Refusal(
+            f"--max-length {max_length}: the model has {longest} positions (max_position_embeddings). "
+            f"Take --max-length {longest}, or another model."
+        )
+
+
+def positions_of(model_config: Any) -> int | None:
+    """How many tokens an example may have; None where the model doesn't say."""
+    text_config = model_config.get_text_config()
+    longest: int | None = getattr(text_config, "max_position_embeddings", None)
+    if longest is not None and model_config.model_type in _POSITIONS_AFTER_PADDING:
+        longest -= text_config.pad_token_id + 1
+    return longest
+
+
+def _pretrained_config(config: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    flag, directory = f"--model {config.model}", Path(config.model).expanduser()
+    for name in (*DIMENSIONS, "vocab_size"):
+        if getattr(config, name) is not None:
+            setting = f"--{name.replace('_', '-')} {getattr(config, name)}"
+            raise Refusal(f"{setting}: is for the built-in shapes, and {config.model} has its own. Remove it.")
+    if directory.is_dir():
+        if config.model_revision is not None:
+            raise Refusal(f"--model-revision {config.model_revision}: has no effect on a directory ({directory}). Remove it.")
+        if not (directory / "config.json").exists():
+            raise Refusal(f"{flag}: the directory holds no config.json. Save a model there (save_pretrained), or name another.")
+        for name in ("config.json", "generation_config.json"):  # transformers (5.23) passes over a broken latter
+            file, where = directory / name, f"{flag}: {name}"
+            if file.exists() and not isinstance(parse_json(read_text_file(file, where), where, is_file=True), dict):
+                raise Refusal(f"{where}: must be one JSON object. Bring the file back from a copy.")
+    elif config.trust_remote_code and not _COMMIT.fullmatch(config.model_revision or ""):
+        raise Refusal(
+            f"--trust-remote-code runs code of {config.model}: pin the commit that you have read with --model-revision (all 40 "
+            f"digits; they are at https://huggingface.co/{config.model}/commits)"
+        )
+    if not directory.is_dir():
+        stay_offline_without_network()
+    with _explained(config):
+        found = AutoConfig.from_pretrained(
+            _name(config), revision=config.model_revision, trust_remote_code=config.trust_remote_code
+        )
+    if not directory.is_dir():
+        found._commit_hash = commit_in_cache(config.model, config.model_revision, ["config.json"])
+    return found
+
+
+def _pretrained_model(auto: Any, config: ModelConfig, model_config: Any, attention: str | None) -> Any:
+    """The weights, in the commit that the config came from; new and left-out ones are told apart and said."""
+    check_no_adapter_inside(_name(config), config.model_revision)
+    with _explained(config, auto.__name__):
+        model, report = auto.from_pretrained(
+            _name(config), config=model_config, revision=getattr(model_config, "_commit_hash", None) or config.model_revision,
+            dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype), attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code, use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True, **in_4_bits(config, _device(config)),
+        )  # fmt: skip
+    keep_gradients(model)
+    check_finite(model, f"--model {config.model}")
+    mismatched = {name for name, *_ in report["mismatched_keys"]}
+    in_body = sorted(name for name in mismatched | set(report["missing_keys"]) if _is_in_body(model, name))
+    if mismatched.intersection(in_body):
+        worst = sorted(mismatched.intersection(in_body))[0]
+        raise Refusal(f"--model {config.model}: the weights do not have the shapes that its config.json says ({worst}).")
+    new_head = sorted((mismatched | set(report["missing_keys"])).difference(in_body))
+    if new_head:
+        say_once(f"{config.model}: new, random weights (seed {config.seed}) for the head: {_shortened(new_head)}")
+    model.new_modules = sorted({name.rpartition(".")[0] for name in new_head})  # an adapter's training takes them along
+    if in_body:
+        say_once(
+            f"WARNING: {config.model} lacks {len(in_body)} tensors of its body, which are random now: {_shortened(in_body)}"
+        )
+    if report["unexpected_keys"]:
+        say_once(f"{config.model}: not used by {type(model).__name__}: {_shortened(sorted(report['unexpected_keys']))}")
+    return model
+
+
+def _modules_with_random_weights(model: Any) -> list[str]:
+    """Of a built-in shape: embeddings and what stands outside the body. Its layers are random too, but get the adapter."""
+    body = f"{model.base_model_prefix}."
+    outside = [name for name, _ in model.named_parameters() if not name.startswith(body) or ".pooler." in name]
+    embeddings = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
+    return sorted({name.rpartition(".")[0] for name in outside} | embeddings)
+
+
+def _is_in_body(model: Any, name: str) -> bool:
+    """Whether a tensor belongs to what a model shares with every head; a pooler is counted with the heads."""
+    return name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name
+
+
+@contextlib.contextmanager
+def _explained(config: ModelConfig, auto_class: str = "AutoModel") -> Iterator[None]:
+    """Turn what the Hub, a file or transformers says about a model into one message; their own log stays quiet meanwhile."""
+    import transformers
+
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    except Refusal:
+        raise
+    except Exception as error:  # whatever can be wrong there; the cause stays attached
+        reason = hub_problem(error, config.model, config.model_revision) or f"it can't be loaded: {_first_line(error)}"
+        if "safetensors" in str(error) and "file named" in str(error):
+            code = (
+                f'import transformers as t; n = {json.dumps(_name(config))}; '
+                f't.{auto_class}.from_pretrained(n).save_pretrained("converted"); '
+                't.AutoTokenizer.from_pretrained(n).save_pretrained("converted")'
+            )
+            reason = (
+                "its weights are not in safetensors, and pickled ones are not read. Convert them, and take --model converted: "
+                f"{as_typed('python', '-c', code)}"
+            )
+        raise Refusal(f"--model {config.model}: {reason}") from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def _model_class(auto: Any, auto_class: str, model_config: Any, config: ModelConfig) -> type | None:
+    """The class that will be made; None when it is the repository's own code, which is not read yet."""
+    if auto_class in (getattr(model_config, "auto_map", None) or {}) and config.trust_remote_code:
+        return None
+    try:  # not `in mapping.keys()`, which imports the configurations of all models, more than a second
+        found = auto._model_mapping[type(model_config)]
+    except KeyError:
+        raise Refusal(
+            f"--model {config.model}: model type {model_config.model_type!r} has no {auto_class} in transformers. "
+            "Name a model made for this task."
+        ) from None
+    return found[0] if isinstance(found, (tuple, list)) else found
+
+
+def _check_direction(model: Any, auto_class: str, config: ModelConfig) -> None:
+    """Refuse to train next-token prediction in a model that sees the next token."""
+    has_other_senses = any(getattr(model.config, f"{kind}_config", None) is not None for kind in ("vision", "audio"))
+    if auto_class == "AutoModelForCausalLM" and not has_other_senses:
+        for module in model.modules():
+            if getattr(module, "is_causal", None) is False:
+                raise Refusal(
+                    f"--model {config.model}: {type(model).__name__} is bidirectional: each token sees the one it would have "
+                    "to predict. Name a causal language model, such as tiny-llama."
+                )
+
+
+def dropout_fields(model_config: dict[str, Any]) -> list[str]:
+    """The names of the dropout rates in a model's config."""
+    return [name for name in model_config if _DROPOUT_FIELD.search(name)]
+
+
+def _set_dropout(model_config: Any, name: str, rate: float, pattern: re.Pattern[str]) -> None:
+    text_config = model_config.get_text_config()
+    fields = [field for field in text_config.to_dict() if pattern.search(field)]
+    if not fields:
+        what, flag = name.replace("_", " "), name.replace("_", "-")
+        raise Refusal(f"--{flag} {rate:g}: model type {model_config.model_type!r} has no {what}. Remove it.")
+    for field in fields:
+        setattr(text_config, field, rate)
+
+
+def _fit_to_tokenizer(model: Any, tokenizer: Any) -> None:
+    embedding = model.get_input_embeddings()
+    if tokenizer is not None:
+        if len(tokenizer) > embedding.num_embeddings:
+            say_once(
+                f"The tokenizer has {len(tokenizer)} tokens, the model {embedding.num_embeddings}: its embedding is enlarged."
+            )
+            model.resize_token_embeddings(len(tokenizer))
+            embedding = model.get_input_embeddings()
+            enlarged = (embedding, model.get_output_embeddings())
+            model.new_modules += [name for name, module in model.named_modules() if any(module is each for each in enlarged)]
+        for settings in (model.config, model.config.get_text_config(), getattr(model, "generation_config", None)):
+            if settings is not None:
+                settings.pad_token_id = tokenizer.pad_token_id
+    # torch gives the token of `padding_idx` no gradient. Where an end of text pads, that would cost it its training; the
+    # masks alone say what is padding.
+    embedding.padding_idx = None
+
+
+def _device(config: ModelConfig) -> str:
+    """The kind of device that training will be on; --use-cpu is another group's setting."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None or getattr(config, "use_cpu", False) else accelerator.type
+
+
+def _name(config: ModelConfig) -> str:
+    directory = Path(config.model).expanduser()
+    return str(directory) if directory.is_dir() else config.model
+
+
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

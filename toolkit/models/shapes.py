@@ -1,0 +1,128 @@
+"""Built-in shapes: small models made from a configuration of transformers, with settings for their dimensions."""
+
+import difflib
+from typing import Any
+
+from toolkit.config import ModelConfig, Refusal
+
+DIMENSIONS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    "max_position_embeddings", "hidden_act",
+)  # fmt: skip
+DEFAULT_VOCAB_SIZE = 4096
+SLIDING_WINDOW = 256  # tokens a sliding layer of the gemma3 shapes sees; every fourth layer and the last one see everything
+
+# Decoders by size. medium has the width, layers and heads of GPT-2 small, large those of GPT-2 medium; a gated feed-forward
+# layer of 8/3 the width has as many weights as theirs of 4 times.
+_SIZES = {
+    "tiny": (128, 4, 4, 2, 384, 1024),
+    "small": (256, 4, 4, 2, 768, 1024),
+    "medium": (768, 12, 12, 12, 2048, 1024),
+    "large": (1024, 24, 16, 16, 2816, 2048),
+}
+_ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "gemma3": "gelu_pytorch_tanh"}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    **{
+        f"{size}-{family}": dict(zip(DIMENSIONS, (*dimensions, activation), strict=True))
+        for size, dimensions in _SIZES.items()
+        for family, activation in _ACTIVATIONS.items()
+    },
+    "tiny-bert": {
+        "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512,
+        "max_position_embeddings": 512, "hidden_act": "gelu",
+    },
+}  # fmt: skip
+
+
+def built_in_config(config: ModelConfig, tokenizer: Any = None) -> Any:
+    """The transformers config of a built-in shape: a vocabulary of `len(tokenizer)`, its special tokens, our dimensions.
+
+    Raises Refusal for a name that is no shape, a dimension that the shape does not have, and dimensions that do not divide.
+    """
+    dimensions = _dimensions(config)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
+    vocab_size = len(tokenizer) if tokenizer is not None else config.vocab_size or DEFAULT_VOCAB_SIZE
+    return _MAKERS[config.model.partition("-")[2]]({**dimensions, **special, "vocab_size": vocab_size})
+
+
+def _dimensions(config: ModelConfig) -> dict[str, Any]:
+    if config.model not in _DEFAULTS:
+        close = difflib.get_close_matches(config.model, _DEFAULTS, n=1) or [", ".join(_DEFAULTS)]
+        raise Refusal(f"--model {config.model}: is neither a directory nor a built-in shape. Did you mean {close[0]}?")
+    chosen = dict(_DEFAULTS[config.model])
+    for name in DIMENSIONS:
+        given = getattr(config, name)
+        if given is not None and name not in chosen:
+            raise Refusal(f"{_flag(name)} {given}: {config.model} has no such dimension. Remove it, or take another --model.")
+        chosen |= {} if given is None else {name: given}
+    _check_division(chosen, "hidden_size", "num_attention_heads")
+    if "num_key_value_heads" in chosen:
+        if config.num_key_value_heads is None and chosen["num_attention_heads"] % chosen["num_key_value_heads"]:
+            chosen["num_key_value_heads"] = chosen["num_attention_heads"]
+        _check_division(chosen, "num_attention_heads", "num_key_value_heads")
+        if chosen["hidden_size"] // chosen["num_attention_heads"] % 2:
+            width = chosen["hidden_size"] // chosen["num_attention_heads"]
+            raise Refusal(
+                f"--hidden-size {chosen['hidden_size']} over --num-attention-heads {chosen['num_attention_heads']} gives heads "
+                f"of width {width}; rotary positions need an even width. Change one of the two."
+            )
+    _check_activation(chosen["hidden_act"])
+    return chosen
+
+
+def _check_division(chosen: dict[str, Any], whole: str, parts: str) -> None:
+    if chosen[whole] % chosen[parts]:
+        fitting = [n for n in range(1, chosen[whole] + 1) if chosen[whole] % n == 0 and n <= 2 * chosen[parts]]
+        raise Refusal(
+            f"{_flag(whole)} {chosen[whole]} is not a multiple of {_flag(parts)} {chosen[parts]}. "
+            f"What fits: {_flag(parts)} {fitting[-1]}, or {_flag(whole)} {-(-chosen[whole] // chosen[parts]) * chosen[parts]}."
+        )
+
+
+def _check_activation(name: str) -> None:
+    from transformers.activations import ACT2FN
+
+    if name not in ACT2FN:
+        close = difflib.get_close_matches(name, ACT2FN, n=3) or sorted(ACT2FN)
+        raise Refusal(f"--hidden-act {name}: no such activation. Did you mean: {', '.join(close)}?")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _llama(dimensions: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**dimensions, tie_word_embeddings=True)
+
+
+def _qwen3(dimensions: dict[str, Any]) -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**dimensions, head_dim=_head_dim(dimensions), tie_word_embeddings=True)
+
+
+def _gemma3(dimensions: dict[str, Any]) -> Any:
+    from transformers import Gemma3TextConfig
+
+    layers, head_dim = dimensions["num_hidden_layers"], _head_dim(dimensions)
+    everything = [i % 4 == 3 or i == layers - 1 for i in range(layers)]
+    activation = dimensions.pop("hidden_act")
+    return Gemma3TextConfig(
+        **dimensions, head_dim=head_dim, query_pre_attn_scalar=head_dim, hidden_activation=activation, tie_word_embeddings=True,
+        layer_types=["full_attention" if full else "sliding_attention" for full in everything], sliding_window=SLIDING_WINDOW,
+    )  # fmt: skip
+
+
+def _bert(dimensions: dict[str, Any]) -> Any:
+    from transformers import BertConfig
+
+    return BertConfig(**dimensions)
+
+
+def _head_dim(dimensions: dict[str, Any]) -> int:
+    return dimensions["hidden_size"] // dimensions["num_attention_heads"]
+
+
+_MAKERS = {"llama": _llama, "qwen3": _qwen3, "gemma3": _gemma3, "bert": _bert}

@@ -1,0 +1,279 @@
+"""Tokenizers: from the Hub, from a directory, or trained here on any texts."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from toolkit.config import ModelConfig, Refusal
+from toolkit.config.conditions import is_built_in
+from toolkit.config.parsing import read_text_file
+from toolkit.system.network import stay_offline_without_network
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+DEFAULT_VOCAB_SIZE = 4096
+END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
+ENCODER_TOKENS = {"cls_token": "<|cls|>", "sep_token": "<|sep|>", "mask_token": "<|mask|>"}
+
+# ChatML, with tools and their calls as Qwen's and Hermes' templates write them. The marks tell what the assistant wrote; the
+# end of its turn is part of that, the line break after it is not.
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- '# Tools\\n\\nYou may call these functions:\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' + (tool | tojson) }}
+    {%- endfor %}
+    {{- '\\n</tools>\\n\\nCall one with its name and arguments as JSON:\\n' }}
+    {{- '<tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.role == 'assistant' %}
+            {%- generation %}
+                {{- message.content or '' }}
+                {%- for call in message.tool_calls or [] %}
+                    {%- set function = call.function or call %}
+                    {{- '\\n' if message.content or not loop.first else '' }}
+                    {{- '<tool_call>\\n{"name": ' + (function.name | tojson) + ', "arguments": ' }}
+                    {{- function.arguments if function.arguments is string else function.arguments | tojson }}
+                    {{- '}\\n</tool_call>' }}
+                {%- endfor %}
+                {{- '<|im_end|>' }}
+            {%- endgeneration %}
+        {%- else %}
+            {{- message.content + '<|im_end|>' }}
+        {%- endif %}
+        {{- '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+OFFLINE = "give a directory, or begin offline with --model tiny-llama"  # what one who wants to train can do
+_TRAINING_VERSION = 2  # raise it when train_tokenizer makes another tokenizer from the same texts
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+_UNUSED_TOKENS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|pad_token|>")
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
+    """The tokenizer of `config.tokenizer`, else the model's own; for a built-in shape one trained on the embedded corpus.
+
+    It always has a pad token, never a new one, which would not fit the embedding. Where that is the end-of-text token
+    nothing is lost: masks go by position, never by id.
+
+    Raises:
+        Refusal: an unknown or unreachable name, a directory without a tokenizer, a tokenizer or chat template that can't
+            be used, settings that contradict each other.
+    """
+    if config.tokenizer is None and is_built_in(config.model):
+        tokenizer = _embedded_tokenizer(config.vocab_size or DEFAULT_VOCAB_SIZE, encoder=config.model == "tiny-bert")
+    else:
+        if config.vocab_size is not None:
+            name = config.tokenizer or config.model
+            raise Refusal(f"--vocab-size {config.vocab_size} has no effect: the tokenizer of {name} has its own. Remove it.")
+        tokenizer = _pretrained_tokenizer(config)
+    if config.chat_template is not None:
+        tokenizer.chat_template = _read_chat_template(config.chat_template)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = _token_to_pad_with(tokenizer)
+    return tokenizer
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE, *, encoder: bool = False
+) -> PreTrainedTokenizerFast:
+    """Train byte-level BPE: any text can be encoded and comes back unchanged. The same texts give the same tokenizer.
+
+    It has an end-of-text token, a pad token of its own and a ChatML chat template with its tokens. With `encoder` also
+    what a BERT needs: a token before the text, one after each text of a pair, a mask token. From little text it has fewer
+    than `vocab_size` entries: build the model with `len(tokenizer)`.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [END_OF_TEXT, PAD, TURN_START, TURN_END, *(ENCODER_TOKENS.values() if encoder else ())]
+    if vocab_size < 256 + len(special):
+        raise Refusal(f"--vocab-size {vocab_size} is too small: 256 bytes and {len(special)} special tokens need places.")
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(texts, trainer)
+    options: dict[str, Any] = {"eos_token": END_OF_TEXT, "pad_token": PAD, "extra_special_tokens": [TURN_START, TURN_END]}
+    if encoder:
+        options |= {**ENCODER_TOKENS, "model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+        first, after = ENCODER_TOKENS["cls_token"], ENCODER_TOKENS["sep_token"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A {after}", pair=f"{first} $A {after} $B:1 {after}:1",
+            special_tokens=[(token, backend.token_to_id(token)) for token in (first, after)],
+        )  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **options)
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def _embedded_tokenizer(vocab_size: int, encoder: bool) -> PreTrainedTokenizerFast:
+    """Trained on the training split of the embedded corpus; kept on disk, as that takes seconds."""
+    from transformers import PreTrainedTokenizerFast
+
+    from toolkit.data.sources.arrow_cache import cache_folder
+    from toolkit.data.sources.load import load_splits
+
+    texts = load_splits("stdlib:pretrain")["train"]["text"][:]
+    content = hashlib.sha256(f"{_TRAINING_VERSION}:{vocab_size}:{encoder}".encode())
+    for text in texts:
+        content.update(text.encode() + b"\0")
+
+    def build(folder: Path) -> None:
+        train_tokenizer(texts, vocab_size, encoder=encoder).save_pretrained(folder)
+
+    return PreTrainedTokenizerFast.from_pretrained(cache_folder(f"tokenizer-{content.hexdigest()[:20]}", build))
+
+
+def _pretrained_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
+    name = config.tokenizer or config.model
+    setting = "--tokenizer" if config.tokenizer else "--model"
+    is_directory = Path(name).expanduser().is_dir()
+    if is_directory:
+        name = str(Path(name).expanduser())
+        if not any(Path(name, file).exists() for file in _TOKENIZER_FILES):
+            of_run = Path(name, "model")
+            if any((of_run / file).exists() for file in ("config.json", "adapter_config.json")):
+                raise Refusal(f"{setting} {name}: is a run's output directory. Did you mean {setting} {of_run}?")
+            raise Refusal(
+                f"{setting} {name}: the directory holds no tokenizer (none of {', '.join(_TOKENIZER_FILES[:4])} ...). "
+                "Save it there with tokenizer.save_pretrained(...), or name another with --tokenizer"
+            )
+    elif _is_path(name):
+        raise Refusal(f"{setting} {name}: there is no such directory.{_suggest_directory(name)}")
+    revision = None if config.tokenizer or is_directory else config.model_revision
+    if config.trust_remote_code and not is_directory and revision is None:
+        raise Refusal(
+            f"--trust-remote-code runs code of {name} from the Hub and needs one fixed version of it. "
+            + ("Download it and give the directory to --tokenizer." if config.tokenizer else "Pin it: --model-revision COMMIT")
+        )
+    from transformers import AutoTokenizer
+
+    if not is_directory:
+        stay_offline_without_network()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # whatever a file or the Hub can do wrong; the cause stays attached
+        reason = hub_problem(error, name, revision) or f"its tokenizer can't be loaded: {_first_line(error)}"
+        raise Refusal(f"{setting} {name}: {reason}{'' if is_directory else _suggest_directory(name)}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise Refusal(
+            f"{setting} {name}: its tokenizer ({type(tokenizer).__name__}) has no fast version (tokenizer.json), which the "
+            "supervised masks need. Name another with --tokenizer"
+        )
+    tokenizer.commit = None if is_directory else commit_in_cache(name, revision, _TOKENIZER_FILES)  # for the run card
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def commit_in_cache(name: str, revision: str | None, files: Sequence[str]) -> str | None:
+    """The commit of what was just read from the Hub, by the folder of its cache in which one of the files lies.
+
+    transformers keeps it no longer: configs have lost their `_commit_hash` (5.23).
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in files:
+        found = try_to_load_from_cache(name, file, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent.name
+    return None
+
+
+def hub_problem(error: BaseException, name: str, revision: str | None) -> str | None:
+    """What to tell and to do when the Hub did not give what `name` stands for; None when it was something else."""
+    kinds, link = set(), error
+    while link is not None:  # transformers wraps the Hub's errors, which say more
+        kinds |= {kind.__name__ for kind in type(link).__mro__}
+        link = link.__cause__ or link.__context__  # type: ignore[assignment]
+    if "GatedRepoError" in kinds:
+        return f"access is gated. Accept its terms at https://huggingface.co/{name}, then log in: hf auth login"
+    if "RevisionNotFoundError" in kinds:
+        return f"the Hub has no revision {revision!r} of it. The revisions are at https://huggingface.co/{name}/commits"
+    if "RepositoryNotFoundError" in kinds:
+        return "the Hub has no such repository, or it is private. Check the name; for a private one: hf auth login"
+    if "HFValidationError" in kinds:
+        return "this is neither a directory nor a possible name on the Hub, which is owner/name"
+    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError", "TimeoutException"}:
+        return (
+            "there is no such directory, it is not in the local cache, and the Hub can't be reached. Check the network (and "
+            f"that HF_HUB_OFFLINE is not set), {OFFLINE}"
+        )
+    if "trust_remote_code" in str(error):
+        return "it needs code from its repository. Read that code, then: --trust-remote-code --model-revision COMMIT"
+    return None
+
+
+def _is_path(name: str) -> bool:
+    return name[0] in "./~\\" or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
+
+
+def _suggest_directory(name: str) -> str:
+    """Directories beside the missing one that are spelled much like it."""
+    path = Path(name).expanduser()
+    if not path.parent.is_dir():
+        nearest = next((parent for parent in path.parents if parent.is_dir()), None)
+        return f" {path.parent} does not exist either; {nearest} does." if nearest and str(nearest) != "." else ""
+    beside = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir())
+    close = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.6)
+    return f" Did you mean: {', '.join(str(path.parent / entry) for entry in close)}" if close else ""
+
+
+def _read_chat_template(file: str) -> str:
+    import jinja2
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    if not Path(file).expanduser().exists():
+        raise Refusal(f"--chat-template {file}: the file can't be read: No such file or directory.{_suggest_file(file)}")
+    template = read_text_file(file, f"--chat-template {file}")
+    if "messages" not in template:
+        raise Refusal(f"--chat-template {file}: a chat template goes through `messages`, which this file never mentions.")
+    try:
+        _compile_jinja_template(template)  # the very environment that renders it later, with its extensions
+    except jinja2.TemplateSyntaxError as error:
+        raise Refusal(f"--chat-template {file}:{error.lineno}: not valid Jinja: {error.message}") from error
+    except (RecursionError, SyntaxError, ValueError, OverflowError, MemoryError) as error:  # of its Python
+        raise Refusal(f"--chat-template {file}: can't be compiled: {type(error).__name__}: {error}") from error
+    return template
+
+
+def _suggest_file(file: str) -> str:
+    path = Path(file).expanduser()
+    beside = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file()) if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.6)
+    return f" Did you mean: {', '.join(str(path.parent / entry) for entry in close)}" if close else ""
+
+
+def _token_to_pad_with(tokenizer: Any) -> str:
+    """A token the vocabulary already has: one reserved for padding, else the end of text, else the unknown token."""
+    vocabulary = tokenizer.get_vocab()
+    reserved = next((token for token in _UNUSED_TOKENS if token in vocabulary), None)
+    token = reserved or tokenizer.eos_token or tokenizer.unk_token
+    if token is None:
+        raise Refusal("The tokenizer has no token to pad with (no pad, eos or unk token). Set one in tokenizer_config.json")
+    return token
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -1,0 +1,146 @@
+"""A model that was trained: from a run, a directory or the Hub, an adapter with its base; ready to be used, not trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.config import ModelConfig, Refusal
+from toolkit.config.conditions import is_adapter, is_built_in
+from toolkit.models.adapter_files import base_of, check_adapter, put_adapter, read_adapter_config
+from toolkit.models.tokenizer import OFFLINE, load_tokenizer
+from toolkit.system.typed import as_typed
+
+_CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification"}
+
+
+def find_model(written: str) -> str:
+    """The model's directory where a run's output directory was given; else what was written.
+
+    Raises:
+        Refusal: a built-in shape, whose weights are random, or a directory without a model.
+    """
+    if is_built_in(written):
+        first = as_typed("toolkit", "train", "pretrain", "--model", written)
+        raise Refusal(f"{written}: is a shape with random weights. Train it first, as with: {first}")
+    directory = Path(written).expanduser()
+    if directory.is_dir() and not any((directory / name).exists() for name in ("config.json", "adapter_config.json")):
+        inside = directory / "model"
+        if not inside.is_dir():
+            unfinished = " The run has not finished; its checkpoints are in it." if (directory / "checkpoints").is_dir() else ""
+            raise Refusal(
+                f"{written}: there is no model in it (config.json or adapter_config.json, here or in model/).{unfinished}"
+            )
+        return str(inside)
+    return written
+
+
+def auto_class_of(config: ModelConfig) -> str:
+    """AutoModelForCausalLM or AutoModelForSequenceClassification: what the model was trained as.
+
+    Raises:
+        Refusal: it can't be read, or is neither.
+    """
+    if is_adapter(config.model):
+        task = str(read_adapter_config(Path(config.model).expanduser()).get("task_type"))
+        if task in _CLASSES:
+            return _CLASSES[task]
+        raise Refusal(f"{config.model}: an adapter for {task}; what can be evaluated are {' and '.join(_CLASSES)}.")
+    architectures = list(_published_config(config).architectures or [])
+    for ending, auto_class in (("ForSequenceClassification", _CLASSES["SEQ_CLS"]), ("LMHeadModel", _CLASSES["CAUSAL_LM"]),
+                               ("ForCausalLM", _CLASSES["CAUSAL_LM"])):  # fmt: skip
+        if any(name.endswith(ending) for name in architectures):
+            return auto_class
+    raise Refusal(
+        f"{config.model}: its config.json names {', '.join(architectures) or 'no architecture'}; what can be used here are "
+        "models ...ForCausalLM and ...ForSequenceClassification."
+    )
+
+
+def longest_example(config: ModelConfig) -> int | None:
+    """How many tokens an example may have for the model; None where it doesn't say."""
+    from toolkit.models.load import positions_of
+
+    if is_adapter(config.model):
+        base, revision = base_of(Path(config.model).expanduser())
+        config = dataclasses.replace(config, model=base, model_revision=revision)
+    return positions_of(_published_config(config))
+
+
+def load_trained(auto_class: str, config: ModelConfig, device: torch.device) -> tuple[Any, Any]:
+    """Model, on `device` and in evaluation mode, and tokenizer. An adapter is put on its base, from wherever that is.
+
+    Raises:
+        Refusal: what `load_model` refuses; a part of the model that was never trained.
+    """
+    from toolkit.models.load import load_model
+
+    try:
+        tokenizer = load_tokenizer(config)
+        if is_adapter(config.model):
+            model = _adapted(auto_class, config, tokenizer)
+        else:
+            model = load_model(auto_class, config, tokenizer)
+            untrained: list[str] = getattr(model, "new_modules", [])
+            if untrained:
+                raise Refusal(f"{config.model}: has no trained head for this ({', '.join(untrained)}): train it first.")
+    except Refusal as refusal:
+        raise Refusal(_for_a_trained_model(str(refusal).removeprefix("--model "))) from refusal
+    return model.to(device).eval(), tokenizer
+
+
+def best_device(wanted: str | None) -> torch.device:
+    """The device that was asked for, else an accelerator where there is one.
+
+    Raises:
+        Refusal: torch does not know it or can't reach it.
+    """
+    if wanted is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise Refusal(f"--device {wanted}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _adapted(auto_class: str, config: ModelConfig, tokenizer: Any) -> Any:
+    from toolkit.models.adapter_files import settings_of_the_task
+    from toolkit.models.load import load_model
+
+    directory = Path(config.model).expanduser()
+    base, revision = base_of(directory)
+    check_adapter(directory)
+    settings = settings_of_the_task(directory) if auto_class != "AutoModelForCausalLM" else {}
+    model = load_model(auto_class, dataclasses.replace(config, model=base, model_revision=revision), tokenizer, **settings)
+    return put_adapter(model, directory)
+
+
+def _published_config(config: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    from toolkit.models.tokenizer import hub_problem
+    from toolkit.system.network import stay_offline_without_network
+
+    path = Path(config.model).expanduser()
+    if not path.is_dir():
+        stay_offline_without_network()
+    try:
+        return AutoConfig.from_pretrained(
+            str(path) if path.is_dir() else config.model,
+            revision=config.model_revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except Exception as error:  # whatever a file or the Hub can do wrong; the cause stays attached
+        reason = hub_problem(error, config.model, config.model_revision) or (str(error).splitlines() or [""])[0]
+        raise Refusal(f"{config.model}: {_for_a_trained_model(reason)}") from error
+
+
+def _for_a_trained_model(message: str) -> str:
+    """A shape without weights is of no use to one who looks for a trained model."""
+    return message.replace(OFFLINE, "or give a directory")

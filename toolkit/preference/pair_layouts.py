@@ -1,0 +1,109 @@
+"""How pairs, or single answers, are laid out for a model: the fastest exact way, and said where it is not the fastest."""
+
+import re
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolkit.config import Refusal
+from toolkit.data.loading.collate_pairs import PAIR_LAYOUTS, collate_pairs
+from toolkit.distributed.ranks import say_once
+from toolkit.losses.answer_logps import answer_token_logps
+from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.models.attention.interface import DOCUMENTS, FLEX
+from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable
+from toolkit.models.layers import uncompiled
+from toolkit.models.load import dropout_fields
+from toolkit.training.step import to_device
+
+_OF_A_HEAD = re.compile("classif|summary|qa_")  # a head's dropout is a module where the model has that head
+
+
+def choose_pair_layout(model: Any, config: Any) -> str:
+    """The layout of `collate_pairs` for a model, with its adapter, that is not prepared yet.
+
+    `shared` encodes a prompt once for both answers. That is not what each answer has alone under dropout, whose mask would
+    be one for both; then `packed`, which has no padding either. `padded` is for models whose packed rows would not be exact.
+    Says why where it takes another one than `shared`.
+
+    Raises:
+        Refusal: `--pair-layout` asks for one that would not be exact.
+    """
+    asked = config.pair_layout
+    if asked != "auto":
+        problem = _problem(model, asked)
+        if problem is not None:
+            raise Refusal(f"--pair-layout {asked}: {problem}. Take --pair-layout auto.")
+        return asked
+    problems = {}
+    for layout in PAIR_LAYOUTS:
+        problems[layout] = _problem(model, layout)
+        if problems[layout] is None:
+            break
+    if layout != "shared":
+        say_once(f"pairs are {layout}: {problems['shared']}")
+    return layout
+
+
+def choose_answer_layout(model: Any) -> str:
+    """The layout of `collate_answers` for a model: `packed`, or `padded`, and why, where packed rows would not be exact."""
+    problem = _problem(model, "packed")
+    if problem is not None:
+        say_once(f"answers are padded: {problem}")
+    return "packed" if problem is None else "padded"
+
+
+def _problem(model: Any, layout: str) -> str | None:
+    """Why a layout would not be exact, or None."""
+    if layout == "padded":
+        return None
+    attention = model.config._attn_implementation
+    if attention == "flash_attention_2" and layout == "shared":
+        return f"attention {attention!r} knows no prompts that are shared"
+    if attention not in (DOCUMENTS, FLEX, "flash_attention_2"):
+        try:
+            check_packable(model.config, None)
+        except NotPackable as refusal:
+            return f"{refusal.who} {refusal.reason}"
+        return f"attention {attention!r} knows no documents in a row"
+    if model.config.model_type not in PROVEN:
+        try:
+            with uncompiled(model):
+                check_no_contamination(model)
+        except NotPackable as refusal:
+            return f"{refusal.who} {refusal.reason}"
+    if layout == "packed":
+        return None
+    rate = _highest_dropout(model)
+    if rate:
+        return f"with a dropout of {rate:g} a prompt has another mask for each of its answers"
+    if model.config.model_type not in PROVEN and not _shares_exactly(model):
+        return f"model type {model.config.model_type!r} gives an answer another result behind a shared prompt"
+    return None
+
+
+def _highest_dropout(model: Any) -> float:
+    """Of its modules, and of its config, where some models (OPT) keep the rate that they call the function with."""
+    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    fields = model.config.get_text_config().to_dict()
+    rates += [fields[name] or 0.0 for name in dropout_fields(fields) if not _OF_A_HEAD.search(name)]
+    return float(max(rates, default=0.0))
+
+
+def _shares_exactly(model: Any) -> bool:
+    """Two small pairs through the model in both layouts: equal up to rounding."""
+    vocabulary = model.config.get_text_config().vocab_size
+    sizes = [(3, 4, 5), (6, 2, 1)]
+    tokens = np.random.default_rng(0).integers(0, vocabulary, size=(len(sizes), 12))
+    pairs = [
+        {"input_ids": row[: p + c + r], "prompt_tokens": p, "chosen_tokens": c, "rejected_tokens": r, "pair": 0}
+        for row, (p, c, r) in zip(tokens, sizes, strict=True)
+    ]
+    device = next(model.parameters()).device
+    found = []
+    with evaluation_mode(model), uncompiled(model):
+        for layout in ("shared", "packed"):
+            found.append(answer_token_logps(model, to_device(collate_pairs(pairs, layout=layout), device)))
+    rounding = 0.1 if next(model.parameters()).dtype in (torch.bfloat16, torch.float16) else 1e-4
+    return bool((found[0] - found[1]).abs().max() <= rounding * found[1].abs().max())

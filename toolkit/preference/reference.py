@@ -1,0 +1,196 @@
+"""The reference of preference optimization: the model as training starts, asked in the cheapest way that is exact.
+
+`cache`: its log-probabilities are computed once, before the first step, and kept on disk. `adapter`: it is the model with its
+adapter off. `model`: it is a second one, frozen, in memory; the only one that can move (`sync_reference`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from toolkit.config import Refusal, UnpairedConfig
+from toolkit.config.conditions import STARTS_ON_THE_BASE, is_adapter
+from toolkit.distributed.engines import unwrapped
+from toolkit.distributed.ranks import say_once
+from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
+from toolkit.losses.pair_logps import PairLogps
+from toolkit.losses.preference import needs_reference
+from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.preference.reference_cache import reference_table
+from toolkit.system.directory_digest import digests_of_directories
+
+Ask = Callable[[Any, dict[str, Any]], Any]
+
+
+def _of_pairs(model: Any, micro_batch: dict[str, Any]) -> Any:
+    raise TypeError("mismatched answers are those of unpaired data: this reference is of pairs")
+
+
+@dataclass
+class Reference:
+    """`reference(model, micro_batch)`: the reference's log-probabilities of a micro-batch, without a gradient.
+
+    `PairLogps` of pairs; of single answers a tensor `[answers]`, and `mismatched(model, micro_batch)` the same of the answers
+    that belong to other prompts. `way`: cache, adapter, model, or none for losses that have no reference, where the call gives
+    None. `frozen`: the second model, where there is one.
+    """
+
+    way: str
+    logps: Ask
+    mismatched: Ask = _of_pairs
+    frozen: Any = None
+    is_kept: bool = False  # whether the run's checkpoints have it
+
+    def __call__(self, model: Any, micro_batch: dict[str, Any]) -> Any:
+        return self.logps(model, micro_batch)
+
+
+def build_reference(
+    accelerator: Any, model: Any, make_model: Callable[[], Any], train: Any, evaluation: Any, config: Any
+) -> Reference:
+    """The reference of a run that has not begun, and says which way it takes.
+
+    Args:
+        model: the prepared one, with the weights that training starts from; also when a run is going to be resumed.
+        make_model: makes the same model once more, for a second one.
+        train, evaluation: the loaders of the pairs or answers; evaluation may be None.
+        config: `reference` (auto, cache, adapter, model), `loss_type`, `sync_ref_model` and the settings of the model.
+
+    Raises:
+        Refusal: the way that is asked for would not be exact.
+    """
+    ways = {"none": _none, "cache": _cached, "adapter": _adapter_off, "model": _second_model}
+    way = _choose_way(config)
+    if way != "none":  # checkpoints keep it: a run that goes on must have the same reference
+        plain = unwrapped(model)
+        plain.reference_made_of = {
+            "commit": getattr(plain.config, "_commit_hash", None), **digests_of_directories(config.model)
+        }
+    return ways[way](accelerator, model, make_model, train, evaluation, config)
+
+
+def _choose_way(config: Any) -> str:
+    if not isinstance(config, UnpairedConfig) and not needs_reference(config):
+        return "none"
+    if config.reference == "adapter" and (problem := _adapter_problem(config)):
+        raise Refusal(f"--reference adapter: {problem}. Take --reference auto.")
+    if config.reference != "auto":
+        return config.reference
+    return "model" if config.sync_ref_model else "cache"
+
+
+def _adapter_problem(config: Any) -> str | None:
+    """Why the model with its adapter off is not the model as training starts, or None."""
+    if not getattr(config, "use_peft", False):
+        return "there is no adapter to turn off"
+    if is_adapter(config.model):
+        return f"training starts from the adapter in {config.model}, not from the model under it"
+    if config.init_lora_weights not in STARTS_ON_THE_BASE:
+        return f"--init-lora-weights {config.init_lora_weights} changes the model under the adapter"
+    return None
+
+
+def _none(*_: Any) -> Reference:
+    return Reference("none", lambda model, micro_batch: None)
+
+
+def _cached(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
+    table = reference_table(accelerator, model, train, evaluation, config)
+
+    def of_pairs(model: Any, micro_batch: dict[str, Any]) -> PairLogps:
+        chosen, rejected = table[micro_batch["pair"]].unbind(1)
+        return PairLogps(chosen, rejected, micro_batch["chosen_tokens"], micro_batch["rejected_tokens"])
+
+    def own(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+        return table[micro_batch["answer"], 0]
+
+    def mismatched(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+        return table[micro_batch["answer"], 1]
+
+    return Reference("cache", own, mismatched) if isinstance(config, UnpairedConfig) else Reference("cache", of_pairs)
+
+
+def _adapter_off(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
+    say_once("reference: the model with its adapter off")
+
+    def asking(logps_of: Ask) -> Ask:
+        def logps(model: Any, micro_batch: dict[str, Any]) -> Any:
+            with evaluation_mode(model), unwrapped(model).disable_adapter():
+                return logps_of(model, micro_batch)
+
+        return logps
+
+    own, mismatched = _what_is_asked(config)
+    return Reference("adapter", asking(own), asking(mismatched))
+
+
+def _second_model(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
+    frozen = make_model().eval().requires_grad_(False)
+    frozen, how = _placed(accelerator, frozen)
+    say_once(f"reference: a second model, frozen, {how}")
+
+    def asking(logps_of: Ask) -> Ask:
+        def logps(model: Any, micro_batch: dict[str, Any]) -> Any:
+            with torch.no_grad(), accelerator.autocast():
+                return logps_of(frozen, micro_batch)
+
+        return logps
+
+    own, mismatched = _what_is_asked(config)
+    return Reference("model", asking(own), asking(mismatched), frozen=frozen)
+
+
+def _what_is_asked(config: Any) -> tuple[Ask, Ask]:
+    """Of pairs both answers; of single answers their own. And of mismatched ones, which only single answers have."""
+    if isinstance(config, UnpairedConfig):
+        return answer_logps, mismatched_logps
+    return partial(pair_logps, ld_alpha=config.ld_alpha), mismatched_logps
+
+
+def _placed(accelerator: Any, frozen: Any) -> tuple[Any, str]:
+    """The second model where it is asked, sharded like the first one where that one's weights are."""
+    kind = str(accelerator.distributed_type.value)
+    plugin = accelerator.state.deepspeed_plugin if kind == "DEEPSPEED" else None
+    if plugin is not None and plugin.zero_stage == 3:
+        import deepspeed
+
+        settings = {name: value for name, value in plugin.deepspeed_config.items() if name not in ("optimizer", "scheduler")}
+        engine, *_ = deepspeed.initialize(model=frozen, config=settings)
+        engine.eval()
+        return engine, "sharded by ZeRO-3"
+    if kind == "FSDP":
+        from torch.distributed.fsdp import fully_shard
+
+        frozen = frozen.to(accelerator.device)
+        layers = set(getattr(frozen, "_no_split_modules", None) or ())
+        for module in frozen.modules():
+            if type(module).__name__ in layers:
+                fully_shard(module)
+        return fully_shard(frozen), "sharded by FSDP2"
+    return frozen.to(accelerator.device), "whole on every rank"
+
+
+@torch.no_grad()
+def sync_reference(run: Any, reference: Reference, model: Any, config: Any) -> None:
+    """TR-DPO (Gorbatovski et al. 2024, arXiv:2404.09656): draw the reference toward the model every so many steps.
+
+        reference = alpha * model + (1 - alpha) * reference, alpha = `ref_model_mixup_alpha`, every `ref_model_sync_steps`
+
+    An alpha of 1 is the hard update. Called before each step. What the reference has become is part of every checkpoint, and
+    after a resume it is put back here.
+    """
+    if not config.sync_ref_model:
+        return
+    frozen = dict(unwrapped(reference.frozen).named_parameters())
+    if not reference.is_kept:
+        for name, parameter in frozen.items():
+            parameter.copy_(run.kept.get(f"reference.{name}", parameter))
+            run.keep(f"reference.{name}", parameter)
+        reference.is_kept = True
+    taken = run.step - 1
+    if taken and taken % config.ref_model_sync_steps == 0:
+        for name, parameter in unwrapped(model).named_parameters():
+            frozen[name].lerp_(parameter.to(frozen[name].dtype), config.ref_model_mixup_alpha)

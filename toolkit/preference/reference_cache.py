@@ -1,0 +1,228 @@
+"""A reference's log-probabilities on disk: each pair's or answer's computed once, under a key of all that they depend on."""
+
+import hashlib
+import io
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolkit.config import AdapterConfig, ModelConfig, UnpairedConfig, settings_of
+from toolkit.config.conditions import is_adapter, is_built_in
+from toolkit.data.loading.loaders import EvalLoader
+from toolkit.data.loading.order import plan_steps
+from toolkit.data.loading.rows import column
+from toolkit.distributed.engines import unwrapped
+from toolkit.distributed.ranks import largest, on_main, say_once
+from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
+from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.models.adapter_files import base_of
+from toolkit.system.digests import read_sealed, seal, sha256_of
+from toolkit.system.files import make_folder, remove, sync, write_atomically
+from toolkit.training.step import to_device
+
+FORMAT_VERSION = 1
+SECONDS_BETWEEN_WRITES = 60.0
+# What of the settings of a model changes no log-probability, or only their rounding in ways that exact layouts share.
+_NOT_OF_THE_NUMBERS = {
+    "gradient_checkpointing", "torch_compile", "torch_compile_backend", "attn_implementation", "dropout", "attention_dropout",
+    "lora_dropout",
+}  # fmt: skip
+
+_DIGESTED = ("input_ids", "prompt_tokens", "chosen_tokens", "pair", "answer", "mismatched_row", "mismatched_tokens")
+
+
+def reference_table(accelerator: Any, model: Any, train: Any, evaluation: Any, config: Any) -> torch.Tensor:
+    """Log-probabilities on the device: `[pairs, 2]` of the chosen and rejected answers, by the number of the pair.
+
+    Or `[answers, 1]` of single answers by their number, with KTO `[answers, 2]`: of the mismatched ones too. Only those that
+    the run is going to see are computed, in evaluation mode, and only those that no earlier run with the same model, data and
+    precision has left on disk. What is done is written every minute, so that a killed run loses no more. Others are NaN. A
+    collective: each rank computes its share.
+    """
+    loaders = [train, *([evaluation] if evaluation is not None else [])]
+    kind = _kind(config)
+    pairs = 1 + max(int(column(loader.rows.dataset, kind).max()) for loader in loaders)
+    path = on_main(accelerator, lambda: _path_of(model, train, evaluation, config))
+    known = on_main(accelerator, lambda: _read(path, (pairs, 1 if config.loss_type == "apo_zero_unpaired" else 2)))
+    missing = [_Some(train.rows, _unknown(train.rows, kind, _seen_in_training(train), known))]
+    if evaluation is not None and config.eval_strategy != "no":
+        missing.append(_Some(evaluation.rows, _unknown(evaluation.rows, kind, np.arange(len(evaluation.rows)), known)))
+    count = sum(map(len, missing))
+    if not count:
+        say_once(f"reference: log-probabilities read from {path}")
+    else:
+        say_once(f"reference: log-probabilities of {count:,} {kind}s, computed once and kept in {path}")
+        began = time.monotonic()
+        work = _Work(accelerator, path, known, kind)
+        with evaluation_mode(model):
+            for some in missing:
+                loader = EvalLoader(
+                    some, train.collate, config.per_device_eval_batch_size, accelerator.process_index, accelerator.num_processes
+                )
+                for batch in loader if len(some) else ():
+                    on_device = to_device(batch.micro_batches[0], accelerator.device)
+                    work.add(batch, _answers_of(model, on_device, config))
+        known = work.finished()
+        say_once(f"reference: done in {time.monotonic() - began:.0f} s")
+    return torch.from_numpy(known).to(accelerator.device)
+
+
+def _kind(config: Any) -> str:
+    """What the rows are; the column that numbers them."""
+    return "answer" if isinstance(config, UnpairedConfig) else "pair"
+
+
+def _answers_of(model: Any, micro_batch: dict[str, Any], config: Any) -> torch.Tensor:
+    """Log-probabilities of a micro-batch, in the columns of the table."""
+    if _kind(config) == "pair":
+        logps = pair_logps(model, micro_batch, config.ld_alpha)
+        return torch.stack([logps.chosen, logps.rejected], dim=1)
+    own = [answer_logps(model, micro_batch)]
+    return torch.stack([*own, mismatched_logps(model, micro_batch)] if config.loss_type == "kto" else own, dim=1)
+
+
+@dataclass
+class _Some:
+    """Some of the examples of a split."""
+
+    rows: Any
+    numbers: np.ndarray
+
+    def __post_init__(self) -> None:
+        self.lengths = self.rows.lengths[self.numbers]
+        self.units = {name: values[self.numbers] for name, values in self.rows.units.items()}
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def documents(self, examples: list[int]) -> list[dict[str, Any]]:
+        return self.rows.documents(self.numbers[examples].tolist())
+
+    def origins(self, example: int) -> list[str]:
+        return self.rows.origins(int(self.numbers[example]))
+
+
+class _Work:
+    """Log-probabilities of all ranks, brought together and written now and then."""
+
+    def __init__(self, accelerator: Any, path: Path, known: np.ndarray, kind: str) -> None:
+        self.accelerator, self.path, self.known, self.kind = accelerator, path, known, kind
+        self.new = torch.zeros(len(known), known.shape[1] + 1)  # the answers, and 1 where this rank has computed them
+        self.batches, self.written = 0, time.monotonic()
+
+    def add(self, batch: Any, logps: torch.Tensor) -> None:
+        if batch.real[0]:
+            values = torch.cat([logps, torch.ones_like(logps[:, :1])], dim=1)
+            self.new[batch.micro_batches[0][self.kind]] = values.float().cpu()
+        self.batches += 1
+        # the ranks ask each other seldom, and after the same batches
+        if self.batches % 16 == 0 and largest(self.accelerator, int(time.monotonic() - self.written > SECONDS_BETWEEN_WRITES)):
+            self.finished()
+            say_once(f"reference: {int((~np.isnan(self.known[:, 0])).sum()):,} {self.kind}s done")
+
+    def finished(self) -> np.ndarray:
+        """All that is known now, written and on every rank."""
+        total = self.new.clone()
+        if self.accelerator.num_processes > 1:
+            on_device = total.to(self.accelerator.device)
+            torch.distributed.all_reduce(on_device)
+            total = on_device.cpu()
+        done = total[:, -1].numpy() > 0
+        self.known[done] = (total[:, :-1] / total[:, -1:].clamp(min=1)).numpy()[done]
+        on_main(self.accelerator, lambda: _write(self.path, self.known))
+        self.written = time.monotonic()
+        return self.known
+
+
+def _seen_in_training(train: Any) -> np.ndarray:
+    """The examples that a run from its beginning to its end trains on."""
+    if train.examples_to_consume >= train.epoch_size:
+        return np.arange(train.epoch_size)
+    plans = plan_steps(
+        train.epoch_size, train.examples_to_consume, train.seed, 0, train.global_batch_size, train.micro_batch_size, 0, 1,
+        train.lengths,
+    )  # fmt: skip
+    return np.array(sorted({example for plan in plans for example in plan.everyone}))
+
+
+def _unknown(rows: Any, kind: str, examples: np.ndarray, known: np.ndarray) -> np.ndarray:
+    pairs = column(rows.dataset, kind)[examples]
+    return examples[np.isnan(known[pairs, 0])]
+
+
+def _path_of(model: Any, train: Any, evaluation: Any, config: Any) -> Path:
+    from datasets import config as datasets_config
+
+    groups = [ModelConfig, *([AdapterConfig] if getattr(config, "use_peft", False) else [])]
+    names = {name for group in groups for name in settings_of(group)} - _NOT_OF_THE_NUMBERS
+    content = {
+        "version": FORMAT_VERSION,
+        "settings": {name: getattr(config, name) for name in sorted(names)},
+        "precision": [config.bf16, config.fp16, config.tf32],
+        "ld_alpha": getattr(config, "ld_alpha", None),
+        "weights": _weights(unwrapped(model), config.model),
+        "pairs": [_digest_of_pairs(loader.rows.dataset) for loader in (train, evaluation) if loader is not None],
+    }
+    key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return Path(datasets_config.HF_DATASETS_CACHE) / f"reference-{key}.npy"
+
+
+def _weights(model: Any, name: str) -> Any:
+    """What tells weights apart: of a directory its files, of a Hub model its commit; a built-in one's follow from settings.
+
+    Of the directory of an adapter its own files, and what tells the model under it apart.
+    """
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        kinds = ("*.safetensors", "*.json", "*.py")  # the last of a model that brings its own code
+        files = sorted(path for kind in kinds for path in directory.glob(kind))
+        own = {path.name: sha256_of(path) for path in files}
+        return {"adapter": own, "base": _weights(model, base_of(directory)[0])} if is_adapter(name) else own
+    return None if is_built_in(name) else getattr(model.config, "_commit_hash", None)
+
+
+def _digest_of_pairs(dataset: Any) -> str:
+    digest = hashlib.sha256()
+    read = [name for name in _DIGESTED if name in dataset.column_names]
+    for batch in dataset.with_format("arrow", columns=read).iter(10_000):
+        for values in batch.columns:
+            for chunk in values.chunks:
+                flat = chunk.flatten() if hasattr(chunk, "offsets") else chunk
+                digest.update(np.ascontiguousarray(flat.to_numpy(zero_copy_only=False)).data)
+    return digest.hexdigest()
+
+
+def _read(path: Path, shape: tuple[int, int]) -> np.ndarray:
+    try:
+        known = np.load(io.BytesIO(read_sealed(path)), allow_pickle=False)
+        if known.shape == shape:
+            return known
+        damage = f"{known.shape} in place of {shape}"
+    except FileNotFoundError:
+        damage = ""
+    except OSError as error:
+        damage = error.strerror or str(error)
+    except ValueError as error:
+        damage = str(error)
+    if damage:
+        say_once(f"{path} is damaged ({damage}): its log-probabilities are computed anew")
+    return np.full(shape, np.nan, dtype=np.float32)
+
+
+def _write(path: Path, known: np.ndarray) -> None:
+    """A .npy file with its digest behind it: a flipped bit would be another reference, and train to other weights."""
+    make_folder(path.parent)
+    if path.is_dir():
+        remove(path)
+    content = io.BytesIO()
+    np.save(content, known)
+    own = path.with_name(f".{path.name}.{os.getpid()}")  # two runs on the same data may write at the same time
+    write_atomically(own, seal(content.getvalue()))
+    os.replace(own, path)
+    sync(path.parent)

@@ -1,0 +1,193 @@
+"""Where two runs that should be one and the same differ: in what they logged, final checkpoints, model directories."""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from toolkit.checkpoint import State, flatten, list_checkpoints, load_checkpoint
+from toolkit.config import Refusal
+from toolkit.config.parsing import parse_json, read_text_file
+from toolkit.system.json_lines import read_lines
+
+# Logged with each event, and different in two runs that are the same: what a clock or the operating system measured.
+_MEASURED = frozenset({"time", "seconds", "mfu", "peak_memory_gb"})
+_PLACE = frozenset({"step"})  # of an event, by which its metrics are compared
+
+
+class LossDifference(NamedTuple):
+    """The first step whose loss differs; None where a run logged no such step, or logged it another time."""
+
+    step: int
+    losses: tuple[float | None, float | None]
+
+
+def logged_losses(output_dir: Path) -> list[tuple[int, float]]:
+    """(step, loss) of each logging event, in the order in which they were written."""
+    return [(event["step"], _number(event["loss"])) for event in read_lines(output_dir / "metrics.jsonl") if "loss" in event]
+
+
+def first_loss_difference(one: Path, other: Path) -> LossDifference | None:
+    """The first logged step that is not the same in the two output directories; losses are compared to the last bit."""
+    ours, theirs = logged_losses(one), logged_losses(other)
+    for number in range(max(len(ours), len(theirs))):
+        a, b = (losses[number] if number < len(losses) else None for losses in (ours, theirs))
+        if a is None or b is None or a[0] != b[0] or repr(a[1]) != repr(b[1]):
+            step = min(each[0] for each in (a, b) if each is not None)
+            return LossDifference(step, (_loss_at(step, a), _loss_at(step, b)))
+    return None
+
+
+def logged_metrics(output_dir: Path) -> dict[str, list[tuple[int, Any]]]:
+    """By name, (step, value) of everything in metrics.jsonl but what a clock measured, in the order of the file."""
+    series: dict[str, list[tuple[int, Any]]] = {}
+    for event in read_lines(output_dir / "metrics.jsonl"):
+        for name, value in event.items():
+            if name not in _PLACE and is_repeatable(name):
+                series.setdefault(name, []).append((event["step"], value))
+    return series
+
+
+def metric_differences(one: Path, other: Path) -> list[str]:
+    """In words, the first difference of each logged metric of two output directories, to the last bit."""
+    ours, theirs = logged_metrics(one), logged_metrics(other)
+    found = []
+    for name in dict.fromkeys([*ours, *theirs]):
+        first, second = ours.get(name, []), theirs.get(name, [])
+        at = next((i for i in range(max(len(first), len(second))) if repr(first[i : i + 1]) != repr(second[i : i + 1])), None)
+        if at is not None:
+            step = min(series[at][0] for series in (first, second) if at < len(series))
+            values = (dict(series[at : at + 1]).get(step, "not logged") for series in (first, second))
+            found.append(f"{name} at step {step}: {' and '.join('null' if each is None else str(each) for each in values)}")
+    return found
+
+
+def summary_differences(one: Path, other: Path) -> list[str]:
+    """The values of summary.json that differ, but for what a clock or the operating system measured."""
+    ours, theirs = (read_summary(each) for each in (one, other))
+    missing = "nothing"
+    return [
+        f"{name}: {ours.get(name, missing)} and {theirs.get(name, missing)}"
+        for name in dict.fromkeys([*ours, *theirs])
+        if repr(ours.get(name, missing)) != repr(theirs.get(name, missing))
+    ]
+
+
+def read_summary(output_dir: Path) -> dict[str, Any]:
+    """The values of summary.json that a repeated run has again; empty where there is no such file."""
+    path = output_dir / "summary.json"
+    loaded = parse_json(read_text_file(path, str(path)), str(path), is_file=True) if path.exists() else {}
+    if not isinstance(loaded, dict):
+        raise Refusal(f"{path}: is not a JSON object, and so not what the run wrote. Bring the file back from a copy.")
+    return {name: value for name, value in loaded.items() if is_repeatable(name)}
+
+
+def is_repeatable(name: str) -> bool:
+    """Whether a metric of this name is the same in two runs that are the same: not a time, a rate or the memory in use."""
+    return name not in _MEASURED and not name.endswith(("_per_second", "_seconds"))
+
+
+def losses_of_the_same_steps(one: Path, other: Path) -> list[tuple[int, float, float]]:
+    """(step, loss in the one, loss in the other) of each logging event that is the mean over the same steps in both.
+
+    That is: the event before it was of the same step in both as well. Two runs that differ in how often they log, or in
+    which a resume changed that, have fewer such events than each has.
+    """
+    ours, theirs = _losses_by_steps(one), _losses_by_steps(other)
+    return [(steps[1], ours[steps], theirs[steps]) for steps in ours if steps in theirs]
+
+
+def first_checkpoint_difference(one: Path, other: Path) -> str | None:
+    """What differs first in the final checkpoints of two output directories: model, then optimizer, bit for bit.
+
+    Raises:
+        Refusal: a final checkpoint is damaged.
+    """
+    final = [list_checkpoints(output_dir / "checkpoints") for output_dir in (one, other)]
+    names = [found[-1].name if found else "no checkpoint" for found in final]
+    if names[0] != names[1] or not final[0]:
+        return f"final checkpoints: {names[0]} and {names[1]}"
+    ours, theirs = (load_checkpoint(found[-1]) for found in final)
+    (tensors, skeleton), (their_tensors, their_skeleton) = _everything(ours), _everything(theirs)
+    for name, tensor in tensors.items():
+        if name not in their_tensors:
+            return f"{name}: in one of the two alone"
+        if difference := _difference(tensor, their_tensors[name]):
+            return f"{name}: {difference}"
+    if extra := next((name for name in their_tensors if name not in tensors), None):
+        return f"{extra}: in one of the two alone"
+    return None if skeleton == their_skeleton else "optimizer: its numbers beside the tensors, such as a rate or a step count"
+
+
+def first_model_difference(one: Path, other: Path) -> str | None:
+    """What differs first in the weights of two model directories, bit for bit."""
+    from safetensors.torch import load_file
+
+    files = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (one, other)]
+    if files[0] != files[1] or not files[0]:
+        return f"files of weights: {', '.join(files[0]) or 'none'} and {', '.join(files[1]) or 'none'}"
+    for name in files[0]:
+        ours, theirs = load_file(one / name), load_file(other / name)
+        if ours.keys() != theirs.keys():
+            return f"{sorted(ours.keys() ^ theirs.keys())[0]}: in one of the two alone"
+        for tensor in ours:
+            if difference := _difference(ours[tensor], theirs[tensor]):
+                return f"{tensor}: {difference}"
+    return None
+
+
+def directory_differences(one: Path, other: Path) -> list[str]:
+    """What differs in two model directories: the first tensor, and every other file whose content is not the same.
+
+    A model card names the output directory it was written in; with that name as it is in the other one, it is compared too.
+    """
+    names = [{path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} for folder in (one, other)]
+    found = [f"{name}: in one of the two alone" for name in sorted(names[0] ^ names[1])]
+    for name in sorted(names[0] & names[1]):
+        if name.endswith(".safetensors"):
+            continue
+        ours, theirs = (folder.joinpath(name).read_bytes() for folder in (one, other))
+        if name.endswith("README.md"):
+            theirs = theirs.replace(other.parent.name.encode(), one.parent.name.encode())
+        if ours != theirs:
+            found.append(f"{name}: the contents differ")
+    folders = sorted({Path(name).parent for name in names[0] & names[1] if name.endswith(".safetensors")})
+    return [*found, *(f"{d}" for folder in folders if (d := first_model_difference(one / folder, other / folder)))]
+
+
+def _losses_by_steps(output_dir: Path) -> dict[tuple[int, int], float]:
+    """By the last step before those an event is the mean of, and the last of them."""
+    logged = logged_losses(output_dir)
+    before = [0, *(step for step, _ in logged)]
+    return {(start, step): loss for start, (step, loss) in zip(before, logged, strict=False)}
+
+
+def _everything(state: State) -> tuple[dict[str, torch.Tensor], Any]:
+    optimizer, skeleton = flatten(state.optimizer)
+    model = {f"model {name}": tensor for name, tensor in state.model.items()}
+    return model | {f"optimizer {name}": tensor for name, tensor in optimizer.items()}, skeleton
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
+    """In words, None where all bits are the same: so a NaN equals itself, and 0.0 does not equal -0.0."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"{tuple(one.shape)} {one.dtype} and {tuple(other.shape)} {other.dtype}"
+    differs = (_bytes(one) != _bytes(other)).any(dim=1)
+    if not differs.any():
+        return None
+    distance = (one.reshape(-1)[differs].double() - other.reshape(-1)[differs].double()).abs().max().item()
+    return f"largest difference {distance:.3g}, {int(differs.sum())} of {one.numel()} numbers differ"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[numbers, bytes of each]"""
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
+
+
+def _number(loss: float | None) -> float:
+    return math.nan if loss is None else float(loss)  # JSON has no word for a loss that is not finite
+
+
+def _loss_at(step: int, logged: tuple[int, float] | None) -> float | None:
+    return logged[1] if logged is not None and logged[0] == step else None

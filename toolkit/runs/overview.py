@@ -1,0 +1,88 @@
+"""A run in a few lines: what it is, before its first step, and whether it beat its baselines, after its last."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.config import changed_settings, settings_of
+from toolkit.config.on_resume import FREE
+from toolkit.config.reading import settings_read, values_of
+from toolkit.config.setting import show_setting
+from toolkit.metrics.baselines import compared_with_baselines, in_words
+from toolkit.metrics.direction import greater_is_better
+from toolkit.runs.copies import copy_in_words
+from toolkit.system.number_format import show_number
+from toolkit.system.typed import as_typed
+
+
+def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
+    """Of a run card: processes, device, precision, parameters, examples a step, steps, optimizer; what is not as it seems."""
+    layout, model, recipe = card["layout"], card["model"], card["recipe"]
+    processes, parameters, trained = layout["processes"], model["parameters"], model["trainable"]
+    half = f"{layout['precision']} over " if layout["precision"] not in ("no", model["dtype"]) else ""
+    of_them = "all trained" if trained == parameters else f"{trained:,} trained"
+    parts = [layout["micro_batch_size"], layout["gradient_accumulation_steps"], processes]
+    cut = f"micro-batch {parts[0]} x accumulation {parts[1]} x {_count(processes, 'process')}"
+    if parts[0] * parts[1] * parts[2] != layout["global_batch_size"]:
+        cut += ", the last ones not full"
+    lines = [
+        f"{_count(processes, 'process')} on {card['hardware']['device']}, {half}{model['dtype']}; "
+        f"{parameters:,} parameters, {of_them}; {_count(layout['global_batch_size'], 'example')} a step ({cut}), "
+        f"{_count(layout['steps'], 'step')}"
+        + (f"; {card['optimizer']['class'].rpartition('.')[2]}" if card["optimizer"] else "")
+    ]
+    if recipe.get("copied_from"):
+        lines.append(f"{recipe['file']}: {copy_in_words(recipe)}")
+    if _is_one_of_several_asked_for(processes):
+        lines.append(
+            "WARNING: accelerate launch was asked for several processes and started this one alone, as it does with --cpu. "
+            f"For two on the CPU: {as_typed('toolkit', 'train', recipe['path'] or 'RECIPE', '--processes', 2)}"
+        )
+    return lines
+
+
+def given_settings(config: Any) -> frozenset[str]:
+    """Names of the settings that someone gave; of a config made in code, of those that are not their defaults."""
+    known = getattr(config, "given", None)
+    return frozenset(changed_settings(config)) if known is None else known
+
+
+def given_and_not_read(config: Any, names: frozenset[str]) -> str:
+    """Those of the named settings that nothing has read, as they would be typed; empty where there is none."""
+    settings, values, read = settings_of(type(config)), values_of(config), settings_read(config)
+    return " ".join(show_setting(settings[name], values[name]) for name in settings if name in names and name not in read)
+
+
+def unread_after_a_step(config: Any) -> str | None:
+    """A line about settings that were given, that the weights depend on, and that nothing has read by the end of a step."""
+    unread = given_and_not_read(config, given_settings(config) - FREE)
+    said = f"WARNING: given and not read so far: {unread}. Without effect, unless the recipe reads them later"
+    return said if unread else None
+
+
+def verdict_of(status: str, values: Mapping[str, Any], config: Any) -> str | None:
+    """The last line of a run that came to its end: whether it beat its baselines, and its own first evaluation."""
+    if status not in ("finished", "stopped early"):
+        return None
+    settings, baselines = values_of(config), values.get("baselines") or {}
+    figure = str(baselines.get("figure"))
+    decides = settings.get("metric_for_best_model") in (figure, figure.removeprefix("eval_"))
+    compared = compared_with_baselines(baselines, values, settings.get("greater_is_better") if decides else None)
+    parts = [in_words(compared, show_number)] if compared else []
+    name = "eval_" + str(settings.get("metric_for_best_model", "loss")).removeprefix("eval_")
+    first, last = values.get(f"first_{name}"), values.get(name)
+    if isinstance(first, float) and isinstance(last, float):
+        is_better = last > first if greater_is_better(name, settings.get("greater_is_better")) else last < first
+        parts += [] if is_better else [f"{name} is no better than at the first evaluation ({show_number(first)})"]
+    return f"{status}: {'; '.join(parts)}" if parts else None
+
+
+def _count(number: int, what: str) -> str:
+    plural = "es" if what.endswith("s") else "s"
+    return f"{number:,} {what}{plural * (number != 1)}"
+
+
+def _is_one_of_several_asked_for(processes: int) -> bool:
+    """Accelerate (1.15) with --cpu, or with use_cpu in its config, sets the address for several processes and starts one."""
+    told = os.environ
+    return processes == 1 and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= told.keys() and "WORLD_SIZE" not in told

@@ -1,0 +1,97 @@
+"""What of this machine a run depends on beside its settings: the toolkit's code, files that settings name, the processor."""
+
+import contextlib
+import hashlib
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from toolkit.config import Refusal
+from toolkit.data.sources.find_files import find_files
+from toolkit.data.sources.mixtures import as_mixture
+from toolkit.system.directory_digest import add_file
+
+
+def toolkit_identity() -> dict[str, str | None]:
+    """Version, SHA-256 over the text of all modules, and the git commit where a clone is what runs.
+
+    Recipes that a wheel brings along are left out: a run card has the digest of its own.
+    """
+    import toolkit
+
+    package = Path(toolkit.__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package)
+        if name.parts[0] != "_recipes":
+            digest.update(name.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    is_clone = (package.parent / ".git").exists()  # else a clone of something else may lie around the environment
+    commit = git_commit(package.parent) if is_clone else None
+    return {"version": toolkit.__version__, "sha256": digest.hexdigest(), "commit": commit}
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit that a folder stands at, `-dirty` where files have changed since; None outside a clone."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=folder, capture_output=True, text=True,
+            timeout=5, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()
+
+
+def digests_of_files(dataset: str | None, *others: str | None) -> dict[str, str]:
+    """By name: digests of the local files of a dataset, or of the parts of a mixture, and of single other files."""
+    names = [name for name in others if name]
+    if dataset:
+        with contextlib.suppress(Refusal):  # a recipe may read its data in a way of its own
+            sources = as_mixture(dataset)
+            names += [dataset] if sources is None else [each.dataset for each in sources]
+            names += [dataset] if Path(dataset).expanduser().is_file() else []  # that of a mixture
+    found = {}
+    for name in names:
+        with contextlib.suppress(Refusal, OSError):
+            found[name] = local_digest(name)
+    return {name: digest for name, digest in found.items() if digest is not None}
+
+
+def local_digest(name: str) -> str | None:
+    """SHA-256 over names, sizes and contents of the files that a file's, a folder's or a pattern's name means; None for others.
+
+    Of a file above 16 MB 8 MB are read, as `add_file` has it.
+
+    Raises:
+        Refusal: it looks like a path, and nothing is there.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        files = [(path.name, path)]
+    else:
+        splits = find_files(name)
+        if splits is None:
+            return None
+        files = [(file.shown, Path(file.path)) for each in splits.values() for file in each]
+    digest = hashlib.sha256()
+    for shown, file in files:
+        add_file(digest, shown, file)
+    return digest.hexdigest()
+
+
+def working_directory() -> str:
+    """The absolute path of the working directory; the home directory's as `~`, since a card is shown to others."""
+    here, home = os.getcwd(), os.path.expanduser("~").rstrip("/\\")
+    inside = bool(home) and (here == home or here.startswith(home + os.sep))
+    return "~" + here[len(home) :] if inside else here
+
+
+def processor_name() -> str:
+    """The processor's model where Linux tells it, else what Python knows."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, model = line.partition(":")
+            if name.strip() == "model name" and model.strip():
+                return model.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,190 @@
+"""run.json: what a run was made of, so that it can be understood, and repeated, later."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.config import Refusal
+from toolkit.config.files import mark_not_read
+from toolkit.config.reading import forget_reads, is_made_of_settings, settings_read, values_of
+from toolkit.config.shown import public_settings
+from toolkit.distributed.engines import element_count
+from toolkit.distributed.launch import TRAIN_OPTIONS
+from toolkit.models.adapter_files import base_of_adapter
+from toolkit.runs.copies import edited_copy
+from toolkit.runs.overview import given_and_not_read, given_settings, what_the_run_is
+from toolkit.runs.provenance import digests_of_files, git_commit, processor_name, toolkit_identity, working_directory
+from toolkit.system.digests import sha256_of
+from toolkit.system.directory_digest import digests_of_directories
+from toolkit.system.files import write_atomically
+from toolkit.system.json_lines import strict_json
+
+LIBRARIES = (
+    "torch", "accelerate", "transformers", "datasets", "evaluate", "peft", "safetensors", "tokenizers", "numpy",
+    "huggingface_hub", "deepspeed",
+)  # fmt: skip
+REPLAYED_DATA = "TOOLKIT_REPLAYED_DATA"  # the variable that tells a replay's run which training data it must have
+
+
+def write_run_card(
+    path: Path, accelerator: Any, config: Any, model: Any, train: Any, optimizer: Any = None, continued: Sequence[str] = (),
+    say: Callable[[str], None] = print,
+) -> None:
+    """Write settings, recipe, data, model, libraries, hardware and layout of a run as JSON. What is in it is listed here.
+
+    The most of it is said in a line or two. `end_run_card` adds how it ended, and leaves of the settings those that were read.
+    Without an accelerator (None) it is a run of one process in full precision.
+
+    Args:
+        optimizer: the object that updates the weights; what the settings say of it is not what an edited recipe uses.
+        continued: what the run went on with otherwise than it began, at which step; the settings tell the last of it alone.
+
+    Raises:
+        Refusal: it is the run of a replay, and its training data are not those of the original.
+    """
+    if os.environ.get(REPLAYED_DATA, train.fingerprint) != train.fingerprint:
+        raise Refusal(
+            "the training data are not those of the run that is replayed: rows, tokenizer or chat template have changed since, "
+            "or code of the toolkit that reads and prepares rows. Nothing was trained. Bring back what they were."
+        )
+    device = accelerator.device if accelerator else next(model.parameters()).device
+    processes = accelerator.num_processes if accelerator else 1
+    settings, values = public_settings(config), values_of(config)
+    named = ("dataset", "model", "model_revision", "tokenizer", "chat_template", "deepspeed")
+    names = {name: values.get(name) for name in named}
+    described = describe_optimizer(optimizer)
+    card = {
+        "settings": settings,
+        "started": {"date": datetime.now(UTC).isoformat(timespec="seconds"), "directory": working_directory()},
+        "continued": list(continued),
+        "given": sorted(given_settings(config).intersection(settings)),
+        "recipe": recipe_file(),
+        "toolkit": toolkit_identity(),
+        "launch": shlex.split(os.environ.get(TRAIN_OPTIONS, "")),
+        "data": {
+            "dataset": names["dataset"], "fingerprint": train.fingerprint, "epoch_size": train.epoch_size,
+            "revision": _revision_of(names["dataset"]),
+            "commits": getattr(train, "commits", {}),
+        },
+        "model": {
+            "name": names["model"],
+            "revision": names["model_revision"],
+            "base": base_of_adapter(names["model"]),
+            "commit": getattr(model.config, "_commit_hash", None),
+            "tokenizer": names["tokenizer"] or names["model"],
+            "tokenizer_commit": getattr(getattr(model, "tokenizer", None), "commit", None),
+            "directories": digests_of_directories(names["model"], names["tokenizer"]),
+            "architecture": type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__,
+            "dtype": str(getattr(model, "dtype", None) or next(model.parameters()).dtype).removeprefix("torch."),
+            "attention": getattr(model.config, "_attn_implementation", None),
+            "parameters": sum(element_count(p) for p in model.parameters()),
+            "trainable": sum(element_count(p) for p in model.parameters() if p.requires_grad),
+        },
+        "optimizer": described and {**described, "from_settings": is_made_of_settings(unwrapped_optimizer(optimizer))},
+        "files": digests_of_files(*(names[name] for name in ("dataset", "chat_template", "deepspeed"))),
+        "seeds": {name: value for name, value in settings.items() if name == "seed" or name.endswith("_seed")},
+        "layout": {
+            "processes": processes,
+            "engine": getattr(accelerator, "engine_label", str(accelerator.distributed_type.value)) if accelerator else "none",
+            "precision": accelerator.mixed_precision if accelerator else "no",
+            "global_batch_size": train.global_batch_size,
+            "micro_batch_size": train.micro_batch_size,
+            "gradient_accumulation_steps": -(-train.global_batch_size // (train.micro_batch_size * processes)),
+            "steps": train.num_steps,
+        },
+        "hardware": {
+            "device": device_name(device),
+            "processor": processor_name(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        },
+        "versions": {"python": platform.python_version(), **library_versions()},
+    }
+    write_atomically(path, json.dumps(card, indent=1, default=str) + "\n")
+    for line in what_the_run_is(card):
+        say(line)
+
+
+def end_run_card(
+    path: Path, status: str, seconds: float, figures: dict[str, Any], config: Any = None, say: Callable[[str], None] = print
+) -> None:
+    """Add how a run ended, how long it took (seconds on the wall) and its last figures.
+
+    With the config of a run that came to its end, the card's settings are those that the run has read. The others are listed
+    apart, as `not_read`, and config.yaml next to the card marks them; those that someone gave are named on the screen.
+    """
+    if path.exists():
+        card = json.loads(path.read_text(encoding="utf-8"))
+        if config is not None and status in ("finished", "stopped early"):
+            read, settings = settings_read(config), {**card["settings"], **card.get("not_read", {})}
+            card["settings"] = {name: value for name, value in settings.items() if name in read}
+            card["not_read"] = {name: value for name, value in settings.items() if name not in read}
+            mark_not_read(path.with_name("config.yaml"), values_of(config).keys() - read)
+            if unread := given_and_not_read(config, given_settings(config)):
+                say(f"WARNING: given and never read, so without effect on this run: {unread}")
+            forget_reads(config)
+        card["end"] = {
+            "status": status, "date": datetime.now(UTC).isoformat(timespec="seconds"), "wall_seconds": round(seconds, 3),
+            "device_seconds": round(seconds * card["layout"]["processes"], 3), "figures": strict_json(figures),
+        }  # fmt: skip
+        write_atomically(path, json.dumps(card, indent=1, default=str) + "\n")
+
+
+def describe_optimizer(optimizer: Any) -> dict[str, Any] | None:
+    """The class of an optimizer object and the defaults of its parameter groups; of what an engine has wrapped around it."""
+    optimizer = unwrapped_optimizer(optimizer)
+    if optimizer is None:
+        return None
+    given = getattr(optimizer, "defaults", {})
+    defaults = {name: value for name, value in given.items() if value is not None and value is not False}
+    return {"class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", "defaults": defaults}
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside of what an engine has wrapped around it."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of a GPU; else the kind of device, such as cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _revision_of(dataset: str | None) -> str | None:
+    """That of a Hub dataset, NAME:CONFIG@REVISION."""
+    return dataset.rpartition("@")[2] if dataset and "@" in dataset and "," not in dataset else None
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries a result may depend on, those that are installed."""
+    versions = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def recipe_file() -> dict[str, Any]:
+    """The script that runs: its name, its path as it was typed, the SHA-256 of its text, the git commit it stands at.
+
+    Of a copy of one of the toolkit's recipes also which, and how many of its lines were changed.
+    """
+    script = Path(sys.argv[0])
+    if not script.is_file():
+        return {"file": script.name, "path": None, "sha256": None, "commit": None}
+    commit, copied = git_commit(script.resolve().parent), edited_copy(script)
+    of_copy = {"copied_from": copied[0], "lines_changed": copied[1]} if copied else {}
+    return {"file": script.name, "path": str(script), "sha256": sha256_of(script), "commit": commit, **of_copy}

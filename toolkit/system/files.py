@@ -1,0 +1,113 @@
+"""Files and folders that a crash or a power loss leaves whole: written next to their place, synced, then renamed into it."""
+
+import contextlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder with those above it, so that a power loss takes none of their names away."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until a folder is on the disk with all that is in it; links are not followed."""
+    for path in folder.iterdir():
+        if path.is_symlink():
+            continue
+        if path.is_dir():
+            sync_tree(path)
+        else:
+            sync(path)
+    sync(folder)
+
+
+@contextlib.contextmanager
+def written_beside(temporary: Path) -> Iterator[None]:
+    """A block that fills a temporary directory; when it fails nothing of that stays.
+
+    Raises:
+        OSError: also for safetensors' errors, which wrap the operating system's in their own words.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(str(error)) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def put_in_place(temporary: Path, final: Path, aside: Path) -> None:
+    """Give a folder that was filled next to its place its name, once everything in it is on the disk.
+
+    What had the name before is renamed to `aside`, and removed when the new folder has its name on the disk: at every moment
+    one of the two is whole. The files get the permissions that any new file has.
+    """
+    _permit_as_usual(temporary)
+    sync_tree(temporary)
+    is_there = os.path.lexists(final)
+    if is_there:
+        remove(aside)
+        os.rename(final, aside)
+    try:
+        os.rename(temporary, final)
+    except BaseException:
+        if is_there:
+            os.rename(aside, final)
+        raise
+    sync(final.parent)
+    remove(aside)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all that is in it; what can't be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file so that a reader, a crash or a power loss sees the old content or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def _permit_as_usual(folder: Path) -> None:
+    """Give the files the permissions that the umask leaves a new one: safetensors lets only the owner read what it writes."""
+    probe = folder / ".permissions"
+    probe.touch()
+    usual = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) != usual:
+            with contextlib.suppress(OSError):  # a file system without permissions
+                path.chmod(usual)

@@ -1,0 +1,92 @@
+"""JSON, one object a line: appended whole or not at all, and strict."""
+
+import contextlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from toolkit.system.files import write_atomically
+
+MOST_LEVELS = 64  # of objects and lists in one another; a record of a run has five
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """Strict JSON: a number that is not finite becomes null, since JSON has no word for it."""
+    return json.dumps(strict_json(record), allow_nan=False)
+
+
+def strict_json(value: Any) -> Any:
+    """A value with None in place of every number that is not finite, however deep: JSON has no word for it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: strict_json(each) for key, each in value.items()}
+    return [strict_json(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one JSON object to a .jsonl file, whole or not at all; its folder is made when it isn't there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json_line(record) + "\n")
+    except OSError:
+        with contextlib.suppress(OSError):  # half a line would hide those after it from a reader
+            os.truncate(path, size)
+        raise
+
+
+class LineFile:
+    """A .jsonl file that a full disk does not stop: lines that can't be written wait for the next one that can."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[dict[str, Any]] = []
+
+    def append(self, record: dict[str, Any]) -> OSError | None:
+        """Write a record, after those that wait; returns the error when they begin to wait with this one."""
+        began_waiting = not self._waiting
+        self._waiting.append(record)
+        try:
+            while self._waiting:
+                append_line(self.path, self._waiting[0])
+                self._waiting.pop(0)
+        except OSError as error:
+            return error if began_waiting else None
+        return None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a .jsonl file; lines that hold none, such as a last one cut off by a crash, are left out."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    return [record for line in lines if (record := parse_object(line)) is not None]
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; None where it is no object, cut off, or nested without end."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and not _is_deeper(found, MOST_LEVELS) else None
+
+
+def truncate_lines(path: Path, last_step: int) -> None:
+    """Drop the records after a step, so that a resumed run writes no step twice; atomic."""
+    if path.exists():
+        kept = [json_line(record) for record in read_lines(path) if _step_of(record) <= last_step]
+        write_atomically(path, "".join(line + "\n" for line in kept))
+
+
+def _step_of(record: dict[str, Any]) -> float:
+    """The step of a record, 0 where it has none; infinite, so of no run, where it is no number."""
+    step = record.get("step", 0)
+    return step if isinstance(step, int | float) and step == step else math.inf
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(levels == 0 or _is_deeper(each, levels - 1) for each in inside if isinstance(each, dict | list))

@@ -1,0 +1,38 @@
+"""A limit on the time that code from elsewhere may take, such as a chat template."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+TEMPLATE_SECONDS = 20.0  # for one chat: a template needs a thousandth of that
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """End a block of Python code after so many seconds on the wall.
+
+    By the timer signal, so only in the main thread and where the system has one; elsewhere the block takes its time.
+
+    Raises:
+        TimeoutError: it has not ended by then.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"has not ended after {seconds:g} s")
+
+    began = time.monotonic()
+    before = signal.signal(signal.SIGALRM, end)
+    earlier, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, max(earlier - (time.monotonic() - began), 0.001) if earlier else 0.0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,65 @@
+"""What a run shows while it trains: progress on the screen, throughput; and which settings may be sent elsewhere."""
+
+import math
+import shutil
+import sys
+import time
+
+from toolkit.system.console import say
+from toolkit.system.number_format import show_number
+
+
+class Progress:
+    """A line for each logging event, and on a terminal a moving one below them; only on the main process."""
+
+    def __init__(self, total_steps: int, first_step: int, shown: bool) -> None:
+        self.total_steps, self.first_step, self.shown = total_steps, first_step, shown
+        self.live = shown and sys.stderr.isatty()
+        self.started = time.monotonic()
+
+    def moved(self, step: int) -> None:
+        """A step is done: the moving line shows how far and how long, in one line of the terminal, however narrow it is."""
+        if not self.live:
+            return
+        done = step / self.total_steps
+        bar = "━" * round(24 * done) + "─" * (24 - round(24 * done))
+        line = f"{bar} {step}/{self.total_steps}  {self._remaining(step)}"
+        sys.stderr.write(f"\r\x1b[2K{line[: max(1, shutil.get_terminal_size().columns - 1)]}")
+        sys.stderr.flush()
+
+    def logged(self, step: int, figures: dict[str, float]) -> None:
+        """A logging event: a line that stays."""
+        shown = "  ".join(f"{_SHORT[name]} {_as_shown(name, figures[name])}" for name in _SHORT if name in figures)
+        self.say(f"step {step}/{self.total_steps}  {shown}  {self._remaining(step)}".rstrip())
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the moving one."""
+        if self.shown:
+            if self.live:
+                sys.stderr.write("\r\x1b[2K")
+            say(text)  # one write: the log pumps of job runners split several
+
+    def close(self) -> None:
+        if self.live:
+            sys.stderr.write("\n")
+
+    def _remaining(self, step: int) -> str:
+        done = step - self.first_step
+        if done < 1:
+            return ""
+        seconds = (time.monotonic() - self.started) / done * (self.total_steps - step)
+        return f"{seconds / 60:.1f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
+
+
+_SHORT = {
+    "loss": "loss", "learning_rate": "lr", "grad_norm": "norm", "tokens_per_second": "supervised_tokens/s",
+    "examples_per_second": "examples/s", "mfu": "mfu",
+}  # fmt: skip
+
+
+def _as_shown(name: str, value: float) -> str:
+    if name.endswith("_per_second") and math.isfinite(value):  # it varies by more than a third digit would say
+        return f"{value:.3g}" if abs(value) < 1000 else show_number(round(value))
+    return show_number(value)
+
+

@@ -1,0 +1,1 @@
+"""The spine: accelerator, step, evaluation, the run, its state, resume and stopping."""

@@ -1,0 +1,115 @@
+"""The Accelerator of a run: device, engine, precision, trackers."""
+
+import importlib.util
+import os
+from datetime import timedelta
+from typing import Any
+
+from toolkit.config import Refusal, RunConfig
+from toolkit.config.rules import check_made_in_code
+from toolkit.system.allocator import keep_freed_memory
+from toolkit.system.console import say
+
+TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
+# What a tracker is installed with where that isn't its name: the whole of MLflow wants other versions of pyarrow and protobuf.
+TRACKER_PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
+
+
+def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
+    """The `accelerate.Accelerator` for these settings; seeds every generator and checks that output_dir is free.
+
+    Settings made in code are checked here, by the rules of the command line; those that differ from their defaults are given.
+
+    What shards the run is chosen by the settings and by what `accelerate launch` was given
+    (`toolkit.distributed.engines.choice`), or by a `DeepSpeedPlugin` made in code, whose "auto" values the settings fill.
+    Accumulation stays ours (`train_step` divides by the global totals), so Accelerate is given one step a batch.
+
+    Raises:
+        Refusal: settings contradict each other or the launcher's configuration, or have no effect with the others; a
+            precision the device lacks, an optimizer that can't be sharded, a tracker whose library is missing, an output
+            directory in use, an earlier run in this process that was sharded.
+    """
+    from toolkit.distributed.engines.choice import choose_engine
+    from toolkit.distributed.engines.second_run import check_no_sharded_run_before, make_way
+    from toolkit.distributed.engines.start import START, check_backend, check_engine, engine_label, settled_apart
+    from toolkit.distributed.mpi import adopt_mpi_ranks
+    from toolkit.distributed.ranks import on_main
+    from toolkit.runs.directory import check_output_dir
+    from toolkit.training.resume import check_settings_to_resume
+
+    if getattr(config, "given", None) is None:  # made in code: no command line has checked it
+        check_made_in_code(config)
+    adopt_mpi_ranks()
+    check_no_sharded_run_before()
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not several:
+        check_output_dir(config)  # before the imports below: they take seconds
+    trackers = tracker_names(config)
+    choice = choose_engine(config, in_code=deepspeed_plugin and deepspeed_plugin.hf_ds_config.config)
+    check_engine(choice, config, in_code=deepspeed_plugin is not None)
+
+    import torch
+    from accelerate.utils import check_cuda_p2p_ib_support, set_seed
+
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    if choice.mixed_precision == "fp16" and (config.use_cpu or not has_gpu):
+        raise Refusal("--fp16 needs a GPU: on the CPU use --bf16, or full precision.")
+    if config.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = config.tf32
+        torch.backends.cudnn.allow_tf32 = config.tf32
+    if config.full_determinism:
+        _be_deterministic(config.seed)
+    # Unless told to stay on the CPU, Accelerate (1.15) takes each of several ranks without a GPU for a run of one process.
+    told = config.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
+    on_cpu = told or not torch.accelerator.is_available()
+    if on_cpu:  # DeepSpeed, which transformers imports where it is installed, would say that it looked for others
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        keep_freed_memory()
+    if several and not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 cards: Accelerate asks for these two
+        os.environ.update(NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1")
+    timeout = timedelta(seconds=max(10 * config.hang_timeout, 1800))
+    common = {
+        "mixed_precision": choice.mixed_precision, "log_with": trackers or None, "gradient_accumulation_steps": 1,
+        "project_dir": os.path.join(config.output_dir, "trackers"),
+    }  # fmt: skip
+    make_way(choice, on_cpu)
+    with settled_apart():
+        accelerator = START[choice.name](choice, on_cpu, check_backend(config.ddp_backend, on_cpu), timeout, common)
+    accelerator.engine_label = engine_label(choice)
+    if choice.name != "none" and accelerator.is_main_process:
+        half = f", {choice.mixed_precision}" if choice.mixed_precision != "no" else ""
+        say(f"sharded over {accelerator.num_processes} rank(s): {accelerator.engine_label}{half}")
+    on_main(accelerator, lambda: check_settings_to_resume(config))
+    on_main(accelerator, lambda: check_output_dir(config))  # by one rank, for all: another may be writing there already
+    set_seed(config.seed)
+    return accelerator
+
+
+def _be_deterministic(seed: int) -> None:
+    """What Trainer means by the name: transformers' own function, before CUDA reads the environment that it sets.
+
+    Raises:
+        Refusal: CUDA was started in this process without that environment, as it may be in a notebook.
+    """
+    import torch
+    from transformers.trainer_utils import enable_full_determinism
+
+    if torch.cuda.is_initialized() and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":16:8", ":4096:8"):
+        raise Refusal(
+            "--full-determinism: CUDA is in use in this process already, too late to make it deterministic. Start again, with "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, or build the accelerator before anything is put on the GPU."
+        )
+    enable_full_determinism(seed)
+
+
+def tracker_names(config: RunConfig) -> list[str]:
+    """The trackers asked for, each with its library present."""
+    names = [name for name in config.report_to if name != "none"]
+    if "all" in names:
+        return [name for name in TRACKERS if importlib.util.find_spec(name)]
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        what = "the library is" if len(missing) == 1 else "their libraries are"
+        packages = " ".join(TRACKER_PACKAGES.get(name, name) for name in missing)
+        raise Refusal(f"--report-to {','.join(missing)}: {what} not installed. Type: pip install {packages}")
+    return names

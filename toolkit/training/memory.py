@@ -1,0 +1,105 @@
+"""The micro-batch that fits: tried before the first step, halved until it does. The mathematics stays as it was."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from toolkit.config import Refusal
+from toolkit.config.conditions import couples_a_micro_batch
+from toolkit.data.loading.order import seed_micro_batch
+from toolkit.distributed.engines import unwrapped
+from toolkit.distributed.ranks import largest
+from toolkit.optim.muon import workspace
+from toolkit.system.console import say
+from toolkit.training.step import LossFn, to_device
+
+WHAT_HELPS = "Lower --max-length, take --gradient-checkpointing, --bf16, another --optim, or a smaller model."
+
+_UNITS = ("examples", "tokens", "weight", "pairs", "chosen_tokens", "desirable", "undesirable")
+
+
+class OutOfMemory(Exception):
+    """The device ran out of memory in the middle of a run; the message says what to change."""
+
+    exit_code = 1
+    on_every_rank = True  # it may be the only one that knows
+
+
+def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, loss_fn: LossFn, config: Any) -> Any:
+    """The training loader with a micro-batch that fits into memory: as given, or halved as often as need be.
+
+    The longest micro-batch goes forward and backward once, beside memory for the optimizer's moments, and then what Muon's step
+    needs for a while is asked for beside the gradients, without a collective and without a trace: gradients are cleared and
+    random numbers are seeded anew in each step anyway. When it does not fit,
+    the micro-batch is halved and accumulation doubled: the global batch, the order and so the mean gradient stay the same.
+    All ranks take the smallest that one of them needs. Streams, whose longest example nobody knows, are left as they are.
+
+    So are models that the engine shards, which a rank can't try alone.
+
+    Raises:
+        Refusal: not even one example fits; or a smaller micro-batch would be another loss (aot), which nobody asked for.
+    """
+    if not config.auto_find_batch_size or train.longest_micro_batch() is None:
+        return train
+    sharded = str(accelerator.distributed_type.value) in ("DEEPSPEED", "FSDP")
+    if sharded:
+        return train
+    asked, size = train.micro_batch_size, train.micro_batch_size
+    plain, totals = unwrapped(model), dict.fromkeys(_UNITS, 1.0)
+    while not _fits(accelerator, plain, optimizer, dataclasses.replace(train, micro_batch_size=size), loss_fn, totals):
+        size = -(-size // 2) if size > 1 else 0
+        if not size:
+            break
+    size = -largest(accelerator, -size)
+    if not size:
+        raise Refusal(f"out of memory: not even one example of the longest fits. {WHAT_HELPS}")
+    if size == asked:
+        return train
+    if couples_a_micro_batch(config):
+        raise Refusal(
+            f"out of memory with {asked} examples in a micro-batch, and --loss-type {','.join(config.loss_type)} compares the "
+            f"pairs of a micro-batch with each other: a smaller one is another loss. {size} would fit: take "
+            f"--per-device-train-batch-size {size} --global-batch-size {train.global_batch_size}. Or keep it: {WHAT_HELPS}"
+        )
+    if accelerator.is_main_process:
+        say(
+            f"out of memory with {asked} examples in a micro-batch: going on with {size}, and "
+            f"{-(-train.global_batch_size // (size * accelerator.num_processes))} micro-batches a step. The global batch of "
+            f"{train.global_batch_size} examples stays, and so does the result, but for dropout masks."
+        )
+    return dataclasses.replace(train, micro_batch_size=size)
+
+
+def _fits(accelerator: Any, model: Any, optimizer: Any, train: Any, loss_fn: LossFn, totals: dict[str, float]) -> bool:
+    reserved: list[torch.Tensor] = []
+    plain = getattr(optimizer, "optimizer", optimizer)
+    matrices = [p for group in plain.param_groups if group.get("rule") == "muon" for p in group["params"]]
+    with_one = {id(matrix) for matrix in matrices}
+    try:
+        if not plain.state:  # it makes its moments in its first step; Muon has one, Adam two
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            reserved = [torch.empty_like(p) for p in trained for _ in range(1 if id(p) in with_one else 2)]
+        seed_micro_batch(0)
+        with accelerator.autocast():
+            loss, _ = loss_fn(model, to_device(train.longest_micro_batch(), accelerator.device), totals)
+        loss.backward()
+        del loss  # its graph, and with it the activations
+        reserved.append(torch.empty(workspace(matrices), dtype=torch.uint8, device=accelerator.device))
+        return True
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        del reserved
+        model.zero_grad(set_to_none=True)
+        if accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch says that a device, or the CPU, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("out of memory", "can't allocate memory")
+    )

@@ -1,0 +1,174 @@
+"""Continuing a run: which checkpoint, and what may have changed since.
+
+Weights after a resume equal those of a run never stopped as long as nothing below has changed.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint import latest_checkpoint, list_checkpoints, verify_checkpoint
+from toolkit.config import DataConfig, ModelConfig, Refusal
+from toolkit.config.conditions import couples_a_micro_batch, follows_evaluations
+from toolkit.config.on_resume import FREE, OF_EVALUATION
+from toolkit.config.shown import public_settings
+from toolkit.distributed.engines import engine_of
+from toolkit.runs.overview import given_settings
+
+_OF_DATA = {field.name for group in (DataConfig, ModelConfig) for field in fields(group)}
+ALLOWED = "allowed by --allow-change"
+_OTHER_MASKS = "dropout masks differ from here on; the examples of each step do not"
+_OTHER_LOSS = "the loss compares other pairs from here on, allowed by --allow-change"
+_OF_THE_MICRO_BATCH = ("per_device_train_batch_size", "micro_batch_size")
+_OTHER_ROUNDING = "rounding differs from here on"
+# What changes random numbers or rounding, not the mathematics: the run goes on, and says so.
+SAID = {
+    "per_device_train_batch_size": _OTHER_MASKS, "gradient_accumulation_steps": "steps hold other examples; none is lost",
+    "global_batch_size": "steps hold other examples; none is lost", "torch_compile": _OTHER_MASKS,
+    "torch_compile_backend": _OTHER_MASKS,
+    "attn_implementation": _OTHER_ROUNDING, "gradient_checkpointing": _OTHER_ROUNDING, "bf16": _OTHER_ROUNDING,
+    "fp16": _OTHER_ROUNDING, "tf32": _OTHER_ROUNDING, "use_cpu": _OTHER_ROUNDING, "ddp_backend": _OTHER_ROUNDING,
+    "full_determinism": _OTHER_ROUNDING,
+    # of the layout, not of the settings
+    "micro_batch_size": _OTHER_MASKS, "engine": _OTHER_ROUNDING, "processes": _OTHER_ROUNDING, "threads": _OTHER_ROUNDING,
+    "device": _OTHER_ROUNDING, "torch": _OTHER_ROUNDING,
+}  # fmt: skip
+
+
+# The default of every optimizer in earlier checkpoints; muon still has it, and where it has no effect it may differ.
+FORMER_MOMENTUM = 0.95
+
+
+def run_layout(accelerator: Any, train: Any) -> dict[str, Any]:
+    """What the world decided, as far as random numbers and rounding depend on it."""
+    return {
+        "engine": getattr(accelerator, "engine_label", engine_of(accelerator).name), "processes": accelerator.num_processes,
+        "device": accelerator.device.type, "micro_batch_size": train.micro_batch_size,
+        "global_batch_size": train.global_batch_size, "threads": torch.get_num_threads(), "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def plain_settings(config: Any) -> dict[str, Any]:
+    """A config as JSON has it, for checkpoints; of what may be a key (`public_settings`) a digest, which tells a change too."""
+    public = public_settings(config)
+    values = {name: value if name in public else _digest(value) for name, value in asdict(config).items()}
+    return json.loads(json.dumps(values, default=str))
+
+
+def _digest(value: Any) -> str:
+    return f"sha256:{hashlib.sha256(repr(value).encode()).hexdigest()[:16]}"
+
+
+def checkpoint_to_resume(run: Any, config: Any) -> Path | None:
+    """The checkpoint that the settings ask for; every damaged one that is skipped is named."""
+    if config.resume_from:
+        return Path(config.resume_from)
+    if not config.resume:
+        return None
+    found = latest_checkpoint(run.checkpoints, run.say)
+    if found is None:
+        run.say(f"--resume: no checkpoint under {run.checkpoints}, starting fresh")
+    return found
+
+
+def check_settings_to_resume(config: Any) -> None:
+    """Refuse a given setting that no checkpoint of this run can be continued with, before the data are prepared for nothing.
+
+    Settings that were not given are compared when the checkpoint is restored: a recipe may still set them.
+
+    Raises:
+        Refusal: as `changes_since` does.
+    """
+    if not (config.resume or config.resume_from):
+        return
+    root = Path(config.output_dir) / "checkpoints"
+    paths = [Path(config.resume_from)] if config.resume_from else list_checkpoints(root)[::-1]
+    refused = []
+    for path in paths:
+        if verify_checkpoint(path, contents=False):
+            continue  # it is named when the checkpoint is looked for
+        try:
+            record = json.loads((path / "state.json").read_text(encoding="utf-8"))["run"]
+        except (OSError, ValueError, KeyError):
+            continue
+        try:
+            _changed_settings(record, config, given_settings(config))
+        except Refusal as refusal:
+            refused.append(refusal)
+        else:
+            return
+    if refused:
+        raise refused[0]
+
+
+def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: Any) -> list[str]:
+    """What to say about changes since the checkpoint whose `run` record this is.
+
+    Raises:
+        Refusal: the data, or a setting that the mathematics depends on, is another one, and `allow_change` doesn't name it.
+    """
+    now, before, changed = _changed_settings(record, config)
+    layout, old_layout = run_layout(accelerator, train), record.get("layout", {})
+    was, size = old_layout.get("micro_batch_size", train.micro_batch_size), train.micro_batch_size
+    is_another_loss = was != size and couples_a_micro_batch(config)
+    if is_another_loss and "per_device_train_batch_size" not in config.allow_change:
+        raise Refusal(
+            f"--resume: the micro-batch had {was} examples and has {size}, and --loss-type {','.join(config.loss_type)} "
+            "compares the pairs of a micro-batch with each other: that would be another loss. Take "
+            f"--per-device-train-batch-size {was}, begin a new run in another --output-dir, or allow it by name: "
+            "--allow-change per_device_train_batch_size"
+        )
+    of_data = {"dataset", *_OF_DATA.intersection(changed)}
+    if record["fingerprint"] != train.fingerprint and not of_data.intersection(config.allow_change):
+        raise Refusal(
+            "--resume: the training data are not those the run was begun with: their content changed, or they are cut or "
+            "packed otherwise. Bring them back, begin a new run in another --output-dir, or allow it: --allow-change dataset"
+        )
+    pairs = [(name, before[name], now[name]) for name in changed]
+    told_already = {"micro_batch_size"} if "per_device_train_batch_size" in changed else set()
+    of_world = [name for name in layout if name in old_layout and name not in told_already]
+    pairs += [(name, old_layout[name], layout[name]) for name in of_world if old_layout[name] != layout[name]]
+    said = SAID | (dict.fromkeys(_OF_THE_MICRO_BATCH, _OTHER_LOSS) if is_another_loss else {})
+    told = {name: f"{name} was {old} and is {new}: {said.get(name, ALLOWED)}" for name, old, new in pairs}
+    if old_layout.get("global_batch_size", layout["global_batch_size"]) != layout["global_batch_size"]:
+        told["global_batch_size"] += f" (--global-batch-size {old_layout['global_batch_size']} keeps the steps as they were)"
+    if record["fingerprint"] != train.fingerprint and not _OF_DATA.intersection(changed):
+        told["data"] = f"the training data are others: {ALLOWED}"
+    return list(told.values())
+
+
+def _changed_settings(
+    record: dict[str, Any], config: Any, given: frozenset[str] | None = None
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """The settings of now, those of the checkpoint, and the names of those that changed, of `given` ones alone.
+
+    Raises:
+        Refusal: one that the mathematics depends on, which `allow_change` doesn't name.
+    """
+    now, before = plain_settings(config), record.get("settings", {})
+    public = public_settings(config)
+    before = {  # checkpoints did not always hold a digest of what may be a key
+        name: value if name in public or str(value).startswith("sha256:") else _digest(value) for name, value in before.items()
+    }
+    if before.get("momentum") == FORMER_MOMENTUM and now.get("momentum") is None and now.get("optim") not in ("sgd", "rmsprop"):
+        before["momentum"] = None
+    free = FREE - OF_EVALUATION if follows_evaluations(config) else FREE
+    changed = [name for name in now if name in before and now[name] != before[name] and name not in free]
+    changed = [name for name in changed if given is None or name in given]
+    refused = [name for name in changed if name not in SAID and name not in config.allow_change]
+    if refused:
+        shown = "; ".join(f"{name} was {before[name]} and is {now[name]}" for name in refused)
+        raise Refusal(
+            f"--resume: {shown}. That would not be the run that was begun. Take back the change, begin a new run in another "
+            f"--output-dir, or allow it by name: --allow-change {','.join(refused)}"
+        )
+    return now, before, changed
+
+
+def keeps_its_length(config: Any) -> bool:
+    """Whether a continued run ends where it was to end: no setting that its length depends on was allowed to change."""
+    return not _OF_DATA.intersection(config.allow_change)

@@ -1,0 +1,116 @@
+"""One training step: the exact gradient of the global batch, clipped, guarded, applied."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.order import seed_micro_batch
+from toolkit.distributed.engines import engine_of
+
+LossFn = Callable[[Any, dict[str, Any], dict[str, float]], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def train_step(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    batch: Batch,
+    loss_fn: LossFn,
+    learning_rates: list[float],
+    *,
+    max_grad_norm: float = 1.0,
+) -> dict[str, torch.Tensor]:
+    """Forward, backward, clip, guard and update for one global batch: `accumulate_gradients`, then `clip_and_update`.
+
+    A step whose loss or gradient is not finite on any rank changes no parameter and no optimizer state, on all ranks alike.
+
+    Returns 0-d tensors, the same on every rank; with a fused optimizer nothing waits for the device (others wait once, to
+    know whether the update may be made): `loss`; `grad_norm`, global and before
+    clipping at `max_grad_norm` (0: no clipping); `applied`, 1 or 0; `nonfinite`, 1 for a skipped step that is not the
+    search of fp16's loss scale; and the loss function's metrics.
+    """
+    set_learning_rates(optimizer, learning_rates)
+    metrics = accumulate_gradients(accelerator, model, batch, loss_fn)
+    loss = metrics["loss"]
+    return metrics | clip_and_update(accelerator, model, optimizer, loss, learning_rates, max_grad_norm=max_grad_norm)
+
+
+def accumulate_gradients(accelerator: Any, model: Any, batch: Batch, loss_fn: LossFn) -> dict[str, torch.Tensor]:
+    """Add the gradient of the global batch's mean loss to `.grad`, and return the loss and the loss function's metrics.
+
+    `loss_fn(model, micro_batch, totals)` returns its part of the mean, already divided by the total of its unit; the parts
+    of all micro-batches and ranks add up to the exact mean. On one device and under DDP every parameter then has the
+    gradient of the whole global batch, not clipped yet; ZeRO and FSDP2 keep a part of it on each rank. With fp16 gradients
+    are multiplied by the loss scale until `clip_and_update` divides by it.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    for index in range(len(batch.micro_batches)):
+        for name, part in accumulate_micro_batch(accelerator, model, batch, index, loss_fn).items():
+            sums[name] = sums[name] + part if name in sums else part
+    return sum_over_ranks(accelerator, sums)
+
+
+def accumulate_micro_batch(accelerator: Any, model: Any, batch: Batch, index: int, loss_fn: LossFn) -> dict[str, torch.Tensor]:
+    """Forward and backward of one micro-batch: adds its part of the gradient to `.grad`.
+
+    Returns this rank's parts of the loss and of the loss function's metrics, zero for a filler. Micro-batches are taken in
+    their order: ranks exchange gradients with the last one, so under DDP `.grad` is this rank's alone until then, multiplied
+    by the number of ranks.
+    """
+    engine, last = engine_of(accelerator), index == len(batch.micro_batches) - 1
+    if batch.seeds:
+        seed_micro_batch(batch.seeds[index])
+    with engine.accumulating(accelerator, model, last):
+        loss, metrics = loss_fn(model, to_device(batch.micro_batches[index], accelerator.device), batch.totals)
+        weight = 1.0 if batch.real[index] else 0.0
+        engine.backward(accelerator, model, loss * (weight * accelerator.num_processes), last)
+    parts = {"loss": loss.detach(), **metrics}
+    return parts if batch.real[index] else {name: torch.zeros_like(part) for name, part in parts.items()}
+
+
+def clip_and_update(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    loss: torch.Tensor,
+    learning_rates: list[float],
+    *,
+    max_grad_norm: float = 1.0,
+) -> dict[str, torch.Tensor]:
+    """Clip the gradients, update the parameters unless something is not finite, and clear the gradients.
+
+    `loss`: of the global batch, as `accumulate_gradients` returns it; where it is not finite on all ranks alike, nothing is
+    updated. Returns `grad_norm`, `applied` and `nonfinite`, as `train_step` does.
+    """
+    set_learning_rates(optimizer, learning_rates)
+    return engine_of(accelerator).clip_and_update(accelerator, model, optimizer, loss, max_grad_norm)
+
+
+def set_learning_rates(optimizer: Any, learning_rates: list[float]) -> None:
+    """The rate of each parameter group, in the order of `optimizer.param_groups`."""
+    if len(learning_rates) != len(optimizer.param_groups):
+        raise ValueError(
+            f"{len(optimizer.param_groups)} parameter groups need as many learning rates, not {len(learning_rates)}: "
+            "schedule(progress) of build_optimizer returns them"
+        )
+    for group, rate in zip(optimizer.param_groups, learning_rates, strict=True):
+        group["lr"] = rate
+
+
+def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The same micro-batch with its tensors on `device`."""
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for name, value in micro_batch.items()
+    }
+
+
+def sum_over_ranks(accelerator: Any, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Sums of 0-d tensors over the ranks, in one reduction for all of them together. Every rank calls it."""
+    if accelerator.num_processes == 1:
+        return parts
+    stacked = torch.stack([value.double() for value in parts.values()])
+    torch.distributed.all_reduce(stacked)
+    return dict(zip(parts, stacked.unbind(), strict=True))
