@@ -253,6 +253,24 @@ class Runner:
         return self.folder / output_dir
 
 
+@pytest.fixture(scope="module", autouse=True)
+def as_it_started() -> Iterator[None]:
+    """What a file's tests change in their process is undone before the next file's: the precision that an Accelerator leaves to
+    the one after it, torch's switches, the environment."""
+    environment = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
+    if states := sys.modules.get("accelerate.state"):
+        states.AcceleratorState._reset_state(reset_partial_state=True)
+        states.GradientState._reset_state()
+    if torch := sys.modules.get("torch"):
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def fork_run() -> Callable[..., Any]:
     """A process, not started yet, that runs a script as a user would, in a process group of its own."""
