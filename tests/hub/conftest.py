@@ -49,8 +49,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The client's own pauses between its tries, and ours, are noted and not waited for."""
     import logging
 
-    from huggingface_hub.utils import _http, disable_progress_bars
-    from huggingface_hub.utils import logging as hub_logging
+    from huggingface_hub.utils import _http, disable_progress_bars, logging as hub_logging
 
     from toolkit.hub import client
 

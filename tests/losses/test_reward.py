@@ -85,8 +85,7 @@ def test_loss_and_gradients_are_those_of_trl(settings: dict[str, float], tmp_pat
     Fails when: the margin is added, the square is that of the difference of the rewards, or the halves of the rows are swapped.
     """
     from datasets import Dataset
-    from trl import RewardConfig as TrlConfig
-    from trl import RewardTrainer
+    from trl import RewardConfig as TrlConfig, RewardTrainer
 
     tokenizer = plain_tokenizer()
     ours = scorer(tokenizer)

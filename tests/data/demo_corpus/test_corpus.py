@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.config import DataConfig, Refusal
-from toolkit.data.demo_corpus import stdlib as corpus
-from toolkit.data.demo_corpus import tasks as corpus_tasks
+from toolkit.data.demo_corpus import stdlib as corpus, tasks as corpus_tasks
 from toolkit.data.demo_corpus.code_annotations import TOKEN_ROLES, first_sentence, token_roles
 from toolkit.data.demo_corpus.near_duplicates import without_leaks
 from toolkit.data.sources import arrow_cache

@@ -17,8 +17,7 @@ import datasets
 import pytest
 
 from toolkit.config import DataConfig, Refusal
-from toolkit.data.sources import arrow_cache
-from toolkit.data.sources import load as sources
+from toolkit.data.sources import arrow_cache, load as sources
 from toolkit.data.sources.hub_datasets import load_from_hub, parse_hub_name
 from toolkit.data.sources.load import load_splits
 from toolkit.data.sources.mixtures import as_mixture
