@@ -317,7 +317,7 @@ def test_ctrl_c_ends_a_replay_with_130_and_no_traceback(run: Path, tmp_path: Pat
 
 def test_a_run_whose_models_files_are_others_now_is_not_replayed(run: Path, tmp_path: Path) -> None:
     """Fails when: the digest that the run card has is not compared. What is as it was goes on to the next check."""
-    from toolkit.system.directory_digest import digests_of_directories
+    from toolkit.system.digests import digests_of_directories
 
     base = tmp_path / "base"
     base.mkdir()

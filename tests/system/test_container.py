@@ -16,7 +16,7 @@ from toolkit import checkpoint as ckpt
 from toolkit.cli.container import channels_named, container_settings, deliver_model, find_channels
 from toolkit.cli.recipe import read_command_line
 from toolkit.config import Refusal, settings_of
-from toolkit.system.number_format import show_number
+from toolkit.system.console import show_number
 from toolkit.system.sagemaker_container import waits_for_s3
 
 

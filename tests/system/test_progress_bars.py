@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.system.progress_bars import keep_bars_out_of_logs
+from toolkit.system.console import keep_bars_out_of_logs
 
 RECIPE = """
 from dataclasses import dataclass

@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from toolkit.system.typed import as_typed
+from toolkit.system.console import as_typed
 
 COMMAND = re.compile(r"(?:toolkit (?:train|generate|chat|evaluate|merge|push|report|replay|copy|diff|inspect|checkpoints|sagemaker)|"
                      r"\bpython|accelerate launch)\b[^.;:,]* $")  # fmt: skip

@@ -18,9 +18,9 @@ from torch import nn
 
 import toolkit as tk
 from toolkit import checkpoint as ckpt
+from toolkit.system.console import own_ends
 from toolkit.system.interruptions import Interrupted
 from toolkit.system.json_lines import read_lines
-from toolkit.system.text import own_ends
 from toolkit.training.guard import Unstable, describe_row
 
 

@@ -16,7 +16,7 @@ from toolkit.config.values import (
     probably_meant,
     unknown_settings,
 )
-from toolkit.system.typed import as_typed
+from toolkit.system.console import as_typed
 
 _SWITCH_WORDS = (*WORDS_FOR_TRUE, *WORDS_FOR_FALSE, *WORDS_FOR_NONE)
 

@@ -14,8 +14,7 @@ from toolkit.cli.refusals import print_refusal
 from toolkit.cli.setting_options import option, read_options
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.parsing import read_text_file
-from toolkit.system.console import DIM, say
-from toolkit.system.typed import as_typed
+from toolkit.system.console import DIM, as_typed, say
 
 if TYPE_CHECKING:
     from toolkit.generation.answers import Sampling

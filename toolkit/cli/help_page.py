@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 from toolkit.cli.panels import Row, show_page
 from toolkit.config.setting import Setting, describe, show_value
 from toolkit.config.values import flag_of
-from toolkit.system.typed import as_typed
+from toolkit.system.console import as_typed
 
 _OWN_PANEL = "Command line"
 _FOOTNOTE = (

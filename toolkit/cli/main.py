@@ -8,9 +8,7 @@ import typer
 from toolkit.cli.lazy import LOOK, lazy_group
 from toolkit.cli.refusals import print_mistake, print_refusal
 from toolkit.config import Refusal
-from toolkit.system.console import say
-from toolkit.system.progress_bars import keep_bars_out_of_logs
-from toolkit.system.typed import as_typed
+from toolkit.system.console import as_typed, keep_bars_out_of_logs, say
 
 # name: (module:function, its line of help); in panels
 COMMANDS = {

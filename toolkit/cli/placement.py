@@ -11,7 +11,7 @@ from toolkit.cli.recipe_file import complete_accelerate_config, find_accelerate_
 from toolkit.config import Refusal
 from toolkit.distributed.accelerate_config import AccelerateConfig, check_devices, read_accelerate_config
 from toolkit.distributed.launch import MAIN_PORT, ONE_MACHINE, TRAIN_OPTIONS, Nodes
-from toolkit.system.typed import as_typed
+from toolkit.system.console import as_typed
 
 MOST_RANKS = 1 << 14  # processes of a machine, and machines: more than any has, and few enough to count
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.system.console import say
-from toolkit.system.typed import as_typed
+from toolkit.system.console import as_typed, say
 
 
 def push(

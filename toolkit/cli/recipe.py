@@ -30,8 +30,7 @@ from toolkit.config.rules import broken_rules
 from toolkit.config.setting import refuse_all
 from toolkit.config.values import read_what_can_be, split_list
 from toolkit.distributed.mpi import adopt_mpi_ranks
-from toolkit.system.console import say
-from toolkit.system.progress_bars import keep_bars_out_of_logs
+from toolkit.system.console import keep_bars_out_of_logs, say
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 EXIT_REFUSED, EXIT_TRY_AGAIN, EXIT_STOPPED = 2, 75, 130  # the last as shells have it for SIGINT

@@ -9,8 +9,7 @@ import typer
 from toolkit.cli.recipe_file import complete_own_file
 from toolkit.config.places import place_to_write
 from toolkit.runs.copies import KINDS, changes_of, find_own_file, first_line, is_copy, make_copy, own_files, recipes_folder
-from toolkit.system.console import BOLD, CYAN, GREEN, RED, say
-from toolkit.system.typed import as_typed
+from toolkit.system.console import BOLD, CYAN, GREEN, RED, as_typed, say
 
 _STYLES = {"+": GREEN, "-": RED, "@": CYAN}
 _TITLES = {

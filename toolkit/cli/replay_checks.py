@@ -98,8 +98,7 @@ def script_of(card: dict[str, Any]) -> str:
 def check_inputs(script: str, card: dict[str, Any]) -> None:
     """Refuse another recipe, or other files of the data, of the model or of what else a setting names."""
     from toolkit.runs.provenance import local_digest
-    from toolkit.system.digests import sha256_of
-    from toolkit.system.directory_digest import directory_digest
+    from toolkit.system.digests import directory_digest, sha256_of
 
     if not Path(script).is_file():
         raise typer.BadParameter(f"{script}: there is no such file.", param_hint="--recipe")

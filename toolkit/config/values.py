@@ -16,8 +16,7 @@ from toolkit.config.foreign_names import is_foreign, passed_over, translate
 from toolkit.config.former_names import NO_SECRET, SECRETS, former_optimizer, former_packing
 from toolkit.config.other_trainers import counterpart
 from toolkit.config.setting import Refusal, Setting, Settings, check_value, nearest, refuse_all, settings_of, show_value
-from toolkit.system.console import warn_once
-from toolkit.system.typed import as_typed
+from toolkit.system.console import as_typed, warn_once
 
 WORDS_FOR_TRUE = ("true", "yes", "on", "1")
 WORDS_FOR_FALSE = ("false", "no", "off", "0")

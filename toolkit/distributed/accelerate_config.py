@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.config import Refusal
 from toolkit.config.parsing import parse_yaml, read_text_file
 from toolkit.config.setting import nearest
-from toolkit.system.typed import as_typed
+from toolkit.system.console import as_typed
 
 # Of Accelerate's DistributedType: what isn't started as plain processes that torch.distributed brings together.
 _NOT_STARTED_HERE = ("XLA", "MEGATRON_LM")

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from toolkit.system.console import say
-from toolkit.system.interface import free_port, interface_toward
+from toolkit.system.network import free_port, interface_toward
 
 REFUSED, TRY_AGAIN = 2, 75
 MAIN_PORT = 29500  # where several nodes meet, unless told otherwise

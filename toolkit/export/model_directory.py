@@ -17,9 +17,8 @@ from toolkit.distributed.engines.pieces import whole_state_dict
 from toolkit.distributed.ranks import on_main
 from toolkit.export.card import base_license, model_card, read_json, with_name
 from toolkit.models.adapter_files import base_of_adapter, is_adapted, save_adapter
-from toolkit.system.console import say
+from toolkit.system.console import as_typed, say
 from toolkit.system.files import make_folder, put_in_place, remove, written_beside
-from toolkit.system.typed import as_typed
 
 
 def save_model(accelerator: Any, model: Any, tokenizer: Any, config: Any, summary: Any = None) -> Path:

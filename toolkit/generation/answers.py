@@ -14,7 +14,7 @@ from toolkit.data.sources.readers import read_json_line
 from toolkit.data.tokenize.encoder import build_encoder
 from toolkit.generation.samples import prompt_of, stop_ids
 from toolkit.system.console import quoted
-from toolkit.system.time_limit import TEMPLATE_SECONDS, time_limit
+from toolkit.system.interruptions import TEMPLATE_SECONDS, time_limit
 
 Message = dict[str, str]
 _CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # how a character decodes whose last bytes are yet to come

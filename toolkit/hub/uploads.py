@@ -24,8 +24,8 @@ from toolkit.hub.queue import QUEUE, Job, add_job, clean_queue, leave_out_replac
 from toolkit.hub.sender import start_sender
 from toolkit.models.adapter_files import is_adapted, warning_of_base
 from toolkit.runs.summary import evaluations_by_step
+from toolkit.system.console import as_typed
 from toolkit.system.interruptions import OutOfTime
-from toolkit.system.typed import as_typed
 
 LONGEST_WAIT = 1800.0  # seconds at the end of a run, while something still goes up
 PATIENCE = 30.0  # seconds at the end of a run, while nothing does

@@ -17,8 +17,8 @@ import torch
 from toolkit.config import Refusal
 from toolkit.config.conditions import is_adapter
 from toolkit.config.parsing import parse_json
+from toolkit.system.console import as_typed
 from toolkit.system.nonfinite import describe_nonfinite
-from toolkit.system.typed import as_typed
 
 BASE = "base"  # the folder for a base that stands nowhere else
 # The settings of the adapted model, under a name of its own: with a config.json a directory is taken for a whole model.

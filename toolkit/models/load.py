@@ -23,8 +23,8 @@ from toolkit.models.layers import check_compiler, checkpoint_layers, compile_lay
 from toolkit.models.quantization import in_4_bits, keep_gradients
 from toolkit.models.shapes import DIMENSIONS, built_in_config
 from toolkit.models.tokenizer import commit_in_cache, hub_problem
+from toolkit.system.console import as_typed
 from toolkit.system.network import stay_offline_without_network
-from toolkit.system.typed import as_typed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

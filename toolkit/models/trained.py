@@ -12,7 +12,7 @@ from toolkit.config import ModelConfig, Refusal
 from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.models.adapter_files import base_of, check_adapter, put_adapter, read_adapter_config
 from toolkit.models.tokenizer import OFFLINE, load_tokenizer
-from toolkit.system.typed import as_typed
+from toolkit.system.console import as_typed
 
 _CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification"}
 

@@ -20,7 +20,7 @@ from toolkit.losses.pair_logps import PairLogps
 from toolkit.losses.preference import needs_reference
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.preference.reference_cache import reference_table
-from toolkit.system.directory_digest import digests_of_directories
+from toolkit.system.digests import digests_of_directories
 
 Ask = Callable[[Any, dict[str, Any]], Any]
 

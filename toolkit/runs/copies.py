@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import toolkit
 from toolkit.config import Refusal
 from toolkit.config.setting import nearest
-from toolkit.system.typed import as_typed
+from toolkit.system.console import as_typed
 
 ORIGINALS = Path(".toolkit") / "originals"
 KINDS = {"recipes": ".", "configs": "configs", "launch": "launch"}  # and the folders they lie in

@@ -11,8 +11,7 @@ from toolkit.config.setting import show_setting
 from toolkit.metrics.baselines import compared_with_baselines, in_words
 from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.copies import copy_in_words
-from toolkit.system.number_format import show_number
-from toolkit.system.typed import as_typed
+from toolkit.system.console import as_typed, show_number
 
 
 def what_the_run_is(card: Mapping[str, Any]) -> list[str]:

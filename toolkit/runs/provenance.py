@@ -10,7 +10,7 @@ from pathlib import Path
 from toolkit.config import Refusal
 from toolkit.data.sources.find_files import find_files
 from toolkit.data.sources.mixtures import as_mixture
-from toolkit.system.directory_digest import add_file
+from toolkit.system.digests import add_file
 
 
 def toolkit_identity() -> dict[str, str | None]:

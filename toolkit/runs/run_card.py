@@ -23,8 +23,7 @@ from toolkit.models.adapter_files import base_of_adapter
 from toolkit.runs.copies import edited_copy
 from toolkit.runs.overview import given_and_not_read, given_settings, what_the_run_is
 from toolkit.runs.provenance import digests_of_files, git_commit, processor_name, toolkit_identity, working_directory
-from toolkit.system.digests import sha256_of
-from toolkit.system.directory_digest import digests_of_directories
+from toolkit.system.digests import digests_of_directories, sha256_of
 from toolkit.system.files import write_atomically
 from toolkit.system.json_lines import strict_json
 

@@ -11,8 +11,7 @@ from toolkit.cli.placement import MOST_RANKS
 from toolkit.cli.recipe_file import Recipe, find_accelerate_config, find_recipe
 from toolkit.config import Refusal
 from toolkit.config.places import place_to_write
-from toolkit.system.console import say
-from toolkit.system.typed import as_typed
+from toolkit.system.console import as_typed, say
 
 # The job's options may stand among the recipe's flags: what isn't known here is the recipe's.
 _AMONG_FLAGS = {"ignore_unknown_options": True}

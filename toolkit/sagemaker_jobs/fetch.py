@@ -11,8 +11,8 @@ from typing import Any
 
 from toolkit.config import Refusal
 from toolkit.sagemaker_jobs.follow import asked, aws_client, describe
+from toolkit.system.console import as_typed
 from toolkit.system.files import make_folder, put_in_place, remove, written_beside
-from toolkit.system.typed import as_typed
 
 
 def fetch(

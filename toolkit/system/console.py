@@ -1,16 +1,22 @@
-"""Text on its way to the screen or a log: nothing in it commands the terminal, and no password in a URL is shown.
+"""Text for the screen or a log: no control sequences of others, no passwords of URLs, numbers and commands in one format.
 
-Everything the toolkit prints goes through `say`, because any message may quote data: a column's name, a line of JSON, a path.
+Everything the toolkit prints goes through `say`, because any message may quote data: a column name, a line of JSON, a path.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import math
 import os
 import re
+import shlex
 import sys
-from typing import Any, TextIO
+from collections.abc import MutableMapping
+from typing import TextIO
+
+from toolkit.system.sagemaker_container import in_container
 
 DIM, BOLD, RED, GREEN, CYAN, MARKED = "2", "1", "31", "32", "36", "4;32"  # ECMA-48, "select graphic rendition"
 _JOINERS = "\u200c\u200d"  # within words and emoji: they join what is next to them, and command nothing
@@ -22,8 +28,16 @@ _IN_QUERY = re.compile(
     re.IGNORECASE,
 )
 
+# Progress bars, read when a library is imported. transformers follows huggingface_hub; the last is tqdm's, for all others.
+_BAR_SWITCHES = {
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "TQDM_DISABLE": "1",
+}
 
-def say(text: Any, *, error: bool = False, style: str = "", end: str = "\n") -> None:
+
+def say(text: object, *, error: bool = False, style: str = "", end: str = "\n") -> None:
     """Print text, whatever it holds, in one write: on standard output, or on standard error."""
     stream = sys.stderr if error else sys.stdout
     write(styled(printable(str(text)), style, stream) + end, stream)
@@ -59,7 +73,7 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() or sign in "\n\t" or sign in _JOINERS else _escaped(sign) for sign in text)
 
 
-def quoted(text: Any) -> str:
+def quoted(text: object) -> str:
     """A value between quotes for a message, as `repr` writes it, but with joined emoji as they are."""
     shown = repr(text)
     return shown.replace("\\u200d", "\u200d").replace("\\u200c", "\u200c") if isinstance(text, str) else shown
@@ -74,6 +88,42 @@ def without_passwords(text: str) -> str:
 def holds_password(text: str) -> bool:
     """Whether text holds a URL with a password or a token, before its host or in its query."""
     return _CREDENTIALS.search(text) is not None or ("://" in text and _IN_QUERY.search(text) is not None)
+
+
+def one_line(text: str, width: int) -> str:
+    """A text without line breaks, cut to `width` characters."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= width else flat[: width - 1] + "…"
+
+
+def own_ends(prompts: list[str], width: int) -> list[str]:
+    """The end of each prompt, without the text that all of them end with (a chat template's)."""
+    ends = zip(*(reversed(prompt) for prompt in prompts), strict=False) if len(prompts) > 1 else ()
+    alike = sum(1 for _ in itertools.takewhile(lambda characters: len(set(characters)) == 1, ends))
+    return [one_line((prompt[: len(prompt) - alike] or prompt)[::-1], width)[::-1] for prompt in prompts]
+
+
+def show_number(value: float) -> str:
+    """A metric in few characters; in a SageMaker job without commas, which its regular expressions for metrics don't match."""
+    comma = "" if in_container() else ","
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) < 1e15):
+        return f"{int(value):{comma}}"
+    if not math.isfinite(value) or 0.001 <= abs(value) < 1000:
+        return f"{value:.4f}"
+    return f"{value:{comma}.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.2e}"
+
+
+def as_typed(*words: object) -> str:
+    """The words as one shell command, quoted where needed: messages tell people to type only what they can paste."""
+    return shlex.join(map(str, words))
+
+
+def keep_bars_out_of_logs(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Turn off the progress bars of libraries imported from here on, unless standard error is a terminal or the user set them.
+    """
+    if not sys.stderr.isatty():
+        for name, value in _BAR_SWITCHES.items():
+            environment.setdefault(name, value)
 
 
 def _escaped(sign: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether files still have the content that was written: digests in a file next to them, or behind the content itself.
+"""Digests of files: whether they still have the content that was written, and whether two model directories are the same.
 
 CRC-32 for what this machine keeps for itself: it finds any flipped bit, cut or overwritten piece (another one in 4 billion
 escapes it) at twice the speed of SHA-256 and more. SHA-256 for checkpoints, which travel.
@@ -18,6 +18,8 @@ from typing import Any
 DIGESTS = "digests.json"
 _PIECE = 1 << 20  # bytes: a piece stays in the processor's cache between being read and being summed
 _SEAL = b"\ncrc32 %08x\n"
+_OF_A_MODEL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".safetensors", ".py")
+_WHOLE, _PIECES, _PIECE = 16 << 20, 128, 64 << 10  # bytes, pieces of a file, bytes of a piece
 
 
 def sha256_of(path: Path) -> str:
@@ -105,3 +107,48 @@ def read_sealed(path: Path) -> bytes:
     if size < 0 or sealed[size:] != _SEAL % zlib.crc32(sealed[:size]):
         raise ValueError("contents changed (CRC-32 differs)")
     return sealed[:size]
+
+
+def directory_digest(directory: str | Path) -> str:
+    """SHA-256 over names, sizes and contents of the configuration, tokenizer, code and weights in a directory.
+
+    Of a file above 16 MB, so of weights, 8 MB are read: 128 pieces of 64 kB at even distances, the header and the end among
+    them. Training or another type changes numbers everywhere, which shows; a single bit elsewhere would not.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(directory).expanduser().rglob("*")):
+        if path.suffix not in _OF_A_MODEL or not path.is_file():
+            continue
+        add_file(digest, path.relative_to(Path(directory).expanduser()).as_posix(), path)
+    return digest.hexdigest()
+
+
+def add_file(digest: Any, name: str, path: Path) -> None:
+    """Let a digest know of a file: its name, its size, and its content or pieces of it, as `directory_digest` says."""
+    size = path.stat().st_size
+    digest.update(f"{name}\0{size}\0".encode())
+    with open(path, "rb") as file:
+        if size <= _WHOLE:
+            digest.update(file.read())
+            return
+        for number in range(_PIECES):
+            file.seek((size - _PIECE) * number // (_PIECES - 1))
+            digest.update(file.read(_PIECE))
+
+
+def digests_of_directories(*names: str | None) -> dict[str, str]:
+    """By name, the digests of those that are directories here, and of the bases that adapters among them stand on."""
+    found: dict[str, str] = {}
+    for name in names:
+        if name and name not in found and Path(name).expanduser().is_dir():
+            found[name] = directory_digest(name)
+            found |= digests_of_directories(_base_of(Path(name).expanduser()))
+    return found
+
+
+def _base_of(directory: Path) -> str | None:
+    try:
+        base = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return str(base) if base and Path(base).expanduser().resolve() != directory.resolve() else None

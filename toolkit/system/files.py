@@ -1,4 +1,4 @@
-"""Files and folders that a crash or a power loss leaves whole: written next to their place, synced, then renamed into it."""
+"""Files and folders that a crash leaves whole: written next to their place, synced, then renamed into it. Locks of files."""
 
 import contextlib
 import os
@@ -6,6 +6,10 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from toolkit.system.console import say
+
+SILENT_SECONDS = 3.0  # of waiting for a lock, before a message
 
 
 def make_folder(path: Path) -> None:
@@ -99,6 +103,27 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def waiting_lock(path: Path, what: str) -> Iterator[None]:
+    """Hold a lock file, which is released when its process ends; after a few seconds of waiting, print a message once.
+
+    Args:
+        what: what the other process is doing, such as "prepares data".
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(str(path))
+    try:
+        lock.acquire(timeout=SILENT_SECONDS)
+    except Timeout:
+        say(f"waiting for another process, which {what} (it holds {path})", error=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _permit_as_usual(folder: Path) -> None:

@@ -1,4 +1,15 @@
-"""Exceptions that end a run early, and the exit code that says so."""
+"""Exceptions that end a run early, with their exit code, and a time limit for code from elsewhere, such as a chat template."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+TEMPLATE_SECONDS = 20.0  # for one chat: a template needs a thousandth of that
 
 
 class Interrupted(BaseException):
@@ -16,3 +27,29 @@ class InterruptedByKeyboard(Interrupted, KeyboardInterrupt):
 
 class OutOfTime(Exception):
     """The deadline after a stop signal is near and the step is not done."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """End a block of Python code after `seconds` of wall-clock time.
+
+    By the timer signal, so only in the main thread and where the system has one; elsewhere the block takes its time.
+
+    Raises:
+        TimeoutError: it has not ended by then.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"has not ended after {seconds:g} s")
+
+    began = time.monotonic()
+    before = signal.signal(signal.SIGALRM, end)
+    earlier, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, max(earlier - (time.monotonic() - began), 0.001) if earlier else 0.0)
+        signal.signal(signal.SIGALRM, before)

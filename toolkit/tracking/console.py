@@ -5,8 +5,7 @@ import shutil
 import sys
 import time
 
-from toolkit.system.console import say
-from toolkit.system.number_format import show_number
+from toolkit.system.console import say, show_number
 
 
 class Progress:

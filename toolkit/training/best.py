@@ -9,7 +9,7 @@ from toolkit.config.conditions import is_decided_by_a_metric
 from toolkit.distributed.engines import engine_of
 from toolkit.distributed.ranks import on_all, on_main
 from toolkit.metrics.direction import greater_is_better
-from toolkit.system.number_format import show_number
+from toolkit.system.console import show_number
 from toolkit.training.run_state import check_saves
 
 

@@ -23,10 +23,9 @@ from toolkit.runs import directory as output
 from toolkit.runs.overview import unread_after_a_step, verdict_of
 from toolkit.runs.run_card import end_run_card, unwrapped_optimizer
 from toolkit.runs.summary import Summary, summarize
+from toolkit.system.console import one_line, own_ends, show_number
 from toolkit.system.interruptions import Interrupted, OutOfTime
 from toolkit.system.json_lines import LineFile
-from toolkit.system.number_format import show_number
-from toolkit.system.text import one_line, own_ends
 from toolkit.tracking.console import Progress
 from toolkit.tracking.step_metrics import Window
 from toolkit.tracking.trackers import Trackers, open_trackers

@@ -16,8 +16,7 @@ import pyarrow as pa
 from toolkit.config import Refusal
 from toolkit.system.console import say
 from toolkit.system.digests import damage_in, write_digests
-from toolkit.system.files import make_folder, put_in_place, remove
-from toolkit.system.locks import waiting_lock
+from toolkit.system.files import make_folder, put_in_place, remove, waiting_lock
 
 if TYPE_CHECKING:
     from datasets import DatasetDict

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
 from toolkit.data.tokenize.tool_calls import CallForm, find_call_form, with_name, write_calls
-from toolkit.system.time_limit import TEMPLATE_SECONDS, time_limit
+from toolkit.system.interruptions import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

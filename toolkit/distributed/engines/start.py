@@ -15,7 +15,7 @@ from toolkit.distributed.engines.choice import EngineChoice
 from toolkit.distributed.engines.deepspeed_config import fit_buckets
 from toolkit.distributed.engines.deepspeed_file import KNOWN_KEYS
 from toolkit.system.console import say
-from toolkit.system.interface import free_port
+from toolkit.system.network import free_port
 
 # Optimizers that are wrong, or unproven, on shards of a parameter, and why.
 _UNSHARDED_ONLY = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from toolkit.system.directory_digest import digests_of_directories, directory_digest
+from toolkit.system.digests import digests_of_directories, directory_digest
 
 
 @pytest.fixture

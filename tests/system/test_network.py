@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from toolkit.distributed.launch import Nodes, rank_environments
-from toolkit.system.interface import interface_toward
+from toolkit.system.network import interface_toward
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the interface isn't looked for")
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from toolkit.system import locks
-from toolkit.system.time_limit import time_limit
+from toolkit.system import files
+from toolkit.system.interruptions import time_limit
 
 
 def test_waiting_for_another_process_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Once, and not where the lock is free. Fails when: the lock is taken without a time limit."""
-    monkeypatch.setattr(locks, "SILENT_SECONDS", 0.1)
-    with locks.waiting_lock(tmp_path / "a.lock", "prepares data"):
+    monkeypatch.setattr(files, "SILENT_SECONDS", 0.1)
+    with files.waiting_lock(tmp_path / "a.lock", "prepares data"):
         pass
     assert capsys.readouterr().err == ""
     held = threading.Event()
@@ -27,7 +27,7 @@ def test_waiting_for_another_process_is_said(tmp_path: Path, monkeypatch: pytest
     other = threading.Thread(target=hold)
     other.start()
     held.wait(10)
-    with locks.waiting_lock(tmp_path / "a.lock", "prepares data"):
+    with files.waiting_lock(tmp_path / "a.lock", "prepares data"):
         assert capsys.readouterr().err == f"waiting for another process, which prepares data (it holds {tmp_path / 'a.lock'})\n"
     other.join()
 
