@@ -52,6 +52,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "recomputed": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "floor": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 5e-4}},
 }  # fmt: skip
+# A rate so high that the held-out loss rises at times: the reductions are what is compared.
+PLATEAU: dict[str, Any] = {
+    "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"factor": 0.5, "patience": 0}, "optim": "sgd", "learning_rate": 2.0,
+    "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": len(LENGTHS), "metric_for_best_model": "eval_loss", "max_grad_norm": 0,
+}  # fmt: skip
 IN_BFLOAT16 = {"bf16": True, "max_steps": 2, "optim": "sgd", "learning_rate": 0.5}  # its losses alone: kernels round otherwise
 # What both have and no weight on one CPU can tell: devices and their formats, and where a run begins.
 OF_DEVICES = {"fp16", "tf32", "full_determinism", "use_cpu", "torch_compile", "torch_compile_backend", "ddp_backend", "resume_from_checkpoint"}
@@ -61,6 +66,7 @@ CASES = {
     **{f"optim {name}": {"optim": name, **more} for name, more in OPTIMIZERS.items()},
     **{f"schedule {name}": {"lr_scheduler_type": name, **more} for name, more in SCHEDULES.items()},
     **OTHERS,
+    "schedule reduce_lr_on_plateau": PLATEAU,
 }  # fmt: skip
 
 
@@ -80,7 +86,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[in
     tokenizer.save_pretrained(folder / "model")
     numbers = np.random.default_rng(0)
     rows = [numbers.integers(4, len(tokenizer), length).tolist() for length in LENGTHS]
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    held_out = [numbers.integers(4, len(tokenizer), length).tolist() for length in LENGTHS]
+    for name, those in (("rows.jsonl", rows), ("both/train.jsonl", rows), ("both/validation.jsonl", held_out)):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in those))
     return folder, rows
 
 
@@ -101,7 +110,10 @@ def with_trainer(folder: Path, rows: list[list[int]], written: dict[str, Any], t
         del written["warmup_ratio"]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     arguments = transformers.TrainingArguments(**{**written, "output_dir": str(tmp_path / "theirs"), "disable_tqdm": True})
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row} for row in rows], data_collator=collate)
+    held_out = [json.loads(line) for line in (folder / "both/validation.jsonl").read_text().splitlines()]
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=[{"input_ids": row} for row in rows], eval_dataset=held_out, data_collator=collate
+    )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -110,8 +122,10 @@ def with_trainer(folder: Path, rows: list[list[int]], written: dict[str, Any], t
 def with_recipe(run_recipe: Any, folder: Path, written: dict[str, Any], tmp_path: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     left_out = {"output_dir", *(["warmup_steps"] if "warmup_ratio" in written else [])}  # one setting here
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({key: value for key, value in written.items() if key not in left_out}))
-    run = run_recipe("sft", "--config", "theirs.yaml", "--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"),
-                     "--no-packing", "--eval-fraction", "0", "--no-auto-find-batch-size")  # fmt: skip
+    data = ["--dataset", str(folder / "rows.jsonl"), "--eval-fraction", "0"]
+    if written["eval_strategy"] != "no":
+        data = ["--dataset", str(folder / "both"), "--num-samples", "0", "--no-eval-on-start"]
+    run = run_recipe("sft", "--config", "theirs.yaml", "--model", str(folder / "model"), *data, "--no-packing", "--no-auto-find-batch-size")
     assert run.code == 0, run.err
     return [event["loss"] for event in run.metrics if "loss" in event], run.weights()
 
@@ -122,7 +136,7 @@ def test_a_yaml_of_trainer_trains_to_the_weights_that_trainer_comes_to(
 ) -> None:
     """Losses to 1e-5, and each tensor's whole change to 1e-3 of its size.
 
-    Fails when: adafactor is torch's, sgd's momentum is Muon's, the floor of a schedule or any of the settings does not arrive.
+    Fails when: adafactor is torch's, sgd's momentum is Muon's, a plateau reduces nothing, the floor of a schedule or any setting does not arrive.
     """
     folder, rows = inputs
     written = {**COMMON, **CASES[case]}
@@ -157,5 +171,4 @@ def test_every_setting_that_trainer_has_too_is_compared_or_named_here() -> None:
     assert (ours & theirs) - FREE == (compared & ours & theirs - FREE) | OF_DEVICES | DIFFERENT
     assert set(settings["optim"].choices) & {name.value for name in OptimizerNames} == set(OPTIMIZERS) | ON_CUDA
     ours_too = set(settings["lr_scheduler_type"].choices) & {name.value for name in SchedulerType}
-    needs_more = {"reduce_lr_on_plateau"}  # evaluations, which differ in rows
-    assert ours_too == set(SCHEDULES) | needs_more
+    assert ours_too == {*SCHEDULES, "reduce_lr_on_plateau"}
