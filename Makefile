@@ -1,6 +1,7 @@
 # make demo     pretrain on real text, fine-tune, and write runs/demo/report.html (under five minutes on two cores)
 # make test     everything the tests prove
 # make chaos    faults caused on purpose and malformed inputs, in the long form; the faults' table is in docs/reliability.md
+# make docs     docs/ and the API reference as a site, in site/
 # make lint     ruff and mypy
 # make install  the environment alone, in .venv
 
@@ -15,7 +16,7 @@ PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-
 # this), every process would compile all it imports anew, for 20 seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test chaos lint install clean
+.PHONY: demo test chaos docs lint install clean
 
 demo: $(CORE)
 	$(BIN)/python recipes/pretrain.py --output-dir runs/demo/pretrain --overwrite-output-dir
@@ -31,6 +32,10 @@ chaos: $(DEV) $(SDK)
 		FUZZ_CASES=$(or $(CASES),300) FUZZ_SEED=$(or $(SEED),$(shell date +%Y%m%d)) \
 		$(BIN)/python -m pytest tests/faults tests/hub/test_commit.py tests/sagemaker_jobs/test_simulated_jobs.py \
 		tests/fuzz $(PYTEST)
+
+docs: $(DEV)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo site/index.html
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -61,4 +66,4 @@ $(SDK): tests/sagemaker_jobs/requirements.txt | $(DEV)
 	@touch $(SDK)
 
 clean:
-	rm -rf .venv runs build *.egg-info
+	rm -rf .venv runs build site *.egg-info

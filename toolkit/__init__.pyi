@@ -1,7 +1,7 @@
 # The public names, each with the file it is in. lazy_loader reads this file when the package is imported, and loads a file when
 # a name of it is first used; type checkers and editors read it as an ordinary stub.
 
-from .checkpoint import (
+from .checkpoint.directory import (
     latest_checkpoint as latest_checkpoint,
     load_checkpoint as load_checkpoint,
     prune_checkpoints as prune_checkpoints,
@@ -9,31 +9,31 @@ from .checkpoint import (
     verify_checkpoint as verify_checkpoint,
 )
 from .cli.recipe import run_recipe as run_recipe
-from .config import (
-    AdapterConfig as AdapterConfig,
-    CausalLMConfig as CausalLMConfig,
-    ClassificationConfig as ClassificationConfig,
+from .config.conditions import is_built_in as is_built_in
+from .config.groups import (
     DataConfig as DataConfig,
     DevicesConfig as DevicesConfig,
     HubConfig as HubConfig,
     ModelConfig as ModelConfig,
     OptimConfig as OptimConfig,
     OutputConfig as OutputConfig,
+    RunConfig as RunConfig,
+    SeedConfig as SeedConfig,
+    trained_model as trained_model,
+)
+from .config.methods import (
+    AdapterConfig as AdapterConfig,
+    CausalLMConfig as CausalLMConfig,
+    ClassificationConfig as ClassificationConfig,
     PairsConfig as PairsConfig,
     PreferenceConfig as PreferenceConfig,
     RankedAnswersConfig as RankedAnswersConfig,
     ReferenceConfig as ReferenceConfig,
-    Refusal as Refusal,
     RewardConfig as RewardConfig,
-    RunConfig as RunConfig,
     SampleConfig as SampleConfig,
-    SeedConfig as SeedConfig,
-    Settings as Settings,
     UnpairedConfig as UnpairedConfig,
-    setting as setting,
-    trained_model as trained_model,
 )
-from .config.conditions import is_built_in as is_built_in
+from .config.setting import Refusal as Refusal, Settings as Settings, setting as setting
 from .data.demo_corpus.texts import (
     answer_baselines as answer_baselines,
     class_baselines as class_baselines,
@@ -108,15 +108,17 @@ from .losses.with_reference import (
     sppo_hard_loss as sppo_hard_loss,
 )
 from .metrics.classification import classification_metrics as classification_metrics
+from .metrics.metric import Metrics as Metrics
 from .models.load import load_model as load_model
 from .models.lora import add_adapter as add_adapter
 from .models.padding import pad_apart_from_end as pad_apart_from_end
 from .models.tokenizer import load_tokenizer as load_tokenizer, train_tokenizer as train_tokenizer
-from .optim.optimizers import build_optimizer as build_optimizer, build_schedule as build_schedule
+from .optim.optimizers import build_optimizer as build_optimizer
+from .optim.schedules import build_schedule as build_schedule
 from .preference.kl_estimate import estimate_kl as estimate_kl
 from .preference.pair_layouts import choose_answer_layout as choose_answer_layout, choose_pair_layout as choose_pair_layout
 from .preference.reference import Reference as Reference, build_reference as build_reference, sync_reference as sync_reference
-from .report import write_report as write_report
+from .report.page import write_report as write_report
 from .runs.directory import check_output_dir as check_output_dir, claimed as claimed, write_summary as write_summary
 from .runs.overview import verdict_of as verdict_of
 from .runs.run_card import end_run_card as end_run_card, write_run_card as write_run_card
@@ -126,7 +128,7 @@ from .system.json_lines import append_line as append_line
 from .training.accelerator import build_accelerator as build_accelerator
 from .training.best import load_best as load_best, stopped_improving as stopped_improving
 from .training.divergence import Divergence as Divergence
-from .training.evaluation import Metrics as Metrics, eval_with_gather as eval_with_gather
+from .training.evaluation import eval_with_gather as eval_with_gather
 from .training.guard import Unstable as Unstable, report_nonfinite as report_nonfinite
 from .training.memory import fit_micro_batch as fit_micro_batch
 from .training.run import Run as Run, open_run as open_run
