@@ -58,6 +58,9 @@ PRELOADED = [
 ]  # fmt: skip
 
 
+# torch reads it when it is loaded, in the process that the others are forked from: two threads each would wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a script starts with `&`: tests that send it need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -275,7 +278,8 @@ def as_it_started() -> Iterator[None]:
 def fork_run() -> Callable[..., Any]:
     """A process, not started yet, that runs a script as a user would, in a process group of its own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *_configurations()])
+    # This file too, since each child looks for `_child` in it: its import of pytest takes a third of a second.
+    context.set_forkserver_preload([*PRELOADED, *_configurations(), __name__])
 
     def prepare(
         script: str, arguments: list[str], out: Path, folder: Path, environment: dict[str, str], *,
