@@ -37,8 +37,9 @@ def _load(name: str) -> Any:
     return module
 
 
-_TALLY, _WORKING_TREE = _load("tally"), _load("working_tree")
+_TALLY, _WORKING_TREE, _WARM = _load("tally"), _load("working_tree"), _load("warm_python")
 tally, count, chance, long_form = _TALLY.tally, _TALLY.count, _TALLY.chance, _TALLY.long_form
+as_marked, warm_python, warm_programs, client_script_fixture = _WARM.as_marked, _WARM.warm_python, _WARM.warm_programs, _WARM.client_script_fixture
 pytest_sessionstart, pytest_sessionfinish = _WORKING_TREE.pytest_sessionstart, _WORKING_TREE.pytest_sessionfinish
 
 
@@ -118,14 +119,24 @@ def resumed_from(finished: Finished) -> int:
     return int(found[1]) if found else 0
 
 
+def _hub_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(("HF_", "HUGGING"))}
+
+
 def _child(
-    script: str, arguments: list[str], out: str, err: str, folder: str, environment: dict[str, str], plan: dict[str, Any]
+    script: str, arguments: list[str], out: str, err: str, folder: str, environment: dict[str, str], plan: dict[str, Any], clean: bool
 ) -> None:
     os.setpgid(0, 0)
     multiprocessing.set_start_method("fork", force=True)  # a loader's workers start as they do in a user's process
+    old = _hub_variables()
+    if clean:
+        os.environ.clear()
     os.environ.update(environment)
     if "HF_DATASETS_CACHE" in environment:  # the library that was imported before the fork has read the variable already
         sys.modules["datasets"].config.HF_DATASETS_CACHE = environment["HF_DATASETS_CACHE"]  # type: ignore[attr-defined]
+    elif clean and old != _hub_variables():
+        for name in ("huggingface_hub.constants", "datasets.config"):
+            importlib.reload(sys.modules[name])
     os.chdir(folder)
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -276,17 +287,19 @@ def as_it_started() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def fork_run() -> Callable[..., Any]:
-    """A process, not started yet, that runs a script as a user would, in a process group of its own."""
+    """A process, not started yet, that runs a script as a user would, in a process group of its own. `clean`: its environment is
+    the one given, with nothing of this process's."""
     context = multiprocessing.get_context("forkserver")
     # This file too, since each child looks for `_child` in it: its import of pytest takes a third of a second.
     context.set_forkserver_preload([*PRELOADED, *_configurations(), __name__])
 
     def prepare(
         script: str, arguments: list[str], out: Path, folder: Path, environment: dict[str, str], *,
-        err: Path | None = None, plan: dict[str, Any] | None = None,
+        err: Path | None = None, plan: dict[str, Any] | None = None, clean: bool = False,
     ) -> Any:  # fmt: skip
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
-        return context.Process(target=_child, args=(script, arguments, str(out), str(err or out), str(folder), environment, plan or {}))
+        files = str(out), str(err or out), str(folder)
+        return context.Process(target=_child, args=(script, arguments, *files, environment, plan or {}, clean))
 
     return prepare
 

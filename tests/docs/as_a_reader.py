@@ -28,12 +28,6 @@ def tiny_flags(script: str, words: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.executable, target, *words = sys.argv[1:]
-    if target == "-m":
-        sys.path.insert(0, os.getcwd())
-        sys.argv = words
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
-        sys.argv = [target, *words, *tiny_flags(target, words)]
-        runpy.run_path(target, run_name="__main__")
+    target, *words = sys.argv[2:]
+    sys.argv += tiny_flags(target, words)
+    runpy.run_path(str(Path(__file__).parents[1] / "as_python.py"), run_name="__main__")
