@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKER = re.compile(r"\s*<!-- not run: (.+) -->\s*")
 FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
+# The files of CONTRIBUTING.md's examples.
+TO_BE_WRITTEN = ("toolkit/losses/focal.py", "tests/losses/test_focal.py", "toolkit/metrics/calibration.py", "recipes/focal.py")
 SHELL, PYTHON = ("bash", "sh", "shell", "console", "zsh"), ("python", "py", "python3")
 # An indented block, or one that names no language, is shell where a line begins with one of these.
 COMMANDS = re.compile(
@@ -105,6 +107,28 @@ def test_every_file_that_a_page_links_to_is_there(page: str) -> None:
     """Fails when: a page is renamed and another still links to it."""
     links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", (ROOT / page).read_text())
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+@pytest.mark.parametrize("page", [*BLOCKS, "CONTRIBUTING.md"])
+def test_every_file_and_every_name_in_it_that_a_page_names_is_there(page: str) -> None:
+    """As in `training/step.py: train_step`, below the root, toolkit/ or tests/. Fails when: a file or a test is renamed in the code alone."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:toolkit|tests|recipes|benchmarks)/[\w./]+|(?:\w+/)+\w+\.py)(?::\s+(\w[\w,\s]*))?`", text)
+    missing = []
+    for path, names in named:
+        found = next((folder / path for folder in (ROOT, ROOT / "toolkit", ROOT / "tests") if (folder / path).exists()), None)
+        if found is None:
+            missing += [path] if path not in TO_BE_WRITTEN else []
+        else:
+            missing += [f"{path}: {name}" for name in re.findall(r"\w+", names) if not re.search(rf"\b{name}\b", found.read_text(encoding="utf-8"))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", ["docs/design.md", "README.md"])
+def test_every_test_that_a_page_names_is_there(page: str) -> None:
+    """Fails when: a test is renamed in the code alone."""
+    written = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name in re.findall(r"\btest_\w{20,}", (ROOT / page).read_text(encoding="utf-8")) if f"def {name}(" not in written] == []
 
 
 def test_the_index_names_every_page() -> None:
