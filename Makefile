@@ -1,5 +1,6 @@
 # make demo     pretrain on real text, fine-tune, and write runs/demo/report.html (under five minutes on two cores)
-# make test     everything the tests prove
+# make test     each promise of the documentation once
+# make test-all all tests: those, and then the slow ones
 # make chaos    faults caused on purpose and malformed inputs, in the long form; the faults' table is in docs/reliability.md
 # make docs     docs/ and the API reference as a site, in site/
 # make lint     ruff and mypy
@@ -16,15 +17,23 @@ PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-
 # this), every process would compile all it imports anew, for 20 seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test chaos docs lint install clean
+.PHONY: demo test test-slow test-all chaos docs lint install clean
 
 demo: $(CORE)
 	$(BIN)/python recipes/pretrain.py --output-dir runs/demo/pretrain --overwrite-output-dir
 	$(BIN)/python recipes/sft.py --model runs/demo/pretrain/model --num-train-epochs 1 --output-dir runs/demo/sft --overwrite-output-dir
 	$(BIN)/python -m toolkit.report runs/demo/pretrain runs/demo/sft --output runs/demo/report.html
 
+# Two processes, each with half of the tests; who is done first takes half of what the other has left.
+RUN_TESTS := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests -n 2 --dist worksteal
+
 test: $(DEV) $(SDK)
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests -n 2 --dist loadfile $(PYTEST)
+	$(RUN_TESTS) -m "not slow" $(PYTEST)
+
+test-slow: $(DEV) $(SDK)
+	$(RUN_TESTS) -m slow $(PYTEST)
+
+test-all: test test-slow
 
 # TRIALS is the share of the trials in percent; PYTEST="-k power" takes some of the faults.
 chaos: $(DEV) $(SDK)

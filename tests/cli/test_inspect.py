@@ -23,6 +23,8 @@ from toolkit.cli.trained_figures import EvaluationConfig
 from toolkit.config import Refusal
 from toolkit.data.preflight.inspection import guess_task
 
+pytestmark = pytest.mark.warm
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

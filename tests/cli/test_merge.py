@@ -19,6 +19,8 @@ import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.export import merge as merging
 
+pytestmark = pytest.mark.warm
+
 ROOT = Path(__file__).resolve().parents[2]
 CAUSAL = "AutoModelForCausalLM"
 SHAPE: dict[str, Any] = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}

@@ -19,6 +19,8 @@ from toolkit.cli import replay as command
 from toolkit.cli.replay_checks import check_inputs, directory_of, read_run, say_what_changed
 from toolkit.runs.provenance import local_digest, toolkit_identity
 
+pytestmark = pytest.mark.warm
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "--hidden-size", "32", "--num-hidden-layers", "1", "--max-train-examples", "40", "--max-eval-examples", "5", "--max-length", "128",

@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from toolkit.distributed.heartbeat import Heartbeat
 
+pytestmark = pytest.mark.warm
+
 ROOT = Path(__file__).resolve().parents[2]
 # Two ranks as two processes, both at step 41, that write down what they hear. Rank 0 holds the store.
 RANKS = """

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.warm
+
 CARD = '---\nlibrary_name: transformers\n---\n\n```python\nname = "run"\n```\n'
 MODEL = {"config.json": "{}", "model.safetensors": "weights", "README.md": CARD, "preprocessor_config.json": "{}", "processing_mine.py": "x"}
 REST = {".env": "HF_TOKEN=x", "notes.txt": "mine", "optimizer.pt": "0", "sub/config.json": "{}", ".git/config": "x"}

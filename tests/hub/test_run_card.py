@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.warm
+
 FLAGS = [
     "--model", "alice/base", "--tokenizer", "alice/tokens", "--dataset", "alice/rows:0.7,more.jsonl:0.3", "--max-steps", "2", "--max-length", "64",
     "--num-samples", "0", "--eval-strategy", "no", "--per-device-train-batch-size", "2", "--logging-steps", "1", "--use-cpu",

@@ -22,6 +22,8 @@ from toolkit.export.merge import merge_adapter
 from toolkit.models.finite_weights import check_finite
 from toolkit.models.trained import load_trained
 
+pytestmark = pytest.mark.warm
+
 CAUSAL = "AutoModelForCausalLM"
 ROWS = "".join(f'{{"text": "one two {number}"}}\n' for number in range(9))
 SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.warm
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     "--dataset", "rows", "--hidden-size", "32", "--num-hidden-layers", "1", "--max-length", "32", "--vocab-size", "300",

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import toolkit as tk
 
+pytestmark = pytest.mark.warm
+
 TINY = ["--hidden-size", "32", "--num-hidden-layers", "1", "--vocab-size", "300", "--max-length", "48", "--save-strategy", "no", "--num-samples", "0"]
 PROMPTS = 6
 

@@ -43,7 +43,6 @@ def test_the_two_recipes_differ_in_the_plugin_and_the_table() -> None:
     ]
 
 
-@pytest.mark.slow
 def test_a_group_of_one_rank_trains_as_accelerated_does(run_recipe: Any) -> None:
     """Fails when: the plugin's stage or its "auto" values reach DeepSpeed as other settings than --zero-stage's."""
     plain, zero = run_recipe("accelerated", *SMALL), run_recipe("zero", *SMALL, output_dir="zero")

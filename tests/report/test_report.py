@@ -15,6 +15,8 @@ from toolkit.report import write_report
 from toolkit.report.numbers import log_ticks, round_ticks, show_bytes, show_count, show_number, show_seconds
 from toolkit.report.plots import Plot, draw_plot, smooth, thin
 
+pytestmark = pytest.mark.warm
+
 HOSTILE = "<script>alert('x')</script> & \"quotes\" </pre></div>"
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 

@@ -23,6 +23,8 @@ from toolkit.runs.copies import changed_lines, edited_copy, make_copy, recipes_f
 from toolkit.runs.overview import what_the_run_is
 from toolkit.runs.run_card import describe_optimizer
 
+pytestmark = pytest.mark.warm
+
 ROOT = Path(__file__).resolve().parents[2]
 OWN_OPTIMIZER = (
     "optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)",

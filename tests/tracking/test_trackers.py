@@ -22,6 +22,8 @@ from toolkit.tracking import trackers
 from toolkit.tracking.logged_before import told_to_mlflow, told_to_trackio
 from toolkit.training.accelerator import tracker_names
 
+pytestmark = pytest.mark.warm
+
 
 @dataclass(frozen=True)
 class Config(tk.OutputConfig):

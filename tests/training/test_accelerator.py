@@ -12,6 +12,8 @@ import toolkit as tk
 from toolkit.cli.recipe import read_command_line
 from toolkit.config import check_together
 
+pytestmark = pytest.mark.warm
+
 ASKED = """
 import json, os, sys, torch, toolkit as tk
 tk.build_accelerator(tk.RunConfig(output_dir=sys.argv[1], use_cpu=True, full_determinism=sys.argv[2] == "True"))

@@ -13,6 +13,8 @@ import pytest
 
 from toolkit.training.divergence import IN_A_ROW, WITHOUT_GRADIENT, Divergence, restored
 
+pytestmark = pytest.mark.warm
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

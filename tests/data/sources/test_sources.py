@@ -23,6 +23,8 @@ from toolkit.data.sources.load import load_splits
 from toolkit.data.sources.mixtures import as_mixture
 from toolkit.data.tokenize.columns import read_options
 
+pytestmark = pytest.mark.warm
+
 ROWS: list[dict[str, Any]] = [{"text": f"row {number}, \"é\"\nand more", "label": number % 3} for number in range(40)]
 
 
