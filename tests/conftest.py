@@ -323,6 +323,13 @@ def resumed_from_fixture() -> Callable[[Finished], int]:
     return resumed_from
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Caches of this test alone."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT

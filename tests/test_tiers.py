@@ -29,7 +29,7 @@ def named(text: str) -> list[tuple[str, bool]]:
     """What a promise names: each test, or a file or a folder for all of its own, and whether it has one in the fast tier."""
     found = []
     for words in re.findall(r"`([^`]+)`", text.partition("- Tests:")[2]):
-        path, colon, names = re.sub(r"\s+", " ", words).partition(": ")
+        path, _, names = re.sub(r"\s+", " ", words).partition(": ")
         if path.startswith("test_") and not path.endswith(".py"):  # of the file named before
             path, names = found[-1][0].split("::")[0], path
         place = TESTS / path.removeprefix("tests/")

@@ -20,9 +20,7 @@ TEXTS = [inspect.getsource(textwrap), inspect.getsource(json)]
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello  you"}, {"role": "user", "content": "x"}]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

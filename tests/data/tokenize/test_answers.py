@@ -1,8 +1,6 @@
 """Single answers that are marked desirable or not, against pairs and against transformers' own tokenizing of each text."""
 
-import inspect
 import io
-import textwrap
 from typing import Any
 
 import numpy as np
@@ -19,17 +17,6 @@ from toolkit.data.tokenize.tasks import prepare
 TURN_END = "<|im_end|>"
 QUESTIONS = ["Is it?\n", "What does it return? ", "Say why:\n\n", "And then\n    "]
 ANSWERS = ["Yes.", "The width of a line é🙂, in columns.", "No, never; it is the other way round.", "self", "Two."]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.delenv("RANK", raising=False)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tk.train_tokenizer([inspect.getsource(textwrap)], 500)
 
 
 def text_rows(count: int = 20) -> list[dict[str, Any]]:

@@ -30,30 +30,6 @@ class ClassifyConfig(DataConfig, ClassificationConfig):
     pass
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-@pytest.fixture(scope="module")
-def trained():
-    return train_tokenizer([inspect.getsource(textwrap)], 500)
-
-
-@pytest.fixture
-def tokenizer(trained):
-    return copy_of(trained)
-
-
-def copy_of(tokenizer):
-    made = type(tokenizer)(
-        tokenizer_object=type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str()),
-        eos_token=END, pad_token="<|pad|>", extra_special_tokens=["<|im_start|>", "<|im_end|>"],
-    )  # fmt: skip
-    made.chat_template = tokenizer.chat_template
-    return made
-
-
 def with_bos(tokenizer):
     """One that puts BOS first, as Llama's does."""
     tokenizer.add_special_tokens({"bos_token": "<s>"})

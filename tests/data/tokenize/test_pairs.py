@@ -17,38 +17,16 @@ from toolkit.data.demo_corpus.texts import preference_baselines
 from toolkit.data.preflight.preflight import print_preflight
 from toolkit.data.sources.load import load_splits
 from toolkit.data.tokenize.tasks import prepare, tokenize_for_preference
-from toolkit.models.tokenizer import CHATML, train_tokenizer
+from toolkit.models.tokenizer import CHATML
 
 END, TURN_END = "<|endoftext|>", "<|im_end|>"
 CHATML_BARE = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 PARTS = ("prompt_tokens", "chosen_tokens", "rejected_tokens")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.delenv("RANK", raising=False)
-
-
 @pytest.fixture(scope="module")
 def corpus():
     return load_splits(DataConfig(dataset="stdlib:dpo"))
-
-
-@pytest.fixture(scope="module")
-def trained():
-    return train_tokenizer([inspect.getsource(textwrap)], 500)
-
-
-@pytest.fixture
-def tokenizer(trained):
-    """A copy that a test may change."""
-    made = type(trained)(
-        tokenizer_object=type(trained.backend_tokenizer).from_str(trained.backend_tokenizer.to_str()),
-        eos_token=END, pad_token="<|pad|>", extra_special_tokens=["<|im_start|>", TURN_END],
-    )  # fmt: skip
-    made.chat_template = trained.chat_template
-    return made
 
 
 def with_bos(tokenizer):

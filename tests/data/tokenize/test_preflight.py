@@ -22,18 +22,6 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer([inspect.getsource(textwrap)], 500)
-
-
 def splits_of(rows, **more):
     splits = DatasetDict()
     for name, given in {"train": rows, **more}.items():

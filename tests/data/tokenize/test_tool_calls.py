@@ -66,11 +66,6 @@ def written(tokenizer, row: dict) -> tuple[str, str]:
     return tokenizer.decode(row["input_ids"]), tokenizer.decode(supervised)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 NAMES = sorted(path.stem for path in TRL_TEMPLATES.glob("*.jinja") if not path.stem.startswith(OF_PICTURES))
 
 
