@@ -48,9 +48,9 @@ class Sdk:
             answer["Body"] = base64.b64decode(answer["Body"]["base64"])
         return answer
 
-    def model(self, *names: str) -> dict[str, dict[str, Any]]:
-        """The limits that botocore's description of the service has of shapes."""
-        return self._ask({"shapes": names})
+    def refusal(self, job: dict[str, Any], hyperparameters: dict[str, str], environment: dict[str, str]) -> str | None:
+        """What `check_limits` refuses a job with; None if nothing."""
+        return self._ask({"job": job, "hyperparameters": hyperparameters, "environment": environment})
 
     @property
     def endpoint(self) -> str:

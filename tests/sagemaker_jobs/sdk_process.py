@@ -65,6 +65,18 @@ def run_toolkit(words: list[str], cwd: str, environment: dict[str, str | None]) 
         return {"code": os.waitstatus_to_exitcode(status), "out": out.read(), "err": err.read(), "requests": list(arrived)}
 
 
+def refusal(job: dict[str, Any], hyperparameters: dict[str, str], environment: dict[str, str]) -> str | None:
+    from toolkit.config import Refusal
+    from toolkit.sagemaker_jobs.job import Job
+    from toolkit.sagemaker_jobs.limits import check_limits
+
+    try:
+        check_limits(Job(**job), hyperparameters, environment)
+    except Refusal as refused:
+        return str(refused)
+    return None
+
+
 def answer(question: dict[str, Any]) -> Any:
     import boto3
 
@@ -72,9 +84,8 @@ def answer(question: dict[str, Any]) -> Any:
         return run_toolkit(**question)
     if "endpoint" in question:
         return os.environ["AWS_ENDPOINT_URL"]
-    if "shapes" in question:
-        model = boto3.client("sagemaker", region_name=REGION).meta.service_model
-        return {name: {"required": [], **model.shape_for(name).metadata} for name in question["shapes"]}
+    if "job" in question:
+        return refusal(**question)
     arguments = {
         name: base64.b64decode(value["base64"]) if isinstance(value, dict) and "base64" in value else value
         for name, value in question["arguments"].items()

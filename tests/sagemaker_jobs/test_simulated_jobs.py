@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from toolkit.sagemaker_jobs.contract import lay_out, outer_environment, script_arguments, script_environment
 from toolkit.sagemaker_jobs.job import Job
-from toolkit.sagemaker_jobs.metric_definitions import metric_definitions
 from toolkit.sagemaker_jobs.recipe_settings import read_recipe_flags
+from toolkit.sagemaker_jobs.request import metric_definitions
 from toolkit.sagemaker_jobs.simulate import simulate as simulate_here
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,8 +102,8 @@ def test_every_kind_of_setting_reaches_the_recipe_unchanged_through_the_real_tra
     for real in (True, False):
         folder = tmp_path / f"job-{real}"
         job = Job(name="tells-1", recipe=tmp_path / "tells.py", instance_type="ml.local.x", channels={"train": str(sums)})
-        config, _ = read_recipe_flags(job.recipe, ["--dataset", "stdlib:sft"])
-        assert simulate_here(job, config, {name: sent for name, (sent, _) in KINDS.items()}, folder, real=real) == 0
+        settings, _ = read_recipe_flags(job.recipe, ["--dataset", "stdlib:sft"])
+        assert simulate_here(job, settings, {name: sent for name, (sent, _) in KINDS.items()}, folder, real=real) == 0
         told[real] = json.loads((folder / "s3/model/told.json").read_text())
         machine = folder / "machine-1"
         expected = {name: value for name, (_, value) in KINDS.items()}
@@ -120,10 +120,10 @@ def test_a_second_job_in_one_folder_says_that_it_goes_on_and_what_begins_another
     """--output-dir, which a recipe's refusal advises, is the container's. Fails when: nobody looks whether S3 holds a run."""
     (tmp_path / "ends.py").write_text(f"import sys; from pathlib import Path; Path('../checkpoints/metrics.jsonl').write_text('x'); sys.exit({code})")
     job = Job(name="ends-1", recipe=tmp_path / "ends.py", instance_type="ml.local.x")
-    config, _ = read_recipe_flags(ROOT / "recipes/sft.py", [])
+    settings, _ = read_recipe_flags(ROOT / "recipes/sft.py", [])
     said = []
     for _ in range(2):
-        assert simulate_here(job, config, {}, tmp_path / "job") == code
+        assert simulate_here(job, settings, {}, tmp_path / "job") == code
         said.append(capfd.readouterr())
     assert "simulated:" not in said[0].out + said[0].err
     assert f"simulated: goes on from what is in {tmp_path}/job/s3/checkpoints; --folder begins another job" in said[1].out
@@ -211,8 +211,8 @@ def test_ranks_that_sagemakers_torchrun_starts_train_as_one_process_does(
 
 
 def _assert_definitions_find_the_figures(out: str, folder: Path) -> None:
-    config, _ = read_recipe_flags(ROOT / "recipes/sft.py", SMALL)
-    definitions = {each["Name"]: each["Regex"] for each in metric_definitions(config)}
+    settings, _ = read_recipe_flags(ROOT / "recipes/sft.py", SMALL)
+    definitions = {each["Name"]: each["Regex"] for each in metric_definitions(settings)}
     found = {name: [float(match[1]) for line in out.splitlines() if (match := re.search(regex, line))] for name, regex in definitions.items()}
     names = {"train:loss": "loss", "train:learning_rate": "learning_rate", "train:grad_norm": "grad_norm", "train:tokens_per_second": "tokens_per_second",
              "train:examples_per_second": "examples_per_second"}  # fmt: skip

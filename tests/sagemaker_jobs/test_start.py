@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.placement import placement_of
-from toolkit.config import Refusal, Settings
+from toolkit.config import Refusal
 from toolkit.sagemaker_jobs.recipe_settings import check_places, packages_for, read_recipe_flags
 from toolkit.sagemaker_jobs.start import _value_of, options_of_container, read_secrets
 
@@ -60,10 +60,10 @@ def test_a_secret_is_its_text_or_json_with_the_name(text: str, value: str | None
 def test_settings_of_a_file_become_hyperparameters_and_flags_win(tmp_path: Path) -> None:
     """Defaults that are written out, as in a config.yaml, are not sent. Fails when: the file's name is sent in place of it."""
     (tmp_path / "mine.yaml").write_text("max_steps: 5\nlearning_rate: 0.5\nseed: 42\ndataset: {channel:a: 0.25, 'stdlib:sft': 0.75}\n")
-    config, given = read_recipe_flags(ROOT / "recipes/sft.py", ["--config", str(tmp_path / "mine.yaml"), "--max-steps", "7"])
+    settings, given = read_recipe_flags(ROOT / "recipes/sft.py", ["--config", str(tmp_path / "mine.yaml"), "--max-steps", "7"])
     assert given == {"max_steps": 7, "learning_rate": 0.5, "dataset": "channel:a:0.25,stdlib:sft:0.75"}
     assert json.loads(json.dumps(given)) == given
-    assert config.max_steps == 7
+    assert settings["max_steps"] == 7
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_what_is_on_this_machine_only_is_refused(settings: dict[str, str], said:
     (tmp_path / "a.jsonl").write_text("{}")
     settings = {name: value.replace("{here}", str(tmp_path)) for name, value in settings.items()}
     if said is None:
-        check_places(Settings(), settings, ["a"], (tmp_path / "a.jsonl",))
+        check_places({}, settings, ["a"], (tmp_path / "a.jsonl",))
         return
     with pytest.raises(Refusal, match=said):
-        check_places(Settings(), settings, ["a"], ())
+        check_places({}, settings, ["a"], ())
 
 
 @pytest.mark.parametrize("settings", [{"dataset": "channel:train"}, {"dataset": "{here}/a.jsonl"}])
@@ -95,7 +95,7 @@ def test_a_simulated_job_is_given_what_is_here_as_its_channel(settings: dict[str
     settings = {name: value.replace("{here}", str(tmp_path)) for name, value in settings.items()}
     for simulated in (False, True):
         with pytest.raises(Refusal) as refused:
-            check_places(Settings(), settings, [], (), simulated=simulated)
+            check_places({}, settings, [], (), simulated=simulated)
         assert ("s3://" in str(refused.value)) is not simulated
         assert "--channel" in str(refused.value)
 
@@ -104,15 +104,15 @@ def test_a_simulated_job_is_given_what_is_here_as_its_channel(settings: dict[str
 def test_a_default_that_is_a_directory_here_is_refused(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After `make demo`: the job would train a random model in its place. Fails when: given settings alone are looked at."""
     monkeypatch.chdir(tmp_path)
-    config, given = read_recipe_flags(ROOT / f"recipes/{recipe}.py", [])
-    check_places(config, given, [], ())
+    settings, given = read_recipe_flags(ROOT / f"recipes/{recipe}.py", [])
+    check_places(settings, given, [], ())
     for made in ("pretrain", "sft"):
         (tmp_path / f"runs/demo/{made}/model").mkdir(parents=True)
-    config, given = read_recipe_flags(ROOT / f"recipes/{recipe}.py", [])
+    settings, given = read_recipe_flags(ROOT / f"recipes/{recipe}.py", [])
     with pytest.raises(Refusal, match=r"--model: isn't given, and runs/demo/.*/model, .*isn't on the job's. Give --model"):
-        check_places(config, given, [], ())
-    config, given = read_recipe_flags(ROOT / f"recipes/{recipe}.py", ["--model", "Qwen/Qwen3-0.6B"])
-    check_places(config, given, [], ())
+        check_places(settings, given, [], ())
+    settings, given = read_recipe_flags(ROOT / f"recipes/{recipe}.py", ["--model", "Qwen/Qwen3-0.6B"])
+    check_places(settings, given, [], ())
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_a_default_that_is_a_directory_here_is_refused(recipe: str, tmp_path: Pa
 def test_packages_that_settings_need_are_added(recipe: str, flags: list[str], packages: list[str]) -> None:
     """Fails when: `none` of report_to is taken for a package, or a recipe's own DeepSpeedPlugin isn't seen."""
     path = ROOT / f"recipes/{recipe}.py"
-    config, _ = read_recipe_flags(path, flags)
-    assert packages_for(config, path) == packages
+    settings, _ = read_recipe_flags(path, flags)
+    assert packages_for(settings, path) == packages
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted((ROOT / "recipes/launch").glob("*.yaml"))])
 def test_an_accelerate_config_that_says_deepspeed_brings_it(name: str) -> None:
     """Fails when: the file isn't looked at, or any file brings it."""
     path = ROOT / "recipes/sft.py"
-    config, _ = read_recipe_flags(path, [])
-    assert packages_for(config, path, ROOT / f"recipes/launch/{name}.yaml") == (["deepspeed"] if name.startswith("zero") else [])
+    settings, _ = read_recipe_flags(path, [])
+    assert packages_for(settings, path, ROOT / f"recipes/launch/{name}.yaml") == (["deepspeed"] if name.startswith("zero") else [])

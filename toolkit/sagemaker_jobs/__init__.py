@@ -1,6 +1,6 @@
-"""Recipes as SageMaker training jobs: what is asked, checked and sent, what the container does with it, what comes back.
+"""Recipes as SageMaker training jobs: checked, submitted, simulated on this machine, followed, fetched.
 
-`job` is what a person asks for, `recipe_settings` what the recipe is told, `limits` what the service would refuse, `request`
-what the SDK is given; `send` sends it. `start` runs in the container, `simulate` runs the same on this machine. `follow`
-asks about a job, `fetch` brings home what it made. The SDK is imported in `send` alone.
+`job`: what is asked for. `recipe_settings`: the recipe's flags. `limits`: what the service would refuse. `request`: what is
+sent; `submit` sends it. `start` runs in the container, `contract` and `simulate` imitate one. `follow`: state and logs.
+`fetch`: what a job made. boto3 and the SDK are imported only where they are used.
 """

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli.arguments import lossy_text
-from toolkit.sagemaker_jobs.request import encoded
-from toolkit.sagemaker_jobs.source import ENTRY
+from toolkit.sagemaker_jobs.request import ENTRY, encoded
 
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS)$")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from toolkit.config import Refusal
-from toolkit.sagemaker_jobs.send import EXTRA
+from toolkit.sagemaker_jobs.job import SDK
 
 ENDED = ("Completed", "Failed", "Stopped")
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -28,7 +28,7 @@ def aws_client(service: str, region: str | None) -> Any:
         import boto3
         from botocore.exceptions import NoRegionError
     except ImportError:
-        raise Refusal(f"SageMaker jobs need the SDK: {EXTRA}") from None
+        raise Refusal(f"SageMaker jobs need the SDK: {SDK}") from None
     try:
         return boto3.client(service, region_name=region)
     except NoRegionError:

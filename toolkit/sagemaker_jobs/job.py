@@ -1,4 +1,4 @@
-"""A job as a person asks for it: machines, time, places and names; what the recipe is told stands apart."""
+"""A job as it is asked for: machines, time, places and names. The settings of its recipe are not in it."""
 
 import re
 import secrets
@@ -8,7 +8,10 @@ from pathlib import Path
 
 from toolkit.config import Refusal
 
+SDK = "pip install 'sagemaker>=2.257,<3'"  # as the extra `sagemaker`; it brings boto3 and botocore
+SECRET = "TOOLKIT_SECRET_"  # TOOLKIT_SECRET_HF_TOKEN names the secret that becomes HF_TOKEN
 LONGEST_NAME = 63
+LONGEST_RUN = 28 * 24 * 3600  # seconds; in AWS's documentation, not in its service model
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from toolkit.cli.recipe import config_class_of, read_command_line
 from toolkit.config import Refusal, Settings, check_together, settings_of
 from toolkit.config.conditions import OF_BITSANDBYTES
 from toolkit.config.parsing import parse_yaml, read_text_file
+from toolkit.config.reading import values_of
 from toolkit.config.values import flag_of
 
 # The container decides these: they are places and circumstances of its own.
@@ -23,8 +24,8 @@ _OF_THE_CONTAINER = {
 _MAY_BE_PATHS = ("dataset", "model", "tokenizer", "chat_template", "deepspeed")
 
 
-def read_recipe_flags(recipe: Path, flags: Sequence[str]) -> tuple[Settings, dict[str, Any]]:
-    """The config that the flags ask for, and the settings that were given, which become the job's hyperparameters.
+def read_recipe_flags(recipe: Path, flags: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All settings by name, and those that were given, which become the job's hyperparameters.
 
     Raises:
         Refusal: whatever the recipe itself would refuse, and settings that are the container's own.
@@ -35,11 +36,12 @@ def read_recipe_flags(recipe: Path, flags: Sequence[str]) -> tuple[Settings, dic
     check_together(config, given)
     for name in sorted(given & _OF_THE_CONTAINER.keys()):
         raise Refusal(f"{flag_of(name)}: {_OF_THE_CONTAINER[name]}.")
-    return config, {name: getattr(config, name) for name in settings_of(config_class) if name in given}
+    settings = values_of(config)
+    return settings, {name: settings[name] for name in settings_of(config_class) if name in given}
 
 
 def check_places(
-    config: Settings, hyperparameters: Mapping[str, Any], channels: Collection[str], included: Sequence[Path], *,
+    settings: Mapping[str, Any], hyperparameters: Mapping[str, Any], channels: Collection[str], included: Sequence[Path], *,
     simulated: bool = False,
 ) -> None:  # fmt: skip
     """Refuse data, models and files that are on this machine only, and channels that the job hasn't.
@@ -62,7 +64,7 @@ def check_places(
                     f"{flag_of(name)} {part}: is on this machine, where the job can't read it. A small file goes along with "
                     f"--include {path} {flag_of(name)} {path.name}. Else {_as_channel(path, flag_of(name), simulated)}"
                 )
-        default = getattr(config, name, None)
+        default = settings.get(name)
         if name not in hyperparameters and default and Path(default).is_dir():
             raise Refusal(
                 f"{flag_of(name)}: isn't given, and {default}, which the recipe takes on this machine, isn't on the job's. "
@@ -79,7 +81,7 @@ def _as_channel(path: str | Path, flag: str, simulated: bool) -> str:
     )
 
 
-def packages_for(config: Settings, recipe: Path, accelerate_config: Path | None = None) -> list[str]:
+def packages_for(settings: Mapping[str, Any], recipe: Path, accelerate_config: Path | None = None) -> list[str]:
     """What a run of this recipe with these settings imports besides the toolkit's own dependencies.
 
     Args:
@@ -87,12 +89,12 @@ def packages_for(config: Settings, recipe: Path, accelerate_config: Path | None 
     """
     from toolkit.training.accelerator import TRACKER_PACKAGES
 
-    trackers = [name for name in getattr(config, "report_to", []) if name not in ("none", "all")]
+    trackers = [name for name in settings.get("report_to", []) if name not in ("none", "all")]
     wanted = {package for name in trackers for package in TRACKER_PACKAGES.get(name, name).split()}
-    of_settings = getattr(config, "zero_stage", None) or getattr(config, "deepspeed", None)
+    of_settings = settings.get("zero_stage") or settings.get("deepspeed")
     if of_settings or "DeepSpeedPlugin" in recipe.read_text(encoding="utf-8") or _says_deepspeed(accelerate_config):
         wanted.add("deepspeed")
-    if getattr(config, "optim", None) in OF_BITSANDBYTES or getattr(config, "load_in_4bit", False):
+    if settings.get("optim") in OF_BITSANDBYTES or settings.get("load_in_4bit"):
         wanted.add("bitsandbytes")
     return sorted(wanted)
 

@@ -1,20 +1,74 @@
-"""From a job to what the SDK's estimator is given, and to the environment of its containers."""
+"""What a job sends: its code folder, its environment, its metric definitions, and the arguments of the SDK's estimator."""
 
 import json
 import os
-from collections.abc import Mapping
+import re
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import toolkit
 from toolkit.config import Refusal
-from toolkit.sagemaker_jobs.job import Job
-from toolkit.sagemaker_jobs.limits import LONGEST_RUN
-from toolkit.sagemaker_jobs.source import ENTRY
-from toolkit.sagemaker_jobs.start import SECRET
+from toolkit.config.conditions import USUAL_METRICS
+from toolkit.sagemaker_jobs.job import LONGEST_RUN, SECRET, Job
 
+ENTRY = "start.py"
+_TAKEN = {ENTRY, "toolkit", "recipes", "launch", "requirements.txt", "setup.py"}
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "_recipes", ".*")
 PREFIX = "toolkit-jobs"  # of everything in the bucket
 CHECKPOINTS = "/opt/ml/checkpoints"
 UNKNOWN_ROLE = "arn:aws:iam::000000000000:role/the-role-that-role-names"
+_NUMBER = r"([-+]?[0-9][0-9.]*(?:e[-+]?[0-9]+)?)"
+# Name in SageMaker: name in the line `step 10/200  loss 2.3456  lr 1.00e-03 ...`
+_OF_TRAINING = {
+    "train:loss": "loss", "train:learning_rate": "lr", "train:grad_norm": "norm",
+    "train:tokens_per_second": "supervised_tokens/s",
+    "train:examples_per_second": "examples/s", "train:mfu": "mfu",
+}  # fmt: skip
+_OF_PAIRS = ("rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy")
+# Metrics of the recipes' evaluations next to eval_loss, by a setting that only those recipes have.
+_OF_EVALUATION = {
+    "z_loss": ("perplexity", "token_accuracy", "bits_per_byte"),
+    "ld_alpha": (*_OF_PAIRS, "logps_chosen", "logps_rejected", "logps_drop"),
+    "desirable_weight": (
+        "rewards_desirable", "rewards_undesirable", "reward_margin", "reward_accuracy", "logps_desirable", "logps_undesirable",
+        "kl", "reward_auc",
+    ),
+    "center_rewards_coefficient": _OF_PAIRS,
+}
+_MOST_METRICS = 40  # of MetricDefinitionList in botocore's service model
+_PER_CLASS, _CLASSES = "_per_class", 10  # how many classes there are is known when the data are read: the first ones
+
+
+def make_source(folder: Path, job: Job, packages: Sequence[str] = ()) -> None:
+    """Fill an empty folder with what the container runs.
+
+    Nothing else of the working directory goes along, neither dot files nor what is not asked for. `packages` are added to
+    requirements.txt.
+
+    Raises:
+        Refusal: an included file isn't there, or bears a name that is taken.
+    """
+    package = Path(toolkit.__file__).resolve().parent
+    shutil.copytree(package, folder / "toolkit", ignore=_LEFT_OUT)
+    (folder / "recipes").mkdir()
+    shutil.copy(job.recipe, folder / "recipes" / job.recipe.name)
+    if job.accelerate_config:
+        (folder / "launch").mkdir()
+        shutil.copy(job.accelerate_config, folder / "launch" / job.accelerate_config.name)
+    shutil.copy(Path(__file__).with_name(ENTRY), folder / ENTRY)
+    fixed = Path(__file__).with_name("requirements.txt").read_text(encoding="utf-8")
+    (folder / "requirements.txt").write_text(fixed + "".join(f"{name}\n" for name in packages), encoding="utf-8")
+    for path in job.include:
+        if not path.exists():
+            raise Refusal(f"--include {path}: no such file or folder.")
+        if path.name in _TAKEN or path.name.startswith("."):
+            raise Refusal(f"--include {path}: a job's folder can't hold another {path.name}. Give it another name.")
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name, ignore=_LEFT_OUT)
+        else:
+            shutil.copy(path, folder / path.name)
 
 
 def encoded(hyperparameters: Mapping[str, Any]) -> dict[str, str]:
@@ -75,3 +129,24 @@ def estimator_arguments(
     if job.subnets:
         arguments |= {"subnets": list(job.subnets), "security_group_ids": list(job.security_groups)}
     return arguments
+
+
+def metric_definitions(settings: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The metrics that a recipe with these settings prints, in its training lines and its evaluations: name and expression.
+
+    SageMaker reads the first group of each match as a number. Other lines, such as a generated sample, don't begin this way.
+    """
+    names = ["loss", *(name for setting, found in _OF_EVALUATION.items() if setting in settings for name in found)]
+    usual = USUAL_METRICS.get(settings.get("problem_type", ""), [])
+    metrics = [name for name in settings.get("metrics") or usual if re.fullmatch(r"\w+", name)]
+    names += [name for name in metrics if not name.endswith(_PER_CLASS)]
+    names.append(settings.get("metric_for_best_model", "eval_loss").removeprefix("eval_"))
+    by_class = [name.removesuffix(_PER_CLASS) for name in metrics if name.endswith(_PER_CLASS)]
+    names += [f"{name}_class_{number}" for name in by_class for number in range(_CLASSES)]
+    printed = _OF_TRAINING | {f"eval:{name}": f"eval_{name}" for name in dict.fromkeys(names)}
+    return [{"Name": name, "Regex": _expression(text)} for name, text in printed.items()][:_MOST_METRICS]
+
+
+def _expression(printed: str) -> str:
+    """A metric among the pairs of name and number that follow the step."""
+    return rf"(?:^|\s)step [0-9]+/[0-9]+  (?:\S+ \S+  )*{re.escape(printed)} {_NUMBER}(?:\s|$)"

@@ -4,31 +4,33 @@ A spot interruption is played as it happens: everything is killed at once, and a
 """
 
 import contextlib
+import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import Refusal, Settings
+from toolkit.config import Refusal
 from toolkit.distributed.launch import REFUSED
-from toolkit.sagemaker_jobs.bucket import Seen, download, kept_equal
 from toolkit.sagemaker_jobs.contract import lay_out, outer_environment, script_arguments, script_environment
 from toolkit.sagemaker_jobs.job import Job
 from toolkit.sagemaker_jobs.recipe_settings import check_places
-from toolkit.sagemaker_jobs.request import environment_of
-from toolkit.sagemaker_jobs.source import ENTRY, make_source
+from toolkit.sagemaker_jobs.request import ENTRY, environment_of, make_source
 from toolkit.system.console import say
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, _COPY_SECONDS = 0.05, 0.1
+Seen = dict[str, tuple[int, int]]  # of each file its time of change and its size, when it was copied last
 
 
 def simulate(
-    job: Job, config: Settings, hyperparameters: Mapping[str, Any], folder: Path, *, interrupt_after: Sequence[float] = (),
-    real: bool = False,
+    job: Job, settings: Mapping[str, Any], hyperparameters: Mapping[str, Any], folder: Path, *,
+    interrupt_after: Sequence[float] = (), real: bool = False,
 ) -> int:  # fmt: skip
     """Run a job under `folder`; returns its exit code.
 
@@ -46,7 +48,7 @@ def simulate(
     for name, place in job.channels.items():
         if not Path(place).exists():
             raise Refusal(f"--channel {name}={place}: no such file or folder here; simulate takes data from this machine.")
-    check_places(config, hyperparameters, list(job.channels), job.include, simulated=True)
+    check_places(settings, hyperparameters, list(job.channels), job.include, simulated=True)
     folder = folder.resolve()
     if folder.exists() and any(path.name != "s3" and not path.name.startswith("machine-") for path in folder.iterdir()):
         raise Refusal(f"--folder {folder}: holds something else; take another or an empty one.")
@@ -82,9 +84,9 @@ def _one_life(job: Job, hyperparameters: Mapping[str, Any], folder: Path, second
         lay_out(base, hosts, host, hyperparameters, channels, job.instance_type, job.torch_distributed)
         make_source(base / "code", job)
         (base / "code/requirements.txt").unlink()  # this Python's own packages are used
-        copied.append(download(bucket, base / "checkpoints"))
+        copied.append(_download(bucket, base / "checkpoints"))
     with contextlib.ExitStack() as machines:
-        copies = [kept_equal(base / "checkpoints", bucket, seen) for base, seen in zip(bases, copied, strict=True)]
+        copies = [_synced(base / "checkpoints", bucket, seen) for base, seen in zip(bases, copied, strict=True)]
         gone = [machines.enter_context(copy) for copy in copies]
         processes = [machines.enter_context(_machine(job, base, hyperparameters, train)) for base in bases]
         made, opened = time.time(), None
@@ -149,4 +151,64 @@ def _train_command() -> str:
             "--real: the `train` command isn't installed: pip install sagemaker-training, then "
             "pip install --no-deps sagemaker-pytorch-training"
         )
+    return found
+
+
+def _download(bucket: Path, folder: Path) -> Seen:
+    """Copy all that is in the bucket; returns what is in the folder now."""
+    bucket.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(bucket, folder, dirs_exist_ok=True)
+    return _files(folder)
+
+
+@contextlib.contextmanager
+def _synced(folder: Path, bucket: Path, seen: Seen) -> Iterator[threading.Event]:
+    """While the block runs, copy what changes in the folder; once more at its end, unless the event says: the machine is gone.
+
+    Files are copied in random order, one after another: at any moment the bucket may hold half of what belongs together. A
+    single file is there whole or not at all, as in S3.
+    """
+    gone, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while not ended.wait(_COPY_SECONDS) and not gone.is_set():
+            _copy_changes(folder, bucket, seen, gone)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield gone
+    finally:
+        ended.set()
+        thread.join()
+        _copy_changes(folder, bucket, seen, gone)
+
+
+def _copy_changes(folder: Path, bucket: Path, seen: Seen, gone: threading.Event) -> None:
+    """One round: files that are new or changed, and deletions of those that this machine had."""
+    now = _files(folder)
+    todo = [path for path, state in now.items() if seen.get(path) != state] + [path for path in seen if path not in now]
+    random.shuffle(todo)
+    for path in todo:
+        if gone.is_set():
+            return
+        if path not in now:
+            (bucket / path).unlink(missing_ok=True)
+            del seen[path]
+            continue
+        target, temporary = bucket / path, bucket.parent / f".copying-{threading.get_ident()}"
+        with contextlib.suppress(OSError):  # gone or renamed in the meantime: the next round sees that
+            shutil.copyfile(folder / path, temporary)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(temporary, target)
+            seen[path] = now[path]
+
+
+def _files(folder: Path) -> Seen:
+    found: Seen = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            state = path.stat()
+            if path.is_file():
+                found[str(path.relative_to(folder))] = (state.st_mtime_ns, state.st_size)
     return found

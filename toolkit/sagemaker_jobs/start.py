@@ -15,8 +15,8 @@ from toolkit.cli.placement import placement_of
 from toolkit.cli.refusals import print_refusal
 from toolkit.config import Refusal
 from toolkit.distributed.launch import launch
+from toolkit.sagemaker_jobs.job import SECRET
 
-SECRET = "TOOLKIT_SECRET_"  # TOOLKIT_SECRET_HF_TOKEN names the secret that becomes HF_TOKEN
 _PORTS = range(20000, 32768)  # below those that Linux hands out by itself
 
 

@@ -1,4 +1,4 @@
-"""Sending a job through the SDK, or going all the way to the wire and showing what would be sent."""
+"""Submit a job through the SDK, or (a dry run) make the same request and answer it here."""
 
 import copy
 import io
@@ -10,37 +10,46 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import Refusal, Settings
-from toolkit.sagemaker_jobs.job import Job
+from toolkit.config import Refusal
+from toolkit.sagemaker_jobs.job import SDK, Job
 from toolkit.sagemaker_jobs.limits import check_limits
-from toolkit.sagemaker_jobs.metric_definitions import metric_definitions
 from toolkit.sagemaker_jobs.recipe_settings import check_places, packages_for
-from toolkit.sagemaker_jobs.request import UNKNOWN_ROLE, encoded, environment_of, estimator_arguments
-from toolkit.sagemaker_jobs.source import make_source
+from toolkit.sagemaker_jobs.request import (
+    UNKNOWN_ROLE,
+    encoded,
+    environment_of,
+    estimator_arguments,
+    make_source,
+    metric_definitions,
+)
 
-EXTRA = "pip install 'sagemaker>=2.257,<3'"  # what the extra `sagemaker` asks for; it brings boto3
 HIDDEN = "(not shown)"
 _EVENT = "provide-client-params.sagemaker.CreateTrainingJob"
 
 
-def send(job: Job, config: Settings, hyperparameters: Mapping[str, Any], *, dry: bool = False) -> dict[str, Any]:
+def submit(
+    job: Job, settings: Mapping[str, Any], hyperparameters: Mapping[str, Any], *, dry: bool = False
+) -> dict[str, Any]:
     """Check everything, upload the code, create the training job, and return the request that was (or, dry, would be) sent.
 
     A dry run needs no AWS account: each call is answered here, with account 000000000000. Values of tokens are hidden in what
     is returned.
+
+    Args:
+        settings: all settings of the recipe by name; `hyperparameters` are those that were given.
 
     Raises:
         Refusal: whatever SageMaker or the container would refuse, as far as it can be known here; the SDK isn't installed; AWS
             has refused.
     """
     environment = environment_of(job)
-    check_places(config, hyperparameters, list(job.channels), job.include)
+    check_places(settings, hyperparameters, list(job.channels), job.include)
     check_limits(job, encoded(hyperparameters), environment)
     if job.role is None and not dry:
         raise Refusal("--role: is missing, the ARN of the role that the job runs as; or set SAGEMAKER_ROLE.")
     with tempfile.TemporaryDirectory(prefix="sagemaker-source-") as folder:
-        make_source(Path(folder), job, packages_for(config, job.recipe, job.accelerate_config))
-        request = _fit(job, Path(folder), hyperparameters, metric_definitions(config), environment, dry)
+        make_source(Path(folder), job, packages_for(settings, job.recipe, job.accelerate_config))
+        request = _fit(job, Path(folder), hyperparameters, metric_definitions(settings), environment, dry)
     for name in job.tokens:
         request["Environment"][name] = HIDDEN
     return request
@@ -59,7 +68,7 @@ def estimator_class() -> Any:
         # Not `import sagemaker`: a folder of that name, as in a checkout of the toolkit, would do for that.
         from sagemaker.huggingface import HuggingFace
     except ImportError as error:
-        raise Refusal(f"SageMaker jobs need the SDK, version 2 ({error}): {EXTRA}") from None
+        raise Refusal(f"SageMaker jobs need the SDK, version 2 ({error}): {SDK}") from None
     finally:
         sys.excepthook = before  # the SDK puts one of its own there
     return HuggingFace
