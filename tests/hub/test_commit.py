@@ -13,8 +13,8 @@ from hub_server import DROP, DROP_AFTER
 
 from toolkit.config import Refusal
 from toolkit.hub.client import check_write_access
-from toolkit.hub.commit import CannotSend, send_job
 from toolkit.hub.queue import WAITING_MOST, Job, add_job, leave_out_replaced, list_jobs
+from toolkit.hub.sender import CannotSend, send_job
 
 MODEL = {"config.json": b"{}", "model.safetensors": b"weights" * 100, "README.md": b"---\nlicense: mit\n---\nA model\n"}
 PLACES = {

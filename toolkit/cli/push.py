@@ -72,15 +72,12 @@ def push(
 def _send(api: Any, directory: Path, queue: Path, given: dict[str, Any]) -> None:
     import dataclasses
 
-    from huggingface_hub.utils import disable_progress_bars, logging
-
     from toolkit.config import Refusal
-    from toolkit.hub.client import check_write_access, may_pass
-    from toolkit.hub.commit import CannotSend, send_job
+    from toolkit.hub.client import check_write_access, may_pass, quiet_hub
     from toolkit.hub.queue import list_jobs, write_record
+    from toolkit.hub.sender import CannotSend, send_job
 
-    logging.set_verbosity_error()
-    disable_progress_bars()
+    quiet_hub()
     if not list_jobs(queue):
         _queue_model(api, directory, queue, given)
     for queued in list_jobs(queue):
@@ -93,7 +90,7 @@ def _send(api: Any, directory: Path, queue: Path, given: dict[str, Any]) -> None
         size = sum(path.stat().st_size for path in files.values())
         say(f"{job.message}: {len(files)} files, {size / 1e6:,.1f} MB, to {repo_id}")
         try:
-            send_job(api, job, sleep=time.sleep, tries=6, say=say)
+            send_job(api, job, sleep=time.sleep, tries=6, warn=say)
         except CannotSend as error:
             if not may_pass(error.__cause__ or error):
                 raise Refusal(f"the Hub: {job.message} can't be sent: {error}. It is kept in {queue}.") from error

@@ -1,5 +1,6 @@
-"""Which files go to the Hub: those that make a model or a checkpoint, by name. Whatever else lies beside them stays here."""
+"""Which files go to the Hub: those of a model or a checkpoint, by name. Other files next to them stay here."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ _MEANT = (
     "video_processing_*.py", "feature_extraction_*.py",
     "README.md", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-# A model in other files than the one before must not leave those behind: from_pretrained would read them.
+# Removed from the repository if a new model doesn't have them: from_pretrained would read the old ones.
 _REPLACED = (
     "config.json", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_config.json",
     "adapter_model.safetensors",
@@ -39,7 +40,7 @@ def model_files(directory: Path) -> dict[str, Path]:
 
 
 def is_model(directory: Path) -> bool:
-    """Whether a directory holds what from_pretrained of transformers or peft reads."""
+    """Whether from_pretrained of transformers or peft reads this directory."""
     return bool({"config.json", "adapter_config.json"} & model_files(directory).keys())
 
 
@@ -50,43 +51,36 @@ def checkpoint_files(checkpoint: Path) -> dict[str, Path]:
 
 
 def collect(files: Mapping[str, Path], into: Path) -> None:
-    """Put files under a folder: tensors as hard links where the disk has them, which cost nothing; the rest as copies."""
+    """Put files under a folder: tensors as hard links if the file system has them, the rest as copies."""
     for name, source in files.items():
         target = into / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix == ".safetensors":
-            try:
+            with contextlib.suppress(OSError):  # another file system, or one without links
                 os.link(source, target)
                 continue
-            except OSError:  # another file system, or one without links
-                pass
         shutil.copyfile(source, target)
 
 
 def has_same_tensors(one: Path, other: Path) -> bool:
-    """Whether two files of weights are there and have the same header: names, types, shapes and places of all tensors."""
-    headers = []
-    for path in (one, other):
-        if not path.is_file():
-            return False
-        with open(path, "rb") as file:
-            headers.append(file.read(int.from_bytes(file.read(8), "little")))
-    return headers[0] == headers[1]
+    """Whether two safetensors files exist and have the same header: names, types, shapes and offsets of all tensors."""
+    return one.is_file() and other.is_file() and _header(one) == _header(other)
+
+
+def _header(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(int.from_bytes(file.read(8), "little"))
 
 
 def left_behind(in_repository: Collection[str], sent: Collection[str]) -> list[str]:
-    """Files of an earlier model or checkpoint in a repository that would be read beside those that are sent."""
-    sends_model = not {"config.json", "adapter_config.json"}.isdisjoint(sent)
-    sends_checkpoint = f"{LAST_CHECKPOINT}/MANIFEST.json" in sent
-    return [
-        name
-        for name in in_repository
-        if name not in sent
-        and (
-            (sends_model and any(_matches(name, pattern) for pattern in _REPLACED))
-            or (sends_checkpoint and name.startswith(f"{LAST_CHECKPOINT}/"))
-        )
-    ]
+    """Files of an earlier model or checkpoint in a repository that would be read with those that are sent."""
+    found = [name for name in in_repository if name not in sent]
+    of_model, of_checkpoint = list[str](), list[str]()
+    if not {"config.json", "adapter_config.json"}.isdisjoint(sent):
+        of_model = [name for name in found if any(_matches(name, pattern) for pattern in _REPLACED)]
+    if f"{LAST_CHECKPOINT}/MANIFEST.json" in sent:
+        of_checkpoint = [name for name in found if name.startswith(f"{LAST_CHECKPOINT}/")]
+    return of_model + of_checkpoint
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -1,7 +1,7 @@
-"""What is to be uploaded, on disk: one folder for each commit, whole or not there, in order.
+"""The upload queue on disk: one folder for each commit, complete or absent, in order.
 
-`hub_queue/000003-step-40/` holds `job.json` and `files/`, with the paths that they get in the repository. A folder is renamed
-into its place when it is complete and out of it when its commit has arrived, so that a kill at any moment loses nothing.
+`hub_queue/000003-step-40/` holds `job.json` and `files/`, with their paths in the repository. A folder is renamed into its
+place when it is complete and out of it when its commit has arrived, so a kill at any moment loses nothing.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import get_type_hints
 
 from toolkit.system.console import warn_once
 from toolkit.system.files import make_folder, sync, sync_tree, write_atomically
+from toolkit.system.json_lines import parse_object
 
 QUEUE, RECORD, FILES, LOCK = "hub_queue", "job.json", "files", ".lock"
-WAITING_MOST = 4  # commits; of more, one whose files a later one brings in a newer state is left out
+WAITING_MOST = 4  # commits; of more, those whose files a later one replaces are left out
 
 
 @dataclass(frozen=True)
 class Job:
-    """One commit: where it goes and what became of it so far.
+    """One commit: where it goes and its state.
 
-    `repo_id` without a user is one of whoever the token belongs to. `parent`: the commit before it, once it has been tried.
-    `mark` stands in the description of the commit: by it a commit that arrived is known. `problem`: why it is still here.
-    `sizes`: bytes of its files; a folder that lacks some of them, as a copy of half a queue does, is no commit.
+    `repo_id` without a user is one of the token's owner. `parent`: the commit before it, once it has been tried. `mark`: in the
+    commit's description, to find it on the Hub. `problem`: why the last try failed. `sizes`: bytes of its files; a folder that
+    lacks some of them, as a copy of half a queue does, is no commit.
     """
 
     repo_id: str
@@ -51,10 +52,10 @@ class Job:
 
 
 def add_job(queue: Path, job: Job, name: str, fill: Callable[[Path], None]) -> Job:
-    """Append a commit. `fill` puts its files under the folder that it is given.
+    """Append a commit. `fill` puts its files under the folder that it gets.
 
     Raises:
-        OSError: it can't be written; the queue is as it was.
+        OSError: it can't be written; the queue is unchanged.
     """
     make_folder(queue)
     temporary = queue / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
@@ -76,7 +77,7 @@ def add_job(queue: Path, job: Job, name: str, fill: Callable[[Path], None]) -> J
 
 
 def list_jobs(queue: Path) -> list[Job]:
-    """The commits that wait, in order; a folder that has just been removed, or isn't whole, is left out."""
+    """The waiting commits, in order, without folders that have just been removed or aren't complete."""
     found = []
     for folder in _folders(queue):
         with contextlib.suppress(FileNotFoundError):
@@ -89,34 +90,32 @@ def list_jobs(queue: Path) -> list[Job]:
 
 
 def _read_record(folder: Path) -> Job | None:
-    """What is known of a commit; None where its record was cut or changed.
+    """The record of a commit; None if it was cut or changed.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    kinds: dict[str, tuple[type, ...]] = {
-        "repo_id": (str,), "message": (str,), "revision": (str, type(None)), "private": (bool, type(None)), "mark": (str,),
-        "parent": (str, type(None)), "problem": (str, type(None)), "sizes": (dict,),
-    }  # fmt: skip
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        if record.keys() <= kinds.keys() and all(isinstance(value, kinds[name]) for name, value in record.items()):
-            return Job(**record, folder=folder)
+        record = parse_object((folder / RECORD).read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        pass
-    return None
+    except OSError:
+        return None
+    kinds = {name: kind for name, kind in get_type_hints(Job).items() if name != "folder"}
+    kinds["sizes"] = dict
+    if record is None or not {"repo_id", "message"} <= record.keys() <= kinds.keys():
+        return None
+    return Job(**record, folder=folder) if all(isinstance(value, kinds[name]) for name, value in record.items()) else None
 
 
 def write_record(job: Job) -> None:
-    """Write what is known of a commit into its folder."""
-    record: dict[str, Any] = {f.name: getattr(job, f.name) for f in dataclasses.fields(job) if f.name != "folder"}
+    """Write the record of a commit into its folder."""
+    record = {name: value for name, value in dataclasses.asdict(job).items() if name != "folder"}
     write_atomically(job.folder / RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def remove_job(job: Job) -> None:
-    """Take a commit out of the queue: at once, then its files."""
+    """Remove a commit from the queue, at once; then its files."""
     done = job.folder.with_name(f".done-{job.folder.name}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(job.folder, done)
@@ -124,9 +123,9 @@ def remove_job(job: Job) -> None:
 
 
 def leave_out_replaced(queue: Path) -> list[Job]:
-    """Remove commits that wait in a line too long, when a later one brings all of their files in a newer state.
+    """From a queue longer than WAITING_MOST, remove commits whose files a later one all replaces; returns those.
 
-    Never the first, which may be on its way. Returns those removed.
+    Never the first, which may be being sent.
     """
     removed: list[Job] = []
     jobs = list_jobs(queue)
@@ -138,7 +137,7 @@ def leave_out_replaced(queue: Path) -> list[Job]:
 
 
 def clean_queue(queue: Path) -> None:
-    """Remove what dead processes left half written or half deleted."""
+    """Remove what killed processes left half written or half deleted."""
     for pattern in (".tmp-*", ".done-*"):
         for path in queue.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
@@ -146,7 +145,7 @@ def clean_queue(queue: Path) -> None:
 
 @contextlib.contextmanager
 def only_sender(queue: Path, wait: float = 0.0) -> Iterator[bool]:
-    """Be the only process that uploads from a queue, or be told that another one is. `wait` in seconds."""
+    """Hold the queue's lock: True, or False if another process uploads from it. `wait` in seconds, -1 for ever."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(queue / LOCK)
