@@ -1,9 +1,8 @@
-"""Sequence classification with DeepSpeed ZeRO: optimizer state, gradients, parameters shared out over the ranks.
+"""Sequence classification with DeepSpeed ZeRO: optimizer state, gradients and parameters sharded over the ranks.
 
-    python recipes/zero.py
     accelerate launch --num_processes 8 recipes/zero.py --zero-stage 3 --offload parameters
 
-`accelerated.py` is the same job: the difference between the two files is a DeepSpeedPlugin of one's own, and what it saves.
+`accelerated.py` is the same job: the difference is a DeepSpeedPlugin made in code, for what no flag has, and what it saves.
 """
 
 from dataclasses import dataclass
@@ -32,10 +31,11 @@ def main(config: Config) -> tk.Summary:
     from accelerate.utils import DeepSpeedPlugin
 
     plugin = DeepSpeedPlugin(
-        zero_stage=config.zero_stage,  # where nothing is said, what accelerate launch was told, else 2
+        zero_stage=config.zero_stage,  # None: the stage of accelerate launch, else 2
         offload_optimizer_device=None if config.offload == "none" else "cpu",
         offload_param_device="cpu" if config.offload == "parameters" else None,
     )
+    plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = 6_250_000  # no flag has it: 25 MB at a time, as in DDP
     accelerator = tk.build_accelerator(config, deepspeed_plugin=plugin)
     tokenizer = tk.pad_apart_from_end(tk.load_tokenizer(config))  # a decoder is read at its last token before padding
     raw = tk.load_splits(config)

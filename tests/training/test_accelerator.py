@@ -93,20 +93,20 @@ def test_the_state_of_several_ranks_is_not_reset(monkeypatch):
     from accelerate.utils import DistributedType
 
     from toolkit.distributed.engines.choice import EngineChoice
-    from toolkit.distributed.engines.second_run import make_way
+    from toolkit.distributed.engines.start import make_way
 
     process = {"device": torch.device("cpu"), "distributed_type": DistributedType.MULTI_CPU}
     monkeypatch.setattr(PartialState, "_shared_state", process)
     monkeypatch.setattr(AcceleratorState, "_shared_state", {**process, "_mixed_precision": "no"})
-    make_way(EngineChoice("none"), on_cpu=True)
+    make_way(EngineChoice("plain"), on_cpu=True)
     assert AcceleratorState._shared_state
     with pytest.raises(tk.Refusal, match="another precision than the one before it"):
-        make_way(EngineChoice("none", mixed_precision="bf16"), on_cpu=True)
+        make_way(EngineChoice("plain", mixed_precision="bf16"), on_cpu=True)
     with pytest.raises(tk.Refusal, match="another device and another engine than"):
         make_way(EngineChoice("fsdp"), on_cpu=False)
     assert AcceleratorState._shared_state
     PartialState._shared_state["distributed_type"] = DistributedType.NO
-    make_way(EngineChoice("none", mixed_precision="bf16"), on_cpu=True)
+    make_way(EngineChoice("plain", mixed_precision="bf16"), on_cpu=True)
     assert not AcceleratorState._shared_state
     assert not PartialState._shared_state
 

@@ -1,15 +1,20 @@
-"""An Accelerate config file, read as `accelerate launch` reads it: how many ranks it asks for, and what it tells each."""
+"""An Accelerate config file, read as `accelerate launch` reads it: how many ranks it asks for, and the variables of each."""
+
+from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
 from toolkit.config.parsing import parse_yaml, read_text_file
 from toolkit.config.setting import nearest
 from toolkit.system.console import as_typed
+
+if TYPE_CHECKING:
+    from argparse import Namespace
 
 # Of Accelerate's DistributedType: what isn't started as plain processes that torch.distributed brings together.
 _NOT_STARTED_HERE = ("XLA", "MEGATRON_LM")
@@ -18,7 +23,7 @@ _SECTIONS = {"deepspeed_config": "", "fsdp_config": "fsdp_"}  # and what Acceler
 
 @dataclass(frozen=True)
 class AccelerateConfig:
-    """What a file says of the ranks; None where it says nothing.
+    """The ranks that a file asks for; None where it leaves something open.
 
     `processes` are those of one machine, where the file counts all. `environment` holds the variables by which Accelerate,
     in each rank, knows what is meant.
@@ -73,7 +78,9 @@ def _written(path: str) -> dict[str, Any]:
 
 def _as_accelerate_reads(path: str, written: dict[str, Any]) -> AccelerateConfig:
     from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.commands.launch import launch_command_parser
+
+    from toolkit.distributed.compat import checked_launch_arguments
 
     file = load_config_from_file(path)
     kind = str(file.distributed_type.value)
@@ -88,7 +95,7 @@ def _as_accelerate_reads(path: str, written: dict[str, Any]) -> AccelerateConfig
         words = ["--num_processes", "1", *words]
     arguments = launch_command_parser().parse_args(words)
     _check_sections(path, written, set(vars(arguments)))
-    arguments, _, precision_of_file = _validate_launch_command(arguments)
+    arguments, precision_of_file = checked_launch_arguments(arguments)
     # The machines are this toolkit's affair: their rank, their ports and the programs that reach them.
     arguments.num_machines, arguments.main_process_port = 1, 0
     processes, machines = file.num_processes, file.num_machines
@@ -107,7 +114,7 @@ def _as_accelerate_reads(path: str, written: dict[str, Any]) -> AccelerateConfig
     )  # fmt: skip
 
 
-def _environment(arguments: Any, deepspeed_fields: list[str]) -> dict[str, str]:
+def _environment(arguments: Namespace, deepspeed_fields: list[str]) -> dict[str, str]:
     """What `accelerate launch` would change in its own environment for the ranks."""
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 

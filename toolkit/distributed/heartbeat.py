@@ -4,13 +4,19 @@ A collective that waits for a dead or stuck rank says only that it waited. Here 
 that torch.distributed has anyway: a count that a thread drives, which stops when the process does, and the training's step.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.distributed import Store
 
 EXIT_HUNG = 1
 _FAREWELL = -1  # the count of a rank that has closed its heartbeat and owes no further sign
@@ -51,11 +57,11 @@ class Heartbeat:
         on_silence: told such as "rank 1 has been silent since step 41 (32 s)".
     """
 
-    def __init__(self, rank: int, world_size: int, store: Any, timeout: float, on_silence: Callable[[str], None]) -> None:
+    def __init__(self, rank: int, world_size: int, store: Store, timeout: float, on_silence: Callable[[str], None]) -> None:
         self.rank, self.timeout, self.on_silence = rank, timeout, on_silence
         self.interval = min(1.0, timeout / 10)
         # A connection of our own: the main thread may hold the shared one in a long wait.
-        self._store, self._step, self._closing = store.clone(), 0, threading.Event()
+        self._store, self._step, self._closing = store.clone(), 0, threading.Event()  # type: ignore[attr-defined]
         self._others = {other: _Seen() for other in range(world_size) if other != rank}
         self._store_answered, self._store_reported = time.monotonic(), False
         # Two threads: an operation on a store whose process is stopped never returns, and that must be reported too.
@@ -142,12 +148,13 @@ class Heartbeat:
         self.on_silence(f"{who} has been silent since step {step} ({seconds:.0f} s)")
 
 
-def start_heartbeat(accelerator: Any, timeout: float, newest_checkpoint: Callable[[], str]) -> Heartbeat | None:
+def start_heartbeat(accelerator: Accelerator, timeout: float, newest_checkpoint: Callable[[], str]) -> Heartbeat | None:
     """The heartbeat of this rank, None for a single process. A silent rank ends this process, with one message for all."""
     if accelerator.num_processes == 1:
         return None
     from torch.distributed import PrefixStore
-    from torch.distributed.distributed_c10d import _get_default_store  # has no public name (torch 2.13)
+
+    from toolkit.distributed.compat import default_store
 
     rank = accelerator.process_index
 
@@ -158,5 +165,5 @@ def start_heartbeat(accelerator: Any, timeout: float, newest_checkpoint: Callabl
             os.write(2, message.encode())
         os._exit(EXIT_HUNG)  # the main thread waits inside a collective, which no exception leaves
 
-    store = PrefixStore("toolkit-heartbeat", _get_default_store())
+    store = PrefixStore("toolkit-heartbeat", default_store())
     return Heartbeat(rank, accelerator.num_processes, store, timeout, end)

@@ -1,19 +1,24 @@
 """Small agreements between the ranks. They travel on the CPU, so nobody waits for a device."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from toolkit.config import Refusal
 from toolkit.system.console import say
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 Result = TypeVar("Result")
 
 
-def largest(accelerator: Any, number: int) -> int:
+def largest(accelerator: Accelerator, number: int) -> int:
     """The largest of the numbers that the ranks bring; every rank must call this, and gets the same."""
     if accelerator.num_processes == 1:
         return number
@@ -22,7 +27,7 @@ def largest(accelerator: Any, number: int) -> int:
     return int(numbers)
 
 
-def on_main(accelerator: Any, action: Callable[[], Result], problem: type[Exception] = Refusal) -> Result:
+def on_main(accelerator: Accelerator, action: Callable[[], Result], problem: type[Exception] = Refusal) -> Result:
     """What `action` returns on the main process, on every rank; what it refuses or can't write, every rank raises."""
     told: list[Any] = [None, None]
     if accelerator.is_main_process:
@@ -37,7 +42,7 @@ def on_main(accelerator: Any, action: Callable[[], Result], problem: type[Except
     return told[0]
 
 
-def on_all(accelerator: Any, action: Callable[[], Result]) -> Result:
+def on_all(accelerator: Accelerator, action: Callable[[], Result]) -> Result:
     """What `action` returns, on each rank its own; what one rank refuses or can't read, every rank refuses."""
     if accelerator.num_processes == 1:
         return action()
@@ -55,7 +60,7 @@ def on_all(accelerator: Any, action: Callable[[], Result]) -> Result:
 
 
 @cache
-def _cpu_group() -> Any:
+def _cpu_group() -> torch.distributed.ProcessGroup | None:
     """A group that takes CPU tensors: the default one where it does, else one of its own."""
     if torch.distributed.get_backend() == "gloo":
         return None

@@ -13,7 +13,7 @@ import torch
 
 from toolkit.config import Refusal, UnpairedConfig
 from toolkit.config.conditions import STARTS_ON_THE_BASE, is_adapter
-from toolkit.distributed.engines import unwrapped
+from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import say_once
 from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
 from toolkit.losses.pair_logps import PairLogps
@@ -128,8 +128,9 @@ def _adapter_off(accelerator: Any, model: Any, make_model: Any, train: Any, eval
 
 
 def _second_model(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
-    frozen = make_model().eval().requires_grad_(False)
-    frozen, how = _placed(accelerator, frozen)
+    engine = engine_of(accelerator)
+    frozen = engine.place_frozen(accelerator, make_model().eval().requires_grad_(False))
+    how = f"sharded by {engine.label(accelerator)}" if engine.shards_weights(accelerator) else "whole on every rank"
     say_once(f"reference: a second model, frozen, {how}")
 
     def asking(logps_of: Ask) -> Ask:
@@ -148,29 +149,6 @@ def _what_is_asked(config: Any) -> tuple[Ask, Ask]:
     if isinstance(config, UnpairedConfig):
         return answer_logps, mismatched_logps
     return partial(pair_logps, ld_alpha=config.ld_alpha), mismatched_logps
-
-
-def _placed(accelerator: Any, frozen: Any) -> tuple[Any, str]:
-    """The second model where it is asked, sharded like the first one where that one's weights are."""
-    kind = str(accelerator.distributed_type.value)
-    plugin = accelerator.state.deepspeed_plugin if kind == "DEEPSPEED" else None
-    if plugin is not None and plugin.zero_stage == 3:
-        import deepspeed
-
-        settings = {name: value for name, value in plugin.deepspeed_config.items() if name not in ("optimizer", "scheduler")}
-        engine, *_ = deepspeed.initialize(model=frozen, config=settings)
-        engine.eval()
-        return engine, "sharded by ZeRO-3"
-    if kind == "FSDP":
-        from torch.distributed.fsdp import fully_shard
-
-        frozen = frozen.to(accelerator.device)
-        layers = set(getattr(frozen, "_no_split_modules", None) or ())
-        for module in frozen.modules():
-            if type(module).__name__ in layers:
-                fully_shard(module)
-        return fully_shard(frozen), "sharded by FSDP2"
-    return frozen.to(accelerator.device), "whole on every rank"
 
 
 @torch.no_grad()

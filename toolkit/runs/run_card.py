@@ -17,7 +17,7 @@ from toolkit.config import Refusal
 from toolkit.config.files import mark_not_read
 from toolkit.config.reading import forget_reads, is_made_of_settings, settings_read, values_of
 from toolkit.config.shown import public_settings
-from toolkit.distributed.engines import element_count
+from toolkit.distributed.engines import element_count, engine_of
 from toolkit.distributed.launch import TRAIN_OPTIONS
 from toolkit.models.adapter_files import base_of_adapter
 from toolkit.runs.copies import edited_copy
@@ -93,7 +93,7 @@ def write_run_card(
         "seeds": {name: value for name, value in settings.items() if name == "seed" or name.endswith("_seed")},
         "layout": {
             "processes": processes,
-            "engine": getattr(accelerator, "engine_label", str(accelerator.distributed_type.value)) if accelerator else "none",
+            "engine": engine_of(accelerator).label(accelerator) if accelerator else "none",
             "precision": accelerator.mixed_precision if accelerator else "no",
             "global_batch_size": train.global_batch_size,
             "micro_batch_size": train.micro_batch_size,

@@ -29,9 +29,9 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
             precision the device lacks, an optimizer that can't be sharded, a tracker whose library is missing, an output
             directory in use, an earlier run in this process that was sharded.
     """
+    from toolkit.distributed.engines import engine_of
     from toolkit.distributed.engines.choice import choose_engine
-    from toolkit.distributed.engines.second_run import check_no_sharded_run_before, make_way
-    from toolkit.distributed.engines.start import START, check_backend, check_engine, engine_label, settled_apart
+    from toolkit.distributed.engines.start import check_backend, check_engine, check_no_sharded_run_before, start_engine
     from toolkit.distributed.mpi import adopt_mpi_ranks
     from toolkit.distributed.ranks import on_main
     from toolkit.runs.directory import check_output_dir
@@ -68,17 +68,14 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
     if several and not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 cards: Accelerate asks for these two
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1")
     timeout = timedelta(seconds=max(10 * config.hang_timeout, 1800))
-    common = {
-        "mixed_precision": choice.mixed_precision, "log_with": trackers or None, "gradient_accumulation_steps": 1,
-        "project_dir": os.path.join(config.output_dir, "trackers"),
-    }  # fmt: skip
-    make_way(choice, on_cpu)
-    with settled_apart():
-        accelerator = START[choice.name](choice, on_cpu, check_backend(config.ddp_backend, on_cpu), timeout, common)
-    accelerator.engine_label = engine_label(choice)
-    if choice.name != "none" and accelerator.is_main_process:
+    accelerator = start_engine(
+        choice, on_cpu=on_cpu, backend=check_backend(config.ddp_backend, on_cpu), timeout=timeout, trackers=trackers,
+        project_dir=os.path.join(config.output_dir, "trackers"),
+    )  # fmt: skip
+    engine = engine_of(accelerator)
+    if engine.shards and accelerator.is_main_process:
         half = f", {choice.mixed_precision}" if choice.mixed_precision != "no" else ""
-        say(f"sharded over {accelerator.num_processes} rank(s): {accelerator.engine_label}{half}")
+        say(f"sharded over {accelerator.num_processes} rank(s): {engine.label(accelerator)}{half}")
     on_main(accelerator, lambda: check_settings_to_resume(config))
     on_main(accelerator, lambda: check_output_dir(config))  # by one rank, for all: another may be writing there already
     set_seed(config.seed)

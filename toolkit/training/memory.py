@@ -8,7 +8,7 @@ import torch
 from toolkit.config import Refusal
 from toolkit.config.conditions import couples_a_micro_batch
 from toolkit.data.loading.order import seed_micro_batch
-from toolkit.distributed.engines import unwrapped
+from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import largest
 from toolkit.optim.muon import workspace
 from toolkit.system.console import say
@@ -42,8 +42,7 @@ def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, lo
     """
     if not config.auto_find_batch_size or train.longest_micro_batch() is None:
         return train
-    sharded = str(accelerator.distributed_type.value) in ("DEEPSPEED", "FSDP")
-    if sharded:
+    if engine_of(accelerator).shards:
         return train
     asked, size = train.micro_batch_size, train.micro_batch_size
     plain, totals = unwrapped(model), dict.fromkeys(_UNITS, 1.0)

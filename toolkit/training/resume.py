@@ -46,7 +46,7 @@ FORMER_MOMENTUM = 0.95
 def run_layout(accelerator: Any, train: Any) -> dict[str, Any]:
     """What the world decided, as far as random numbers and rounding depend on it."""
     return {
-        "engine": getattr(accelerator, "engine_label", engine_of(accelerator).name), "processes": accelerator.num_processes,
+        "engine": engine_of(accelerator).label(accelerator), "processes": accelerator.num_processes,
         "device": accelerator.device.type, "micro_batch_size": train.micro_batch_size,
         "global_batch_size": train.global_batch_size, "threads": torch.get_num_threads(), "torch": torch.__version__,
     }  # fmt: skip

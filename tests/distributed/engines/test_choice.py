@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 import toolkit as tk
-from toolkit.config import OutputConfig, Refusal
-from toolkit.distributed.engines import agreement, choice, deepspeed_config, deepspeed_file
+from toolkit.config import Refusal
+from toolkit.distributed.engines import choice, deepspeed_config, named
 from toolkit.distributed.engines.choice import EngineChoice, FsdpChoice, choose_engine
 
 NOBODY: dict[str, str] = {}
@@ -74,21 +74,21 @@ def written(tmp_path: Path, content: Any) -> str:
     return str(path)
 
 
-# -- what one side says ----------------------------------------------------------------------------------------------
+# -- what one source names ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "launcher", "expected"),
     [
-        ({}, None, EngineChoice("none")),
-        ({"fp16": True}, None, EngineChoice("none", mixed_precision="fp16")),
+        ({}, None, EngineChoice("plain")),
+        ({"fp16": True}, None, EngineChoice("plain", mixed_precision="fp16")),
         ({"fsdp": True}, None, EngineChoice("fsdp", fsdp=FsdpChoice())),
         ({"fsdp": True, "bf16": True, "offload": "parameters"}, None,
          EngineChoice("fsdp", offload="parameters", mixed_precision="bf16", fsdp=FsdpChoice())),
-        ({"bf16": True}, ("torchrun", {}), EngineChoice("none", mixed_precision="bf16")),
-        ({"bf16": True}, ("MULTI_GPU", {"mixed_precision": "no"}), EngineChoice("none", mixed_precision="bf16")),
-        ({}, ("MULTI_GPU", {"mixed_precision": "bf16"}), EngineChoice("none", mixed_precision="bf16")),
-        ({}, ("MULTI_GPU", {"mixed_precision": "fp16"}), EngineChoice("none", mixed_precision="fp16")),
+        ({"bf16": True}, ("torchrun", {}), EngineChoice("plain", mixed_precision="bf16")),
+        ({"bf16": True}, ("MULTI_GPU", {"mixed_precision": "no"}), EngineChoice("plain", mixed_precision="bf16")),
+        ({}, ("MULTI_GPU", {"mixed_precision": "bf16"}), EngineChoice("plain", mixed_precision="bf16")),
+        ({}, ("MULTI_GPU", {"mixed_precision": "fp16"}), EngineChoice("plain", mixed_precision="fp16")),
         ({}, ("FSDP", {"fsdp_version": 2}), EngineChoice("fsdp", fsdp=FsdpChoice())),
         ({"fsdp": True, "gradient_checkpointing": True},
          ("FSDP", {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True, "mixed_precision": "bf16",
@@ -98,10 +98,10 @@ def written(tmp_path: Path, content: Any) -> str:
                       fsdp=FsdpChoice(reshard_after_forward=False, wrapped_layers=("LlamaDecoderLayer", "Other")))),
     ],
 )  # fmt: skip
-def test_what_one_side_says_is_honored(
+def test_what_one_source_names_is_taken(
     settings: dict[str, Any], launcher: Any, expected: EngineChoice, launched: Launched
 ) -> None:
-    """Fails when a name in _FSDP_FIELDS, _precision or _choose_fsdp is not the launcher's, or "no" counts as said."""
+    """Fails when a name in _FSDP_FIELDS, _Launched or _choose_fsdp is not the launcher's, or "no" names a precision."""
     environment = launched(launcher[0], **launcher[1]) if launcher else NOBODY
     assert choose_engine(Config(**settings), environment) == expected
 
@@ -129,7 +129,7 @@ def test_what_one_side_says_is_honored(
                                           "offload_param": {"device": "nvme", "nvme_path": "/n"}}}, 3, "parameters", "no"),
     ],
 )  # fmt: skip
-def test_zero_is_what_settings_launcher_and_file_say_together(
+def test_zero_is_what_settings_launcher_and_file_name_together(
     settings: dict[str, Any],
     launcher: Any,
     file: Any,
@@ -139,7 +139,7 @@ def test_zero_is_what_settings_launcher_and_file_say_together(
     launched: Launched,
     tmp_path: Path,
 ) -> None:
-    """Fails when a variable's name in _choose_zero is not the launcher's, or when "none" counts as said (SILENT)."""
+    """Fails when a variable's name in _choose_zero is not the launcher's, or when "none" names a device (SILENT)."""
     environment = launched(launcher[0], **launcher[1]) if launcher else NOBODY
     chosen = choose_engine(Config(**settings, deepspeed=written(tmp_path, file) if file else None), environment)
     assert (chosen.name, chosen.zero_stage, chosen.offload, chosen.mixed_precision) == ("zero", stage, offload, precision)
@@ -153,7 +153,7 @@ def test_zero_is_what_settings_launcher_and_file_say_together(
 
 
 def test_file_of_the_accelerate_config_is_the_file_of_the_settings(launched: Launched, tmp_path: Path) -> None:
-    """Fails when _deepspeed_file compares the paths as they are written, or ignores the launcher's."""
+    """Fails when _choose_zero compares the paths as they are written, or ignores the launcher's."""
     path = written(tmp_path, {"zero_optimization": {"stage": 1}})
     environment = launched("DEEPSPEED", deepspeed_config_file=path)
     assert choose_engine(Config(), environment).zero_stage == 1
@@ -162,7 +162,7 @@ def test_file_of_the_accelerate_config_is_the_file_of_the_settings(launched: Lau
 
 
 def test_configuration_made_in_a_recipes_code_stands_in_place_of_a_file(tmp_path: Path) -> None:
-    """Fails when _asked_for or _choose_zero does not look at it, or when it is not checked like a file."""
+    """Fails when choose_engine or _choose_zero does not look at it, or when it is not checked like a file."""
     in_code = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "gradient_clipping": "auto"}
     chosen = choose_engine(Config(), NOBODY, in_code)
     assert (chosen.name, chosen.zero_stage, chosen.offload) == ("zero", 3, "optimizer")
@@ -176,25 +176,25 @@ def test_configuration_made_in_a_recipes_code_stands_in_place_of_a_file(tmp_path
 
 
 def test_recipe_without_a_group_of_settings_has_an_engine_all_the_same() -> None:
-    """Fails when a setting of DevicesConfig, DataConfig or ModelConfig is read without getattr."""
-    assert choose_engine(OutputConfig(), NOBODY) == EngineChoice("none")
+    """Fails when a setting of DataConfig, OptimConfig or ModelConfig is taken for one that every recipe has."""
+    assert choose_engine(tk.RunConfig(), NOBODY) == EngineChoice("plain")
     chosen = choose_engine(tk.RunConfig(zero_stage=2), NOBODY)
     assert chosen.deepspeed
     assert chosen.deepspeed["train_micro_batch_size_per_gpu"] == 1
 
 
 def test_variables_of_an_engine_that_is_not_used_say_nothing() -> None:
-    """Fails when _choose_zero or _choose_fsdp read the launcher's fields without asking whether their engine is on."""
+    """Fails when _Launched reads the fields of an engine without asking whether it is on."""
     left_over = {
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "FSDP_VERSION": "1", "FSDP_OFFLOAD_PARAMS": "true",
         "ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
     }  # fmt: skip
-    assert choose_engine(Config(), left_over) == EngineChoice("none")
+    assert choose_engine(Config(), left_over) == EngineChoice("plain")
     assert choose_engine(Config(fsdp=True), left_over) == EngineChoice("fsdp", fsdp=FsdpChoice())
     assert choose_engine(Config(zero_stage=3), left_over).zero_stage == 3
 
 
-# -- what both say differently ---------------------------------------------------------------------------------------
+# -- what two name differently ---------------------------------------------------------------------------------------
 
 STAGE_2 = {"zero_optimization": {"stage": 2}}
 
@@ -207,12 +207,12 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, dict[str, Any]] | None, Any, list
     ({"zero_stage": 2}, ("FSDP", {"fsdp_version": 2}), None, ["--zero-stage 2 and FSDP in the accelerate config"]),
     # Stage
     ({"zero_stage": 3}, ("DEEPSPEED", {"zero_stage": 2}), None,
-     ["--zero-stage 3 contradicts zero_stage: 2 in the accelerate config: take --zero-stage 2, or write zero_stage: 3 in the"]),
-    ({"zero_stage": 3}, None, STAGE_2, ["--zero-stage 3 contradicts zero_optimization.stage: 2 in ", "take --zero-stage 2, or write"]),
-    ({}, ("DEEPSPEED", {"zero_stage": 0}), None, ["zero_stage: 0 in the accelerate config: that is plain data parallelism"]),
+     ["--zero-stage 3 contradicts zero_stage: 2 in the accelerate config: keep one of the two"]),
+    ({"zero_stage": 3}, None, STAGE_2, ["--zero-stage 3 contradicts zero_optimization.stage: 2 in ", "keep one of the two"]),
+    ({}, ("DEEPSPEED", {"zero_stage": 0}), None, ["zero_stage: 0 in the accelerate config", "plain data parallelism"]),
     ({}, None, {"zero_optimization": {"stage": 0}}, ["zero_optimization.stage: 0 in ", "plain data", "remove --deepspeed"]),
     ({}, None, {"zero_optimization": {"stage": 4}}, ["zero_optimization.stage: 4 in ", "stages of ZeRO are 1, 2 and 3"]),
-    ({}, None, {"bf16": {"enabled": True}}, ["ds_config.json says no zero_optimization.stage", "--zero-stage 1, 2 or 3"]),
+    ({}, None, {"bf16": {"enabled": True}}, ["ds_config.json has no zero_optimization.stage", "--zero-stage 1, 2 or 3"]),
     # Offload
     ({"offload": "optimizer"}, None, None, ["--offload optimizer has no effect where nothing is sharded", "--zero-stage 2"]),
     ({"offload": "parameters"}, ("MULTI_GPU", {}), None, ["--offload parameters has no effect"]),
@@ -221,13 +221,13 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, dict[str, Any]] | None, Any, list
     ({}, None, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
      ["with ZeRO stage 1: parameters are sharded from stage 3 on"]),
     ({"offload": "parameters"}, ("DEEPSPEED", {"zero_stage": 3, "offload_optimizer_device": "cpu"}), None,
-     ["--offload parameters contradicts offload_optimizer_device: cpu alone in the accelerate config: take --offload optimizer"]),
+     ["--offload parameters contradicts offload_optimizer_device: cpu in the accelerate config"]),
     ({"offload": "optimizer"}, None, {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
-     ["--offload optimizer contradicts zero_optimization.offload_optimizer and zero_optimization.offload_param in "]),
+     ["--offload optimizer contradicts zero_optimization.offload_optimizer", "zero_optimization.offload_param"]),
     ({"zero_stage": 3}, ("DEEPSPEED", {"offload_param_device": "cpu"}), None,
-     ["offload_param_device: cpu in the accelerate config", "offload_optimizer_device: cpu beside it"]),
+     ["offload_param_device: cpu in the accelerate config", "offload_optimizer"]),
     ({"zero_stage": 3}, None, {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-     ["zero_optimization.offload_param in ", '"offload_optimizer": {"device": "cpu"} beside it']),
+     ["zero_optimization.offload_param.device", "offload_optimizer"]),
     ({}, ("DEEPSPEED", {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/nvme"}), None,
      ["offload_optimizer_device: nvme", "does not hand on the path", "--deepspeed"]),
     # Precision
@@ -236,42 +236,42 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, dict[str, Any]] | None, Any, list
     ({}, ("DEEPSPEED", {"mixed_precision": "fp16"}), None, ["mixed_precision: fp16 in the accelerate config with ZeRO", "--bf16"]),
     ({"bf16": True}, None, STAGE_2 | {"fp16": {"enabled": True}}, ["fp16.enabled: true in ", "--bf16"]),
     ({"bf16": True}, ("MULTI_GPU", {"mixed_precision": "fp16"}), None,
-     ["--bf16 contradicts mixed_precision: fp16 in the accelerate config: take --fp16, or write mixed_precision: bf16"]),
+     ["--bf16 contradicts mixed_precision: fp16 in the accelerate config"]),
     ({"fp16": True}, ("MULTI_GPU", {"mixed_precision": "bf16"}), None, ["--fp16 contradicts mixed_precision: bf16"]),
-    ({"bf16": True}, None, STAGE_2 | {"bf16": {"enabled": False}}, ["--bf16 contradicts bf16.enabled: false in ", "take --no-bf16"]),
+    ({"bf16": True}, None, STAGE_2 | {"bf16": {"enabled": False}}, ["--bf16 contradicts bf16.enabled: false in "]),
     # Counts and clipping
     ({"gradient_accumulation_steps": 2}, ("DEEPSPEED", {"gradient_accumulation_steps": 4}), None,
      ["--gradient-accumulation-steps 2 contradicts gradient_accumulation_steps: 4 in the accelerate config"]),
     ({"global_batch_size": 32}, ("torchrun", {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}), None,
-     ["--global-batch-size 32 (ranks: 2, accumulation: 2) contradicts", "take --global-batch-size 64"]),
+     ["--global-batch-size 32 (ranks: 2, accumulation: 2) contradicts"]),
     ({}, ("DEEPSPEED", {"gradient_clipping": 0.5}), None,
-     ["--max-grad-norm 1 contradicts gradient_clipping: 0.5 in the accelerate config: take --max-grad-norm 0.5"]),
+     ["--max-grad-norm 1 contradicts gradient_clipping: 0.5 in the accelerate config"]),
     ({}, ("DEEPSPEED", {"zero_stage": "two"}), None, ["zero_stage: two in the accelerate config: must be a number"]),
     # FSDP
-    ({}, ("FSDP", {"fsdp_version": 1, "fsdp_reshard_after_forward": "true"}), None, ["FSDP version 1", "fsdp_version: 2"]),
+    ({}, ("FSDP", {"fsdp_version": 1, "fsdp_reshard_after_forward": "true"}), None, ["fsdp_version: 1", "write 2"]),
     ({}, ("FSDP", {"fsdp_version": 2, "fsdp_activation_checkpointing": True}), None,
      ["fsdp_activation_checkpointing: true", "take --gradient-checkpointing"]),
     ({"gradient_checkpointing": True},
      ("FSDP", {"fsdp_version": 2, "fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True}), None,
      ["fsdp_activation_checkpointing_offload: true"]),
-    ({}, ("FSDP", {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}), None, ["SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP"]),
+    ({}, ("FSDP", {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}), None, ["fsdp_auto_wrap_policy: SIZE_BASED_WRAP", "transformer_based_wrap"]),
     ({}, ("FSDP", {"fsdp_version": 2, "fsdp_reshard_after_forward": "FULL_SHARD"}), None, ["fsdp_reshard_after_forward: full_shard", "true"]),
-    ({}, ("FSDP", {"fsdp_version": 2, "fsdp_ignored_modules": "lm_head"}), None, ["fsdp_ignored_modules: lm_head", "Remove it"]),
+    ({}, ("FSDP", {"fsdp_version": 2, "fsdp_ignored_modules": "lm_head"}), None, ["fsdp_ignored_modules: lm_head", "remove it"]),
     # Not supported
     ({}, ("MEGATRON_LM", {}), None, ["Megatron-LM", "not supported yet"]),
-    ({}, ("FSDP", {"fsdp_version": 2, "parallelism_config": {"parallelism_config_tp_size": 2}}), None, ["tp_size: 2", "tensor parallelism"]),
-    ({}, ("FSDP", {"fsdp_version": 2, "parallelism_config": {"parallelism_config_cp_size": 2}}), None, ["cp_size: 2", "context parallelism"]),
-    ({}, ("torchrun", {"ACCELERATE_MIXED_PRECISION": "fp8"}), None, ["mixed_precision: fp8", "--bf16"]),
-    ({}, ("MULTI_GPU", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}), None, ["dynamo_backend: inductor", "take --torch-compile"]),
+    ({}, ("FSDP", {"fsdp_version": 2, "parallelism_config": {"parallelism_config_tp_size": 2}}), None, ["tp_size: 2", "not supported"]),
+    ({}, ("FSDP", {"fsdp_version": 2, "parallelism_config": {"parallelism_config_cp_size": 2}}), None, ["cp_size: 2", "not supported"]),
+    ({}, ("torchrun", {"ACCELERATE_MIXED_PRECISION": "fp8"}), None, ["mixed_precision: fp8", "bf16"]),
+    ({}, ("MULTI_GPU", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}), None, ["--no-torch-compile contradicts dynamo_backend: inductor", "take --torch-compile"]),
     ({"torch_compile": True}, ("MULTI_GPU", {"dynamo_config": {"dynamo_backend": "EAGER"}}), None, ["dynamo_backend: eager", "inductor"]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "launcher", "file", "words"), REFUSED, ids=[str(case[3][0]) for case in REFUSED])
-def test_contradiction_is_refused_naming_both_values_and_the_way_out(
+def test_contradiction_is_refused_naming_both_values(
     settings: dict[str, Any], launcher: Any, file: Any, words: list[str], launched: Launched, tmp_path: Path
 ) -> None:
-    """Fails for its own case when the check is removed; for most of them when `agreed` takes the first value that is said."""
+    """Fails for its own case when the check is removed; for most of them when `agreed` takes the first value that is named."""
     environment = launched(launcher[0], **launcher[1]) if launcher else NOBODY
     with pytest.raises(Refusal) as refusal:
         choose_engine(Config(**settings, deepspeed=written(tmp_path, file) if file else None), environment)
@@ -282,7 +282,7 @@ def test_contradiction_is_refused_naming_both_values_and_the_way_out(
 def test_compilation_that_both_ask_for_is_no_contradiction(launched: Launched) -> None:
     """Fails when _check_compilation does not read torch_compile."""
     environment = launched("MULTI_GPU", dynamo_config={"dynamo_backend": "INDUCTOR"})
-    assert choose_engine(Config(torch_compile=True), environment) == EngineChoice("none")
+    assert choose_engine(Config(torch_compile=True), environment) == EngineChoice("plain")
 
 
 def test_two_devices_for_one_offload_are_refused(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_two_devices_for_one_offload_are_refused(tmp_path: Path) -> None:
 
 
 def test_two_deepspeed_files_are_refused(launched: Launched, tmp_path: Path) -> None:
-    """Fails when _deepspeed_file takes the first of the two."""
+    """Fails when _choose_zero takes the first of the two."""
     other = tmp_path / "other.json"
     other.write_text(json.dumps(STAGE_2))
     environment = launched("DEEPSPEED", deepspeed_config_file=str(other))
@@ -304,12 +304,12 @@ def test_two_deepspeed_files_are_refused(launched: Launched, tmp_path: Path) -> 
     assert f"--deepspeed {tmp_path}/ds_config.json contradicts deepspeed_config_file: {other}" in str(refusal.value)
 
 
-@pytest.mark.parametrize("module", [choice, deepspeed_config, deepspeed_file, agreement], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [choice, deepspeed_config, named], ids=lambda module: module.__name__)
 def test_engine_is_chosen_without_a_heavy_import(module: ModuleType) -> None:
     """Fails when choice.py or deepspeed_config.py imports torch, accelerate or deepspeed at its top."""
     imports = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {str(node.module) if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
-    light = {*(f"toolkit.config{name}" for name in ("", ".conditions", ".parsing", ".reading")), "toolkit.system.console", *(f"toolkit.distributed.engines.{name}" for name in ("agreement", "deepspeed_config", "deepspeed_file"))}
+    light = {*(f"toolkit.config{name}" for name in ("", ".conditions", ".parsing", ".reading")), *(f"toolkit.distributed.engines.{name}" for name in ("deepspeed_config", "named"))}
     assert {name for name in names - light if name.partition(".")[0] not in sys.stdlib_module_names} == set()
 
 

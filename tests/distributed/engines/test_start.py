@@ -2,7 +2,8 @@
 
 import importlib.util
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,16 +11,22 @@ import pytest
 import toolkit as tk
 from toolkit.config import Refusal
 from toolkit.distributed.engines.choice import EngineChoice, FsdpChoice, choose_engine
-from toolkit.distributed.engines.start import _UNSHARDED_ONLY, check_engine, check_known_keys, engine_label, settled_apart
+from toolkit.distributed.engines.start import _UNSHARDED_ONLY, check_engine, check_known_keys, settled_apart
 
-PLAIN = EngineChoice("none")
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
+    pass
+
+
+PLAIN = EngineChoice("plain")
 ZERO, FSDP = EngineChoice("zero", zero_stage=3), EngineChoice("fsdp", fsdp=FsdpChoice())
 
 
 @pytest.mark.parametrize(("optim", "reason"), _UNSHARDED_ONLY.items())
 def test_an_optimizer_that_shards_would_make_wrong_is_refused_with_its_reason(optim: str, reason: str) -> None:
     """Fails when: check_engine looks at ZeRO alone, or refuses without an engine that shards."""
-    config = tk.OptimConfig(optim=optim)
+    config = Config(optim=optim)
     for choice, name in ((ZERO, "ZeRO-3"), (replace(ZERO, zero_stage=1), "ZeRO-1"), (FSDP, "FSDP2")):
         with pytest.raises(Refusal) as refusal:
             check_engine(choice, config)
@@ -40,7 +47,7 @@ def test_a_missing_deepspeed_is_told_with_an_instead_only_where_there_is_one(in_
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find_spec(name))
     with pytest.raises(Refusal) as refused:
-        check_engine(ZERO, tk.OptimConfig(), in_code=in_code)
+        check_engine(ZERO, Config(), in_code=in_code)
     instead = "" if in_code else " Or shard with --fsdp."
     assert str(refused.value) == f"ZeRO-3 needs the library DeepSpeed: pip install deepspeed.{instead}"
 
@@ -48,7 +55,7 @@ def test_a_missing_deepspeed_is_told_with_an_instead_only_where_there_is_one(in_
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_of_half_precision_are_refused_by_zero_alone(dtype: str) -> None:
     """DeepSpeed would make float32 weights of them. Fails when: bf16's mixed precision is not let through."""
-    config = tk.ModelConfig(dtype=dtype)
+    config = Config(dtype=dtype)
     with pytest.raises(Refusal, match=f"--dtype {dtype} with ZeRO-3: .* Take --bf16 and --dtype float32"):
         check_engine(ZERO, config)
     check_engine(replace(ZERO, mixed_precision="bf16"), config)
@@ -96,9 +103,34 @@ def test_a_second_accelerator_of_a_process_reads_the_launcher_again(monkeypatch:
     assert "ACCELERATE_USE_CPU" not in os.environ
 
 
-@pytest.mark.parametrize(("choice", "label"), [
-    (PLAIN, "plain"), (ZERO, "ZeRO-3"), (replace(ZERO, zero_stage=2, offload="optimizer"), "ZeRO-2, optimizer on the CPU"), (FSDP, "FSDP2"),
+def accelerator_of(plugin: str, value: Any) -> Any:
+    return SimpleNamespace(state=SimpleNamespace(**{plugin: value}))
+
+
+@pytest.mark.parametrize(("settings", "label"), [
+    ({"zero_stage": 3, "bf16": True}, "ZeRO-3"), ({"zero_stage": 2, "offload": "optimizer"}, "ZeRO-2, optimizer on the CPU"),
+    ({"zero_stage": 3, "offload": "parameters"}, "ZeRO-3, parameters on the CPU"),
 ])  # fmt: skip
-def test_an_engine_is_recorded_without_the_precision(choice: EngineChoice, label: str) -> None:
-    """That is a setting of its own, which a resume compares. Fails when: it stands in both."""
-    assert engine_label(replace(choice, mixed_precision="bf16")) == label
+def test_an_engine_is_recorded_without_the_precision(settings: dict[str, Any], label: str) -> None:
+    """That is a setting of its own, which a resume compares. Fails when: it is in both, or an offload is left out."""
+    from toolkit.distributed.engines.zero import ENGINE
+
+    plugin = SimpleNamespace(deepspeed_config=choose_engine(Config(**settings), {}).deepspeed)
+    assert ENGINE.label(accelerator_of("deepspeed_plugin", plugin)) == label
+
+
+def test_a_shard_on_the_cpu_is_recorded_and_weights_are_sharded_by_zero_3_and_fsdp_alone() -> None:
+    """Fails when: FSDP2's offload is left out of its label, or stage 2 shards weights."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    from toolkit.distributed.engines import fsdp, plain, zero
+
+    for offload, label in ((CPUOffloadPolicy(), "FSDP2, parameters on the CPU"), (None, "FSDP2")):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offload)
+        accelerator = accelerator_of("fsdp_plugin", plugin)
+        assert fsdp.ENGINE.label(accelerator) == label
+        assert fsdp.ENGINE.shards_weights(accelerator)
+    stages = [zero.ENGINE.shards_weights(accelerator_of("deepspeed_plugin", SimpleNamespace(zero_stage=n))) for n in (1, 2, 3)]
+    assert stages == [False, False, True]
+    assert not plain.ENGINE.shards_weights(accelerator)

@@ -9,10 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+
     from toolkit.distributed.engines.engine import Engine
 
 
-def engine_of(accelerator: Any) -> Engine:
+def engine_of(accelerator: Accelerator) -> Engine:
     """The engine of a prepared model."""
     kind = str(accelerator.distributed_type.value)
     if kind == "DEEPSPEED":
@@ -24,20 +27,22 @@ def engine_of(accelerator: Any) -> Engine:
     return ENGINE
 
 
-def element_count(parameter: Any) -> int:
+def element_count(parameter: nn.Parameter) -> int:
     """Numbers in a whole parameter: ZeRO-3 leaves an empty tensor where it was."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def unwrapped(model: Any) -> Any:
-    """The model inside DDP's, DeepSpeed's or torch.compile's wrapper.
+def unwrapped(model: nn.Module) -> Any:
+    """The model inside DDP's, DeepSpeed's or torch.compile's wrapper: transformers' or peft's class.
 
     Accelerate's own unwrap_model (1.15) imports DeepSpeed to look for it: three seconds in every run where it is installed.
     """
+    from toolkit.distributed.compat import is_compiled_whole, original_of
+
     while True:
         if type(model).__name__ in ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
-            model = model.module
-        elif type(model).__name__ == "OptimizedModule":
-            model = model._orig_mod
+            model = model.module  # type: ignore[assignment]
+        elif is_compiled_whole(model):
+            model = original_of(model)
         else:
             return model

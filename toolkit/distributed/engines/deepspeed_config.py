@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration of a run: from the settings alone, or a user's own file with every "auto" filled.
+"""The DeepSpeed configuration of a run: from the settings alone, or a user's own with every "auto" filled.
 
 A file may repeat what the settings say, and must not contradict them. The keys are those of
 https://www.deepspeed.ai/docs/config-json/. Nothing here imports a heavy library.
@@ -8,61 +8,66 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from toolkit.config import Refusal, show_value
-from toolkit.config.conditions import momentum_of
-from toolkit.config.reading import values_of
-from toolkit.distributed.engines.agreement import SILENT, Said, accumulation, agreed, said_by_setting
-from toolkit.distributed.engines.deepspeed_file import OFFLOADED, look_up, said_by_file
+from toolkit.config import Refusal
+from toolkit.config.parsing import parse_json, read_text_file
+from toolkit.distributed.engines.named import OFFLOADED, SILENT, Named, accumulation, agreed, in_file, in_settings, look_up
 
 
-def deepspeed_config(
-    config: Any,
-    *,
-    stage: int,
-    offload: str,
-    mixed_precision: str,
-    written: Mapping[str, Any] | None,
-    source: str,
+def read_deepspeed_file(path: str) -> dict[str, Any]:
+    """The content of a DeepSpeed configuration file.
+
+    Raises:
+        Refusal: no such file, not readable, no JSON object, a key that is in it twice, or a section that is none.
+    """
+    written = parse_json(read_text_file(path, f"DeepSpeed configuration {path}"), path, is_file=True)
+    if not isinstance(written, dict):
+        raise Refusal(f'{path}: must hold one JSON object, such as {{"zero_optimization": {{"stage": 2}}}}.')
+    for key in _SECTIONS:
+        section = look_up(written, key)
+        if section is not None and not isinstance(section, dict):
+            raise Refusal(f"{key}: {json.dumps(section)} in {path}: must be a section in braces.")
+    return written
+
+
+def complete_deepspeed(
+    settings: Mapping[str, Any], *, stage: int, offload: str, mixed_precision: str, written: Mapping[str, Any], source: str,
     world_size: int,
-    num_parameters: int | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The complete configuration for `deepspeed.initialize`, with no "auto" left in it.
 
-    Accumulation, clipping, optimizer and schedule are the toolkit's own, so DeepSpeed is told of one micro-batch a step,
-    of no clipping and of neither of the two.
+    Accumulation, clipping, optimizer and schedule are the toolkit's own, so DeepSpeed gets one micro-batch a step, no
+    clipping and neither of the two.
 
     Args:
-        config: the settings of the recipe.
+        settings: of the recipe, by name; those of groups that it lacks are absent.
         stage: ZeRO stage 1 to 3; like `offload` and `mixed_precision` already agreed between settings and file.
         offload: "none", "optimizer" or "parameters".
         mixed_precision: "no" or "bf16".
-        written: what `read_deepspeed_file` returned; None without a file.
-        source: the file's name, for messages.
+        written: the user's own configuration; empty where there is none.
+        source: where that is, for messages.
         world_size: number of ranks.
-        num_parameters: of the model; fits DeepSpeed's buffers to it (see `fit_buckets`).
 
     Raises:
         Refusal: a value in the file contradicts a setting, has no counterpart here, or is an "auto" nobody can fill.
     """
-    result = copy.deepcopy(dict(written or {}))
-    for key, (value, why) in _MUST_BE.items():
+    result = copy.deepcopy(dict(written))
+    for key, only in _ONLY.items():
         found = look_up(result, key)
-        if found is not None and found != "auto" and found != value:
-            instead = "remove it" if value is None else f"write {json.dumps(value)}, or remove it"
-            raise Refusal(f"{key}: {json.dumps(found)} in {source}: {why}: {instead}.")
-    for key, of_settings in _SHARED.items():
-        agreed(of_settings(config, world_size), said_by_file(result, key, source))
-    _check_optimizer(result.pop("optimizer", None) or {}, config, source)
-    _check_scheduler(result.pop("scheduler", None) or {}, config, source)
-    for key in ("train_batch_size", "fp16", "amp"):
+        if found not in (None, "auto", only):
+            instead = "remove it" if only is None else f"write {json.dumps(only)}, or remove it"
+            raise Refusal(
+                f"{key}: {json.dumps(found)} in {source} is not supported: batches, precision, gradients and optimizer are the "
+                f"toolkit's own: {instead}."
+            )
+    _check_repeated(result, settings, source, world_size)
+    for key in ("optimizer", "scheduler", "train_batch_size", "fp16", "amp"):
         result.pop(key, None)
-
     result |= {
         # Where the recipe has no such setting its step is one example: DeepSpeed only wants a number for its log.
-        "train_micro_batch_size_per_gpu": getattr(config, "per_device_train_batch_size", 1),
+        "train_micro_batch_size_per_gpu": settings.get("per_device_train_batch_size", 1),
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "bf16": (result.get("bf16") or {}) | {"enabled": mixed_precision == "bf16"},
@@ -76,8 +81,8 @@ def deepspeed_config(
         result["data_types"] = {"grad_accum_dtype": "fp32", **(result.get("data_types") or {})}
     unfilled = _first_auto(result)
     if unfilled:
-        raise Refusal(f'{unfilled}: "auto" in {source}: nothing here knows its value: write one, or remove it.')
-    return fit_buckets(result, num_parameters) if num_parameters else result
+        raise Refusal(f'{unfilled}: "auto" in {source}: no setting has its value: write one, or remove it.')
+    return result
 
 
 def fit_buckets(deepspeed: Mapping[str, Any], num_parameters: int) -> dict[str, Any]:
@@ -94,135 +99,92 @@ def fit_buckets(deepspeed: Mapping[str, Any], num_parameters: int) -> dict[str, 
 
 # -- details ---------------------------------------------------------------------------------------------------------
 
-_BUCKETS = {
-    "reduce_bucket_size": 500_000_000,
-    "allgather_bucket_size": 500_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-}
+_SECTIONS = (
+    "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "fp16", "optimizer",
+    "optimizer.params", "scheduler", "scheduler.params",
+)  # fmt: skip
 
-# Keys that a file may hold only with this value (None: not at all), and why.
-_MUST_BE: dict[str, tuple[Any, str]] = {
-    "fp16.enabled": (False, "DeepSpeed's loss scaling is not proven here yet, take --bf16"),
-    "amp.enabled": (False, "NVIDIA's apex is not supported, take --bf16"),
-    "torch_autocast.enabled": (False, "precision is --bf16's"),
-    "bfloat16": (None, "an old name, the section is called bf16"),
-    "zero_optimization.cpu_offload": (False, "an old name for an offload_optimizer section"),
-    "zero_optimization.cpu_offload_param": (False, "an old name for an offload_param section"),
-    "zero_optimization.compute_grad_norm": (True, "the gradient norm is logged, clipped and guarded by the toolkit"),
-    "zero_optimization.zenflow": (None, "its updates lag behind the gradients"),
-    "zero_optimization.offload_optimizer.ratio": (1.0, "the part that stays on the GPU would be AdamW's whatever --optim says"),
-    "zero_optimization.offload_optimizer.super_offload": (False, "it replaces the optimizer, which is --optim's"),
-    "zero_allow_untested_optimizer": (True, "the optimizer is the toolkit's own"),
-    "zero_force_ds_cpu_optimizer": (False, "the optimizer is the toolkit's own"),
-    "managed_gradient_accumulation": (True, "the step tells DeepSpeed where a batch ends"),
-    "sequence_parallel_size": (1, "sequence parallelism is not supported yet"),
-    "tensor_parallel": (None, "tensor parallelism is not supported yet"),
-    "expert_parallel": (None, "expert parallelism is not supported yet"),
-    "hybrid_engine.enabled": (False, "not supported"),
-    "elasticity.enabled": (False, "the batch size is the settings', for any number of ranks"),
-    "autotuning.enabled": (False, "the batch size is the settings'"),
-    "data_efficiency.enabled": (False, "the order of examples is the toolkit's"),
-    "curriculum_learning.enabled": (False, "the order of examples is the toolkit's"),
-    "progressive_layer_drop.enabled": (False, "not supported"),
-    "compression_training": (None, "not supported"),
-    "communication_data_type": ("fp32", "gradients are exchanged in float32"),
-    "seq_parallel_communication_data_type": ("fp32", "gradients are exchanged in float32"),
-    "data_types.grad_accum_dtype": ("fp32", "gradients are added up in float32"),
-    "prescale_gradients": (False, "the step has scaled the loss already"),
-    "gradient_predivide_factor": (1.0, "the step has scaled the loss already"),
-    "sparse_gradients": (False, "not supported"),
-    "quantize_training": (None, "not supported"),
-    "bf16.check_grad_overflow": (True, "a step that is not finite must change nothing"),
-    "bf16.bf16_master_weights_and_grads": (False, "the weights that are trained are float32"),
-    "bf16.bf16_optimizer_states": (False, "moments are float32"),
-    "zero_optimization.zero_quantized_weights": (False, "not supported"),
-    "zero_optimization.zero_quantized_gradients": (False, "not supported"),
-    "zero_optimization.zero_quantized_nontrainable_weights": (False, "not supported"),
-    "zero_optimization.zero_hpz_partition_size": (1, "not supported"),
-    "zero_optimization.mics_shard_size": (-1, "not supported"),
-}
+# Sections and keys at the top of a configuration (deepspeed.ai/docs/config-json, DeepSpeed 0.19).
+KNOWN_KEYS = frozenset({
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
+    "communication_data_type", "compile", "csv_monitor", "curriculum_learning", "data_efficiency", "data_types",
+    "dataloader_drop_last", "disable_allgather", "dump_state", "elasticity", "eigenvalue", "flops_profiler", "fp16",
+    "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "graph_harvesting", "hybrid_engine",
+    "memory_breakdown", "monitor_config", "nebula", "optimizer", "pld_enabled", "prescale_gradients", "progressive_layer_drop",
+    "scheduler", "seq_parallel_communication_data_type", "sequence_parallel_size", "sparse_attention", "sparse_gradients",
+    "steps_per_print", "tensorboard", "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "use_data_before_expert_parallelism", "use_node_local_storage", "wall_clock_breakdown", "wandb", "weight_quantization",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+})  # fmt: skip
 
+# Keys that a file may hold only with this value (None: not at all): anything else would change the mathematics of a step, or
+# have DeepSpeed do what the toolkit does.
+_ONLY: dict[str, Any] = {
+    "fp16.enabled": False, "amp.enabled": False, "torch_autocast.enabled": False, "bfloat16": None,
+    "bf16.check_grad_overflow": True, "bf16.bf16_master_weights_and_grads": False, "bf16.bf16_optimizer_states": False,
+    "zero_optimization.cpu_offload": False, "zero_optimization.cpu_offload_param": False,
+    "zero_optimization.compute_grad_norm": True, "zero_optimization.zenflow": None,
+    "zero_optimization.offload_optimizer.ratio": 1.0, "zero_optimization.offload_optimizer.super_offload": False,
+    "zero_optimization.zero_quantized_weights": False, "zero_optimization.zero_quantized_gradients": False,
+    "zero_optimization.zero_quantized_nontrainable_weights": False, "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.mics_shard_size": -1, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    "managed_gradient_accumulation": True, "sequence_parallel_size": 1, "tensor_parallel": None, "expert_parallel": None,
+    "hybrid_engine.enabled": False, "elasticity.enabled": False, "autotuning.enabled": False,
+    "data_efficiency.enabled": False, "curriculum_learning.enabled": False, "progressive_layer_drop.enabled": False,
+    "compression_training": None, "quantize_training": None, "communication_data_type": "fp32",
+    "seq_parallel_communication_data_type": "fp32", "data_types.grad_accum_dtype": "fp32", "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0, "sparse_gradients": False,
+}  # fmt: skip
 
-def _global_batch(config: Any, world_size: int) -> Said:
-    size = getattr(config, "per_device_train_batch_size", None)
-    if size is None or getattr(config, "global_batch_size", None):
-        return said_by_setting(config, "global_batch_size")
-    steps = config.gradient_accumulation_steps
-    return Said(
-        size * steps * world_size,
-        lambda value: f"--global-batch-size {value}",
-        shown=f"--per-device-train-batch-size {size} times --gradient-accumulation-steps {steps}, ranks: {world_size}",
-    )
+# Keys of a file that repeat a setting under another name.
+_SAME = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size", "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate", "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.eps": "adam_epsilon", "optimizer.params.momentum": "momentum",
+}  # fmt: skip
 
-
-# Keys of a file that repeat a setting.
-_SHARED: dict[str, Callable[[Any, int], Said]] = {
-    "train_micro_batch_size_per_gpu": lambda config, world_size: said_by_setting(config, "per_device_train_batch_size"),
-    "gradient_accumulation_steps": accumulation,
-    "train_batch_size": _global_batch,
-    "gradient_clipping": lambda config, world_size: said_by_setting(config, "max_grad_norm"),
-}
-
-# The optimizers of a file's `optimizer` section that the toolkit has too, by its type in small letters.
-_OPTIMIZERS = {
-    "adamw": ("adamw_torch", "adamw_torch_fused"),
-    "adam": ("adamw_torch", "adamw_torch_fused"),  # DeepSpeed's Adam is AdamW unless adam_w_mode is false
-    "sgd": ("sgd",),
-}
-_OPTIMIZER_SETTINGS = {
-    "lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon",
+# What a file's sections are called that describe an optimizer or a schedule of the toolkit's; DeepSpeed's Adam is AdamW.
+_TYPES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "optim": ("optimizer", {"adamw_torch": ("AdamW", "Adam"), "adamw_torch_fused": ("AdamW", "Adam"), "sgd": ("SGD",)}),
+    "lr_scheduler_type": ("scheduler", {
+        "constant_with_warmup": ("WarmupLR",), "linear": ("WarmupDecayLR",), "cosine": ("WarmupCosineLR",),
+    }),
 }  # fmt: skip
 # What the toolkit's own optimizers do; `torch_adam` and `fused` only choose an implementation.
 _OPTIMIZER_FACTS = {"adam_w_mode": (True,), "bias_correction": (True,), "amsgrad": (False,), "nesterov": (False,),
                     "dampening": (0,), "torch_adam": (True, False), "fused": (True, False)}  # fmt: skip
 
-_SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
-
-def _check_optimizer(section: Mapping[str, Any], config: Any, source: str) -> None:
-    """Refuse an `optimizer` section that describes another optimizer than the settings."""
-    name = section.get("type", "auto")
-    if name != "auto":
-        same = _OPTIMIZERS.get(str(name).lower())
-        chosen = values_of(config).get("optim")
-        if same is None or (chosen is not None and chosen not in same):
-            choice = f"take --optim {same[0]}, or " if same else ""
+def _check_repeated(written: Mapping[str, Any], settings: Mapping[str, Any], source: str, world_size: int) -> None:
+    """Refuse what a file says otherwise than the settings of the recipe do."""
+    named = {key: in_settings(settings, name) for key, name in _SAME.items()}
+    if settings.get("momentum", 0.0) is None:
+        named["optimizer.params.momentum"] = Named(0.0, "--momentum 0")  # what it is for sgd, the one that a file can name
+    if (micro := settings.get("per_device_train_batch_size")) is not None:
+        steps = named["gradient_accumulation_steps"] = accumulation(settings, world_size)
+        whole = micro * settings["gradient_accumulation_steps"] * world_size
+        shown = f"--per-device-train-batch-size {micro} times {steps and steps.text}, ranks: {world_size}"
+        named["train_batch_size"] = in_settings(settings, "global_batch_size") or Named(whole, shown)
+    betas = [settings.get("adam_beta1"), settings.get("adam_beta2")]
+    if None not in betas:
+        named["optimizer.params.betas"] = Named(betas, f"--adam-beta1 {betas[0]} --adam-beta2 {betas[1]}")
+    for key, setting in named.items():
+        agreed(setting, in_file(written, key, source))
+    for name, (section, types) in _TYPES.items():
+        kind, chosen = look_up(written, f"{section}.type"), in_settings(settings, name)
+        if chosen and kind not in SILENT and str(kind).lower() not in map(str.lower, types.get(chosen.value, ())):
+            fitting = [value for value, kinds in types.items() if str(kind).lower() in map(str.lower, kinds)]
+            instead = f"take --{name.replace('_', '-')} {fitting[0]}, or " if fitting else ""
             raise Refusal(
-                f"optimizer.type: {json.dumps(name)} in {source} contradicts --optim {chosen}: {choice}remove the section."
+                f"{chosen.text} contradicts {section}.type: {json.dumps(kind)} in {source}: {instead}remove the section."
             )
-    for key, value in (section.get("params") or {}).items():
-        said = said_by_file({"optimizer": section}, f"optimizer.params.{key}", source)
-        if value == "auto":
-            continue
-        if key == "betas":
-            betas = [getattr(config, "adam_beta1", None), getattr(config, "adam_beta2", None)]
-            if None not in betas:
-                agreed(Said(betas, lambda pair: f"--adam-beta1 {pair[0]} --adam-beta2 {pair[1]}"), said)
-        elif key == "momentum" and hasattr(config, "momentum"):
-            agreed(Said(momentum_of(config), lambda value: f"--momentum {show_value(value)}"), said)
-        elif key in _OPTIMIZER_SETTINGS:
-            agreed(said_by_setting(config, _OPTIMIZER_SETTINGS[key]), said)
-        elif value not in _OPTIMIZER_FACTS.get(key, ()):
-            raise Refusal(f"{said.text}: the optimizer is --optim's: remove the section.")
-
-
-def _check_scheduler(section: Mapping[str, Any], config: Any, source: str) -> None:
-    """Refuse a `scheduler` section that says more than the name of the settings' own schedule."""
-    name = section.get("type", "auto")
-    if name != "auto":
-        same, chosen = _SCHEDULES.get(name), getattr(config, "lr_scheduler_type", None)
-        if same is None or (chosen is not None and chosen != same):
-            choice = f"take --lr-scheduler-type {same}, or " if same else ""
-            raise Refusal(
-                f"scheduler.type: {json.dumps(name)} in {source} contradicts --lr-scheduler-type {chosen}: "
-                f"{choice}remove the section."
-            )
-    for key, value in (section.get("params") or {}).items():
-        if value != "auto":
-            raise Refusal(
-                f"scheduler.params.{key}: {json.dumps(value)} in {source}: the schedule is --lr-scheduler-type's and "
-                '--warmup-steps\': write "auto", or remove the section.'
-            )
+        for key, value in (look_up(written, f"{section}.params") or {}).items():
+            known = f"{section}.params.{key}" in named or value in _OPTIMIZER_FACTS.get(key, ())
+            if value != "auto" and not (section == "optimizer" and known):
+                raise Refusal(
+                    f'{section}.params.{key}: {json.dumps(value)} in {source}: the {section} is the settings\': write "auto", '
+                    "or remove the section."
+                )
 
 
 def _zero_section(written: Mapping[str, Any], stage: int, offload: str) -> dict[str, Any]:
@@ -240,7 +202,13 @@ def _zero_section(written: Mapping[str, Any], stage: int, offload: str) -> dict[
     return zero
 
 
-# Keys of `zero_optimization` for which "auto" may stand: filled above, or DeepSpeed's default.
+_BUCKETS = {
+    "reduce_bucket_size": 500_000_000,
+    "allgather_bucket_size": 500_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+}
+
+# Keys of `zero_optimization` that may be "auto": filled above, or DeepSpeed's default.
 _FILLED = (
     *_BUCKETS, "stage", "stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save", "overlap_comm",
 )  # fmt: skip

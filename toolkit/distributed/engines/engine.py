@@ -1,16 +1,24 @@
 """What an engine is: the functions in which plain data parallelism, ZeRO and FSDP2 differ."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.optim import Optimizer
 
 
-def local_part(tensor: Any) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a DTensor, and any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    to_local = getattr(tensor, "to_local", None)  # importing the class of DTensors takes a while
+    return to_local() if to_local else tensor
 
 
 @dataclass(frozen=True)
@@ -47,24 +55,28 @@ class Piece:
 class Engine:
     """How one kind of engine does what all of them do.
 
+    `label(accelerator)`: the engine and what waits on the CPU, for records and people: "ZeRO-2, optimizer on the CPU".
     `backward(accelerator, model, loss, last)`: of a part of the loss that was normalized for the whole world, so that an
     average over the ranks makes the exact mean. `accumulating(accelerator, model, last)`: the context of a micro-batch's
     forward and backward, which keeps ranks from exchanging gradients before the last one where the engine allows it.
     `clip_and_update(accelerator, model, optimizer, loss, max_grad_norm)`: clip by the global norm, update unless something
-    is not finite, clear the gradients.
+    is not finite, clear the gradients. `place_frozen(accelerator, model)`: a second model that is only evaluated, sharded where
+    the engine shards weights.
 
     Of the engines that shard, else None: `pieces(accelerator, model, optimizer)` are those of all trained parameters, in one
     order on every rank; `whole_parameters(model)` gives each parameter in turn, whole, to every rank (a collective);
     `put_whole(accelerator, model, tensors)` puts whole parameters, by name, where forward reads them.
     """
 
-    name: str
-    backward: Callable[[Any, Any, torch.Tensor, bool], None]
-    accumulating: Callable[[Any, Any, bool], AbstractContextManager[Any]]
-    clip_and_update: Callable[[Any, Any, Any, torch.Tensor, float], dict[str, torch.Tensor]]
-    pieces: Callable[[Any, Any, Any], list[Piece]] | None = None
-    whole_parameters: Callable[[Any], Iterator[tuple[str, torch.Tensor]]] | None = None
-    put_whole: Callable[[Any, Any, dict[str, torch.Tensor]], None] | None = None
+    label: Callable[[Accelerator], str]
+    backward: Callable[[Accelerator, nn.Module, torch.Tensor, bool], None]
+    accumulating: Callable[[Accelerator, nn.Module, bool], AbstractContextManager[None]]
+    clip_and_update: Callable[[Accelerator, nn.Module, Optimizer, torch.Tensor, float], dict[str, torch.Tensor]]
+    place_frozen: Callable[[Accelerator, nn.Module], nn.Module]
+    shards_weights: Callable[[Accelerator], bool] = lambda accelerator: False
+    pieces: Callable[[Accelerator, nn.Module, Optimizer | None], list[Piece]] | None = None
+    whole_parameters: Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]] | None = None
+    put_whole: Callable[[Accelerator, nn.Module, dict[str, torch.Tensor]], None] | None = None
 
     @property
     def shards(self) -> bool:

@@ -1,11 +1,17 @@
 """Sharded tensors brought together, and taken apart again."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
+from torch import nn
 
 from toolkit.distributed.engines.engine import Piece
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # One rank gives an element its bits, all others zeros: a sum of whole numbers keeps them as they are, also those of -0.0.
 _BITS = {4: torch.int32, 8: torch.int64}
@@ -22,7 +28,7 @@ def whole_tensor(piece: Piece, laid_out: torch.Tensor, device: torch.device) -> 
     return whole.cpu() if torch.distributed.get_rank() == 0 else None
 
 
-def whole_state_dict(accelerator: Any, model: Any) -> dict[str, torch.Tensor] | None:
+def whole_state_dict(accelerator: Accelerator | None, model: nn.Module) -> dict[str, torch.Tensor] | None:
     """Parameters and persistent buffers by name: trained ones as the optimizer has them, a tied one under its first name.
 
     Of a sharded model on the CPU of the main process, gathered one by one, and None on the others: a collective. Of any
@@ -30,8 +36,8 @@ def whole_state_dict(accelerator: Any, model: Any) -> dict[str, torch.Tensor] | 
     """
     from toolkit.distributed.engines import engine_of
 
-    engine = None if accelerator is None else engine_of(accelerator)
-    if engine is None or engine.whole_parameters is None:
+    engine = engine_of(accelerator) if accelerator else None
+    if accelerator is None or engine is None or engine.whole_parameters is None:
         first = {name for name, _ in model.named_parameters()}
         later = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
         return {name: tensor for name, tensor in model.state_dict().items() if name not in later}
@@ -62,7 +68,16 @@ def add_up(parts: torch.Tensor, *, everywhere: bool) -> None:
         torch.distributed.reduce(bits, dst=0)
 
 
-def bring_pieces(optimizer: Any, device: torch.device, find: Callable[[], list[Piece]]) -> None:
-    """Tell an optimizer that needs whole matrices how its parameters are cut. Others update element by element."""
+class OfWholeMatrices(Protocol):
+    """An optimizer whose update of a matrix needs all of it: it needs to know how its parameters are cut, once."""
+
+    needs_pieces: bool
+    pieces: list[Piece]
+    device: torch.device  # where the ranks can exchange
+
+
+def bring_pieces(optimizer: torch.optim.Optimizer, device: torch.device, find: Callable[[], list[Piece]]) -> None:
+    """Give the pieces to an optimizer of whole matrices. Others update element by element."""
     if getattr(optimizer, "needs_pieces", False):
-        optimizer.pieces, optimizer.device, optimizer.needs_pieces = find(), device, False
+        of_matrices = cast(OfWholeMatrices, optimizer)
+        of_matrices.pieces, of_matrices.device, of_matrices.needs_pieces = find(), device, False

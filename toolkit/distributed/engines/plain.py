@@ -1,27 +1,35 @@
 """One device, or data parallelism: every rank has the whole model and the whole optimizer."""
 
+from __future__ import annotations
+
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from toolkit.distributed.engines.engine import Engine
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.optim import Optimizer
 
-def backward(accelerator: Any, model: Any, loss: torch.Tensor, last: bool) -> None:
+
+def backward(accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, last: bool) -> None:
     """Backward of an already normalized loss. `accelerator.backward` would divide it by the accumulation again."""
     (accelerator.scaler.scale(loss) if accelerator.scaler is not None else loss).backward()
 
 
-def accumulating(accelerator: Any, model: Any, last: bool) -> contextlib.AbstractContextManager[Any]:
+def accumulating(accelerator: Accelerator, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if last else accelerator.no_sync(model)
 
 
 def clip_and_update(
-    accelerator: Any, model: Any, optimizer: Any, loss: torch.Tensor, max_grad_norm: float
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, loss: torch.Tensor, max_grad_norm: float
 ) -> dict[str, torch.Tensor]:
     """Gradients are the same on all ranks by now, and so is the loss: every rank comes to the same decision."""
-    plain, scaler = getattr(optimizer, "optimizer", optimizer), accelerator.scaler
+    plain: Any = getattr(optimizer, "optimizer", optimizer)
+    scaler = accelerator.scaler
     if scaler is not None:
         scaler.unscale_(plain)
     parameters = [p for p in model.parameters() if p.grad is not None]
@@ -56,8 +64,13 @@ def squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([gradient.square().sum().double() for gradient in exact]).sum()
 
 
-def _skips_on_device(optimizer: Any) -> bool:
+def _skips_on_device(optimizer: Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-ENGINE = Engine("plain", backward, accumulating, clip_and_update)
+def place_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Whole on every rank."""
+    return model.to(accelerator.device)
+
+
+ENGINE = Engine(lambda accelerator: "plain", backward, accumulating, clip_and_update, place_frozen)

@@ -1,21 +1,28 @@
 """The Accelerator of each engine, on GPUs and on CPU ranks."""
 
+from __future__ import annotations
+
 import contextlib
-import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from toolkit.config import Refusal
+from toolkit.config import Refusal, RunConfig
 from toolkit.config.reading import values_of
 from toolkit.config.setting import nearest
 from toolkit.distributed.engines.choice import EngineChoice
-from toolkit.distributed.engines.deepspeed_config import fit_buckets
-from toolkit.distributed.engines.deepspeed_file import KNOWN_KEYS
+from toolkit.distributed.engines.deepspeed_config import KNOWN_KEYS, fit_buckets
+from toolkit.distributed.engines.named import look_up
 from toolkit.system.console import say
 from toolkit.system.network import free_port
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+    from torch import nn
 
 # Optimizers that are wrong, or unproven, on shards of a parameter, and why.
 _UNSHARDED_ONLY = {
@@ -27,143 +34,33 @@ _UNSHARDED_ONLY = {
 }
 
 
-def check_engine(choice: EngineChoice, config: Any, *, in_code: bool = False) -> None:
+def check_engine(choice: EngineChoice, config: RunConfig, *, in_code: bool = False) -> None:
     """Refuse an engine that isn't installed, and an optimizer, or a type of weights, that it would make wrong.
 
     `in_code`: the recipe itself asks for it, so that no setting can ask for another one.
     """
+    if choice.name == "plain":
+        return
+    settings = values_of(config)  # a check is no use of them: an edited recipe may build its own optimizer
     if choice.name == "zero" and importlib.util.find_spec("deepspeed") is None:
         instead = "" if in_code else " Or shard with --fsdp."
-        raise Refusal(f"{engine_name(choice)} needs the library DeepSpeed: pip install deepspeed.{instead}")
-    optim = values_of(config).get("optim", "")  # a check is no use of it: an edited recipe may build its own
-    reason = _UNSHARDED_ONLY.get(optim)
-    if choice.name != "none" and reason:
-        raise Refusal(f"--optim {optim} with {engine_name(choice)}: {reason}. Take --optim adamw_torch, or muon.")
-    _check_nvme(choice, config)
-    dtype = getattr(config, "dtype", "float32")
+        raise Refusal(f"{choice.title} needs the library DeepSpeed: pip install deepspeed.{instead}")
+    if reason := _UNSHARDED_ONLY.get(settings.get("optim", "")):
+        raise Refusal(f"--optim {settings['optim']} with {choice.title}: {reason}. Take --optim adamw_torch, or muon.")
+    devices = [look_up(choice.deepspeed, f"zero_optimization.{part}.device") for part in ("offload_optimizer", "offload_param")]
+    if "nvme" in devices:
+        without = {"save_strategy": "no", "load_best_model_at_end": False, "optim": "adamw_torch"}
+        if any(settings.get(name, value) != value for name, value in without.items()):
+            raise Refusal(
+                "offload to nvme: checkpoints, and optimizers of whole matrices, need the state in memory. Take "
+                "--save-strategy no --no-load-best-model-at-end --optim adamw_torch, or the device cpu."
+            )
+    dtype = settings.get("dtype", "float32")
     if choice.name == "zero" and dtype != "float32" and choice.mixed_precision == "no":
         raise Refusal(
-            f"--dtype {dtype} with {engine_name(choice)}: DeepSpeed keeps float32 weights beside those it computes with. Take "
-            "--bf16 and --dtype float32: the weights of forward and backward are bfloat16 then."
+            f"--dtype {dtype} with {choice.title}: DeepSpeed keeps float32 weights next to those it computes with. Take --bf16 "
+            "and --dtype float32: the weights of forward and backward are bfloat16 then."
         )
-
-
-def _check_nvme(choice: EngineChoice, config: Any) -> None:
-    """Refuse what needs the optimizer's state in memory when it is on a disk between the steps."""
-    sections = (choice.deepspeed or {}).get("zero_optimization", {})
-    if "nvme" not in [sections.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")]:
-        return
-    for setting, value, instead in (
-        ("save_strategy", "no", "--save-strategy no"), ("load_best_model_at_end", False, "--no-load-best-model-at-end"),
-        ("optim", "adamw_torch", "--optim adamw_torch"),
-    ):  # fmt: skip
-        if values_of(config).get(setting, value) != value:
-            raise Refusal(
-                f"offload to nvme: checkpoints, and optimizers of whole matrices, need the state in memory. Take {instead}, or "
-                "the device cpu."
-            )
-
-
-def engine_name(choice: EngineChoice) -> str:
-    """As it's said to people: "ZeRO-2", "FSDP2", and "plain" for one device and for data parallelism."""
-    return {"zero": f"ZeRO-{choice.zero_stage}", "fsdp": "FSDP2"}.get(choice.name, "plain")
-
-
-def engine_label(choice: EngineChoice) -> str:
-    """The engine, and what waits on the CPU: "ZeRO-2, optimizer on the CPU"."""
-    return engine_name(choice) + (f", {choice.offload} on the CPU" if choice.offload != "none" else "")
-
-
-def make_group_of_one() -> None:
-    """The variables of a world of one rank, for an engine that needs a process group in any case."""
-    if "RANK" in os.environ:
-        return
-    os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
-    )
-
-
-def start_plain(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout: Any, common: dict[str, Any]) -> Any:
-    """One device, or data parallelism."""
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs
-
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    # Gradients lie in the buckets they travel in: one copy of them less.
-    handlers = [_group(backend, timeout), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
-    return Accelerator(cpu=on_cpu or None, kwargs_handlers=handlers if several else None, **common)
-
-
-def start_zero(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout: Any, common: dict[str, Any]) -> Any:
-    """DeepSpeed."""
-    import torch
-
-    make_group_of_one()
-    if on_cpu and torch.accelerator.is_available():
-        raise Refusal("--use-cpu with ZeRO: DeepSpeed takes the GPU that is there. Put CUDA_VISIBLE_DEVICES='' before it all.")
-    if on_cpu:
-        _leave_communication_to_gloo()
-    _quiet_deepspeed()
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    check_known_keys(choice.deepspeed or {})
-    plugin = DeepSpeedPlugin(hf_ds_config=choice.deepspeed, zero3_init_flag=False)
-    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[_group(backend or "nccl", timeout)], **common)
-    if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true" and accelerator.is_main_process:
-        say("zero3_init_flag of the accelerate config: each rank makes the model whole on the CPU all the same.")
-    # While transformers knows of stage 3 it makes models in shards, with other random weights than one process would.
-    unset_hf_deepspeed_config()
-    plugin.dschf = None
-    accelerator._prepare_deepspeed = _with_fitting_buckets(accelerator._prepare_deepspeed, plugin)
-    return accelerator
-
-
-def check_known_keys(written: Mapping[str, Any]) -> None:
-    """Refuse keys that DeepSpeed doesn't have: at the top it takes them in silence, below with a traceback."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    fields = DeepSpeedZeroConfig.model_fields
-    in_zero = {*fields, *(str(field.alias) for field in fields.values() if field.alias)}
-    for place, keys, known in (("", written, KNOWN_KEYS), ("zero_optimization.", written["zero_optimization"], in_zero)):
-        for key in keys:
-            if key not in known:
-                near = nearest(key, known)
-                hint = f" Did you mean {near}?" if near else ""
-                raise Refusal(f"DeepSpeed configuration: {place}{key} is not a key of DeepSpeed's.{hint}")
-
-
-def start_fsdp(choice: EngineChoice, on_cpu: bool, backend: str | None, timeout: Any, common: dict[str, Any]) -> Any:
-    """FSDP2."""
-    make_group_of_one()
-    import torch
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-    assert choice.fsdp is not None
-    offload = CPUOffloadPolicy(pin_memory=not on_cpu) if choice.offload == "parameters" else None
-    half = choice.mixed_precision == "bf16"
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, reshard_after_forward=choice.fsdp.reshard_after_forward, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=list(choice.fsdp.wrapped_layers) or None, cpu_ram_efficient_loading=False,
-        cpu_offload=offload, activation_checkpointing=False,  # the model's own, as under every engine
-        # Gradients are added up in float32, as everywhere.
-        mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else None,
-    )  # fmt: skip
-    # Shards that wait on the CPU are exchanged there.
-    group = _group("cuda:nccl,cpu:gloo" if backend in (None, "nccl") else backend, timeout)
-    accelerator = Accelerator(fsdp_plugin=plugin, cpu=on_cpu or None, kwargs_handlers=[group], **common)
-    if accelerator.distributed_type != DistributedType.FSDP:
-        # Accelerate (1.15, state.py) takes FSDP for accelerators only. torch shards over CPU ranks as well.
-        accelerator.state.fsdp_plugin = plugin
-        for state in (AcceleratorState, PartialState):
-            state._shared_state["distributed_type"] = DistributedType.FSDP
-    if not choice.fsdp.wrapped_layers:
-        accelerator._prepare_fsdp2 = _with_layers_of_the_model(accelerator._prepare_fsdp2, plugin)
-    return accelerator
 
 
 def check_backend(backend: str, on_cpu: bool) -> str | None:
@@ -183,7 +80,76 @@ def check_backend(backend: str, on_cpu: bool) -> str | None:
     return backend
 
 
-START: dict[str, Callable[..., Any]] = {"none": start_plain, "zero": start_zero, "fsdp": start_fsdp}
+def start_engine(
+    choice: EngineChoice, *, on_cpu: bool, backend: str | None, timeout: timedelta, trackers: list[str], project_dir: str
+) -> Accelerator:
+    """The Accelerator of a run. Its steps are one batch each: `train_step` accumulates, and divides by the global totals.
+
+    Args:
+        backend: as `check_backend` returns it.
+        timeout: after which ranks stop waiting for each other.
+
+    Raises:
+        Refusal: an earlier run in this process can't be followed by this one, or a key of DeepSpeed's is unknown to it.
+    """
+    make_way(choice, on_cpu)
+    start = {"plain": _start_plain, "zero": _start_zero, "fsdp": _start_fsdp}[choice.name]
+    common = {
+        "mixed_precision": choice.mixed_precision, "log_with": trackers or None, "project_dir": project_dir,
+        "gradient_accumulation_steps": 1,
+    }  # fmt: skip
+    with settled_apart():
+        return start(choice, on_cpu, backend, timeout, common)
+
+
+# -- an earlier run in this process: Accelerate keeps one state for each process, which the first run has settled ------
+
+_INSTEAD = "Start this run in a process of its own: toolkit train, or a restarted notebook kernel."
+
+
+def check_no_sharded_run_before() -> None:
+    """Refuse a run after one with ZeRO or FSDP2 in this process, before the variables that Accelerate left of it are read.
+
+    Raises:
+        Refusal: there was one.
+    """
+    import sys
+
+    if "accelerate.state" not in sys.modules:
+        return
+    from toolkit.distributed.compat import process_state
+
+    kind = getattr(process_state().get("distributed_type"), "value", "NO")
+    if kind in ("DEEPSPEED", "FSDP"):
+        name = {"DEEPSPEED": "ZeRO", "FSDP": "FSDP2"}[kind]
+        raise Refusal(f"an earlier run in this process was sharded by {name}, which can be set up only once. {_INSTEAD}")
+
+
+def make_way(choice: EngineChoice, on_cpu: bool) -> None:
+    """Reset Accelerate's state where an earlier run in this process has settled another precision, device or engine.
+
+    Raises:
+        Refusal: that run is one of several ranks, whose process group can be made only once.
+    """
+    from accelerate.utils import DistributedType
+
+    from toolkit.distributed.compat import forget_process_state, process_state, settled_precision
+
+    process = process_state()
+    if not process:
+        return
+    differs = {
+        "device": (process["device"].type == "cpu") != on_cpu,
+        "precision": settled_precision() not in (None, choice.mixed_precision),
+        "engine": choice.name != "plain",
+    }
+    if not any(differs.values()):
+        return
+    if process["distributed_type"] != DistributedType.NO:
+        what = " and another ".join(what for what, is_other in differs.items() if is_other)
+        ranks = "which has several ranks"
+        raise Refusal(f"this run needs another {what} than the one before it in this process, {ranks}. {_INSTEAD}")
+    forget_process_state()
 
 
 @contextlib.contextmanager
@@ -204,50 +170,122 @@ def settled_apart() -> Iterator[None]:
         os.environ.update(kept)
 
 
-def _group(backend: str | None, timeout: Any) -> Any:
+# -- one engine each -------------------------------------------------------------------------------------------------
+
+
+def _start_plain(
+    choice: EngineChoice, on_cpu: bool, backend: str | None, timeout: timedelta, common: dict[str, Any]
+) -> Accelerator:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    # Gradients lie in the buckets they travel in: one copy of them less.
+    handlers = [_group(backend, timeout), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    return Accelerator(cpu=on_cpu or None, kwargs_handlers=handlers if several else None, **common)
+
+
+def _start_zero(
+    choice: EngineChoice, on_cpu: bool, backend: str | None, timeout: timedelta, common: dict[str, Any]
+) -> Accelerator:
+    import torch
+
+    from toolkit.distributed.compat import before_prepare, leave_communication_to_gloo
+
+    _make_group_of_one()
+    if on_cpu and torch.accelerator.is_available():
+        raise Refusal("--use-cpu with ZeRO: DeepSpeed takes any GPU it finds. Put CUDA_VISIBLE_DEVICES='' before the command.")
+    if on_cpu:
+        leave_communication_to_gloo()
+    _quiet_deepspeed()
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    check_known_keys(choice.deepspeed or {})
+    plugin = DeepSpeedPlugin(hf_ds_config=choice.deepspeed, zero3_init_flag=False)
+    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[_group(backend or "nccl", timeout)], **common)
+    if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true" and accelerator.is_main_process:
+        say("zero3_init_flag of the accelerate config: each rank makes the model whole on the CPU all the same.")
+    # While transformers knows of stage 3 it makes models in shards, with other random weights than one process would.
+    unset_hf_deepspeed_config()
+    plugin.dschf = None
+
+    def fit(model: nn.Module) -> None:
+        count = sum(parameter.numel() for parameter in model.parameters())
+        plugin.deepspeed_config.update(fit_buckets(plugin.deepspeed_config, count))
+
+    before_prepare(accelerator, "deepspeed", fit)
+    return accelerator
+
+
+def _start_fsdp(
+    choice: EngineChoice, on_cpu: bool, backend: str | None, timeout: timedelta, common: dict[str, Any]
+) -> Accelerator:
+    _make_group_of_one()
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    from toolkit.distributed.compat import before_prepare, layer_classes, settle_distributed_type
+
+    assert choice.fsdp is not None
+    offload = CPUOffloadPolicy(pin_memory=not on_cpu) if choice.offload == "parameters" else None
+    half = choice.mixed_precision == "bf16"
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=choice.fsdp.reshard_after_forward, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=list(choice.fsdp.wrapped_layers) or None, cpu_ram_efficient_loading=False,
+        cpu_offload=offload, activation_checkpointing=False,  # the model's own, as under every engine
+        # Gradients are added up in float32, as everywhere.
+        mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else None,
+    )  # fmt: skip
+    # Shards that wait on the CPU are exchanged there.
+    group = _group("cuda:nccl,cpu:gloo" if backend in (None, "nccl") else backend, timeout)
+    accelerator = Accelerator(fsdp_plugin=plugin, cpu=on_cpu or None, kwargs_handlers=[group], **common)
+    if accelerator.distributed_type != DistributedType.FSDP:
+        accelerator.state.fsdp_plugin = plugin
+        settle_distributed_type(DistributedType.FSDP)
+
+    def name_layers(model: nn.Module) -> None:
+        """Accelerate (1.15, fsdp2_prepare_model) shards the input embedding by itself, and fails where one of the model's own
+        layers (BERT's) has it inside and was sharded before."""
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+        holding = {type(module).__name__ for module in model.modules() if embedding in module.modules()}
+        plugin.transformer_cls_names_to_wrap = sorted(layer_classes(model) - holding)
+
+    if not choice.fsdp.wrapped_layers:
+        before_prepare(accelerator, "fsdp2", name_layers)
+    return accelerator
+
+
+def _make_group_of_one() -> None:
+    """The variables of a world of one rank, for an engine that needs a process group in any case."""
+    if "RANK" in os.environ:
+        return
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+    )
+
+
+def check_known_keys(written: Mapping[str, Any]) -> None:
+    """Refuse keys that DeepSpeed doesn't have: at the top it ignores them, below it ends with a traceback."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    in_zero = {*fields, *(str(field.alias) for field in fields.values() if field.alias)}
+    for place, keys, known in (("", written, KNOWN_KEYS), ("zero_optimization.", written["zero_optimization"], in_zero)):
+        for key in keys:
+            if key not in known:
+                near = nearest(key, known)
+                hint = f" Did you mean {near}?" if near else ""
+                raise Refusal(f"DeepSpeed configuration: {place}{key} is not a key of DeepSpeed's.{hint}")
+
+
+def _group(backend: str | None, timeout: timedelta) -> InitProcessGroupKwargs:
     from accelerate.utils import InitProcessGroupKwargs
 
     return InitProcessGroupKwargs(backend=backend, timeout=timeout)
-
-
-def _with_fitting_buckets(prepare: Callable[..., Any], plugin: Any) -> Callable[..., Any]:
-    """`accelerator.prepare` for DeepSpeed, once the size of the model is known."""
-
-    def sized(*objects: Any) -> Any:
-        models = [each for each in objects if hasattr(each, "parameters")]
-        if models:
-            count = sum(parameter.numel() for parameter in models[0].parameters())
-            plugin.deepspeed_config.update(fit_buckets(plugin.deepspeed_config, count))
-        return prepare(*objects)
-
-    return sized
-
-
-def _with_layers_of_the_model(prepare: Callable[..., Any], plugin: Any) -> Callable[..., Any]:
-    """`accelerator.prepare` for FSDP2, with the classes of layers that are sharded one by one.
-
-    Accelerate (1.15, fsdp2_prepare_model) shards the input embedding by itself, and fails where one of the model's own list
-    (BERT's) holds it and has been sharded before.
-    """
-
-    def named(*objects: Any) -> Any:
-        for model in (each for each in objects if hasattr(each, "_no_split_modules")):
-            embedding = model.get_input_embeddings()
-            holding = {type(module).__name__ for module in model.modules() if embedding in module.modules()}
-            plugin.transformer_cls_names_to_wrap = sorted(set(model._no_split_modules or ()) - holding)
-        return prepare(*objects)
-
-    return named
-
-
-def _leave_communication_to_gloo() -> None:
-    """Without DeepSpeed's (0.19) own exchange between CPU ranks, which it compiles at the first start.
-
-    That takes a compiler and half a minute, and a process that is killed meanwhile leaves torch's lock (torch.utils.file_baton)
-    behind, for which every later run waits for ever.
-    """
-    backend: Any = importlib.import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda: None
 
 
 def _quiet_deepspeed() -> None:
@@ -259,5 +297,5 @@ def _quiet_deepspeed() -> None:
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(logging.WARNING)
-    # Said of every optimizer that DeepSpeed doesn't know by name; those that are let through here are tested on its shards.
+    # Of every optimizer that DeepSpeed doesn't know by name; those that are let through here are tested on its shards.
     logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())

@@ -1,61 +1,57 @@
 """DeepSpeed ZeRO: the optimizer's state, gradients (stage 2) and parameters (stage 3) sharded over the ranks.
 
-Written against DeepSpeed 0.19; what has no public accessor is named where it is read.
+Written against DeepSpeed 0.19, whose optimizers have no public accessors: `single_partition_of_fp32_groups` (stages 1 and 2),
+`grad_position` and `fp32_partitioned_groups_flat` (stage 3), and the `ds_` attributes of parameters (stage 3).
 """
+
+from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from toolkit.config import Refusal
+from toolkit.distributed.compat import fragment_of, infinite_norm
 from toolkit.distributed.engines.engine import Engine, Piece
 from toolkit.distributed.engines.pieces import bring_pieces
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.optim import Optimizer
 
-def backward(accelerator: Any, model: Any, loss: torch.Tensor, last: bool) -> None:
+
+def backward(accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, last: bool) -> None:
     """DeepSpeed averages over the ranks and, told so, doesn't divide by an accumulation of its own."""
     engine = accelerator.deepspeed_engine_wrapped.engine
     engine.set_gradient_accumulation_boundary(last)
     engine.backward(loss, scale_wrt_gas=False)
 
 
-def accumulating(accelerator: Any, model: Any, last: bool) -> contextlib.AbstractContextManager[Any]:
+def accumulating(accelerator: Accelerator, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
     """Stage 1 exchanges gradients at the boundary only; stages 2 and 3 must in each micro-batch, to keep only shards."""
     return contextlib.nullcontext()
 
 
 def clip_and_update(
-    accelerator: Any, model: Any, optimizer: Any, loss: torch.Tensor, max_grad_norm: float
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, loss: torch.Tensor, max_grad_norm: float
 ) -> dict[str, torch.Tensor]:
     """DeepSpeed's own step takes the norm, clips, updates and clears; a norm that is not finite makes it skip the update."""
     engine = accelerator.deepspeed_engine_wrapped.engine
     engine.optimizer.clip_grad = max_grad_norm
     bring_pieces(engine.optimizer.optimizer, accelerator.device, lambda: pieces(accelerator, model, optimizer))
-    with contextlib.nullcontext() if bool(torch.isfinite(loss)) else _infinite_norm(engine.optimizer):
+    # A loss may not be finite though its gradient is.
+    with contextlib.nullcontext() if bool(torch.isfinite(loss)) else infinite_norm(engine.optimizer):
         engine.step()
     norm = torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32, device=loss.device)
     finite = torch.isfinite(norm) & torch.isfinite(loss)
     return {"grad_norm": norm.detach(), "applied": finite.float(), "nonfinite": (~finite).float()}
 
 
-@contextlib.contextmanager
-def _infinite_norm(sharded: Any) -> Iterator[None]:
-    """While open, the step takes the gradient's norm for infinite: for a loss that is not finite though its gradient is."""
-    infinite = torch.tensor(float("inf"))
-    replaced = {"scaled_global_norm": lambda *_: infinite, "_get_norm_groups": lambda *_: [infinite]}
-    for name, function in replaced.items():
-        setattr(sharded, name, function)
-    try:
-        yield
-    finally:
-        for name in replaced:
-            delattr(sharded, name)
-
-
-def pieces(accelerator: Any, model: Any, optimizer: Any) -> list[Piece]:
-    """Of the float32 masters: `_hp_mapping` of a parameter (stages 1 and 2), `grad_position` of the optimizer (stage 3)."""
+def pieces(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None) -> list[Piece]:
+    """Of the float32 masters."""
     engine = accelerator.deepspeed_engine_wrapped.engine
     groups = engine.optimizer.optimizer.param_groups
     group_of = {name: number for number, group in enumerate(groups) for name in group["param_names"]}
@@ -65,11 +61,8 @@ def pieces(accelerator: Any, model: Any, optimizer: Any) -> list[Piece]:
 
 
 def _piece_of_fragment(sharded: Any, name: str, parameter: Any, group: int) -> Piece:
-    owner, fragment = sharded.single_partition_of_fp32_groups[group], parameter._hp_mapping
-    if fragment is None:  # it lies in other ranks' partitions
-        return Piece(name, parameter.shape, 0, owner, 0, 0)
-    there, here = fragment.lp_fragment_address, fragment.hp_fragment_address
-    return Piece(name, parameter.shape, there.start, owner, here.start, there.numel)
+    start, offset, count = fragment_of(parameter) or (0, 0, 0)  # all of it may be in other ranks' partitions
+    return Piece(name, parameter.shape, start, sharded.single_partition_of_fp32_groups[group], offset, count)
 
 
 def _piece_of_shard(sharded: Any, name: str, parameter: Any, _: int) -> Piece:
@@ -82,7 +75,7 @@ def _piece_of_shard(sharded: Any, name: str, parameter: Any, _: int) -> Piece:
     return Piece(name, parameter.ds_shape, start, owner, offset, count)
 
 
-def whole_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """As the forward pass sees them; stage 3 gathers one at a time."""
     import deepspeed
 
@@ -95,7 +88,7 @@ def whole_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def put_whole(accelerator: Any, model: Any, tensors: dict[str, torch.Tensor]) -> None:
+def put_whole(accelerator: Accelerator, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Every rank has the whole tensors: it takes its own shard of each, and the whole of those that it keeps whole."""
     for name, parameter in accelerator.deepspeed_engine_wrapped.engine.module.named_parameters():
         if name not in tensors:
@@ -112,4 +105,30 @@ def put_whole(accelerator: Any, model: Any, tensors: dict[str, torch.Tensor]) ->
             parameter.data.view(-1).copy_(whole)
 
 
-ENGINE = Engine("zero", backward, accumulating, clip_and_update, pieces, whole_parameters, put_whole)
+def label(accelerator: Accelerator) -> str:
+    zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    moved = [part for part in ("offload_param", "offload_optimizer") if (zero.get(part) or {}).get("device", "none") != "none"]
+    offload = {"offload_param": ", parameters on the CPU", "offload_optimizer": ", optimizer on the CPU"}
+    return f"ZeRO-{zero['stage']}" + (offload[moved[0]] if moved else "")
+
+
+def shards_weights(accelerator: Accelerator) -> bool:
+    return bool(accelerator.state.deepspeed_plugin.zero_stage == 3)
+
+
+def place_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Under stage 3 in an engine of its own; whole on every rank under stages 1 and 2."""
+    if not shards_weights(accelerator):
+        return model.to(accelerator.device)
+    import deepspeed
+
+    settings = accelerator.state.deepspeed_plugin.deepspeed_config
+    settings = {name: value for name, value in settings.items() if name not in ("optimizer", "scheduler")}
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    engine.eval()
+    return engine
+
+
+ENGINE = Engine(
+    label, backward, accumulating, clip_and_update, place_frozen, shards_weights, pieces, whole_parameters, put_whole
+)

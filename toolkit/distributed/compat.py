@@ -1,0 +1,161 @@
+"""Names of other libraries that are not public, which the engines need; tests/distributed/test_compat.py fails when one moves.
+
+Seen in Accelerate 1.15, DeepSpeed 0.19.8, torch 2.13, transformers 5.23. The caps in pyproject.toml are their next versions in
+which names may move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+    from torch.distributed import Store
+
+# -- Accelerate ------------------------------------------------------------------------------------------------------
+
+
+def process_state() -> dict[str, Any]:
+    """What Accelerate has settled for this process: device, distributed type; empty before the first Accelerator."""
+    from accelerate.state import PartialState
+
+    return PartialState._shared_state
+
+
+def settled_precision() -> str | None:
+    """The mixed precision of this process's Accelerators, None before the first."""
+    from accelerate.state import AcceleratorState
+
+    return AcceleratorState._shared_state.get("_mixed_precision")
+
+
+def forget_process_state() -> None:
+    """As before the first Accelerator of the process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def settle_distributed_type(kind: DistributedType) -> None:
+    """Change what Accelerate has found: it takes FSDP for accelerators only, and torch shards over CPU ranks as well."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    for state in (AcceleratorState, PartialState):
+        state._shared_state["distributed_type"] = kind
+
+
+def before_prepare(accelerator: Accelerator, engine: str, action: Callable[[nn.Module], None]) -> None:
+    """Call `action(model)` when `accelerator.prepare` gets the model; `engine`: "deepspeed" or "fsdp2"."""
+    name = f"_prepare_{engine}"
+    prepare = getattr(accelerator, name)
+
+    def prepared(*objects: Any) -> Any:
+        for model in (each for each in objects if isinstance(each, nn.Module)):
+            action(model)
+        return prepare(*objects)
+
+    setattr(accelerator, name, prepared)
+
+
+def checked_launch_arguments(arguments: Namespace) -> tuple[Namespace, bool]:
+    """What `accelerate launch` makes of its arguments and its file, and whether the file has the precision."""
+    from accelerate.commands.launch import _validate_launch_command
+
+    arguments, _, has_precision = _validate_launch_command(arguments)
+    return arguments, has_precision
+
+
+# -- torch -----------------------------------------------------------------------------------------------------------
+
+
+def local_shape_and_offset(parameter: Any) -> tuple[torch.Size, tuple[int, ...]]:
+    """Of this rank's part of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, first = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return torch.Size(shape), first
+
+
+def default_store() -> Store:
+    """The store in which the ranks of the default group have met."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def scale_together(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply tensors in place, many in one kernel."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def is_compiled_whole(model: nn.Module) -> bool:
+    """Whether a model is torch.compile's wrapper of another."""
+    return type(model).__name__ == "OptimizedModule"
+
+
+def original_of(compiled: nn.Module) -> nn.Module:
+    """What torch.compile has wrapped."""
+    return compiled._orig_mod  # type: ignore[return-value]
+
+
+# -- transformers ----------------------------------------------------------------------------------------------------
+
+
+def layer_classes(model: nn.Module) -> set[str]:
+    """The class names of the layers that a model's author would place whole on one device."""
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
+# -- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+
+class Fragment(NamedTuple):
+    """Where elements of a parameter are in this rank's flat partition: `start` in the
+    parameter, `offset` in the partition."""
+
+    start: int
+    offset: int
+    length: int
+
+
+def fragment_of(parameter: Any) -> Fragment | None:
+    """What of a parameter is in this rank's partition under ZeRO-1 and 2; None where all of it is in others'."""
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return None
+    there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return Fragment(there.start, here.start, there.numel)
+
+
+@contextlib.contextmanager
+def infinite_norm(sharded: Any) -> Iterator[None]:
+    """While open, the step of ZeRO's optimizer takes the gradient's norm for infinite, and so updates nothing."""
+    infinite = torch.tensor(float("inf"))
+    replaced = {"scaled_global_norm": lambda *_: infinite, "_get_norm_groups": lambda *_: [infinite]}
+    for name, function in replaced.items():
+        setattr(sharded, name, function)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            delattr(sharded, name)
+
+
+def leave_communication_to_gloo() -> None:
+    """Without DeepSpeed's own exchange between CPU ranks, which it compiles at the first start.
+
+    That takes a compiler and half a minute, and a process that is killed meanwhile leaves torch's lock (torch.utils.file_baton)
+    behind, for which every later run waits for ever.
+    """
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
