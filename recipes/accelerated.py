@@ -43,7 +43,7 @@ def main(config: Config) -> tk.Summary:
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
-        run.compare_with("eval_accuracy", lambda: tk.class_baselines(raw, config))
+        run.compare_with("eval_accuracy", lambda: tk.class_baselines(raw, config.problem_type))
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
         for batch in run:

@@ -60,7 +60,7 @@ def main(config: Config) -> tk.Summary:
     def show(step: int, figures: dict[str, float]) -> None:
         print(f"step {step}/{train.num_steps}  " + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
 
-    baselines = tk.class_baselines(raw, config)
+    baselines = tk.class_baselines(raw, config.problem_type)
     if baselines:
         print("to beat, eval_accuracy:", *(f" {name} {value:.4g}" for name, value in baselines.items()), flush=True)
     watch, losses, warnings = tk.Divergence(), list[float](), list[str]()

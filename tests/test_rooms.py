@@ -64,6 +64,11 @@ def test_rooms_import_only_what_the_table_says() -> None:
     assert [f"{where}: {room} -> {target}" for room, target, where in edges() if target not in may[room]] == []
 
 
+def test_no_room_imports_the_demo_corpus() -> None:
+    """It is a source among others, found by its name. Fails when: load.py imports toolkit.demo_corpus.stdlib in a function."""
+    assert [where for _, target, where in edges() if target == "demo_corpus"] == []
+
+
 def test_the_table_is_what_the_code_imports() -> None:
     """Fails when: a room that is no longer imported stays in the table."""
     used: dict[str, set[str]] = {}

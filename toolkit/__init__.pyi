@@ -34,15 +34,6 @@ from .config.methods import (
     UnpairedConfig as UnpairedConfig,
 )
 from .config.setting import Refusal as Refusal, Settings as Settings, setting as setting
-from .data.demo_corpus.texts import (
-    answer_baselines as answer_baselines,
-    class_baselines as class_baselines,
-    preference_baselines as preference_baselines,
-    text_baselines as text_baselines,
-    text_size as text_size,
-    texts_of as texts_of,
-    unpaired_baselines as unpaired_baselines,
-)
 from .data.loading.batch import Batch as Batch
 from .data.loading.collate import collate_packed as collate_packed, collate_padded as collate_padded
 from .data.loading.collate_answers import collate_answers as collate_answers
@@ -52,6 +43,7 @@ from .data.loading.mismatched import mismatch_answers as mismatch_answers
 from .data.loading.order import epoch_order as epoch_order, seed_micro_batch as seed_micro_batch
 from .data.loading.packing import pack_best_fit as pack_best_fit, pack_wrapped as pack_wrapped
 from .data.sources.load import load_splits as load_splits
+from .data.texts import text_size as text_size, texts_of as texts_of
 from .data.tokenize.labels import label_names as label_names, label_settings as label_settings
 from .data.tokenize.tasks import (
     tokenize_for_classification as tokenize_for_classification,
@@ -59,6 +51,13 @@ from .data.tokenize.tasks import (
     tokenize_for_preference as tokenize_for_preference,
     tokenize_for_sft as tokenize_for_sft,
     tokenize_for_unpaired as tokenize_for_unpaired,
+)
+from .demo_corpus.baselines import (
+    answer_baselines as answer_baselines,
+    class_baselines as class_baselines,
+    preference_baselines as preference_baselines,
+    text_baselines as text_baselines,
+    unpaired_baselines as unpaired_baselines,
 )
 from .diagnostics.memory_table import (
     memory_table as memory_table,

@@ -16,10 +16,10 @@ from datasets import Dataset
 
 import toolkit as tk
 from toolkit.config import Refusal
-from toolkit.data.demo_corpus import stdlib as corpus
 from toolkit.data.loading.rows import PlainRows
 from toolkit.data.sources import arrow_cache
 from toolkit.data.tokenize.encoder import tokenizer_digest
+from toolkit.demo_corpus import stdlib as corpus
 from toolkit.system.digests import damage_in
 
 _SPEC = importlib.util.spec_from_file_location("injection", Path(__file__).with_name("injection.py"))

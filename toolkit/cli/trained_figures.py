@@ -158,7 +158,7 @@ def _collate(task: str, tokenizer: Any) -> Callable[..., dict[str, Any]]:
 
 
 def _language_metrics(config: Any, names: list[str], model: Any, tokenized: Any, tokenizer: Any) -> Any:
-    from toolkit.data.demo_corpus.texts import text_size
+    from toolkit.data.texts import text_size
     from toolkit.losses.causal_lm import causal_lm_metrics, causal_lm_metrics_with_bytes
 
     is_masked = "labels" in tokenized.column_names

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.data.demo_corpus.baselines import area_under_curve
 from toolkit.losses.answer_logps import answer_logps, pair_logps
+from toolkit.metrics.classes import area_under_curve
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 PAIR_LIKELIHOODS = ("logps_accuracy", "logps_margin", "logps_chosen", "logps_rejected")

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from toolkit.config import UnpairedConfig
-from toolkit.data.demo_corpus.baselines import area_under_curve
 from toolkit.losses.unpaired import apo_zero_unpaired_loss, kto_kl, kto_loss
+from toolkit.metrics.classes import area_under_curve
 from toolkit.metrics.metric import Metrics
 
 LogpsOf = Callable[[Any, dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]  # of the policy and of the reference, `[answers]`

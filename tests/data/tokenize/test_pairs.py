@@ -12,11 +12,10 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 from tokenizers import processors
 
 from toolkit.config import DataConfig, RankedAnswersConfig, Refusal
-from toolkit.data.demo_corpus.baselines import shared_tokens_accuracy
-from toolkit.data.demo_corpus.texts import preference_baselines
 from toolkit.data.preflight.preflight import print_preflight
 from toolkit.data.sources.load import load_splits
 from toolkit.data.tokenize.tasks import prepare, tokenize_for_preference
+from toolkit.demo_corpus.baselines import preference_baselines, shared_tokens_accuracy
 from toolkit.models.tokenizer import CHATML
 
 END, TURN_END = "<|endoftext|>", "<|im_end|>"

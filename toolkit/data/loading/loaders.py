@@ -29,6 +29,7 @@ __all__ = ["Batch", "EvalLoader", "StreamLoader", "TrainLoader", "build_dataload
 Collate = Callable[[list[Document]], dict[str, Any]]
 Augment = Callable[[Document, np.random.Generator], Document]
 
+
 class _StepReader(Dataset):
     """Item of a plan: the batch it describes, so that a worker process makes a whole step."""
 

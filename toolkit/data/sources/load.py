@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import DataConfig, Refusal
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 Rows = Any  # a Dataset or an IterableDataset
 Splits = dict[str, Rows]
+# Sources that a module makes (`load_corpus(task)`, `describe_corpus(task)`), by the prefix of their names. Imported by name, so
+# that no room of the core depends on one.
+BUILT_IN = {"stdlib": "toolkit.demo_corpus.stdlib"}
 
 
 def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
@@ -81,10 +86,9 @@ def describe_source(config: DataConfig | str) -> str:
     parts = as_mixture(dataset)
     if parts:
         return "; ".join(f"{part.weight:.3g} of {describe_source(part.dataset)}" for part in parts)
-    if dataset.startswith("stdlib:"):
-        from toolkit.data.demo_corpus.stdlib import describe_corpus
-
-        return describe_corpus(dataset.removeprefix("stdlib:"))
+    if (found := _built_in(dataset)) is not None:
+        built_in, task = found
+        return str(built_in.describe_corpus(task))
     from toolkit.data.sources.find_files import find_files
 
     files = find_files(dataset)
@@ -113,10 +117,9 @@ def load_source(source: Source, config: DataConfig) -> Splits:
 
 def _load(dataset: str, config: DataConfig) -> Splits:
     streaming = config.streaming
-    if dataset.startswith("stdlib:"):
-        from toolkit.data.demo_corpus.stdlib import load_corpus
-
-        splits = load_corpus(dataset.removeprefix("stdlib:"))
+    if (found := _built_in(dataset)) is not None:
+        built_in, task = found
+        splits = built_in.load_corpus(task)
         return {name: rows.to_iterable_dataset() if streaming else rows for name, rows in splits.items()}
     from toolkit.data.sources.find_files import find_files
 
@@ -133,6 +136,12 @@ def _load(dataset: str, config: DataConfig) -> Splits:
 
         return {split: IterableDataset.from_generator(stream_rows, gen_kwargs={"files": files[split]}) for split in files}
     return {split: read_files(files[split]) for split in files}
+
+
+def _built_in(dataset: str) -> tuple[ModuleType, str] | None:
+    """The module that makes the rows of a built-in source, and which of its tasks is meant; None for other sources."""
+    prefix, colon, task = dataset.partition(":")
+    return (import_module(BUILT_IN[prefix]), task) if colon and prefix in BUILT_IN else None
 
 
 def _choose(splits: Splits, source: Source, config: DataConfig) -> Splits:

@@ -170,9 +170,7 @@ def _margin_columns(columns: Any) -> tuple[str, ...]:
     return ("margin",) if "margin" in columns else next(pairs, ())
 
 
-def _preferences_of_a_list(
-    row: dict[str, Any], plan: Plan, origin: str, pairs_per_prompt: str
-) -> tuple[list[Preference], int]:
+def _preferences_of_a_list(row: dict[str, Any], plan: Plan, origin: str, pairs_per_prompt: str) -> tuple[list[Preference], int]:
     column, order = _list_columns(plan.columns)
     answers = row[column]
     if not isinstance(answers, list):
@@ -204,9 +202,7 @@ def _preferences_of_a_list(
         "all": [(better, other) for better in best for other in worst],
     }[pairs_per_prompt]
     found = [
-        (better[0] - other[0], contents[better[1]], contents[other[1]])
-        for better, other in couples
-        if better[0] > other[0]
+        (better[0] - other[0], contents[better[1]], contents[other[1]]) for better, other in couples if better[0] > other[0]
     ]
     found.sort(key=lambda item: -item[0])  # stable
     preferences = [

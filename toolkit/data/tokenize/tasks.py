@@ -97,9 +97,7 @@ class Prepared:
     preflight: Preflight
 
 
-def prepare(
-    task: str, splits: Any, tokenizer: Any, config: DataConfig, class_names: list[str] | None = None
-) -> Prepared:
+def prepare(task: str, splits: Any, tokenizer: Any, config: DataConfig, class_names: list[str] | None = None) -> Prepared:
     """Tokenize, check and count all splits for a task (lm, sft, preference, unpaired, classification), without printing.
 
     `class_names` are the classes in the order of their numbers, of a model that has them already.

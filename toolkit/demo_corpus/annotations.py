@@ -11,7 +11,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 
-from toolkit.data.demo_corpus.stdlib import Function
+from toolkit.demo_corpus.stdlib import Function
 
 TOKEN_ROLES = ("O", "KEYWORD", "BUILTIN", "NUMBER", "STRING", "DEF", "PARAM", "KWARG", "CALL", "ATTR", "VAR")
 MOST_TOKENS = 96  # of a tagged sequence

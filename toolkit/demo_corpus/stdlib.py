@@ -31,12 +31,22 @@ VALIDATION_PERCENT, TEST_PERCENT = 5, 10
 _NOT_A_LIBRARY = {"__pycache__", "site-packages", "dist-packages"}
 _SKIPPED_ANYWHERE = {"test", "tests", "idle_test", "_bundled"}
 _SKIPPED_AT_THE_TOP = {
-    "idlelib", "lib2to3", "distutils", "tkinter", "turtledemo", "encodings", "pydoc_data", "ensurepip", "lib-dynload",
-    "__phello__", "_pyrepl", "msilib",
+    "idlelib",
+    "lib2to3",
+    "distutils",
+    "tkinter",
+    "turtledemo",
+    "encodings",
+    "pydoc_data",
+    "ensurepip",
+    "lib-dynload",
+    "__phello__",
+    "_pyrepl",
+    "msilib",
 }
 _SKIPPED_FILES = {"turtle.py", "__hello__.py", "this.py", "antigravity.py", "stringprep.py", "html/entities.py"}
 _SKIPPED_PREFIXES = ("_sysconfigdata", "sre_", "__phello__")
-_OUR_SOURCES = ("stdlib.py", "tasks.py", "code_annotations.py", "near_duplicates.py")
+_OUR_SOURCES = ("stdlib.py", "tasks.py", "annotations.py")
 
 
 @dataclass(frozen=True)
@@ -71,8 +81,8 @@ def load_corpus(task: str) -> DatasetDict:
     Raises:
         Refusal: an unknown task, or an interpreter without the sources of its library.
     """
-    from toolkit.data.demo_corpus import tasks as corpus_tasks
     from toolkit.data.sources.arrow_cache import cached_splits
+    from toolkit.demo_corpus import tasks as corpus_tasks
 
     if task not in corpus_tasks.TASKS:
         raise Refusal(f"stdlib:{task} is not in the embedded corpus. {_nearest(task, tuple(corpus_tasks.TASKS))}")

@@ -7,15 +7,18 @@ training rows are dropped, so that a held-out figure measures more than memory.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.demo_corpus.code_annotations import TOKEN_ROLES, first_sentence, questions_about, token_roles
-from toolkit.data.demo_corpus.near_duplicates import plain, without_leaks
-from toolkit.data.demo_corpus.stdlib import SPLITS, Function, read_functions, read_modules, split_of
+import numpy as np
+
+from toolkit.demo_corpus.annotations import TOKEN_ROLES, first_sentence, questions_about, token_roles
+from toolkit.demo_corpus.stdlib import SPLITS, Function, read_functions, read_modules, split_of
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -41,6 +44,10 @@ LIBRARY_FAMILIES = {
 INSTRUCTION = "Say in one sentence what this Python function does.\n\n{code}"
 LONGEST_CODE = 1600  # characters, some 450 tokens of a small vocabulary
 LONGEST_CONTEXT = 600  # characters of a function that questions are asked about
+WINDOW = 8  # tokens; a held-out text most of whose windows stand in the training texts is a near-duplicate
+NEARLY_ALL = 0.7
+
+_WORDS = re.compile(r"\w+|[^\w\s]")
 
 
 def pretrain() -> Iterator[Row]:
@@ -218,3 +225,48 @@ def write_task(task: str, folder: Path) -> None:
     for split in SPLITS:
         table = pa.Table.from_pylist([row for row in rows if row["split"] == split], schema)
         write_tables(folder / f"{split}.arrow", schema, [table])
+
+
+def without_leaks(rows: list[dict[str, Any]], fields: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The rows less the held-out ones that have a near-duplicate in train, by any of `fields`.
+
+    A text is one when it is a training text but for white space and case, and when NEARLY_ALL of its windows of WINDOW tokens
+    stand in training texts.
+    """
+    leaking: set[int] = set()
+    held_out = [place for place, row in enumerate(rows) if row["split"] != "train"]
+    for field in fields:
+        training = [row[field] for row in rows if row["split"] == "train"]
+        asked = [rows[place][field] for place in held_out]
+        known_texts = {plain(text) for text in training}
+        windows, owner = _windows(asked + training)
+        is_asked = owner < len(asked)
+        known = np.isin(windows[is_asked], windows[~is_asked])
+        total = np.bincount(owner[is_asked], minlength=len(asked))
+        share = np.bincount(owner[is_asked], known, minlength=len(asked)) / np.maximum(total, 1)
+        leaking |= {
+            place
+            for place, text, known_share in zip(held_out, asked, share, strict=True)
+            if known_share >= NEARLY_ALL or plain(text) in known_texts
+        }
+    return [row for place, row in enumerate(rows) if place not in leaking]
+
+
+def _windows(texts: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of all windows of WINDOW tokens, and the index of the text that each is from."""
+    numbers: dict[str, int] = defaultdict(lambda: len(numbers) + 1)
+    split = [[numbers[word] for word in (_WORDS.findall(text) if isinstance(text, str) else text)] for text in texts]
+    tokens = np.fromiter(itertools.chain.from_iterable(split), np.uint64)
+    owner = np.repeat(np.arange(len(texts)), [len(words) for words in split])
+    if len(tokens) < WINDOW:
+        return tokens[:0], owner[:0]
+    hashes = np.zeros(len(tokens) - WINDOW + 1, np.uint64)
+    for step in range(WINDOW):  # a polynomial modulo 2^64
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + tokens[step : step + len(hashes)]
+    whole = owner[: len(hashes)] == owner[WINDOW - 1 :]
+    return hashes[whole], owner[: len(hashes)][whole]
+
+
+def plain(text: Any) -> str:
+    """The text without white space and case; texts that agree in it count as the same."""
+    return "".join((text if isinstance(text, str) else " ".join(text)).split()).lower()

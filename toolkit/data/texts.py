@@ -1,0 +1,46 @@
+"""Plain text of a split: to train a tokenizer on, and to count its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from toolkit.config import Refusal
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_ROWS = 200_000  # rows of a stream that a tokenizer is trained on: more change it little
+
+
+def texts_of(split: Dataset | IterableDataset) -> Iterator[str]:
+    """The `text` of each row; of a stream, of the first 200,000 rows.
+
+    Raises:
+        Refusal: there is no such column, or a row of it is no text.
+    """
+    rows = split if hasattr(split, "__len__") else islice(split, TOKENIZER_ROWS)
+    for number, row in enumerate(rows, start=1):
+        text = row.get("text")
+        if not isinstance(text, str):
+            there = ", ".join(name for name in row if name != "origin")
+            raise Refusal(
+                f"{row.get('origin') or f'row {number}'}: pretraining reads the column text, and here it is "
+                f"{'missing; the columns are ' + there if 'text' not in row else f'{text!r}'}. "
+                "Rename a column with --rename-columns old=text, or correct the row."
+            )
+        yield text
+
+
+def texts_of_tokens(documents: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of each document's tokens: what is left of it after truncation, splitting and dropping."""
+    return [str(tokenizer.decode(document, skip_special_tokens=True)) for document in documents]
+
+
+def text_size(tokenized: Mapping[str, Dataset], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """UTF-8 bytes and tokens of the validation split, and the size of the vocabulary: what bits per byte are counted with."""
+    held_out = [row["input_ids"] for row in tokenized.get("validation", [])]
+    num_bytes = sum(len(text.encode()) for text in texts_of_tokens(held_out, tokenizer))
+    return {"num_bytes": num_bytes, "num_tokens": sum(map(len, held_out)), "vocab_size": len(tokenizer)}
