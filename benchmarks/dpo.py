@@ -1,4 +1,4 @@
-"""Direct preference optimization beside TRL: a whole epoch, with the reference model's log-probabilities.
+"""Direct preference optimization next to TRL: a whole epoch, with the reference model's log-probabilities.
 
     python benchmarks/dpo.py --pairs 5
     python benchmarks/dpo.py --only head-heavy:1:1 --flags --pairs 1
@@ -78,7 +78,7 @@ def make_rows(shape: Shape, share: float, count: int, random_numbers: np.random.
     return columns
 
 
-def figures(task: Task) -> dict[str, float]:
+def measured(task: Task) -> dict[str, float]:
     rows = task.rows()
     return {"pairs": float(len(rows)), "supervised tokens": float(sum(rows["chosen_tokens"]) + sum(rows["rejected_tokens"]))}
 
@@ -115,7 +115,7 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
             rates = schedule(run.progress)
             run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
             task.watch.step_done()
-    return figures(task)
+    return measured(task)
 
 
 def trl(task: Task, **settings: Any) -> dict[str, float]:
@@ -144,7 +144,7 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
     )
     with task.watch.running():
         trainer.train()
-    return figures(task)
+    return measured(task)
 
 
 def best_trl(task: Task, **settings: Any) -> dict[str, float]:

@@ -18,7 +18,7 @@ from torch import nn
 
 
 def parts(megabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer of so many megabytes together, one step in."""
+    """A model and its optimizer of this many megabytes together, after one step."""
     width = round((megabytes * 1e6 / 4 / 3 / 8) ** 0.5)
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(8)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -29,7 +29,7 @@ def parts(megabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save_times(megabytes: float, times: int) -> dict[str, list[float]]:
-    """Seconds that training waits for each of so many saves, by way of saving; the first of each is left out."""
+    """Seconds that training waits for each save, by way of saving; the first of each is left out."""
     from toolkit import checkpoint as ckpt
 
     model, optimizer = parts(megabytes)
@@ -76,9 +76,9 @@ def step_times(times: int, width: int, layers: int, length: int) -> tuple[list[f
     whole, guards = [], []
     for batch in train.batches():
         began = time.perf_counter()
-        figures = tk.train_step(accelerator, model, optimizer, batch, tk.causal_lm_loss, [1e-4])
+        metrics = tk.train_step(accelerator, model, optimizer, batch, tk.causal_lm_loss, [1e-4])
         whole.append(time.perf_counter() - began)
-        loss, norm = figures["loss"], figures["grad_norm"]
+        loss, norm = metrics["loss"], metrics["grad_norm"]
         began = time.perf_counter()
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         assert bool(finite)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning beside TRL: supervised tokens per second, and memory.
+"""Supervised fine-tuning next to TRL: supervised tokens per second, and memory.
 
     python benchmarks/sft.py --pairs 5
     python benchmarks/sft.py --only head-heavy:1:1 --flags --pairs 1
@@ -34,7 +34,7 @@ from side_by_side import (
 
 import toolkit as tk
 
-PACKED_ROWS = "rows_of_a_step"  # stands for the batch size that packed rows have
+PACKED_ROWS = "rows_of_a_step"  # in place of a number: the batch size that packed rows have
 FLAGS: dict[str, dict[str, Any]] = {
     "float32": {"bf16": False},
     "no checkpointing": {"gradient_checkpointing": False},
@@ -70,12 +70,12 @@ def make_rows(shape: Shape, share: float, count: int, random_numbers: np.random.
 
 
 def packed_rows_of_a_step(task: Task) -> int:
-    """So many rows of the longest text's length hold as many tokens as the mean batch."""
+    """How many rows of the longest text's length hold as many tokens as the mean batch."""
     lengths = task.rows()["length"]
     return max(1, round(task.batch * sum(lengths) / len(lengths) / task.shape.longest))
 
 
-def figures(task: Task, model: Any) -> dict[str, float]:
+def measured(task: Task, model: Any) -> dict[str, float]:
     from toolkit.tracking.throughput import peak_flops
 
     rows = task.rows()
@@ -109,7 +109,7 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
             rates = schedule(run.progress)
             run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
             task.watch.step_done()
-    return figures(task, model)
+    return measured(task, model)
 
 
 def trl(task: Task, **settings: Any) -> dict[str, float]:
@@ -128,7 +128,7 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
     )
     with task.watch.running():
         trainer.train()
-    return figures(task, trainer.model)
+    return measured(task, trainer.model)
 
 
 BEST_FLAGS = {name: value for flag in HELPFUL for name, value in FLAGS[flag].items()}

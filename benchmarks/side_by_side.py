@@ -148,7 +148,7 @@ class Comparison:
     in_float32: dict[str, Side]
     flags: dict[str, Side]
     make_rows: MakeRows
-    counted: tuple[str, ...]  # figures of a side that are shown per second; the first one is compared
+    counted: tuple[str, ...]  # what is shown per second; the first one is compared
     default_examples: dict[str, int]  # rows, by device
     default_batch: dict[str, int]  # of them in a step, by device
 
@@ -183,11 +183,11 @@ def compare(comparison: Comparison, description: str | None) -> None:
     parser.add_argument("--batch", type=int, help="examples in a step")
     parser.add_argument("--only", metavar="SHAPE:RATIO", help="one cell, such as head-heavy:1:1")
     parser.add_argument("--sides", nargs="+", choices=[*everything], metavar="SIDE", help=", ".join(everything))
-    parser.add_argument("--flags", action="store_true", help="TRL's defaults, and beside them each of its flags alone")
+    parser.add_argument("--flags", action="store_true", help="TRL's defaults, and next to them each of its flags alone")
     parser.add_argument("--float32", action="store_true", help="all sides in float32, not in bfloat16 as TRL's default is")
     parser.add_argument("--device", choices=[*SHAPES_OF], default="cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # one run, in the process that is told so
+    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # one run, in a process of its own
     settings = parser.parse_args()
     settings.examples = settings.examples or comparison.default_examples[settings.device]
     settings.batch = settings.batch or comparison.default_batch[settings.device]
@@ -211,12 +211,12 @@ def _measure(comparison: Comparison, cell: str, names: list[str], settings: Any)
         for number in range(settings.pairs):
             for name in names if number % 2 == 0 else reversed(names):
                 own = Path(temporary, "run")
-                shutil.copytree(shared, own)  # of its own, so that nobody finds what another one has cached beside the rows
-                figures = _in_a_process(comparison.script, cell, name, own, settings)
+                shutil.copytree(shared, own)  # of its own, so that no side finds what another one has cached next to the rows
+                measured = _in_a_process(comparison.script, cell, name, own, settings)
                 shutil.rmtree(own)
-                shown = {key: round(value, 2) for key, value in figures.items()}
+                shown = {key: round(value, 2) for key, value in measured.items()}
                 print(f"{cell}  {name}  {shown or 'failed'}", file=sys.stderr, flush=True)
-                results[name] += [figures] if figures else []
+                results[name] += [measured] if measured else []
     return results
 
 
@@ -264,13 +264,13 @@ def _run_one(side: Side, settings: Any) -> None:
     """One run; what it took goes out as the last line."""
     watch = Stopwatch(settings.device, settings.threads)
     task = Task(settings.run, _cell(settings.only)[0], settings.device, settings.batch, watch)
-    figures = {**side(task), "seconds": task.watch.seconds, "first step": task.watch.first_step}
-    figures["peak GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # kilobytes on Linux
+    measured = {**side(task), "seconds": task.watch.seconds, "first step": task.watch.first_step}
+    measured["peak GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # kilobytes on Linux
     if settings.device == "cuda":
         import torch
 
-        figures["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
-    print(f"\n{json.dumps(figures)}")
+        measured["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+    print(f"\n{json.dumps(measured)}")
 
 
 def _table(comparison: Comparison, cell: str, results: dict[str, list[dict[str, float]]], settings: Any) -> str:
@@ -283,18 +283,18 @@ def _table(comparison: Comparison, cell: str, results: dict[str, list[dict[str, 
         side: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for side, runs in results.items() if runs
     }
     columns = [*rates, "seconds", "peak GB", "first step"]
-    columns += [name for name in ("MFU %",) if any(name in figures for figures in medians.values())]
+    columns += [name for name in ("MFU %",) if any(name in measured for measured in medians.values())]
     lines = [f"| {cell} | {' | '.join(columns)} | runs |", "| --- " * (len(columns) + 2) + "|"]
     for side, runs in results.items():
         shown = [_number(medians[side].get(name)) for name in columns] if runs else ["failed", *[""] * (len(columns) - 1)]
         lines.append(f"| {side} | {' | '.join(shown)} | {len(runs)} |")
     ours = next((side for side in medians if side.startswith(OURS)), DEFAULTS)
     base = DEFAULTS if settings.flags else ours
-    for side, figures in medians.items():
+    for side, measured in medians.items():
         if side == base or base not in medians:
             continue
         name = f"{base} / {side}" if base == ours else f"{side} / {base}"
-        over, under = (medians[base], figures) if base == ours else (figures, medians[base])
+        over, under = (medians[base], measured) if base == ours else (measured, medians[base])
         ratios = [f"{over[column] / under[column]:.2f}" if under.get(column) and column in over else "" for column in columns]
         lines.append(f"| {name} | {' | '.join(ratios)} | |")
     return "\n".join(lines)
@@ -315,7 +315,7 @@ def _circumstances(settings: Any) -> str:
 
 
 def trl_arguments(task: Task, settings: dict[str, Any]) -> dict[str, Any]:
-    """What every trainer of TRL is told here: where, how long, and nothing that its defaults would do otherwise."""
+    """The arguments of every trainer of TRL here: where and how long; all else is its default."""
     return {
         "output_dir": task.output, "per_device_train_batch_size": task.batch, "model_init_kwargs": {"dtype": "float32"},
         "num_train_epochs": 1, "max_length": task.shape.longest, "save_strategy": "no",

@@ -22,13 +22,13 @@ TABLE = Path(__file__).resolve().parent / "faults/table.py"
 
 @dataclass
 class Tally:
-    """One line of the table: a fault, what is done, how often, what survived, and figures worth knowing."""
+    """One line of the table: a fault, what is done, how often, what survived, and numbers worth knowing."""
 
     fault: str
     what: str
     tried: int = 0
     failures: list[str] = field(default_factory=list)
-    figures: str = ""
+    measured: str = ""
 
     @contextlib.contextmanager
     def trial(self, label: object = "") -> Iterator[None]:
@@ -85,6 +85,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not lines or not os.environ.get("FAULT_TRIALS"):
         return
     for line in lines:
-        terminalreporter.write_line(f"{line.fault:4} {line.tried - len(line.failures)} of {line.tried}  {line.what}  {line.figures}")
+        terminalreporter.write_line(f"{line.fault:4} {line.tried - len(line.failures)} of {line.tried}  {line.what}  {line.measured}")
     if os.environ.get("FAULT_TABLE"):
         runpy.run_path(str(TABLE))["write_table"](Path(os.environ["FAULT_TABLE"]), lines)

@@ -44,10 +44,10 @@ class Line:
     @property
     def note(self) -> str:
         """What was seen, and how often; said once where both peers did the same."""
-        told = {peer: "; ".join(f"{what} ({times})" for what, times in self.seen[peer].most_common()) for peer in PEERS}
-        if len(set(told.values())) == 1:
-            return told["Trainer"]
-        return ". ".join(f"{PEERS[peer]}: {text}" for peer, text in told.items())
+        seen = {peer: "; ".join(f"{what} ({times})" for what, times in self.seen[peer].most_common()) for peer in PEERS}
+        if len(set(seen.values())) == 1:
+            return seen["Trainer"]
+        return ". ".join(f"{PEERS[peer]}: {text}" for peer, text in seen.items())
 
     def cell(self, peer: str) -> str:
         return f"{self.survived[peer]} of {self.fault.trials}"
@@ -90,7 +90,7 @@ def write(path: Path, lines: list[Line], text: str) -> None:
 
 def cells(lines: list[Line]) -> dict[tuple[str, str], str]:
     """The peers' cell of each row of the toolkit's table."""
-    told: dict[tuple[str, str], list[str]] = {}
+    seen: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         _, _, option = line.fault.what.partition(", started again: with ")
         means = f"with {option}: " if option else ""
@@ -99,8 +99,8 @@ def cells(lines: list[Line]) -> dict[tuple[str, str], str]:
         counts = ", ".join(f"{PEERS[peer]} {line.cell(peer)}" for peer in PEERS)
         if line.fault.fault == "F5":
             counts += "; went on to the right end: " + ", ".join(str(line.seen[peer]["exact all the same"]) for peer in PEERS)
-        told.setdefault((line.fault.fault, line.fault.row), []).append(means + counts)
-    return {key: "; ".join(parts) for key, parts in told.items()}
+        seen.setdefault((line.fault.fault, line.fault.row), []).append(means + counts)
+    return {key: "; ".join(parts) for key, parts in seen.items()}
 
 
 def today() -> str:
@@ -124,13 +124,13 @@ def main() -> None:
                 lines.append(try_fault(fault, bench, arguments.seed))
                 print(table(lines[-1:]).splitlines()[-1], flush=True)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)
-    told = (
+    seen = (
         f"Peers, {today()}: `python -m benchmarks.faults --seed {arguments.seed}`, {time.monotonic() - began:.0f} s; Python "
         f"{platform.python_version()}, {versions}, {platform.system()}, {os.cpu_count()} cores, CPU only."
     )
-    print(f"\n{told}\n\n{table(lines)}")
+    print(f"\n{seen}\n\n{table(lines)}")
     if arguments.write:
-        write(arguments.write, lines, f"{told}\n\n{table(lines)}")
+        write(arguments.write, lines, f"{seen}\n\n{table(lines)}")
 
 
 if __name__ == "__main__":

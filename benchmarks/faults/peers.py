@@ -33,7 +33,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from toolkit.models.shapes import built_in_config
 
-from .runs import Told
+from .runs import Scenario
 
 FAULT_TESTS = Path(__file__).resolve().parents[2] / "tests/faults"
 TINY = runpy.run_path(str(FAULT_TESTS.parent / "tiny_run.py"))
@@ -51,37 +51,38 @@ def prepare() -> None:
     gc.freeze()
 
 
-def train(peer: str, told: Told) -> None:
-    """Train 20 steps with a checkpoint every 4, or as `told`, in out/; write result.json."""
+def train(peer: str, scenario: Scenario) -> None:
+    """Train 20 steps with a checkpoint every 4, or as `scenario` says, in out/; write result.json."""
     config = TINY["Config"]()
     transformers.set_seed(0)
     shape = built_in_config(config)
-    shape.attention_dropout = told.get("dropout", 0.1)
+    shape.attention_dropout = scenario.get("dropout", 0.1)
     model = transformers.LlamaForCausalLM(shape)
     settings = {
-        "output_dir": "out", "max_steps": told.get("max_steps", 20), "per_device_train_batch_size": 2, "learning_rate": 1e-2,
-        "gradient_accumulation_steps": told.get("accumulation", 1), "save_steps": told.get("save_steps", 4),
-        "save_total_limit": told.get("save_total_limit", 1), "enable_jit_checkpoint": told.get("jit", False),
-        "logging_steps": 1, "save_strategy": told.get("save_strategy", "steps"),
+        "output_dir": "out", "max_steps": scenario.get("max_steps", 20),
+        "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+        "gradient_accumulation_steps": scenario.get("accumulation", 1), "save_steps": scenario.get("save_steps", 4),
+        "save_total_limit": scenario.get("save_total_limit", 1), "enable_jit_checkpoint": scenario.get("jit", False),
+        "logging_steps": 1, "save_strategy": scenario.get("save_strategy", "steps"),
         "report_to": "none", "use_cpu": True, "disable_tqdm": True,
     }  # fmt: skip
-    tokenizer, rows = _tokenizer(), _rows(config, told)
+    tokenizer, rows = _tokenizer(), _rows(config, scenario)
     if peer == "Trainer":
         trainer = transformers.Trainer(
             model, transformers.TrainingArguments(**settings), train_dataset=rows, processing_class=tokenizer,
-            data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), callbacks=[_callback(told)],
+            data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), callbacks=[_callback(scenario)],
         )  # fmt: skip
     else:
         arguments = trl.SFTConfig(**settings, bf16=False)
-        trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[_callback(told)])
-    _make_ill(trainer, told.get("step_seconds", 0))
-    if "kill_at_operation" in told or "count_operations" in told:
+        trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[_callback(scenario)])
+    _make_ill(trainer, scenario.get("step_seconds", 0))
+    if "kill_at_operation" in scenario or "count_operations" in scenario:
         injection = runpy.run_path(str(FAULT_TESTS / "injection.py"))
         _write_through_open()
-        injection["inject"]({name: told[name] for name in ("kill_at_operation", "count_operations") if name in told})
-    if "no_room_for" in told:
+        injection["inject"]({name: scenario[name] for name in ("kill_at_operation", "count_operations") if name in scenario})
+    if "no_room_for" in scenario:
         _write_through_open()
-        _limit_file(told["no_room_for"])
+        _limit_file(scenario["no_room_for"])
     there = os.path.isdir("out") and get_last_checkpoint("out") is not None
     began = time.monotonic()
     os.write(os.open("steps", os.O_WRONLY | os.O_APPEND), b"0\n")  # from here on, a fault hits training
@@ -99,11 +100,11 @@ def train(peer: str, told: Told) -> None:
         file.write(json.dumps(result))
 
 
-def _rows(config: Any, told: Told) -> Any:
+def _rows(config: Any, scenario: Scenario) -> Any:
     rows = [{"input_ids": row["input_ids"]} for row in TINY["make_rows"](config)]
-    if "poisoned_row" in told:
-        rows[told["poisoned_row"]]["input_ids"][0] = POISON
-    return IterableDataset.from_generator(lambda: iter(rows)) if told.get("stream") else Dataset.from_list(rows)
+    if "poisoned_row" in scenario:
+        rows[scenario["poisoned_row"]]["input_ids"][0] = POISON
+    return IterableDataset.from_generator(lambda: iter(rows)) if scenario.get("stream") else Dataset.from_list(rows)
 
 
 def _tokenizer() -> Any:
@@ -112,15 +113,15 @@ def _tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
-def _callback(told: Told) -> Any:
+def _callback(scenario: Scenario) -> Any:
     steps = os.open("steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     class Steps(transformers.TrainerCallback):
-        """Writes down each step that is done; kills the process after one, as told."""
+        """Writes down each step that is done; kills the process after one, where `scenario` says so."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             os.write(steps, f"{state.global_step}\n".encode())
-            if state.global_step == told.get("kill_after_step"):
+            if state.global_step == scenario.get("kill_after_step"):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     return Steps()

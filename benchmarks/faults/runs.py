@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PEERS = {"Trainer": "Trainer", "SFTTrainer": "TRL"}  # a class, and what the table calls it
-Told = dict[str, Any]  # settings and illnesses of a run, by name
+Scenario = dict[str, Any]  # settings and faults of a run, by name
 FORKS: Any = multiprocessing.get_context("fork")
 
 
@@ -57,17 +57,17 @@ class Bench:
         if template is not None:
             shutil.copytree(template, self.out)
 
-    def run(self, peer: str, told: Told, while_running: Callable[[int], None] | None = None) -> Finished:
+    def run(self, peer: str, scenario: Scenario, while_running: Callable[[int], None] | None = None) -> Finished:
         for name in ("printed", "steps", "result.json"):
             (self.folder / name).unlink(missing_ok=True)
-        process = FORKS.Process(target=_child, args=(peer, told, self.folder))
+        process = FORKS.Process(target=_child, args=(peer, scenario, self.folder))
         process.start()
         if while_running is not None:
             while_running(process.pid)
         process.join(60)
         if process.is_alive():
             process.kill()
-            raise TimeoutError(f"a run of {peer} with {told} did not end: {(self.folder / 'printed').read_text()[-2000:]}")
+            raise TimeoutError(f"a run of {peer} with {scenario} did not end: {(self.folder / 'printed').read_text()[-2000:]}")
         steps, result = self.folder / "steps", self.folder / "result.json"
         return Finished(
             process.exitcode,
@@ -76,18 +76,18 @@ class Bench:
             json.loads(result.read_text()) if result.exists() else {},
         )
 
-    def whole(self, peer: str, told: Told) -> Finished:
+    def whole(self, peer: str, scenario: Scenario) -> Finished:
         """The same run, uninterrupted."""
-        key = json.dumps([peer, told])
+        key = json.dumps([peer, scenario])
         if key not in self.uninterrupted:
             self.fresh()
-            finished = self.run(peer, told)
+            finished = self.run(peer, scenario)
             assert finished.code == 0, finished.out
             self.uninterrupted[key] = finished
         return self.uninterrupted[key]
 
 
-def _child(peer: str, told: Told, folder: Path) -> None:
+def _child(peer: str, scenario: Scenario, folder: Path) -> None:
     os.chdir(folder)
     for number in (1, 2):
         os.dup2(os.open("printed", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -97,7 +97,7 @@ def _child(peer: str, told: Told, folder: Path) -> None:
 
     code: Any = 0
     try:
-        train(peer, told)
+        train(peer, scenario)
     except SystemExit as exit_:
         code = exit_.code or 0
     except BaseException:

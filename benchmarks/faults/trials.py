@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .runs import Bench, Finished, Told
+from .runs import Bench, Finished, Scenario
 
 FILES = {  # of a peer's checkpoint: the toolkit's file of the same content
     "model.safetensors": "model.safetensors", "optimizer.pt": "optimizer.safetensors",
@@ -30,7 +30,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @dataclass
 class Trial:
-    """One trial of a fault: its number among so many, and a source of random moments."""
+    """One trial of a fault: its number, and a source of random moments."""
 
     bench: Bench
     peer: str
@@ -39,7 +39,7 @@ class Trial:
     chance: random.Random
 
     def after(self, seconds: float, number: int, from_step: int = 0) -> Callable[[int], None]:
-        """Send the process a signal so many seconds after training has begun, or after a step."""
+        """Send the process a signal some seconds after training has begun, or after a step."""
 
         def send(pid: int) -> None:
             steps, deadline = self.bench.folder / "steps", time.monotonic() + 60
@@ -78,35 +78,35 @@ def compared(ended: Finished, whole: Finished) -> Verdict:
     return exact, "exact" if exact else "other weights, nothing said"
 
 
-def start_again(trial: Trial, told: Told, whole: Finished) -> Verdict:
+def start_again(trial: Trial, scenario: Scenario, whole: Finished) -> Verdict:
     """The same command; where it fails, once more without the newest checkpoint, to see what a user can do by hand."""
-    ended = trial.bench.run(trial.peer, told)
+    ended = trial.bench.run(trial.peer, scenario)
     if not ended.code:
         return compared(ended, whole)
     shutil.rmtree(trial.bench.out / f"checkpoint-{newest(trial.bench)}")
     if not newest(trial.bench):
         return False, "resume fails, no older checkpoint"
-    _, by_hand = compared(trial.bench.run(trial.peer, told), whole)
+    _, by_hand = compared(trial.bench.run(trial.peer, scenario), whole)
     return False, f"resume fails; newest checkpoint deleted by hand: {by_hand}"
 
 
 def kill_at_random(trial: Trial) -> Verdict:
-    told: Told = {"accumulation": 3, "save_steps": 3}
-    whole = trial.bench.whole(trial.peer, told)
+    scenario: Scenario = {"accumulation": 3, "save_steps": 3}
+    whole = trial.bench.whole(trial.peer, scenario)
     trial.bench.fresh()
     seconds = trial.chance.uniform(0, 1.1 * whole.result["seconds"])
-    trial.bench.run(trial.peer, told, trial.after(seconds, signal.SIGKILL))
-    return start_again(trial, told, whole)
+    trial.bench.run(trial.peer, scenario, trial.after(seconds, signal.SIGKILL))
+    return start_again(trial, scenario, whole)
 
 
 def kill_a_stream(trial: Trial) -> Verdict:
-    told: Told = {"stream": True, "max_steps": 40, "save_steps": 3}  # 15 steps an epoch
-    whole = trial.bench.whole(trial.peer, told)
+    scenario: Scenario = {"stream": True, "max_steps": 40, "save_steps": 3}  # 15 steps an epoch
+    whole = trial.bench.whole(trial.peer, scenario)
     trial.bench.fresh()
-    killed = trial.bench.run(trial.peer, {**told, "kill_after_step": trial.chance.randrange(18, 40)})
+    killed = trial.bench.run(trial.peer, {**scenario, "kill_after_step": trial.chance.randrange(18, 40)})
     assert killed.code == -signal.SIGKILL, killed.out
     at_end = newest(trial.bench) % 15 == 0
-    exact, seen = compared(trial.bench.run(trial.peer, told), whole)
+    exact, seen = compared(trial.bench.run(trial.peer, scenario), whole)
     return exact, seen + (", from a checkpoint at the end of an epoch" if at_end else "")
 
 
@@ -125,23 +125,23 @@ def kill_at_operation(trial: Trial) -> Verdict:
     return start_again(trial, {}, whole)
 
 
-def checkpointed(trial: Trial, told: Told) -> Path:
+def checkpointed(trial: Trial, scenario: Scenario) -> Path:
     """An output directory with checkpoints of steps 8 and 12, made once: its run was killed after step 14."""
     template = trial.bench.folder / f"killed-{trial.peer}"
     if not template.exists():
         trial.bench.fresh()
-        killed = trial.bench.run(trial.peer, {**told, "kill_after_step": 14})
+        killed = trial.bench.run(trial.peer, {**scenario, "kill_after_step": 14})
         assert killed.code == -signal.SIGKILL, killed.out
         trial.bench.out.rename(template)
     return template
 
 
 def resumed_after_damage(trial: Trial, damage: Callable[[Path], object], file: str) -> Verdict:
-    told: Told = {"save_total_limit": 2}
-    whole = trial.bench.whole(trial.peer, told)
-    trial.bench.fresh(checkpointed(trial, told))
+    scenario: Scenario = {"save_total_limit": 2}
+    whole = trial.bench.whole(trial.peer, scenario)
+    trial.bench.fresh(checkpointed(trial, scenario))
     damage(trial.bench.out / "checkpoint-12" / file)
-    ended = trial.bench.run(trial.peer, told)
+    ended = trial.bench.run(trial.peer, scenario)
     if ended.code:
         return True, f"ends with {ended.error}"
     exact = ended.result["weights"] == whole.result["weights"]
@@ -181,15 +181,15 @@ def leave_no_room_for(file: str) -> Callable[[Trial], Verdict]:
 
 def terminate(jit: bool, dropout: float = 0.1) -> Callable[[Trial], Verdict]:
     def attempt(trial: Trial) -> Verdict:
-        told: Told = {"jit": jit, "dropout": dropout, "save_strategy": "no"}  # only the signal can lead to a checkpoint
-        whole = trial.bench.whole(trial.peer, told)
+        scenario: Scenario = {"jit": jit, "dropout": dropout, "save_strategy": "no"}  # only the signal can lead to a checkpoint
+        whole = trial.bench.whole(trial.peer, scenario)
         trial.bench.fresh()
-        slow: Told = {**told, "step_seconds": 0.3 if jit else 0.05}  # it waits 3 s before it saves
+        slow: Scenario = {**scenario, "step_seconds": 0.3 if jit else 0.05}  # it waits 3 s before it saves
         seconds = trial.chance.uniform(0, 1.5 if jit else 0.9)
         stopped = trial.bench.run(trial.peer, slow, trial.after(seconds, signal.SIGTERM, from_step=1))
         assert stopped.reached < 20, "trained to its end"
         saved = newest(trial.bench)
-        exact, seen = compared(trial.bench.run(trial.peer, told), whole)
+        exact, seen = compared(trial.bench.run(trial.peer, scenario), whole)
         lost = stopped.reached - saved
         kept = f"saved, {lost} step{'s' * (lost != 1)} lost, then {seen}" if saved else "nothing saved"
         return exact and bool(saved) and lost <= 1, f"exit code {stopped.code}, {kept}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 BEGIN, END = "<!-- table: written by make chaos -->", "<!-- end of the table -->"
-HEAD = ["fault", "what is done", "survived", "of", "peers", "figures", "date"]
+HEAD = ["fault", "what is done", "survived", "of", "peers", "measured", "date"]
 LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "datasets")
 
 
@@ -20,9 +20,9 @@ def write_table(path: Path, lines: list[Any]) -> None:
     old, after = rest.split(END)
     rows = {(row[0], row[1]): row for row in read_rows(old)}
     today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    for (fault, what), (survived, tried, figures) in merged(lines).items():
+    for (fault, what), (survived, tried, measured) in merged(lines).items():
         peers = rows.get((fault, what), [""] * len(HEAD))[4]
-        rows[fault, what] = [fault, what, str(survived), str(tried), peers, figures, today]
+        rows[fault, what] = [fault, what, str(survived), str(tried), peers, measured, today]
     ordered = sorted(rows.values(), key=lambda row: (int(row[0][1:]) if row[0][1:].isdigit() else 99, row[1]))
     table = ["| " + " | ".join(row) + " |" for row in (HEAD, ["---"] * len(HEAD), *ordered)]
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)
@@ -31,11 +31,11 @@ def write_table(path: Path, lines: list[Any]) -> None:
 
 
 def merged(lines: list[Any]) -> dict[tuple[str, str], tuple[int, int, str]]:
-    """Survived, tried and figures by fault and deed: cases of one deed count together."""
+    """Survived, tried and measured by fault and deed: cases of one deed count together."""
     sums: dict[tuple[str, str], tuple[int, int, str]] = {}
     for line in lines:
-        survived, tried, figures = sums.get((line.fault, line.what), (0, 0, ""))
-        sums[line.fault, line.what] = survived + line.tried - len(line.failures), tried + line.tried, line.figures or figures
+        survived, tried, measured = sums.get((line.fault, line.what), (0, 0, ""))
+        sums[line.fault, line.what] = survived + line.tried - len(line.failures), tried + line.tried, line.measured or measured
     return sums
 
 

@@ -97,5 +97,5 @@ def test_a_recipe_killed_again_and_again_with_cold_caches_ends_with_the_same_bit
             assert code == 0, (tmp_path / f"{name}.3.txt").read_text()
             assert _outcome(tmp_path / name) == whole
         lives.append(number + 1)
-    line.figures = f"{sum(lives)} lives"
+    line.measured = f"{sum(lives)} lives"
     line.check()

@@ -154,7 +154,7 @@ def test_a_run_that_is_killed_in_each_of_its_lives_ends_as_if_it_had_never_been(
         with line.trial(f"{number} lives"):
             assert ended.code == 0, ended.out
             assert ended.outcome == whole.outcome
-    line.figures = f"{min(lives)} to {max(lives)} lives"
+    line.measured = f"{min(lives)} to {max(lives)} lives"
     line.check()
 
 

@@ -102,7 +102,7 @@ def test_a_rank_that_is_gone_ends_the_run_and_is_named(tiny: Any, tally: Any, co
             assert re.search(r"checkpoints/step-\d+", survivor.out)
             assert "--resume" in survivor.out
             assert seconds < (10 if how == "killed" else 12)
-            line.figures = f"the other one ended after {seconds:.1f} s"
+            line.measured = f"the other one ended after {seconds:.1f} s"
     line.check()
 
 
@@ -145,7 +145,7 @@ def test_another_world_goes_on_at_the_next_example(tiny: Any, tally: Any, count:
                 expected = epoch_order(30, 42, epoch).tolist()
                 got = order[30 * epoch : 30 * (epoch + 1)]
                 assert got == expected[: len(got)]
-            line.figures = f"0 missed, 0 twice in {len(order)} examples over {len(worlds)} worlds"
+            line.measured = f"0 missed, 0 twice in {len(order)} examples over {len(worlds)} worlds"
     line.check()
 
 

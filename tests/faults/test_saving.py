@@ -52,7 +52,7 @@ def test_a_kill_at_any_operation_on_a_file_costs_at_most_one_save_interval(tiny,
             assert reached - resumed_from(resumed) <= (8 if background else 4)  # the one in the background may not be done
             lost = max(lost, reached - resumed_from(resumed))
             assert not [path.name for path in (resumed.folder / "checkpoints").iterdir() if path.name.startswith((".tmp", ".trash"))]
-    line.figures = f"{total} operations in a run; at most {lost} steps lost, saved every 4"
+    line.measured = f"{total} operations in a run; at most {lost} steps lost, saved every 4"
     line.check()
 
 
@@ -125,7 +125,7 @@ def test_a_full_disk_costs_that_checkpoint_alone(tiny, tally, chance, count, sma
     whole = tiny.reference(*flags)
     line, number = tally("F7", "full disk (tmpfs) with room for a part of the checkpoint, one kept"), count(1, 24)
     size = sum(file.stat().st_size for file in (whole.folder / "checkpoints/step-20").iterdir())
-    line.figures = f"a checkpoint of {size / 1e3:.0f} kB"
+    line.measured = f"a checkpoint of {size / 1e3:.0f} kB"
     for i in range(number):
         free = int((i + chance.random()) / number * (size - 8192))
         plan = {"fill_disk": {"number": 2, "free": free, "mount": str(small_disk)}}

@@ -52,7 +52,7 @@ def test_a_signal_at_a_random_moment_ends_the_run_exactly(tiny, tally, chance, c
             assert resumed.code == 0, resumed.out
             assert resumed_from(resumed) == last_step, "a step was lost"
             assert resumed.outcome == whole.outcome
-    line.figures = f"{sorted(seconds)[len(seconds) // 2]:.2f} s from the signal to the end (median), {max(seconds):.2f} s at most"
+    line.measured = f"{sorted(seconds)[len(seconds) // 2]:.2f} s from the signal to the end (median), {max(seconds):.2f} s at most"
     line.check()
 
 

@@ -302,7 +302,7 @@ def test_after_any_sequence_of_faults_the_right_files_are_there_and_each_commit_
         with line.trial(trial):
             killed, failed = _one_sequence(hub, api, random.Random(trial), f"alice/model-{trial}", tmp_path / f"queue-{trial}")
             kills, faults = kills + killed, faults + failed
-        line.figures = f"{faults:,} faults, {kills:,} kills"
+        line.measured = f"{faults:,} faults, {kills:,} kills"
     line.check()
     assert kills > line.tried
     assert faults > line.tried

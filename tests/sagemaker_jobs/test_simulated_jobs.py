@@ -253,6 +253,6 @@ def test_a_job_whose_machines_are_taken_away_ends_with_the_weights_of_an_uninter
             in_part += ran.out.count("came back from S3 in part")
         if line.tried == trials:
             break
-    line.figures = f"went on from steps {', '.join(map(str, sorted(steps)))} of 24; {in_part} checkpoints had reached S3 in part"
+    line.measured = f"went on from steps {', '.join(map(str, sorted(steps)))} of 24; {in_part} checkpoints had reached S3 in part"
     line.check()
     assert line.tried == trials
