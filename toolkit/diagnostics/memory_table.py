@@ -22,7 +22,7 @@ from toolkit.optim.parameter_groups import parameter_groups
 _MOMENTS = {"adamw_torch": 2, "adamw_torch_fused": 2, "nadam": 2, "radam": 2, "sgd": 0, "rmsprop": 1}
 _WITH_MOMENTUM = ("sgd", "rmsprop")  # one more with --momentum
 
-# DeepSpeed's stage3_param_persistence_threshold: parameters of so many elements or fewer stay whole on every rank.
+# DeepSpeed's stage3_param_persistence_threshold: parameters of this many elements or fewer stay whole on every rank.
 _STAYS_WHOLE = 100_000
 
 
@@ -81,13 +81,13 @@ def memory_of_stage(
     """ZeRO's formula (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 3 and figure 1).
 
     Moments are divided by the number of ranks from stage 1 on, gradients from 2, weights from 3. A weight takes 4 bytes, a
-    gradient 4, a moment 4. With bf16 the weights of ZeRO take 2, beside masters of 4; plain data parallelism computes in
+    gradient 4, a moment 4. With bf16 the weights of ZeRO take 2, next to masters of 4; plain data parallelism computes in
     bfloat16 under autocast, from float32 weights. Not as in the paper:
 
     - DeepSpeed (0.19, single_partition_of_fp32_groups and fp32_partitioned_groups_flat) keeps masters in float32 training as
       well, a divided copy of the weights.
     - With bf16 the gradients take 2 bytes in stage 1, as there, and 4 in stages 2 and 3, where micro-batches are added up.
-    - Stage 3 keeps small parameters whole, beside their shards.
+    - Stage 3 keeps small parameters whole, next to their shards.
     """
     half = 2 if stage and mixed_precision == "bf16" else 4
     moved = offload if stage >= (3 if offload == "parameters" else 1) else "none"

@@ -55,7 +55,7 @@ def read_accelerate_config(path: str) -> AccelerateConfig:
 
 
 def check_devices(config: AccelerateConfig) -> None:
-    """Refuse a number of processes that only the file gives, on a machine that hasn't so many GPUs."""
+    """Refuse a number of processes that only the file gives, on a machine with fewer GPUs."""
     if config.on_cpu or config.processes is None:
         return
     import torch

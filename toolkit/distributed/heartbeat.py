@@ -54,7 +54,7 @@ class Heartbeat:
         world_size: the number of ranks.
         store: a torch.distributed store that all ranks share, such as a PrefixStore over the default one.
         timeout: seconds; longer than one rank may well work alone, writing a checkpoint for instance.
-        on_silence: told such as "rank 1 has been silent since step 41 (32 s)".
+        on_silence: called with a message such as "rank 1 has been silent since step 41 (32 s)".
     """
 
     def __init__(self, rank: int, world_size: int, store: Store, timeout: float, on_silence: Callable[[str], None]) -> None:
@@ -74,7 +74,7 @@ class Heartbeat:
         self._step = step
 
     def missing(self, seconds: float = 3.0) -> list[int]:
-        """The ranks that give no sign of life for so many seconds from now on; not those that have said farewell."""
+        """The ranks that send no heartbeat for this many seconds from now on; not those that have ended in order."""
         time.sleep(2 * self.interval)  # a last sign may still be on its way
         before = {other: seen.count for other, seen in self._others.items()}
         time.sleep(seconds)

@@ -21,8 +21,8 @@ from toolkit.system.console import say
 from toolkit.system.network import free_port, interface_toward
 
 REFUSED, TRY_AGAIN = 2, 75
-MAIN_PORT = 29500  # where several nodes meet, unless told otherwise
-TRAIN_OPTIONS = "TOOLKIT_TRAIN_OPTIONS"  # the variable that tells a rank how `toolkit train` was told to start it
+MAIN_PORT = 29500  # where several nodes meet by default
+TRAIN_OPTIONS = "TOOLKIT_TRAIN_OPTIONS"  # the variable with the options of `toolkit train`, for its ranks
 POLL_SECONDS = 0.02
 # After the first rank ended badly, in seconds: a rank may be writing a message or a checkpoint, or wait for the dead one.
 PATIENCE = ((10.0, signal.SIGTERM), (15.0, signal.SIGKILL))
@@ -52,7 +52,7 @@ def launch(
     command: Sequence[str], processes: int = 1, nodes: Nodes = ONE_MACHINE, *, environment: Mapping[str, str] = NOTHING_MORE,
     log: IO[bytes] | None = None,
 ) -> int:  # fmt: skip
-    """Run a command as so many ranks, and return when all of them have ended and nothing of them is left.
+    """Run a command as several ranks, and return when all of them have ended and no process of theirs is left.
 
     While it runs, SIGTERM, SIGINT and SIGUSR1 (as SIGTERM) go on to every rank, the second one too; a third ends them with
     SIGKILL. When a rank ends badly the others have 10 s to end by themselves, then SIGTERM, and 5 s later SIGKILL.
@@ -123,7 +123,7 @@ def rank_environments(processes: int, nodes: Nodes = ONE_MACHINE, *, alone: bool
 
 
 def threads_of_a_rank(processes: int) -> int:
-    """Its share of the cores, where so many processes share this machine."""
+    """A process's share of the cores of this machine."""
     return max(1, _cores() // processes)
 
 

@@ -24,7 +24,7 @@ def adopt_mpi_ranks(environment: MutableMapping[str, str] = os.environ) -> None:
     on loopback. Without MASTER_PORT each derives the same port from the job's name, so that two jobs on a host don't collide.
 
     Raises:
-        Refusal: several hosts and no MASTER_ADDR, or a rank that isn't told its place on its host.
+        Refusal: several hosts and no MASTER_ADDR, or a rank whose local rank is not set.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return

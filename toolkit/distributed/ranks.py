@@ -29,17 +29,17 @@ def largest(accelerator: Accelerator, number: int) -> int:
 
 def on_main(accelerator: Accelerator, action: Callable[[], Result], problem: type[Exception] = Refusal) -> Result:
     """What `action` returns on the main process, on every rank; what it refuses or can't write, every rank raises."""
-    told: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
-            told[0] = action()
+            outcome[0] = action()
         except (Refusal, problem, OSError) as error:
-            told[1] = str(error)
+            outcome[1] = str(error)
     if accelerator.num_processes > 1:
-        torch.distributed.broadcast_object_list(told, src=0, group=_cpu_group())
-    if told[1] is not None:
-        raise problem(told[1])
-    return told[0]
+        torch.distributed.broadcast_object_list(outcome, src=0, group=_cpu_group())
+    if outcome[1] is not None:
+        raise problem(outcome[1])
+    return outcome[0]
 
 
 def on_all(accelerator: Accelerator, action: Callable[[], Result]) -> Result:
@@ -53,9 +53,9 @@ def on_all(accelerator: Accelerator, action: Callable[[], Result]) -> Result:
         problem = str(error)
     problems: list[Any] = [None] * accelerator.num_processes
     torch.distributed.all_gather_object(problems, problem, group=_cpu_group())
-    for rank, told in enumerate(problems):
-        if told is not None:
-            raise Refusal(told if rank == 0 else f"rank {rank}: {told}")
+    for rank, message in enumerate(problems):
+        if message is not None:
+            raise Refusal(message if rank == 0 else f"rank {rank}: {message}")
     return result  # type: ignore[return-value]  # an action that returned nothing returns None
 
 

@@ -12,14 +12,14 @@ from toolkit.report.numbers import show_bytes, show_number
 from toolkit.report.reading import RunRecord, SettingLine
 
 FILES = (
-    ("summary.json", "final figures"), ("metrics.jsonl", "every logged figure"), ("samples.jsonl", "every sample"),
+    ("summary.json", "final metrics"), ("metrics.jsonl", "every logged metric"), ("samples.jsonl", "every sample"),
     ("config.yaml", "settings, to repeat the run"), ("run.json", "environment"), ("model", "the trained model"),
     ("checkpoints", "to continue the run"),
 )
 
 
 def show_samples(run: RunRecord) -> str:
-    """For each prompt its first and its last text side by side, beside what the data says; the steps between folded away."""
+    """For each prompt its first and its last text and the answer in the data, side by side; the steps between folded away."""
     by_prompt: dict[str, list[dict[str, Any]]] = {}
     for sample in run.samples:
         by_prompt.setdefault(str(sample.get("prompt", "")), []).append(sample)

@@ -45,7 +45,7 @@ def show_bytes(size: float) -> str:
 
 
 def round_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten within [low, high], about so many."""
+    """Multiples of 1, 2 or 5 times a power of ten within [low, high], about `about` of them."""
     if not high > low:
         return [low]
     raw = (high - low) / about

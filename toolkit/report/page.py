@@ -1,4 +1,4 @@
-"""The page: what stands where, as HTML. Everything that comes from a run is escaped."""
+"""The page: its sections as HTML. Everything that comes from a run is escaped."""
 
 from collections.abc import Sequence
 from html import escape
@@ -11,7 +11,7 @@ from toolkit.metrics.direction import greater_is_better
 from toolkit.report.details import show_environment, show_files, show_samples, show_settings
 from toolkit.report.numbers import show_count, show_number, show_seconds
 from toolkit.report.plots import Plot, draw_plot
-from toolkit.report.reading import FILES, RunRecord, baselines_of, figure_names, first_and_last, read_run, series_of
+from toolkit.report.reading import FILES, RunRecord, baselines_of, first_and_last, metric_names, read_run, series_of
 from toolkit.report.style import SCRIPT, STYLE
 
 TITLES = {
@@ -81,15 +81,15 @@ def _overview(runs: list[RunRecord]) -> str:
     """One line a run."""
     lines = []
     for index, run in enumerate(runs):
-        name = _telling_figure(run)
+        name = _telling_metric(run)
         first, last = first_and_last(run, f"eval_{name}") if name else (None, None)
-        figure = "–"
+        change = "–"
         if name and last is not None:
-            figure = f"{_change(first, last)} <small>{escape(_in_a_sentence(_title(name)))}</small>"
+            change = f"{_change(first, last)} <small>{escape(_in_a_sentence(_title(name)))}</small>"
         lines.append(
             f'<tr><th><a href="#run{index}">{escape(run_title(run))}</a></th><td>{escape(_model_name(run))}</td>'
             f"<td>{escape(run.setting('dataset') or '–')}</td><td>{_steps(run)}</td>"
-            f"<td>{_duration(run) or '–'}</td><td>{figure}</td></tr>"
+            f"<td>{_duration(run) or '–'}</td><td>{change}</td></tr>"
         )
     head = "<tr><th>Run</th><th>Model</th><th>Data</th><th>Steps</th><th>Time</th><th>Held out</th></tr>"
     return f'<h1>{len(runs)} runs</h1><div class="scroll"><table class="overview">{head}{"".join(lines)}</table></div>'
@@ -121,9 +121,9 @@ def _head(run: RunRecord) -> str:
 
 
 def _headline(run: RunRecord) -> str:
-    """The figures that tell how it went, and those to beat."""
-    telling = _telling_figure(run)
-    names = [name for name in figure_names(run) if any(f"eval_{name}" in event for event in run.events)]
+    """The metrics that show how it went, and the baselines to beat."""
+    telling = _telling_metric(run)
+    names = [name for name in metric_names(run) if any(f"eval_{name}" in event for event in run.events)]
     names = sorted(names, key=lambda name: (name != telling, TELLING.index(name) if name in TELLING else len(TELLING)))
     tiles = []
     for name in names[:4]:
@@ -140,7 +140,7 @@ def _headline(run: RunRecord) -> str:
         tiles.append(f'<div class="tile"><dt>Supervised tokens per second</dt><dd>{show_number(usual)}</dd></div>')
     board = _baseline_board(run, telling) if telling else ""
     if not tiles and not board:
-        return '<p class="empty">No figures were logged yet.</p>'
+        return '<p class="empty">No metrics were logged yet.</p>'
     return f'<section class="headline"><dl class="tiles">{"".join(tiles)}</dl>{board}</section>'
 
 
@@ -180,20 +180,20 @@ def _baseline_board(run: RunRecord, telling: str) -> str:
 
 
 def _curves(run: RunRecord) -> str:
-    names = figure_names(run)
+    names = metric_names(run)
     if "tokens_per_second" in names:  # the same curve at another scale
         names = [name for name in names if name != "examples_per_second"]
-    telling = _telling_figure(run)
+    telling = _telling_metric(run)
     first = [name for name in dict.fromkeys(("loss", telling)) if name in names]
     held_out = [name for name in names if any(f"eval_{name}" in event for event in run.events)]
     ordered = list(dict.fromkeys([*first, *held_out, *(name for name in TITLES if name in names), *names]))
     skipped = sum(event.get("nonfinite_steps") or 0 for event in run.events if isinstance(event.get("nonfinite_steps"), int))
-    figures = []
+    drawn = []
     for name in ordered:
         note = ""
         if name == "loss" and skipped:
             note = f"{skipped} step{'s' if skipped > 1 else ''} with a loss or gradient that was not finite."
-        figures.append(
+        drawn.append(
             draw_plot(
                 Plot(
                     _title(name), series_of(run, name), series_of(run, f"eval_{name}"),
@@ -202,12 +202,12 @@ def _curves(run: RunRecord) -> str:
                 )
             )
         )
-    drawn = [figure for figure in figures if figure]
+    drawn = [plot for plot in drawn if plot]
     return f'<section><h3>Curves</h3><div class="plots">{"".join(drawn)}</div></section>' if drawn else ""
 
 
-def _telling_figure(run: RunRecord) -> str | None:
-    names = [name for name in figure_names(run) if any(f"eval_{name}" in event for event in run.events)]
+def _telling_metric(run: RunRecord) -> str | None:
+    names = [name for name in metric_names(run) if any(f"eval_{name}" in event for event in run.events)]
     of_baselines = str(_inside(run.summary, "baselines", "figure")).removeprefix("eval_")
     return next((name for name in (of_baselines, *TELLING, *names) if name in names), None)
 

@@ -1,4 +1,4 @@
-"""One figure of the report: an inline SVG that stretches with the page, and HTML labels around it that do not.
+"""One plot of the report: an inline SVG that stretches with the page, and HTML labels around it that do not.
 
 A wide SVG scaled down to a phone would shrink its text beyond reading. So the SVG holds only lines (their strokes keep their
 width, and a dot is a line of no length with round ends), and every label is HTML, placed by percentage.
@@ -19,12 +19,12 @@ SMOOTH_FROM = 30  # points; a shorter curve is drawn as it is
 
 @dataclass(frozen=True)
 class Plot:
-    """What a figure shows. Any of the two series may be empty."""
+    """What a plot shows. Any of the two series may be empty."""
 
     title: str
     train: Points = field(default_factory=list)
     held_out: Points = field(default_factory=list)
-    marks: dict[str, float] = field(default_factory=dict)  # horizontal lines by name: figures to beat
+    marks: dict[str, float] = field(default_factory=dict)  # horizontal lines by name: baselines to beat
     from_zero: bool = False
     is_noisy: bool = True  # a noisy curve of many points is drawn faint, under a smoothed one
     logarithmic: bool = False  # where the values differ by more than a factor of ten
@@ -48,7 +48,7 @@ class Axes:
 
 
 def draw_plot(plot: Plot) -> str:
-    """The figure as HTML; the empty text when there is no finite value to draw."""
+    """The plot as HTML; the empty text when there is no finite value to draw."""
     finite = [value for _, value in plot.train + plot.held_out if value is not None]
     if not finite:
         return ""
@@ -214,7 +214,7 @@ def _tick_texts(ticks: list[float]) -> list[str]:
 
 
 def _marks(plot: Plot, axes: Axes) -> str:
-    """Dashed lines at figures to beat."""
+    """Dashed lines at the baselines to beat."""
     return "".join(
         f'<path class="mark" d="M0,{axes.y(value):.2f}H{WIDTH}"><title>{html.escape(name)}: {show_number(value)}</title></path>'
         for name, value in _visible_marks(plot, axes)
@@ -227,8 +227,8 @@ def _visible_marks(plot: Plot, axes: Axes) -> list[tuple[str, float]]:
 
 
 def _mark_labels(plot: Plot, axes: Axes) -> str:
-    """Their names at the left end, those of lines too close for both beside each other; of more than three not all."""
-    labels, lowest = "", [math.inf] * 3  # how high the last label in each column stands
+    """Their names at the left end, those of lines too close for both next to each other; of more than three not all."""
+    labels, lowest = "", [math.inf] * 3  # the height of the last label in each column
     for name, value in _visible_marks(plot, axes):
         y = axes.y(value) / HEIGHT
         column = next((column for column, last in enumerate(lowest) if last - y > 0.08), None)
@@ -240,7 +240,7 @@ def _mark_labels(plot: Plot, axes: Axes) -> str:
 
 
 def _end_label(plot: Plot, axes: Axes) -> str:
-    """The held-out curve's final value, beside its end, and on the other side of it than the training curve's."""
+    """The held-out curve's final value, next to its end, and on the other side of it than the training curve's."""
     finite = [(step, value) for step, value in plot.held_out if value is not None]
     if not finite:
         return ""

@@ -14,7 +14,7 @@ from toolkit.system.json_lines import parse_object
 Points = list[tuple[float, float | None]]  # (step, value); None where the value was not finite
 
 FILES = ("metrics.jsonl", "samples.jsonl", "summary.json", "run.json", "config.yaml")  # that a run writes, and that are read
-NOT_FIGURES = ("step", "epoch", "examples", "time", "supervised_tokens", "nonfinite_steps")
+NOT_METRICS = ("step", "epoch", "examples", "time", "supervised_tokens", "nonfinite_steps")
 _SETTING_LINE = re.compile(rf"([A-Za-z_]\w*):\s*(.*?)(?:  # (?:default: (.*?))?(?:(?:; )?{NOT_READ})?)?")
 
 
@@ -61,22 +61,22 @@ def read_run(directory: Path) -> RunRecord:
 
 
 def series_of(run: RunRecord, name: str) -> Points:
-    """Every logged value of a figure by step."""
-    return [(float(event["step"]), _number(event[name])) for event in run.events if _is_figure(event.get(name, ""))]
+    """Every logged value of a metric by step."""
+    return [(float(event["step"]), _number(event[name])) for event in run.events if _is_number(event.get(name, ""))]
 
 
-def figure_names(run: RunRecord) -> list[str]:
-    """Names of all figures in metrics.jsonl in order of appearance, `eval_` left off; a name stands for both."""
+def metric_names(run: RunRecord) -> list[str]:
+    """Names of all metrics in metrics.jsonl in order of appearance, without `eval_`; a name is for both."""
     names: dict[str, None] = {}
     for event in run.events:
         for name, value in event.items():
-            if name not in NOT_FIGURES and _is_figure(value):
+            if name not in NOT_METRICS and _is_number(value):
                 names.setdefault(name.removeprefix("eval_"))
     return list(names)
 
 
 def first_and_last(run: RunRecord, name: str) -> tuple[float | None, float | None]:
-    """The first and the final value of a figure; the summary has the last word on both (a run may go back to its best)."""
+    """The first and the final value of a metric; the summary has the last word on both (a run may go back to its best)."""
     values = [value for _, value in series_of(run, name) if value is not None]
     first = _number(run.summary.get(f"first_{name}"))
     last = _number(run.summary.get(name))
@@ -88,13 +88,13 @@ def first_and_last(run: RunRecord, name: str) -> tuple[float | None, float | Non
 
 
 def baselines_of(run: RunRecord) -> dict[str, float]:
-    """Figures to beat, by name."""
+    """The baselines to beat, by name."""
     found = run.summary.get("baselines")
     pairs = found.items() if isinstance(found, dict) else []
     return {str(name): number for name, value in pairs if (number := _number(value)) is not None}
 
 
-def _is_figure(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 

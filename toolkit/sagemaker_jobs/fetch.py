@@ -18,7 +18,7 @@ from toolkit.system.files import make_folder, put_in_place, remove, written_besi
 def fetch(
     name: str, region: str | None, folder: Path, *, checkpoints: bool = False, say: Callable[[str], None] = print
 ) -> None:
-    """Copy a job's figures and its model into `folder`; with `checkpoints` these too.
+    """Copy a job's metrics and its model into `folder`; with `checkpoints` these too.
 
     A file that is there with the same size is not copied again.
 

@@ -1,4 +1,4 @@
-"""Asking about a job: its state and figures, and the lines of its logs."""
+"""The state, metrics and logs of a job."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -74,7 +74,7 @@ def status_lines(job: dict[str, Any]) -> list[str]:
         saved = f", {1 - billed / seconds:.0%} saved" if billed is not None and 0 < billed < seconds else ""
         of_bill = f", {billed / 60:.1f} min billed{saved}" if billed is not None else ""
         rows.append(("time", f"{seconds / 60:.1f} min{of_bill}"))
-    rows += [(figure["MetricName"], f"{figure['Value']:.6g}") for figure in job.get("FinalMetricDataList", [])]
+    rows += [(metric["MetricName"], f"{metric['Value']:.6g}") for metric in job.get("FinalMetricDataList", [])]
     if "CheckpointConfig" in job:
         rows.append(("checkpoints", job["CheckpointConfig"]["S3Uri"]))
     if job.get("ModelArtifacts", {}).get("S3ModelArtifacts"):

@@ -16,7 +16,7 @@ from toolkit.config.values import flag_of
 
 # The container decides these: they are places and circumstances of its own.
 _OF_THE_CONTAINER = {
-    "output_dir": "a job writes where SageMaker copies from: checkpoints and figures to S3 as they come, the model at the end",
+    "output_dir": "a job writes where SageMaker copies from: checkpoints and metrics to S3 as they come, the model at the end",
     "overwrite_output_dir": "a job has an output directory of its own",
     "resume": "a job goes on by itself from what is in its checkpoints' prefix; to go on from another job's, --checkpoints",
     "resume_from": "checkpoints come from S3: give their prefix with --checkpoints s3://BUCKET/PREFIX",

@@ -48,7 +48,7 @@ def make_source(folder: Path, job: Job, packages: Sequence[str] = ()) -> None:
     requirements.txt.
 
     Raises:
-        Refusal: an included file isn't there, or bears a name that is taken.
+        Refusal: an included file is missing, or has a name that is taken.
     """
     package = Path(toolkit.__file__).resolve().parent
     shutil.copytree(package, folder / "toolkit", ignore=_LEFT_OUT)

@@ -35,7 +35,7 @@ def simulate(
     """Run a job under `folder`; returns its exit code.
 
     Args:
-        job: its channels name files and folders of this machine; `instance_count` machines run beside each other.
+        job: its channels name files and folders of this machine; `instance_count` machines run at the same time.
         folder: `s3/checkpoints` and `s3/model` are what a job leaves in S3; `machine-1` and so on the machines' /opt/ml.
         interrupt_after: seconds after which machines are taken away, once for each, counted from when the run opens its folder.
         real: run the `train` command of the package sagemaker-training, which is in the containers, in place of its imitation.
@@ -144,8 +144,8 @@ def _kill_all(process: subprocess.Popen[bytes]) -> None:
 
 
 def _train_command() -> str:
-    beside = Path(sys.executable).with_name("train")
-    found = str(beside) if beside.exists() else shutil.which("train")
+    installed = Path(sys.executable).with_name("train")
+    found = str(installed) if installed.exists() else shutil.which("train")
     if found is None:
         raise Refusal(
             "--real: the `train` command isn't installed: pip install sagemaker-training, then "

@@ -137,7 +137,7 @@ def add_file(digest: Any, name: str, path: Path) -> None:
 
 
 def digests_of_directories(*names: str | None) -> dict[str, str]:
-    """By name, the digests of those that are directories here, and of the bases that adapters among them stand on."""
+    """By name, the digests of those that are directories here, and of the base models of the adapters among them."""
     found: dict[str, str] = {}
     for name in names:
         if name and name not in found and Path(name).expanduser().is_dir():

@@ -27,7 +27,7 @@ def strict_json(value: Any) -> Any:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON object to a .jsonl file, whole or not at all; its folder is made when it isn't there."""
+    """Append one JSON object to a .jsonl file, whole or not at all; its folder is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     size = path.stat().st_size if path.exists() else 0
     try:

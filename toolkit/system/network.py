@@ -40,7 +40,7 @@ def free_port() -> int:
 def interface_toward(host: str, port: int) -> str | None:
     """The name of the interface, such as eth0, from which packets to a host leave; nothing is sent to find out.
 
-    For gloo (torch 2.13), which takes the interface that this machine's own host name stands for. Debian and Ubuntu let that be
+    For gloo (torch 2.13), which takes the interface of this machine's own host name. Debian and Ubuntu let that be
     loopback, in /etc/hosts: then every rank tells the others to look for it on themselves.
 
     None where it can't be said: not on Linux, an unknown host, IPv6 only, or a name of this machine that means loopback.

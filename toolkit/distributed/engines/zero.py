@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def backward(accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, last: bool) -> None:
-    """DeepSpeed averages over the ranks and, told so, doesn't divide by an accumulation of its own."""
+    """DeepSpeed averages over the ranks; it is configured not to divide by an accumulation of its own."""
     engine = accelerator.deepspeed_engine_wrapped.engine
     engine.set_gradient_accumulation_boundary(last)
     engine.backward(loss, scale_wrt_gas=False)
