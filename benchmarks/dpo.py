@@ -106,7 +106,8 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
 
     def loss_fn(model: Any, pairs: dict[str, Any], totals: dict[str, float]) -> Any:
         before = reference(model, pairs)
-        return tk.preference_loss(tk.pair_logps(model, pairs, config.ld_alpha), before, totals, config)
+        policy = tk.pair_logps(model, pairs, config.ld_alpha)
+        return tk.preference_loss(policy, before, totals, loss_type=config.loss_type, beta=config.beta)
 
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
     with task.watch.running(), tk.open_run(accelerator, config, model, optimizer, train) as run:

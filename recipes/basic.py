@@ -45,7 +45,9 @@ def main(config: Config) -> tk.Summary:
     collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id)
     train, evaluation = tk.build_dataloaders(splits, collate, config)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
-    loss_fn, metrics = tk.classification_task(config, model.config.num_labels)
+    loss_fn, metrics = tk.classification_task(
+        config.problem_type, model.config.num_labels, config.metrics, label_smoothing_factor=config.label_smoothing_factor
+    )
 
     def evaluate() -> dict[str, float]:
         observe: Any = metrics.update or metrics.gather

@@ -40,7 +40,7 @@ def main(config: Config) -> tk.Summary:
     model = make_model()
     collate = partial(tk.collate_pairs, layout=tk.choose_pair_layout(model, config), pad_token_id=tokenizer.pad_token_id)
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
-    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     model, optimizer = accelerator.prepare(model, optimizer)
     reference = tk.build_reference(accelerator, model, make_model, train, evaluation, config)
 
@@ -49,11 +49,18 @@ def main(config: Config) -> tk.Summary:
         before = reference(model, pairs)
         return tk.pair_logps(model, pairs, config.ld_alpha), before
 
+    loss_values: dict[str, Any] = {
+        "loss_type": config.loss_type, "loss_weights": config.loss_weights, "beta": config.beta,
+        "label_smoothing": config.label_smoothing, "f_divergence_type": config.f_divergence_type,
+        "f_alpha_divergence_coef": config.f_alpha_divergence_coef, "discopop_tau": config.discopop_tau,
+        "simpo_gamma": config.simpo_gamma, "cpo_alpha": config.cpo_alpha,
+    }  # fmt: skip
+
     def loss_fn(model: Any, pairs: dict[str, Any], totals: dict[str, float]) -> Any:
         policy, before = logps(model, pairs)
-        return tk.preference_loss(policy, before, totals, config)
+        return tk.preference_loss(policy, before, totals, **loss_values)
 
-    metrics = tk.preference_metrics(logps, config)
+    metrics = tk.preference_metrics(logps, **loss_values)
     prompts = tk.sample_prompts(raw, tokenizer, config)
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 

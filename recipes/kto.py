@@ -44,7 +44,7 @@ def main(config: Config) -> tk.Summary:
     model = make_model()
     collate = partial(tk.collate_answers, layout=tk.choose_answer_layout(model), pad_token_id=tokenizer.pad_token_id)
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
-    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     model, optimizer = accelerator.prepare(model, optimizer)
     reference = tk.build_reference(accelerator, model, make_model, train, evaluation, config)
 
@@ -57,11 +57,16 @@ def main(config: Config) -> tk.Summary:
         """The same of answers that belong to other prompts."""
         return tk.mismatched_logps(model, answers), reference.mismatched(model, answers)
 
+    loss_values: dict[str, Any] = {
+        "loss_type": config.loss_type, "beta": config.beta, "desirable_weight": config.desirable_weight,
+        "undesirable_weight": config.undesirable_weight,
+    }  # fmt: skip
+
     def loss_fn(model: Any, answers: dict[str, Any], totals: dict[str, float], kl: Any) -> Any:
         policy, before = logps(model, answers)
-        return tk.unpaired_loss(policy, before, answers["desirable"], kl, totals, config)
+        return tk.unpaired_loss(policy, before, answers["desirable"], kl, totals, **loss_values)
 
-    metrics = tk.unpaired_metrics(logps, logps_of_mismatched, config)
+    metrics = tk.unpaired_metrics(logps, logps_of_mismatched, **loss_values)
     prompts = tk.sample_prompts(raw, tokenizer, config)
     any_kl = partial(loss_fn, kl=0.0)  # it changes neither time nor memory
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, any_kl, config)

@@ -42,7 +42,7 @@ def main(config: Config) -> tk.Summary:
 
     collate = tk.collate_packed if config.packing else tk.collate_padded
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
-    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     model, optimizer = accelerator.prepare(model, optimizer)
     loss_fn = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)
     prompts = tk.sample_prompts(raw, tokenizer, config)

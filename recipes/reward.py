@@ -38,8 +38,10 @@ def main(config: Config) -> tk.Summary:
 
     collate = partial(tk.collate_pairs, layout="padded", pad_token_id=tokenizer.pad_token_id)
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
-    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
-    loss_fn, metrics = partial(tk.reward_loss, config=config), tk.reward_metrics(config)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
+    center, margin = config.center_rewards_coefficient, config.margin_coefficient
+    loss_fn = partial(tk.reward_loss, center_rewards_coefficient=center, margin_coefficient=margin)
+    metrics = tk.reward_metrics(center_rewards_coefficient=center, margin_coefficient=margin)
     model, optimizer = accelerator.prepare(model, optimizer)
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 

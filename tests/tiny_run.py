@@ -211,7 +211,9 @@ def main(config: Config) -> None:
     if classes:
         num_labels = 1 if config.problem_type == "regression" else 3
         model = tk.load_model("AutoModelForSequenceClassification", config, num_labels=num_labels)
-        loss_fn = ill(tk.classification_task(config, num_labels)[0], current)
+        loss_fn = ill(tk.classification_task(
+            config.problem_type, num_labels, config.metrics, config.label_smoothing_factor
+        )[0], current)
     else:
         model = tk.load_model("AutoModelForCausalLM", config, packed=config.packing)
         plain = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)

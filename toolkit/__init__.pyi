@@ -79,32 +79,40 @@ from .losses.classification import (
     multi_label_loss as multi_label_loss,
     regression_loss as regression_loss,
 )
-from .losses.pair_logps import PairLogps as PairLogps
-from .losses.preference import (
-    needs_reference as needs_reference,
-    preference_loss as preference_loss,
-    preference_metrics as preference_metrics,
-)
-from .losses.reference_free import cpo_loss as cpo_loss, orpo_loss as orpo_loss, sft_loss as sft_loss, simpo_loss as simpo_loss
-from .losses.reward import pair_rewards as pair_rewards, reward_loss as reward_loss, reward_metrics as reward_metrics
-from .losses.unpaired import apo_zero_unpaired_loss as apo_zero_unpaired_loss, kto_kl as kto_kl, kto_loss as kto_loss
-from .losses.unpaired_preference import unpaired_loss as unpaired_loss, unpaired_metrics as unpaired_metrics
-from .losses.with_reference import (
+from .losses.pair_losses import (
+    PairLogps as PairLogps,
     aot_loss as aot_loss,
     aot_unpaired_loss as aot_unpaired_loss,
     apo_down_loss as apo_down_loss,
     apo_zero_loss as apo_zero_loss,
     bco_pair_loss as bco_pair_loss,
+    cpo_loss as cpo_loss,
     desensitized_weights as desensitized_weights,
     discopop_loss as discopop_loss,
     exo_pair_loss as exo_pair_loss,
     hinge_loss as hinge_loss,
     ipo_loss as ipo_loss,
     nca_pair_loss as nca_pair_loss,
+    orpo_loss as orpo_loss,
     robust_loss as robust_loss,
+    sft_loss as sft_loss,
     sigmoid_loss as sigmoid_loss,
     sigmoid_norm_loss as sigmoid_norm_loss,
+    simpo_loss as simpo_loss,
     sppo_hard_loss as sppo_hard_loss,
+)
+from .losses.preference import (
+    needs_reference as needs_reference,
+    preference_loss as preference_loss,
+    preference_metrics as preference_metrics,
+)
+from .losses.reward import pair_rewards as pair_rewards, reward_loss as reward_loss, reward_metrics as reward_metrics
+from .losses.unpaired import (
+    apo_zero_unpaired_loss as apo_zero_unpaired_loss,
+    kto_kl as kto_kl,
+    kto_loss as kto_loss,
+    unpaired_loss as unpaired_loss,
+    unpaired_metrics as unpaired_metrics,
 )
 from .metrics.classification import classification_metrics as classification_metrics
 from .metrics.metric import Metrics as Metrics

@@ -10,15 +10,14 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 import toolkit as tk
-from toolkit.config import PreferenceConfig, UnpairedConfig
 from toolkit.data.loading.collate_answers import collate_answers
 from toolkit.data.loading.collate_pairs import collate_pairs
 from toolkit.data.loading.order import seed_micro_batch
 from toolkit.losses.answer_logps import answer_logps, pair_logps
-from toolkit.losses.chunked_sums import rows_in_a_chunk
-from toolkit.losses.pair_logps import PairLogps
+from toolkit.losses.chunked import rows_in_a_chunk
+from toolkit.losses.pair_losses import PairLogps
 from toolkit.losses.preference import needs_reference, preference_loss
-from toolkit.losses.unpaired_preference import unpaired_loss
+from toolkit.losses.unpaired import unpaired_loss
 from toolkit.models.attention.interface import DOCUMENTS, register_attention
 from toolkit.models.layers import checkpoint_layers, compile_layers
 
@@ -58,25 +57,25 @@ def answers() -> dict[str, Any]:
     ], layout="packed")  # fmt: skip
 
 
-def pair_loss(config: PreferenceConfig) -> Any:
+def pair_loss(loss_type: str) -> Any:
     batch = pairs()
     totals = {"pairs": 4.0, "chosen_tokens": 1200.0}
 
     def loss(model: Any) -> torch.Tensor:
         policy = pair_logps(model, batch)
         steady = PairLogps(policy.chosen.detach() * 0 - 2500.0, policy.rejected.detach() * 0 - 2500.0, *policy[2:])
-        return preference_loss(policy, steady if needs_reference(config) else None, totals, config)[0]
+        return preference_loss(policy, steady if needs_reference([loss_type]) else None, totals, loss_type=[loss_type], beta=0.002)[0]
 
     return loss
 
 
-def answer_loss(config: UnpairedConfig) -> Any:
+def answer_loss(loss_type: str) -> Any:
     batch = answers()
     totals = {"examples": 5.0, "desirable": 3.0, "undesirable": 2.0}
 
     def loss(model: Any) -> torch.Tensor:
         policy = answer_logps(model, batch)
-        return unpaired_loss(policy, torch.full_like(policy, -2500.0), batch["desirable"], 3.0, totals, config)[0]
+        return unpaired_loss(policy, torch.full_like(policy, -2500.0), batch["desirable"], 3.0, totals, loss_type=loss_type, beta=0.002)[0]
 
     return loss
 
@@ -95,8 +94,8 @@ def token_loss(z_loss: float) -> Any:
 
 
 LOSSES = {
-    **{name: partial(pair_loss, PreferenceConfig(loss_type=[name], beta=0.002)) for name in ("sigmoid", "ipo", "apo_zero", "simpo", "cpo", "orpo", "sft")},
-    **{name: partial(answer_loss, UnpairedConfig(loss_type=name, beta=0.002)) for name in ("kto", "apo_zero_unpaired")},
+    **{name: partial(pair_loss, name) for name in ("sigmoid", "ipo", "apo_zero", "simpo", "cpo", "orpo", "sft")},
+    **{name: partial(answer_loss, name) for name in ("kto", "apo_zero_unpaired")},
     "causal_lm": partial(token_loss, 0.0), "causal_lm with z": partial(token_loss, 1e-3),
 }  # fmt: skip
 
@@ -132,7 +131,7 @@ def test_a_head_that_drops_has_the_gradient_of_the_values_it_gave(name: str) -> 
 
 def test_backward_leaves_the_generators_as_forward_did() -> None:
     """A recipe may draw between two micro-batches. Fails when: backward draws from the generators it found."""
-    loss = value(model_of(dropout=0.5), pair_loss(PreferenceConfig(beta=0.002)))
+    loss = value(model_of(dropout=0.5), pair_loss("sigmoid"))
     before = torch.get_rng_state()
     loss.backward()
     assert torch.equal(torch.get_rng_state(), before)

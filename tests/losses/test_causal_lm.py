@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.trainer_pt_utils import LabelSmoother
 
 from toolkit.data.loading.collate import collate_packed, collate_padded
-from toolkit.losses import chunked_sums
+from toolkit.losses import chunked
 from toolkit.losses.causal_lm import causal_lm_loss
 
 VOCABULARY = 97
@@ -187,7 +187,7 @@ def assert_same_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torc
 
 @pytest.fixture
 def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_sums, "rows_in_a_chunk", lambda vocabulary, device: 4)
+    monkeypatch.setattr(chunked, "rows_in_a_chunk", lambda vocabulary, device: 4)
 
 
 @pytest.mark.usefixtures("chunks_of_four")
@@ -386,7 +386,7 @@ def test_gradient_of_a_bfloat16_head_is_no_worse_over_many_chunks(monkeypatch: p
     _, _, wanted = ours(llama(tie_word_embeddings=False).to(torch.bfloat16).double(), [micro_batch])
 
     def error(size: int) -> float:
-        monkeypatch.setattr(chunked_sums, "rows_in_a_chunk", lambda vocabulary, device: size)
+        monkeypatch.setattr(chunked, "rows_in_a_chunk", lambda vocabulary, device: size)
         _, _, gradient = ours(llama(tie_word_embeddings=False).to(torch.bfloat16), [micro_batch])
         return float((gradient["lm_head.weight"].double() - wanted["lm_head.weight"]).norm())
 

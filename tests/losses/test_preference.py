@@ -14,8 +14,7 @@ import torch
 from tests.losses import trl_losses
 from toolkit.config import PreferenceConfig, check_together, settings_of
 from toolkit.data.loading.batch import Batch
-from toolkit.losses.divergences import score_of
-from toolkit.losses.pair_logps import PairLogps
+from toolkit.losses.pair_losses import PairLogps, desensitized_weights, discopop_loss, orpo_loss, score_of, sigmoid_loss
 from toolkit.losses.preference import (
     likelihood_weight,
     needs_reference,
@@ -23,9 +22,7 @@ from toolkit.losses.preference import (
     preference_loss,
     preference_metrics,
 )
-from toolkit.losses.reference_free import orpo_loss
 from toolkit.losses.unpaired import apo_zero_unpaired_loss, kto_kl, kto_loss
-from toolkit.losses.with_reference import desensitized_weights, discopop_loss, sigmoid_loss
 from toolkit.training.evaluation import eval_with_gather
 
 PAIRS, LONGEST, VOCABULARY = 8, 9, 11
@@ -86,23 +83,23 @@ WITH_REFERENCE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", WITH_REFERENCE, ids=str)
 def test_losses_with_a_reference_are_those_of_trl(settings: dict[str, Any]) -> None:
-    """Loss and gradient of every answer token's log-probability, float32, of 8 pairs; TRL's figures as well.
+    """Loss and gradient of every answer token's log-probability, float32, of 8 pairs; TRL's metrics as well.
 
-    The policy stands about 1 nat per token from the reference. Fails when: the sign of a margin is turned, ipo forgets its
+    The policy is about 1 nat per token from the reference. Fails when: the sign of a margin is turned, ipo forgets its
     tokens, aot doesn't sort, discopop swaps its two losses, LD-DPO weighs the policy alone, or sft is divided by the pairs.
     """
     reference = token_logps(1)
     ours, theirs = (reference + torch.randn(reference.shape, generator=torch.Generator().manual_seed(2)) for _ in range(2))
     ours.requires_grad_()
     theirs.requires_grad_()
-    config = PreferenceConfig(**settings)
-    check_together(config, frozenset(settings))
+    check_together(PreferenceConfig(**settings), frozenset(settings))
+    values = {name: value for name, value in settings.items() if name != "ld_alpha"}
     weights = None
-    if config.ld_alpha is not None:
-        weights = desensitized_weights(*COUNTS.chunk(2), LONGEST, config.ld_alpha).repeat(2, 1)
+    if "ld_alpha" in settings:
+        weights = desensitized_weights(*COUNTS.chunk(2), LONGEST, settings["ld_alpha"]).repeat(2, 1)
     policy = pairs_of(ours, weights)
-    loss, figures = preference_loss(policy, pairs_of(reference, weights), totals_of(policy), config)
-    wanted, wanted_figures = trl_losses.dpo(theirs, reference, COUNTS, **settings)
+    loss, metrics = preference_loss(policy, pairs_of(reference, weights), totals_of(policy), **values)
+    wanted, wanted_metrics = trl_losses.dpo(theirs, reference, COUNTS, **settings)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     loss.backward()
     wanted.backward()
@@ -110,11 +107,11 @@ def test_losses_with_a_reference_are_those_of_trl(settings: dict[str, Any]) -> N
     assert theirs.grad is not None
     assert ours.grad.abs().max() > 0
     assert_close(ours.grad, theirs.grad, 1e-4)
-    for name, trl_name in FIGURES.items():
-        assert figures[name].item() == pytest.approx(wanted_figures[trl_name], rel=1e-5, abs=1e-6), name
+    for name, trl_name in METRICS.items():
+        assert metrics[name].item() == pytest.approx(wanted_metrics[trl_name], rel=1e-5, abs=1e-6), name
 
 
-FIGURES = {
+METRICS = {
     "rewards_chosen": "rewards/chosen", "rewards_rejected": "rewards/rejected", "reward_accuracy": "rewards/accuracies",
     "reward_margin": "rewards/margins", "logps_chosen": "logps/chosen", "logps_rejected": "logps/rejected",
 }  # fmt: skip
@@ -135,28 +132,27 @@ WITHOUT_REFERENCE: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 def test_losses_without_a_reference_are_those_of_trl(
     trainer: str, prompt: int, settings: dict[str, Any], trl_settings: dict[str, Any]
 ) -> None:
-    """From logits: loss and their gradient, float32, of 8 pairs; TRL's figures as well.
+    """From logits: loss and their gradient, float32, of 8 pairs; TRL's metrics as well.
 
     TRL's logps are sums with cpo's sigmoid and means with the others. Fails when: simpo divides gamma by beta, orpo takes
     sums, cpo forgets its likelihood, or the rewards of simpo and orpo are of sums.
     """
     ours, tokens = logits_and_tokens(prompt)
     theirs = ours.detach().clone().requires_grad_()
-    config = PreferenceConfig(**settings)
-    assert not needs_reference(config)
+    assert not needs_reference(settings["loss_type"])
     policy = pairs_of(answer_logps(ours, tokens, prompt))
-    loss, figures = preference_loss(policy, None, totals_of(policy), config)
-    wanted, wanted_figures = trl_losses.without_reference(trainer, theirs, tokens, COUNTS, prompt, **trl_settings)
+    loss, metrics = preference_loss(policy, None, totals_of(policy), **settings)
+    wanted, wanted_metrics = trl_losses.without_reference(trainer, theirs, tokens, COUNTS, prompt, **trl_settings)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     loss.backward()
     wanted.backward()
     assert ours.grad is not None
     assert theirs.grad is not None
     assert_close(ours.grad, theirs.grad, 1e-4)
-    names = list(FIGURES.items())[: 6 if config.loss_type == ["cpo"] else 4]
+    names = list(METRICS.items())[: 6 if settings["loss_type"] == ["cpo"] else 4]
     for name, trl_name in names:
-        assert figures[name].item() == pytest.approx(wanted_figures[trl_name], rel=1e-5, abs=1e-6), name
-    assert "logps_drop" not in figures
+        assert metrics[name].item() == pytest.approx(wanted_metrics[trl_name], rel=1e-5, abs=1e-6), name
+    assert "logps_drop" not in metrics
 
 
 def test_the_likelihood_of_orpo_is_that_of_answers_where_trl_takes_the_prompt_too() -> None:
@@ -166,13 +162,13 @@ def test_the_likelihood_of_orpo_is_that_of_answers_where_trl_takes_the_prompt_to
     """
     logits, tokens = logits_and_tokens(4)
     policy = pairs_of(answer_logps(logits, tokens, 4))
-    ours, _ = preference_loss(policy, None, totals_of(policy), PreferenceConfig(loss_type=["orpo"]))
-    theirs, figures = trl_losses.without_reference("orpo", logits, tokens, COUNTS, 4)
+    ours, _ = preference_loss(policy, None, totals_of(policy), loss_type=["orpo"])
+    theirs, metrics = trl_losses.without_reference("orpo", logits, tokens, COUNTS, 4)
     log_p = logits.log_softmax(-1)
     prompts = sum(-log_p[i, t, tokens[i, t + 1]].item() for i in range(PAIRS) for t in range(3))
     answers, counted = -policy.chosen.sum().item(), policy.chosen_tokens.sum().item()
-    assert figures["nll_loss"] == pytest.approx((prompts + answers) / (counted + 3 * PAIRS), rel=1e-5)
-    assert ours.item() - theirs.item() == pytest.approx(answers / counted - figures["nll_loss"], rel=1e-3)
+    assert metrics["nll_loss"] == pytest.approx((prompts + answers) / (counted + 3 * PAIRS), rel=1e-5)
+    assert ours.item() - theirs.item() == pytest.approx(answers / counted - metrics["nll_loss"], rel=1e-3)
     assert abs(ours.item() - theirs.item()) > 0.05
 
 
@@ -230,7 +226,7 @@ def test_kto_is_that_of_trl(settings: dict[str, Any], offset: float) -> None:
 
 
 def test_label_smoothing_of_sigmoid_is_conservative_dpo_which_trl_drops() -> None:
-    """TRL 1.16 takes label_smoothing beside sigmoid and computes plain DPO; its aot of one pair is the smoothed formula.
+    """TRL 1.16 takes label_smoothing next to sigmoid and computes plain DPO; its aot of one pair is the smoothed formula.
 
     Fails when: sigmoid_loss ignores its label_smoothing.
     """
@@ -311,7 +307,7 @@ def test_scores_stay_finite_far_from_the_reference_where_trl_s_do_not() -> None:
     settings: dict[str, Any] = {"loss_type": ["sigmoid"], "f_divergence_type": "forward_kl"}
     theirs, _ = trl_losses.dpo(policy, reference, counts, **settings)
     assert math.isnan(theirs.item())
-    ours = pair_losses(pairs_of(policy, counts=counts), pairs_of(reference, counts=counts), PreferenceConfig(**settings))
+    ours = pair_losses(pairs_of(policy, counts=counts), pairs_of(reference, counts=counts), **settings)
     assert ours.item() == pytest.approx(math.log(2))
 
 
@@ -319,7 +315,7 @@ def test_a_loss_that_needs_a_reference_says_so() -> None:
     """Fails when: pair_losses goes on without one."""
     policy = pairs_of(token_logps(1))
     with pytest.raises(ValueError, match="loss_type sft, sigmoid needs"):
-        preference_loss(policy, None, totals_of(policy), PreferenceConfig(loss_type=["sft", "sigmoid"]))
+        preference_loss(policy, None, totals_of(policy), loss_type=["sft", "sigmoid"])
 
 
 # -- exact means -------------------------------------------------------------------------------------------------------
@@ -327,8 +323,8 @@ def test_a_loss_that_needs_a_reference_says_so() -> None:
 ALL = settings_of(PreferenceConfig)["loss_type"].choices
 
 
-def config_for(*loss_types: str) -> PreferenceConfig:
-    return PreferenceConfig(loss_type=list(loss_types), label_smoothing=0.1 if {"exo_pair", "robust"} & set(loss_types) else 0.0)
+def values_for(*loss_types: str) -> dict[str, Any]:
+    return {"loss_type": loss_types, "label_smoothing": 0.1 if {"exo_pair", "robust"} & set(loss_types) else 0.0}
 
 
 def cut(pairs: PairLogps, sizes: list[int]) -> list[PairLogps]:
@@ -338,45 +334,45 @@ def cut(pairs: PairLogps, sizes: list[int]) -> list[PairLogps]:
 @pytest.mark.parametrize("sizes", [[4, 4], [2] * 4, [1] * 8, [3, 3, 2]], ids=str)
 @pytest.mark.parametrize("names", [*[[name] for name in ALL if not name.startswith("aot")], ["sigmoid", "sft", "cpo"]], ids=str)
 def test_parts_of_micro_batches_add_up_to_the_mean_of_the_global_batch(names: list[str], sizes: list[int]) -> None:
-    """Loss, gradients and figures of 8 pairs in float64, in one piece and in several; answers have 1 to 9 tokens.
+    """Loss, gradients and metrics of 8 pairs in float64, in one piece and in several; answers have 1 to 9 tokens.
 
     Fails when: a micro-batch is divided by its own pairs or its own tokens.
     """
-    reference, config = pairs_of(token_logps(1, torch.float64)), config_for(*names)
+    reference, values = pairs_of(token_logps(1, torch.float64)), values_for(*names)
     found = []
     for pieces in ([8], sizes):
         tokens = token_logps(2, torch.float64).requires_grad_()
         policy = pairs_of(tokens)
         parts = [
-            preference_loss(p, r, totals_of(policy), config)
+            preference_loss(p, r, totals_of(policy), **values)
             for p, r in zip(cut(policy, pieces), cut(reference, pieces), strict=True)
         ]
         loss = torch.stack([loss for loss, _ in parts]).sum()
         loss.backward()
         assert tokens.grad is not None
-        figures = torch.stack([torch.stack(list(figures.values())) for _, figures in parts]).sum(0)
-        found.append(torch.cat([loss.detach()[None], tokens.grad.flatten(), figures]))
+        metrics = torch.stack([torch.stack(list(metrics.values())) for _, metrics in parts]).sum(0)
+        found.append(torch.cat([loss.detach()[None], tokens.grad.flatten(), metrics]))
     assert (found[0] - found[1]).abs().max().item() < 1e-10
 
 
 def test_aot_is_exact_for_the_micro_batch_and_no_other() -> None:
     """What its docstring says. Fails when: aot doesn't sort, so that the cut makes no difference."""
     policy, reference = pairs_of(token_logps(1)), pairs_of(token_logps(2))
-    whole = pair_losses(policy, reference, config_for("aot")).sum().item()
-    halves = [pair_losses(p, r, config_for("aot")).sum().item() for p, r in zip(cut(policy, [4, 4]), cut(reference, [4, 4]), strict=True)]
+    whole = pair_losses(policy, reference, **values_for("aot")).sum().item()
+    halves = [pair_losses(p, r, **values_for("aot")).sum().item() for p, r in zip(cut(policy, [4, 4]), cut(reference, [4, 4]), strict=True)]
     assert abs(whole - sum(halves)) > 1e-3
 
 
 @pytest.mark.parametrize("names", [[name] for name in ALL] + [["sigmoid", "sft"], ["aot", "orpo"]], ids=str)
 @pytest.mark.parametrize("sizes", [[8], [3, 3, 2]], ids=str)
 def test_metrics_are_those_of_one_pair_at_a_time(names: list[str], sizes: list[int]) -> None:
-    """By eval_with_gather, with a filler behind. The likelihood's mean is over tokens, all others over pairs.
+    """By eval_with_gather, with a padding micro-batch last. The likelihood's mean is over tokens, all others over pairs.
 
-    Fails when: aot is evaluated on the micro-batch, or the filler counts.
+    Fails when: aot is evaluated on the micro-batch, or the padding micro-batch counts.
     """
-    config = config_for(*names)
+    values = values_for(*names)
     policy, reference = pairs_of(token_logps(1, torch.float64)), pairs_of(token_logps(2, torch.float64))
-    given = reference if needs_reference(config) else None
+    given = reference if needs_reference(names) else None
     rows = {f"{side}_{name}": values for side, pairs in (("p", policy), ("r", reference)) for name, values in pairs._asdict().items()}
 
     def logps_of(model: Any, micro_batch: dict[str, Any]) -> tuple[PairLogps, PairLogps | None]:
@@ -386,16 +382,16 @@ def test_metrics_are_those_of_one_pair_at_a_time(names: list[str], sizes: list[i
     pieces = [{name: values.split(sizes)[i] for name, values in rows.items()} for i in range(len(sizes))]
     batches = [Batch([piece], {}, [real]) for piece, real in [*[(piece, True) for piece in pieces], (pieces[0], False)]]
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, reduce=lambda x, reduction: x)
-    found = eval_with_gather(accelerator, torch.nn.Identity(), batches, preference_metrics(logps_of, config))
+    found = eval_with_gather(accelerator, torch.nn.Identity(), batches, preference_metrics(logps_of, **values))
 
     wanted: dict[str, float] = {}
     for i in range(PAIRS):
         pair, other = cut(policy, [1] * 8)[i], cut(reference, [1] * 8)[i] if given is not None else None
         # over infinitely many tokens the likelihood is 0: it has a mean of its own
-        loss, figures = preference_loss(pair, other, {"pairs": 1.0, "chosen_tokens": math.inf}, config)
-        for name, value in {"loss": loss, **figures}.items():
+        loss, metrics = preference_loss(pair, other, {"pairs": 1.0, "chosen_tokens": math.inf}, **values)
+        for name, value in {"loss": loss, **metrics}.items():
             wanted[f"eval_{name}"] = wanted.get(f"eval_{name}", 0.0) + value.item() / PAIRS
-    wanted["eval_loss"] -= likelihood_weight(config) * (policy.chosen.sum() / policy.chosen_tokens.sum()).item()
+    wanted["eval_loss"] -= likelihood_weight(names) * (policy.chosen.sum() / policy.chosen_tokens.sum()).item()
     assert found == pytest.approx(wanted, rel=1e-10, abs=1e-12)
 
 
@@ -404,11 +400,11 @@ def test_the_drop_of_log_probabilities_is_the_mean_of_both_answers_and_a_tie_is_
     halved, or a tie counts."""
     policy = PairLogps(*(torch.tensor(x) for x in ([-4.0, -5.0], [-6.0, -7.0], [2.0, 2.0], [3.0, 3.0])))
     reference = PairLogps(*(torch.tensor(x) for x in ([-3.0, -5.0], [-2.0, -7.0], [2.0, 2.0], [3.0, 3.0])))
-    _, figures = preference_loss(policy, reference, {"pairs": 2.0}, PreferenceConfig())
-    assert figures["logps_drop"].item() == pytest.approx((1.0 + 4.0) / 2 / 2)
-    assert preference_loss(reference, policy, {"pairs": 2.0}, PreferenceConfig())[1]["logps_drop"].item() == pytest.approx(-1.25)
-    assert "kl" not in figures
-    assert figures["reward_accuracy"].item() == 0.5
+    _, metrics = preference_loss(policy, reference, {"pairs": 2.0})
+    assert metrics["logps_drop"].item() == pytest.approx((1.0 + 4.0) / 2 / 2)
+    assert preference_loss(reference, policy, {"pairs": 2.0})[1]["logps_drop"].item() == pytest.approx(-1.25)
+    assert "kl" not in metrics
+    assert metrics["reward_accuracy"].item() == 0.5
 
 
 def test_desensitized_weights_stop_at_the_shorter_answer() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import toolkit as tk
-from toolkit.config import Refusal, RewardConfig
+from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate_pairs import collate_pairs
 from toolkit.losses.reward import pair_rewards, reward_loss, reward_metrics
@@ -80,7 +80,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_loss_and_gradients_are_those_of_trl(settings: dict[str, float], tmp_path: Path) -> None:
-    """TRL's trainer computes the loss on its own batch of the same pairs; its figures as well. Half of the margins are below 0.
+    """TRL's trainer computes the loss on its own batch of the same pairs; its metrics as well. Half of the margins are below 0.
 
     Fails when: the margin is added, the square is that of the difference of the rewards, or the halves of the rows are swapped.
     """
@@ -102,7 +102,7 @@ def test_loss_and_gradients_are_those_of_trl(settings: dict[str, float], tmp_pat
     wanted.backward()
 
     micro_batch = collate_pairs(pairs, layout="padded", pad_token_id=tokenizer.pad_token_id)
-    loss, figures = reward_loss(ours, micro_batch, {"pairs": PAIRS}, RewardConfig(**settings))
+    loss, metrics = reward_loss(ours, micro_batch, {"pairs": PAIRS}, **settings)
     loss.backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     found, expected = gradients(ours), gradients(theirs)
@@ -111,40 +111,40 @@ def test_loss_and_gradients_are_those_of_trl(settings: dict[str, float], tmp_pat
         assert (gradient - expected[name]).abs().max().item() <= 1e-4 * expected[name].abs().max().item(), name
     measured = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     assert 0 < measured["accuracy"] < 1
-    assert figures["reward_accuracy"].item() == pytest.approx(measured["accuracy"])
-    assert figures["reward_margin"].item() == pytest.approx(measured["margin"], rel=1e-4)
-    mean = (figures["rewards_chosen"] + figures["rewards_rejected"]).item() / 2
+    assert metrics["reward_accuracy"].item() == pytest.approx(measured["accuracy"])
+    assert metrics["reward_margin"].item() == pytest.approx(measured["margin"], rel=1e-4)
+    mean = (metrics["rewards_chosen"] + metrics["rewards_rejected"]).item() / 2
     assert mean == pytest.approx(measured["mean_reward"], rel=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_parts_of_micro_batches_add_up_to_the_mean_of_the_global_batch(settings: dict[str, float], size: int) -> None:
-    """Loss, gradients and figures of 8 pairs in float64, in one piece and in several, which are padded to other lengths.
+    """Loss, gradients and metrics of 8 pairs in float64, in one piece and in several, which are padded to other lengths.
 
     Fails when: a micro-batch is divided by its own pairs.
     """
     tokenizer = plain_tokenizer()
-    pairs, config = documents(tokenizer.eos_token_id), RewardConfig(**settings)
+    pairs = documents(tokenizer.eos_token_id)
     found = []
     for cut in (PAIRS, size):
         model = scorer(tokenizer, torch.float64)
         pieces = [collate_pairs(pairs[at : at + cut], layout="padded", pad_token_id=1) for at in range(0, PAIRS, cut)]
-        parts = [reward_loss(model, piece, {"pairs": PAIRS}, config) for piece in pieces]
+        parts = [reward_loss(model, piece, {"pairs": PAIRS}, **settings) for piece in pieces]
         loss = torch.stack([loss for loss, _ in parts]).sum()
         loss.backward()
-        figures = torch.stack([torch.stack(list(figures.values())) for _, figures in parts]).sum(0)
+        metrics = torch.stack([torch.stack(list(metrics.values())) for _, metrics in parts]).sum(0)
         of_all = torch.cat([gradient.flatten() for gradient in gradients(model).values()])
-        found.append(torch.cat([loss.detach()[None], of_all, figures]))
+        found.append(torch.cat([loss.detach()[None], of_all, metrics]))
     assert found[0].abs().max().item() > 0.1
     assert (found[0] - found[1]).abs().max().item() < 1e-10
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_metrics_are_those_of_one_pair_at_a_time(settings: dict[str, float]) -> None:
-    """By eval_with_gather, in batches of 3, 3 and 2 pairs with a filler behind. Fails when: the filler counts."""
+    """By eval_with_gather, in batches of 3, 3 and 2 pairs with a padding micro-batch last. Fails when: the padding micro-batch counts."""
     tokenizer = plain_tokenizer()
-    model, pairs, config = scorer(tokenizer, torch.float64), documents(tokenizer.eos_token_id), RewardConfig(**settings)
+    model, pairs = scorer(tokenizer, torch.float64), documents(tokenizer.eos_token_id)
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return collate_pairs(rows, layout="padded", pad_token_id=tokenizer.pad_token_id)
@@ -152,11 +152,11 @@ def test_metrics_are_those_of_one_pair_at_a_time(settings: dict[str, float]) -> 
     cuts = [(slice(0, 3), True), (slice(3, 6), True), (slice(6, 8), True), (slice(0, 3), False)]
     batches = [Batch([collate(pairs[cut])], {}, [real]) for cut, real in cuts]
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, reduce=lambda x, reduction: x)
-    found = eval_with_gather(accelerator, model, batches, reward_metrics(config))
+    found = eval_with_gather(accelerator, model, batches, reward_metrics(**settings))
     wanted: dict[str, float] = {}
     for pair in pairs:
-        loss, figures = reward_loss(model, collate([pair]), {"pairs": PAIRS}, config)
-        for name, value in {"loss": loss, **figures}.items():
+        loss, metrics = reward_loss(model, collate([pair]), {"pairs": PAIRS}, **settings)
+        for name, value in {"loss": loss, **metrics}.items():
             wanted[f"eval_{name}"] = wanted.get(f"eval_{name}", 0.0) + value.item()
     assert found == pytest.approx(wanted, rel=1e-10)
 
@@ -201,4 +201,4 @@ def test_a_margin_that_no_row_has_is_refused() -> None:
     tokenizer = plain_tokenizer()
     micro_batch = collate_pairs(documents(tokenizer.eos_token_id, margins=False), layout="padded", pad_token_id=1)
     with pytest.raises(Refusal, match="--margin-coefficient 2: the pairs don't say"):
-        reward_loss(scorer(tokenizer), micro_batch, {"pairs": PAIRS}, RewardConfig(margin_coefficient=2.0))
+        reward_loss(scorer(tokenizer), micro_batch, {"pairs": PAIRS}, margin_coefficient=2.0)

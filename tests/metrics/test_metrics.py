@@ -216,14 +216,14 @@ def test_a_module_that_cannot_take_the_predictions_is_refused_at_once(tmp_path: 
         classification_metrics([str(script)], 3, "multi_label")
 
 
-def test_functions_and_combinations_of_modules_stand_in_a_names_place() -> None:
-    """The package's own modules, combined by evaluate, offline, equal scikit-learn's.
+def test_functions_and_combinations_of_modules_may_be_given_in_place_of_a_name() -> None:
+    """Two modules, combined by evaluate.
 
     Fails when: predictions and references are passed in the other order.
     """
     import evaluate
 
-    from toolkit.metrics.modules import Accuracy, MatthewsCorrelation, Perplexity
+    from tests.metrics.evaluate_modules import Accuracy, MatthewsCorrelation
 
     def asymmetric(predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
         return {"predicted_twos": float((predictions == 2).sum()), "twos": float((references == 2).sum())}
@@ -233,19 +233,6 @@ def test_functions_and_combinations_of_modules_stand_in_a_names_place() -> None:
     assert (figures["predicted_twos"], figures["twos"]) == (2.0, 1.0)
     assert figures["accuracy"] == 0.75
     assert figures["matthews_correlation"] == pytest.approx(reference.matthews_corrcoef([0, 1, 1, 2], [0, 1, 2, 2]))
-    perplexity = Perplexity().compute(predictions=[3.0, 1.0], references=[2, 6])["perplexity"]
-    assert perplexity == pytest.approx(np.exp(0.5))
-
-
-def test_modules_agree_with_scikit_learn() -> None:
-    """Fails when: a module hands its two inputs over in the other order (precision and recall change places)."""
-    from toolkit.metrics.modules import F1, Precision, Recall
-
-    y, p = [0, 1, 1, 1, 0, 1], [1, 1, 0, 1, 0, 0]
-    for module, name in ((F1, "f1"), (Precision, "precision"), (Recall, "recall")):
-        assert module().compute(predictions=p, references=y)[name] == pytest.approx(SCORES[name](y, p))
-        each = module().compute(predictions=p, references=y, average=None)[name]
-        assert list(each) == pytest.approx(list(SCORES[name](y, p, average=None)))
 
 
 def test_results_of_any_shape_become_numbers_by_name() -> None:

@@ -275,7 +275,7 @@ def test_weights_that_nobody_trained_are_trained_with_the_adapter(tmp_path: Path
 def test_loraplus_gives_b_its_own_rate() -> None:
     """https://arxiv.org/abs/2402.12354. Fails when: A or the embedding get the rate of B, or the ratio multiplies twice."""
     config = Config(loraplus_lr_ratio=16.0, learning_rate=1e-3, lr_patterns=["layers.0=0.5"])
-    rates = {name: group["lr"] for group in parameter_groups(load(config), config) for name, _ in group["params"]}
+    rates = {name: group["lr"] for group in parameter_groups(load(config), config, config.loraplus_lr_ratio) for name, _ in group["params"]}
     for name, rate in rates.items():
         assert rate == pytest.approx(1e-3 * (16 if "lora_B" in name else 1) * (0.5 if "layers.0" in name else 1)), name
     assert len({round(rate, 9) for rate in rates.values()}) == 4

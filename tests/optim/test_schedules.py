@@ -127,7 +127,7 @@ def test_reduction_on_a_plateau_is_that_of_torch_after_every_evaluation(mode, pa
         assert RATE * schedule(number / 100, seen) == pytest.approx(rate, rel=1e-12), number
         reductions = reductions + (rate < RATE)
     assert reductions > 20
-    assert plateau(config)([]) == 1.0
+    assert plateau()([]) == 1.0
 
 
 def test_warm_up_comes_before_a_plateau_and_its_evaluations_are_asked_for():

@@ -85,6 +85,10 @@ def moved(model: Any, seed: int = 1) -> Any:
     return model
 
 
+def loss_values(config: Config) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in ("loss_type", "beta", "desirable_weight", "undesirable_weight")}
+
+
 def functions(model: Any, reference: Any, config: Config) -> SimpleNamespace:
     """What recipes/kto.py makes of a reference."""
 
@@ -96,7 +100,7 @@ def functions(model: Any, reference: Any, config: Config) -> SimpleNamespace:
         return tk.mismatched_logps(model, answers), reference.mismatched(model, answers)
 
     def loss_fn(model: Any, answers: dict[str, Any], totals: dict[str, float], kl: Any = 0.0) -> Any:
-        return tk.unpaired_loss(*logps(model, answers), answers["desirable"], kl, totals, config)
+        return tk.unpaired_loss(*logps(model, answers), answers["desirable"], kl, totals, **loss_values(config))
 
     return SimpleNamespace(logps=logps, mismatched=logps_of_mismatched, loss_fn=loss_fn)
 
@@ -274,7 +278,7 @@ def test_evaluation_has_one_reference_point_for_the_split_whatever_the_batch_siz
     moved(run.model, seed=10)
     with torch.no_grad():
         plain = plain_figures(run.model, frozen, run.data["validation"].to_list(), config)
-    metrics = tk.unpaired_metrics(run.logps, run.mismatched, config)
+    metrics = tk.unpaired_metrics(run.logps, run.mismatched, **loss_values(config))
     found = tk.eval_with_gather(run.accelerator, run.model, run.evaluation, metrics, prefix="")
     assert found.keys() == plain.keys()
     assert "kl" not in plain or plain["kl"] > 0.05
@@ -287,19 +291,19 @@ def test_rewards_of_a_kind_that_a_step_has_none_of_are_no_number_and_enter_no_me
     from toolkit.data.loading.batch import Batch
     from toolkit.tracking.step_metrics import Window
 
-    config, window = Config(), Window()
+    window = Window()
     for number, desirable in enumerate(([True, True], [True, False])):
         mask = torch.tensor(desirable)
         totals = {"examples": 2.0, "desirable": float(mask.sum()), "undesirable": float((~mask).sum())}
-        _, figures = tk.unpaired_loss(torch.tensor([1.0, 3.0]), torch.zeros(2), mask, 0.0, totals, config)
+        _, figures = tk.unpaired_loss(torch.tensor([1.0, 3.0]), torch.zeros(2), mask, 0.0, totals)
         assert torch.isnan(figures["rewards_undesirable"]).item() is (number == 0)
         window.add(number, Batch([], totals, []), figures)
     window.read()
     window.seconds = 1.0
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
     event = window.event(optimizer, None, SimpleNamespace(device=torch.device("cpu")))
-    assert event["rewards_undesirable"] == pytest.approx(3.0 * config.beta)
-    assert event["rewards_desirable"] == pytest.approx((2.0 + 1.0) / 2 * config.beta)
+    assert event["rewards_undesirable"] == pytest.approx(3.0 * 0.1)
+    assert event["rewards_desirable"] == pytest.approx((2.0 + 1.0) / 2 * 0.1)
 
 
 def test_answers_stand_in_packed_rows_where_that_is_exact(capsys: pytest.CaptureFixture[str]) -> None:

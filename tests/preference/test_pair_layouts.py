@@ -12,7 +12,7 @@ import transformers
 import toolkit as tk
 from toolkit.config import Refusal
 from toolkit.data.loading.collate_pairs import collate_pairs
-from toolkit.losses import answer_logps
+from toolkit.losses import chunked
 from toolkit.losses.answer_logps import answer_token_logps, pair_logps
 from toolkit.models.attention.interface import DOCUMENTS, register_attention
 from toolkit.models.attention.kernels import Rules, flex_kernel, loop_kernel, varlen_kernel
@@ -116,7 +116,7 @@ def test_recomputed_layers_and_chunks_of_the_head_change_nothing(monkeypatch: py
     """Fails when: a chunk's gradient goes to the first chunk's rows; recomputed layers lose the shared keys."""
     model = build("llama", torch.float64)
     plain = in_layout(model, "shared")
-    monkeypatch.setattr(answer_logps, "rows_in_a_chunk", lambda vocabulary, device: 7)
+    monkeypatch.setattr(chunked, "rows_in_a_chunk", lambda vocabulary, device: 7)
     assert error(in_layout(model, "shared"), plain) < 1e-12
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert error(in_layout(model, "shared"), plain) < 1e-12
@@ -149,7 +149,7 @@ def test_compiled_layers_give_a_pair_its_loss_and_its_gradient(layout: str, monk
     plain, compiled = (
         tk.load_model("AutoModelForCausalLM", tk.ModelConfig(**shape, torch_compile=compiles), tokens, packed=None) for compiles in (False, True)
     )
-    settings, reference = tk.PreferenceConfig(), torch.linspace(-9, 3, 8)
+    reference = torch.linspace(-9, 3, 8)
     for rows in (pairs(), pairs([(4, 6, 2), (9, 1, 3)])):
         found = []
         for model in (plain, compiled):
@@ -157,7 +157,7 @@ def test_compiled_layers_give_a_pair_its_loss_and_its_gradient(layout: str, monk
             batch = collate_pairs(rows, layout=layout)
             logps = pair_logps(model, batch)
             before = logps._replace(chosen=reference[: len(rows)], rejected=reference[4 : 4 + len(rows)])
-            loss, _ = tk.preference_loss(logps, before, {"pairs": float(len(rows))}, settings)
+            loss, _ = tk.preference_loss(logps, before, {"pairs": float(len(rows))})
             loss.backward()
             found.append([loss.detach()[None], torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters())])])
         assert error(found[1], found[0]) < 1e-5

@@ -54,7 +54,7 @@ def evaluate_model(
         metrics: names; empty: all of a language model's, of a reward model's, and accuracy and F1 of a classifier. Of a
             language model whose rows have answers also modules of `evaluate` that compare texts, such as exact_match or bleu.
         task: one of TASKS. Default: what the model is made for, and of a language model what the columns are known for:
-            of marked answers its log-probabilities are compared (`toolkit.losses.likelihood_metrics`).
+            of marked answers its log-probabilities are compared (`toolkit.losses.answer_logps`).
         split: of the source; "validation" of a source that has none are the rows that training would hold out. Default:
             validation, else test, else all of the only one.
         is_length_given: False: `config.max_length` gives way to the model's positions, where these are fewer.
@@ -207,12 +207,14 @@ def _class_metrics(config: Any, names: list[str], model: Any, tokenized: Any, to
 def _preference_metrics(config: Any, names: list[str], model: Any, tokenized: Any, tokenizer: Any) -> Any:
     from toolkit.losses.reward import reward_metrics
 
-    return reward_metrics(config)
+    return reward_metrics(
+        center_rewards_coefficient=config.center_rewards_coefficient, margin_coefficient=config.margin_coefficient
+    )
 
 
 def _likelihood_metrics(task: str) -> tuple[Metrics, tuple[str, ...]] | None:
     """What a language model's log-probabilities say of marked answers, and the names of these figures; None: no such task."""
-    from toolkit.losses import likelihood_metrics as found
+    from toolkit.losses import answer_logps as found
 
     of_answers = {
         "preference": (found.pair_likelihood_metrics, found.PAIR_LIKELIHOODS),

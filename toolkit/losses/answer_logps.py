@@ -1,21 +1,27 @@
-"""Log-probabilities of answers, those of preference pairs or single ones, of one forward pass, in whatever layout they have."""
+"""Log-probabilities of answers, those of preference pairs or single ones, of one forward pass, in whatever layout they have.
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+And what they say of marked answers by themselves, where no reference model and no loss is at hand. That is no reward: the
+reward of DPO and KTO is the log-probability less that of the reference model, which decides otherwise where the reference
+already found one of two answers the likelier.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from toolkit.data.loading.collate_answers import MISMATCHED, mismatched_of
 from toolkit.data.loading.collate_pairs import NOT_FOR_THE_MODEL
-from toolkit.losses.chunked_sums import Logits, rows_in_a_chunk
-from toolkit.losses.pair_logps import PairLogps
+from toolkit.losses.chunked import Logits, logps_in_chunks
+from toolkit.losses.pair_losses import PairLogps, desensitized_weights
 from toolkit.losses.selective_head import at_positions
-from toolkit.losses.with_reference import desensitized_weights
+from toolkit.metrics.classes import area_under_curve
+from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 
-def pair_logps(model: Any, micro_batch: dict[str, Any], ld_alpha: float | None = None) -> PairLogps:
+def pair_logps(model: nn.Module, micro_batch: dict[str, Any], ld_alpha: float | None = None) -> PairLogps:
     """Sums over the tokens of each answer, in nats, from one forward pass over `collate_pairs`' micro-batch.
 
     `ld_alpha`: what the tokens beyond the shorter answer's length count (LD-DPO, `desensitized_weights`); None: all alike.
@@ -28,17 +34,17 @@ def pair_logps(model: Any, micro_batch: dict[str, Any], ld_alpha: float | None =
     return PairLogps(chosen, rejected, micro_batch["chosen_tokens"], micro_batch["rejected_tokens"])
 
 
-def answer_logps(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+def answer_logps(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
     """Sums over the tokens of each single answer `[answers]`, in nats, from one forward pass over `collate_answers`' batch."""
     return answer_token_logps(model, micro_batch).sum(1)
 
 
-def mismatched_logps(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
-    """The same of the answers that don't belong to the prompts they stand behind."""
+def mismatched_logps(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
+    """The same of the answers that belong to other prompts."""
     return answer_logps(model, mismatched_of(micro_batch))
 
 
-def answer_token_logps(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+def answer_token_logps(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
     """Log-probability of each answer token `[answers, longest_answer]`, 0 after an answer's end; chosen answers of pairs first.
 
     The head is applied at answer positions only; logits `[batch, length, V]` are never built.
@@ -59,81 +65,42 @@ def answer_token_logps(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
     return table.scatter(0, micro_batch["answer_slots"], found).view(-1, micro_batch["longest_answer"])
 
 
-def logps_in_chunks(
-    logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, targets: torch.Tensor, vocabulary: int
-) -> torch.Tensor:
-    """Log-probability of the target at each position `[P]`, float32 or wider.
+# -- metrics of the likelihood alone ---------------------------------------------------------------------------------------
 
-    `rows` `[P, width]`, of which `logits_of` makes logits `[P, vocabulary]`. Where these are more than a chunk, each chunk's
-    are made anew in backward: a third more work in the head, and never more than a chunk of them in memory.
-    """
-    size = rows_in_a_chunk(vocabulary, rows.device)
-    pieces = [slice(start, start + size) for start in range(0, max(len(rows), 1), size)]
-    if len(pieces) == 1:
-        return _logps(logits_of(rows), targets)
-    if torch.is_grad_enabled() and (rows.requires_grad or parameters):
-        return _LogpsRecomputed.apply(logits_of, pieces, targets, rows, *parameters)
-    return torch.cat([_logps(logits_of(rows[piece]), targets[piece]) for piece in pieces])
+PAIR_LIKELIHOODS = ("logps_accuracy", "logps_margin", "logps_chosen", "logps_rejected")
+ANSWER_LIKELIHOODS = ("logps_auc", "logps_margin", "logps_desirable", "logps_undesirable")
 
 
-def _logps(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return -nn.functional.cross_entropy(logits, targets, reduction="none")
+def _update(model: nn.Module, pairs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    chosen, rejected = pair_logps(model, pairs)[:2]
+    each = {
+        "logps_accuracy": (chosen > rejected).to(chosen.dtype), "logps_margin": chosen - rejected,
+        "logps_chosen": chosen, "logps_rejected": rejected, "pairs": torch.ones_like(chosen),
+    }  # fmt: skip
+    return {name: precise_sum(values) for name, values in each.items()}
 
 
-class _LogpsRecomputed(torch.autograd.Function):
-    """Log-probabilities whose logits live for a chunk, in forward and again in backward.
-
-    Unlike a sum of losses, how much each token counts is known only when the answers of a pair have been compared, so the
-    gradient can't be taken on the way. The second time the head draws the random numbers of the first: an adapter on it may
-    have dropout.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_of: Logits, pieces: list[slice], targets: torch.Tensor, rows: torch.Tensor, *parameters: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.logits_of, ctx.pieces, ctx.parameters = logits_of, pieces, parameters
-        ctx.save_for_backward(targets, rows)
-        kind = rows.device.type
-        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        ctx.autocast = {"device_type": kind, "dtype": dtype, "enabled": enabled}
-        ctx.random_states = _random_states(rows.device)
-        return torch.cat([_logps(logits_of(rows[piece]), targets[piece]) for piece in pieces])
-
-    @staticmethod
-    def backward(ctx: Any, *of_logps: torch.Tensor) -> Any:
-        targets, rows = ctx.saved_tensors
-        of_rows = torch.empty_like(rows) if rows.requires_grad else None
-        of_parameters = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in ctx.parameters]
-        with _drawing_again(ctx.random_states, rows.device):
-            for piece in ctx.pieces:
-                chunk = rows[piece].detach().requires_grad_(rows.requires_grad)
-                with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                    logps = _logps(ctx.logits_of(chunk), targets[piece])
-                wanted = (chunk, *ctx.parameters) if rows.requires_grad else ctx.parameters
-                gradients = list(torch.autograd.grad(logps, wanted, of_logps[0][piece], allow_unused=True))
-                if of_rows is not None:
-                    of_rows[piece] = gradients.pop(0)
-                for total, term in zip(of_parameters, gradients, strict=True):
-                    if term is not None:
-                        total.add_(term)
-        given = [total.to(p.dtype) for total, p in zip(of_parameters, ctx.parameters, strict=True)]
-        return None, None, None, of_rows, *given
+def _finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
+    return {name: ratio(sums[name], sums["pairs"]) for name in PAIR_LIKELIHOODS}
 
 
-def _random_states(device: torch.device) -> list[torch.Tensor]:
-    """States of the generators that a module on `device` may draw from: the CPU's and the device's own."""
-    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
-    return [torch.get_rng_state(), *own]
+# Exact means over the pairs of `collate_pairs`; log p is the sum over an answer's tokens given its prompt, in nats.
+# `logps_accuracy`: share of pairs with log p(chosen) > log p(rejected), a tie counting as 0; `logps_margin`: their difference.
+pair_likelihood_metrics = Metrics(update=_update, finalize=_finalize)
 
 
-@contextmanager
-def _drawing_again(states: list[torch.Tensor], device: torch.device) -> Iterator[None]:
-    """The generators as they were when `states` were taken; afterwards as they are now."""
-    own = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(own, device_type=device.type):
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.get_device_module(device).set_rng_state(state, device)
-        yield
+def _gather(model: nn.Module, answers: dict[str, Any]) -> dict[str, torch.Tensor]:
+    logps = answer_logps(model, answers)
+    return {"logps": logps, "desirable": answers["desirable"].to(logps.dtype)}
+
+
+def _finalize_rows(rows: dict[str, np.ndarray]) -> dict[str, float]:
+    logps, desirable = rows["logps"].astype(np.float64), rows["desirable"] > 0
+    means = [float(logps[kind].mean()) if kind.any() else float("nan") for kind in (desirable, ~desirable)]
+    metrics = (area_under_curve(logps, desirable), means[0] - means[1], *means)
+    return dict(zip(ANSWER_LIKELIHOODS, metrics, strict=True))
+
+
+# The same of the single answers of `collate_answers`. `logps_auc`: share of couples of a desirable and an undesirable answer of
+# which the desirable one is likelier, ties counting half; not a number where one kind is missing, as its mean is.
+answer_likelihood_metrics = Metrics(update=None, finalize=_finalize_rows, gather=_gather)

@@ -5,10 +5,12 @@ never a label (the collate functions see to that), so nothing is predicted acros
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from toolkit.losses.selective_head import supervised_sums
 from toolkit.metrics.metric import Metrics, ratio
@@ -17,9 +19,9 @@ NOT_FOR_THE_MODEL = ("labels", "weight", "supervised_positions")
 
 
 def causal_lm_loss(
-    model: Any,
+    model: nn.Module,
     micro_batch: dict[str, Any],
-    totals: dict[str, float],
+    totals: Mapping[str, float],
     *,
     label_smoothing_factor: float = 0.0,
     z_loss: float = 0.0,
@@ -47,7 +49,7 @@ def causal_lm_loss(
 
 
 def _sums(
-    model: Any, micro_batch: dict[str, Any], label_smoothing_factor: float = 0.0, z_loss: float = 0.0
+    model: nn.Module, micro_batch: dict[str, Any], label_smoothing_factor: float = 0.0, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Loss and correct predictions, both summed over the supervised tokens, and the number of these."""
     labels = micro_batch["labels"]
@@ -60,7 +62,7 @@ def _sums(
     return loss, correct, len(positions)
 
 
-def _update(model: Any, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
     nll, correct, tokens = _sums(model, micro_batch)
     return {"nll": nll, "correct": correct.round().long(), "tokens": torch.tensor(tokens, device=nll.device)}
 

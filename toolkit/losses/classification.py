@@ -4,14 +4,14 @@ Each is a part of a mean over the global batch: over `totals["examples"]`, or wh
 example's class) over `totals["weight"]`, which is torch's `CrossEntropyLoss(weight, reduction="mean")` on all of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
-from toolkit.config import ClassificationConfig
 from toolkit.metrics.classification import classification_metrics, example_logits
 from toolkit.metrics.metric import Metrics
 
@@ -19,7 +19,7 @@ Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def classification_loss(
-    model: Any, micro_batch: dict[str, Any], totals: dict[str, float], *, label_smoothing_factor: float = 0.0
+    model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float], *, label_smoothing_factor: float = 0.0
 ) -> Loss:
     """Cross-entropy of one class: model's logits `[batch, classes]`, `labels` `[batch]` whole numbers.
 
@@ -35,7 +35,7 @@ def classification_loss(
 
 
 def multi_label_loss(
-    model: Any, micro_batch: dict[str, Any], totals: dict[str, float], *, label_smoothing_factor: float = 0.0
+    model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float], *, label_smoothing_factor: float = 0.0
 ) -> Loss:
     """Binary cross-entropy of each class, mean over classes: logits and `labels` `[batch, classes]`, labels 0 or 1.
 
@@ -49,33 +49,37 @@ def multi_label_loss(
     return _part_of_mean(losses, micro_batch, totals), _share(((logits > 0) == (labels > 0.5)).all(-1), totals)
 
 
-def regression_loss(model: Any, micro_batch: dict[str, Any], totals: dict[str, float]) -> Loss:
+def regression_loss(model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float]) -> Loss:
     """Squared error of one number: logits `[batch, 1]`, `labels` `[batch]`. Returns the loss and no metric."""
     predictions = example_logits(model, micro_batch).squeeze(-1)
     losses = (predictions - micro_batch["labels"].to(predictions.dtype)).square()
     return _part_of_mean(losses, micro_batch, totals), {}
 
 
-def _part_of_mean(losses: torch.Tensor, micro_batch: dict[str, Any], totals: dict[str, float]) -> torch.Tensor:
+def _part_of_mean(losses: torch.Tensor, micro_batch: dict[str, Any], totals: Mapping[str, float]) -> torch.Tensor:
     if "weight" in micro_batch:
         weight = micro_batch["weight"].to(losses.dtype)
         return (losses * weight).sum() / (totals["weight"] or 1.0)  # a batch of classes of weight 0 only has the loss 0
     return losses.sum() / totals["examples"]
 
 
-def _share(right: torch.Tensor, totals: dict[str, float]) -> dict[str, torch.Tensor]:
+def _share(right: torch.Tensor, totals: Mapping[str, float]) -> dict[str, torch.Tensor]:
     return {"accuracy": right.sum() / totals["examples"]}
 
 
-def classification_task(config: ClassificationConfig, num_labels: int | None) -> tuple[Callable[..., Loss], Metrics]:
-    """The loss and the metrics for these settings: `problem_type`, `metrics`, `label_smoothing_factor` where it has one.
+def classification_task(
+    problem_type: str,
+    num_labels: int | None,
+    metrics: Sequence[str] = (),
+    label_smoothing_factor: float = 0.0,
+) -> tuple[Callable[..., Loss], Metrics]:
+    """The loss and the metrics of a kind of label: single_label, multi_label or regression, which has no smoothing.
 
-    `class_weights` have no part in it: they are in the rows, as their `weight`.
+    Class weights have no part in it: they are in the rows, as their `weight`.
     """
-    smoothing = getattr(config, "label_smoothing_factor", 0.0)
     loss_fn: dict[str, Callable[..., Loss]] = {
-        "single_label": partial(classification_loss, label_smoothing_factor=smoothing),
-        "multi_label": partial(multi_label_loss, label_smoothing_factor=smoothing),
+        "single_label": partial(classification_loss, label_smoothing_factor=label_smoothing_factor),
+        "multi_label": partial(multi_label_loss, label_smoothing_factor=label_smoothing_factor),
         "regression": regression_loss,
     }
-    return loss_fn[config.problem_type], classification_metrics(config.metrics, num_labels, config.problem_type)
+    return loss_fn[problem_type], classification_metrics(metrics, num_labels, problem_type)

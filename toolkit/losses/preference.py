@@ -1,94 +1,136 @@
-"""The loss of preference pairs that the settings ask for, one or a weighted sum of several, and its figures.
+"""The loss of preference pairs by the names of its parts, one or a weighted sum of several, and its metrics.
 
 The pairs' mean is over `totals["pairs"]`, the pairs of the global batch; the likelihood of chosen answers, a term of
 sft, cpo and orpo, is a mean over `totals["chosen_tokens"]`, the tokens of all its chosen answers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from toolkit.config import PreferenceConfig
 from toolkit.config.conditions import COUPLING_PAIRS
-from toolkit.losses.divergences import Score, score_of
-from toolkit.losses.pair_logps import PairLogps
-from toolkit.losses.reference_free import cpo_loss, means_per_token, orpo_loss, sft_loss, simpo_loss
-from toolkit.losses.with_reference import (
-    aot_loss,
-    aot_unpaired_loss,
-    apo_down_loss,
-    apo_zero_loss,
-    bco_pair_loss,
-    discopop_loss,
-    exo_pair_loss,
-    hinge_loss,
-    ipo_loss,
-    nca_pair_loss,
-    robust_loss,
-    sigmoid_loss,
-    sigmoid_norm_loss,
-    sppo_hard_loss,
-)
+from toolkit.losses import pair_losses as losses
+from toolkit.losses.pair_losses import PairLogps, means_per_token, score_of, sft_loss
+from toolkit.losses.reward import reward_metrics_by_pair
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
-LogpsOf = Callable[[Any, dict[str, Any]], tuple[PairLogps, PairLogps | None]]
+LogpsOf = Callable[[nn.Module, dict[str, Any]], tuple[PairLogps, PairLogps | None]]
+
+# Each loss by its name in the settings, and which values it takes next to the log-probabilities.
+_WITH_REFERENCE: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
+    "sigmoid": (losses.sigmoid_loss, ("beta", "label_smoothing", "score")),
+    "sigmoid_norm": (losses.sigmoid_norm_loss, ("beta", "score")),
+    "hinge": (losses.hinge_loss, ("beta", "score")),
+    "ipo": (losses.ipo_loss, ("beta", "score")),
+    "robust": (losses.robust_loss, ("beta", "label_smoothing", "score")),
+    "exo_pair": (losses.exo_pair_loss, ("beta", "label_smoothing", "score")),
+    "discopop": (losses.discopop_loss, ("beta", "tau", "score")),
+    "nca_pair": (losses.nca_pair_loss, ("beta",)),
+    "bco_pair": (losses.bco_pair_loss, ("beta",)),
+    "sppo_hard": (losses.sppo_hard_loss, ("beta",)),
+    "apo_zero": (losses.apo_zero_loss, ("beta",)),
+    "apo_down": (losses.apo_down_loss, ("beta",)),
+    "aot": (losses.aot_loss, ("beta", "label_smoothing")),
+    "aot_unpaired": (losses.aot_unpaired_loss, ("beta", "label_smoothing")),
+}
+_WITHOUT_REFERENCE: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
+    "simpo": (losses.simpo_loss, ("beta", "gamma", "label_smoothing")),
+    "cpo": (losses.cpo_loss, ("beta", "label_smoothing")),
+    "orpo": (losses.orpo_loss, ("beta",)),
+}
 
 
 def preference_loss(
-    policy: PairLogps, reference: PairLogps | None, totals: dict[str, float], config: PreferenceConfig
+    policy: PairLogps,
+    reference: PairLogps | None,
+    totals: Mapping[str, float],
+    *,
+    loss_type: Sequence[str] = ("sigmoid",),
+    loss_weights: Sequence[float] = (),
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    discopop_tau: float = 0.05,
+    simpo_gamma: float = 0.5,
+    cpo_alpha: float = 1.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """This micro-batch's part of the mean loss over the global batch.
+    """This micro-batch's part of the mean loss over the global batch; without further arguments that of DPO.
 
-    `totals`: "pairs" and, where a loss has a likelihood term, "chosen_tokens". The sum of the parts is the same however
-    the global batch is cut, except for aot and aot_unpaired, which compare the pairs of a micro-batch with each other.
+    The sum of the parts is the same however the global batch is cut, except for aot and aot_unpaired, which compare the pairs
+    of a micro-batch with each other.
 
-    Returns the loss, 0-d, and the figures of `pair_figures`, likewise parts of means over the pairs.
+    Args:
+        totals: "pairs" and, where a loss has a likelihood term, "chosen_tokens", of the global batch.
+        loss_type, loss_weights: which losses of `toolkit.losses.pair_losses` are added, and the weight of each, 1 by default.
+        beta: how strongly the policy is held to the reference.
+        label_smoothing: share of pairs whose labels are taken to be flipped.
+        f_divergence_type, f_alpha_divergence_coef: divergence between policy and reference, see `score_of`.
+        discopop_tau, simpo_gamma: of these two losses alone.
+        cpo_alpha: of cpo, the weight of the chosen answers' likelihood.
+
+    Returns the loss, 0-d, and the metrics of `metrics_by_pair`, likewise parts of means over the pairs.
     """
-    loss = pair_losses(policy, reference, config).sum() / totals["pairs"]
-    if weight := likelihood_weight(config):
+    each = pair_losses(
+        policy, reference, loss_type=loss_type, loss_weights=loss_weights, beta=beta, label_smoothing=label_smoothing,
+        f_divergence_type=f_divergence_type, f_alpha_divergence_coef=f_alpha_divergence_coef, discopop_tau=discopop_tau,
+        simpo_gamma=simpo_gamma,
+    )  # fmt: skip
+    loss = each.sum() / totals["pairs"]
+    if weight := likelihood_weight(loss_type, loss_weights, cpo_alpha):
         loss = loss + weight * sft_loss(policy).sum() / totals["chosen_tokens"]
-    figures = pair_figures(policy, reference, config)
-    return loss, {name: values.sum() / totals["pairs"] for name, values in figures.items()}
+    metrics = metrics_by_pair(policy, reference, loss_type, beta)
+    return loss, {name: values.sum() / totals["pairs"] for name, values in metrics.items()}
 
 
-def preference_metrics(logps_of: LogpsOf, config: PreferenceConfig) -> Metrics:
-    """Exact means over the pairs of a split: `loss`, as in training, and the figures of `pair_figures`.
+def preference_metrics(
+    logps_of: LogpsOf,
+    *,
+    loss_type: Sequence[str] = ("sigmoid",),
+    loss_weights: Sequence[float] = (),
+    beta: float = 0.1,
+    cpo_alpha: float = 1.0,
+    **others: Any,
+) -> Metrics:
+    """Exact means over the pairs of a split: `loss`, as `preference_loss` has it, and the metrics of `metrics_by_pair`.
 
-    In the loss of aot and aot_unpaired each pair stands alone, which is the loss of sigmoid, so that no figure depends on
+    In the loss of aot and aot_unpaired each pair is alone, which is the loss of sigmoid, so that no metric depends on
     which pairs are evaluated together.
 
     Args:
         logps_of: the policy's and the reference's log-probabilities for (model, micro-batch); None without a reference.
+        loss_type, loss_weights, beta, cpo_alpha, others: the keyword arguments of `preference_loss`.
     """
+    alone = ["sigmoid" if name in COUPLING_PAIRS else name for name in loss_type]
 
-    def update(model: Any, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         policy, reference = logps_of(model, micro_batch)
         each = {
-            "pair_loss": pair_losses(policy, reference, config, alone=True),
+            "pair_loss": pair_losses(policy, reference, loss_type=alone, loss_weights=loss_weights, beta=beta, **others),
             "likelihood_loss": sft_loss(policy),
             "chosen_tokens": policy.chosen_tokens,
             "pairs": torch.ones_like(policy.chosen),
-            **pair_figures(policy, reference, config),
+            **metrics_by_pair(policy, reference, loss_type, beta),
         }
         return {name: precise_sum(values.detach()) for name, values in each.items()}
 
     def finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
-        means = {name: ratio(value, sums["pairs"]) for name, value in sums.items() if name not in _ONLY_FOR_THE_LOSS}
-        loss = ratio(sums["pair_loss"], sums["pairs"])
-        if weight := likelihood_weight(config):
+        pairs, loss = sums["pairs"], ratio(sums["pair_loss"], sums["pairs"])
+        if weight := likelihood_weight(loss_type, loss_weights, cpo_alpha):
             loss += weight * ratio(sums["likelihood_loss"], sums["chosen_tokens"])
-        return {"loss": loss, **means}
+        of_the_loss = ("pair_loss", "likelihood_loss", "chosen_tokens", "pairs")
+        return {"loss": loss, **{name: ratio(value, pairs) for name, value in sums.items() if name not in of_the_loss}}
 
     return Metrics(update=update, finalize=finalize)
 
 
-_ONLY_FOR_THE_LOSS = ("pair_loss", "likelihood_loss", "chosen_tokens", "pairs")
-
-
-def pair_figures(policy: PairLogps, reference: PairLogps | None, config: PreferenceConfig) -> dict[str, torch.Tensor]:
-    """What is reported of each pair, all `[pairs]`, without gradient.
+def metrics_by_pair(
+    policy: PairLogps, reference: PairLogps | None, loss_type: Sequence[str] = ("sigmoid",), beta: float = 0.1
+) -> dict[str, torch.Tensor]:
+    """What is logged of each pair, all `[pairs]`, without gradient.
 
     - `rewards_chosen`, `rewards_rejected`: the implicit reward beta * (log π - log π_ref) of an answer. Without a reference
       beta * log π, of the mean token with simpo and orpo, which compare means. In nats; no divergence enters.
@@ -103,80 +145,59 @@ def pair_figures(policy: PairLogps, reference: PairLogps | None, config: Prefere
     chosen, rejected = policy.chosen, policy.rejected
     if reference is not None:
         chosen, rejected = chosen - reference.chosen, rejected - reference.rejected
-    elif {"simpo", "orpo"} & set(config.loss_type):
+    elif {"simpo", "orpo"} & set(loss_type):
         chosen, rejected = means_per_token(policy)
-    chosen, rejected = config.beta * chosen.detach(), config.beta * rejected.detach()
-    figures = {
-        "rewards_chosen": chosen,
-        "rewards_rejected": rejected,
-        "reward_margin": chosen - rejected,
-        "reward_accuracy": (chosen > rejected).to(chosen.dtype),
+    metrics = {
+        **reward_metrics_by_pair(beta * chosen.detach(), beta * rejected.detach()),
         "logps_chosen": policy.chosen.detach(),
         "logps_rejected": policy.rejected.detach(),
     }
     if reference is not None:
-        figures["logps_drop"] = (reference.chosen - policy.chosen + reference.rejected - policy.rejected).detach() / 2
-    return figures
+        metrics["logps_drop"] = (reference.chosen - policy.chosen + reference.rejected - policy.rejected).detach() / 2
+    return metrics
 
 
 def pair_losses(
-    policy: PairLogps, reference: PairLogps | None, config: PreferenceConfig, alone: bool = False
+    policy: PairLogps,
+    reference: PairLogps | None,
+    *,
+    loss_type: Sequence[str] = ("sigmoid",),
+    loss_weights: Sequence[float] = (),
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    discopop_tau: float = 0.05,
+    simpo_gamma: float = 0.5,
 ) -> torch.Tensor:
-    """The weighted sum of the losses of `loss_type`, `[pairs]`, without their likelihood terms.
-
-    With `alone`, losses that couple a batch take each pair for a batch of its own.
-    """
-    if reference is None and needs_reference(config):
-        raise ValueError(f"loss_type {', '.join(config.loss_type)} needs the log-probabilities of a reference model.")
-    losses = torch.zeros_like(policy.chosen)
-    for name, weight in _weighted(config):
-        name = "sigmoid" if alone and name in COUPLING_PAIRS else name
+    """The weighted sum of the losses of `loss_type`, `[pairs]`, without their likelihood terms."""
+    if reference is None and needs_reference(loss_type):
+        raise ValueError(f"loss_type {', '.join(loss_type)} needs the log-probabilities of a reference model.")
+    score = score_of(f_divergence_type, f_alpha_divergence_coef)
+    values = {"beta": beta, "label_smoothing": label_smoothing, "score": score, "tau": discopop_tau, "gamma": simpo_gamma}
+    total = torch.zeros_like(policy.chosen)
+    for name, weight in _weighted(loss_type, loss_weights):
         if name in _WITHOUT_REFERENCE:
-            losses = losses + weight * _WITHOUT_REFERENCE[name](policy, config)
+            loss, takes = _WITHOUT_REFERENCE[name]
+            total = total + weight * loss(policy, **{each: values[each] for each in takes})
         elif name != "sft":
-            assert reference is not None
-            losses = losses + weight * _WITH_REFERENCE[name](policy, reference, config)
-    return losses
+            loss, takes = _WITH_REFERENCE[name]
+            total = total + weight * loss(policy, reference, **{each: values[each] for each in takes})
+    return total
 
 
-def likelihood_weight(config: PreferenceConfig) -> float:
+def likelihood_weight(
+    loss_type: Sequence[str] = ("sigmoid",), loss_weights: Sequence[float] = (), cpo_alpha: float = 1.0
+) -> float:
     """The weight of the chosen answers' mean negative log-likelihood per token: that of sft, and as a part of cpo and orpo."""
-    shares = {"sft": 1.0, "cpo": config.cpo_alpha, "orpo": 1.0}
-    return sum(weight * shares.get(name, 0.0) for name, weight in _weighted(config))
+    shares = {"sft": 1.0, "cpo": cpo_alpha, "orpo": 1.0}
+    return sum(weight * shares.get(name, 0.0) for name, weight in _weighted(loss_type, loss_weights))
 
 
-def needs_reference(config: PreferenceConfig) -> bool:
+def needs_reference(loss_type: Sequence[str] = ("sigmoid",)) -> bool:
     """Whether any of the losses compares the policy with a reference model."""
-    return any(name in _WITH_REFERENCE for name in config.loss_type)
+    return any(name in _WITH_REFERENCE for name in loss_type)
 
 
-def _weighted(config: PreferenceConfig) -> list[tuple[str, float]]:
-    return list(zip(config.loss_type, config.loss_weights or [1.0] * len(config.loss_type), strict=True))
-
-
-def _score(config: PreferenceConfig) -> Score:
-    return score_of(config.f_divergence_type, config.f_alpha_divergence_coef)
-
-
-_WITHOUT_REFERENCE: dict[str, Callable[[PairLogps, PreferenceConfig], torch.Tensor]] = {
-    "simpo": lambda policy, c: simpo_loss(policy, c.beta, c.simpo_gamma, c.label_smoothing),
-    "cpo": lambda policy, c: cpo_loss(policy, c.beta, c.label_smoothing),
-    "orpo": lambda policy, c: orpo_loss(policy, c.beta),
-}
-
-_WITH_REFERENCE: dict[str, Callable[[PairLogps, PairLogps, PreferenceConfig], torch.Tensor]] = {
-    "sigmoid": lambda policy, reference, c: sigmoid_loss(policy, reference, c.beta, c.label_smoothing, _score(c)),
-    "sigmoid_norm": lambda policy, reference, c: sigmoid_norm_loss(policy, reference, c.beta, _score(c)),
-    "hinge": lambda policy, reference, c: hinge_loss(policy, reference, c.beta, _score(c)),
-    "ipo": lambda policy, reference, c: ipo_loss(policy, reference, c.beta, _score(c)),
-    "robust": lambda policy, reference, c: robust_loss(policy, reference, c.beta, c.label_smoothing, _score(c)),
-    "exo_pair": lambda policy, reference, c: exo_pair_loss(policy, reference, c.beta, c.label_smoothing, _score(c)),
-    "discopop": lambda policy, reference, c: discopop_loss(policy, reference, c.beta, c.discopop_tau, _score(c)),
-    "nca_pair": lambda policy, reference, c: nca_pair_loss(policy, reference, c.beta),
-    "bco_pair": lambda policy, reference, c: bco_pair_loss(policy, reference, c.beta),
-    "sppo_hard": lambda policy, reference, c: sppo_hard_loss(policy, reference, c.beta),
-    "apo_zero": lambda policy, reference, c: apo_zero_loss(policy, reference, c.beta),
-    "apo_down": lambda policy, reference, c: apo_down_loss(policy, reference, c.beta),
-    "aot": lambda policy, reference, c: aot_loss(policy, reference, c.beta, c.label_smoothing),
-    "aot_unpaired": lambda policy, reference, c: aot_unpaired_loss(policy, reference, c.beta, c.label_smoothing),
-}
+def _weighted(loss_type: Sequence[str], loss_weights: Sequence[float]) -> list[tuple[str, float]]:
+    return list(zip(loss_type, loss_weights or [1.0] * len(loss_type), strict=True))

@@ -4,39 +4,52 @@ The reward of an answer is the one number that a model with a classification hea
 answer. Decoders read it at the last token, which transformers finds by the pad token: see `toolkit.models.padding`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.functional import logsigmoid
 
-from toolkit.config import Refusal, RewardConfig
+from toolkit.config import Refusal
 from toolkit.data.loading.collate_pairs import NOT_FOR_THE_MODEL
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 
 def reward_loss(
-    model: Any, micro_batch: dict[str, Any], totals: dict[str, float], config: RewardConfig
+    model: nn.Module,
+    micro_batch: dict[str, Any],
+    totals: Mapping[str, float],
+    *,
+    center_rewards_coefficient: float | None = None,
+    margin_coefficient: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This micro-batch's part of the mean of `reward_losses` over `totals["pairs"]`, the pairs of the global batch.
 
-    `micro_batch` is that of `collate_pairs` in its padded layout. Returns the loss, 0-d, and the figures of `reward_figures`,
-    likewise parts of means over the pairs.
+    Args:
+        micro_batch: that of `collate_pairs` in its padded layout, with `margin` `[pairs]` where the coefficient is not 0.
+        center_rewards_coefficient: weight of the square of a pair's summed rewards.
+        margin_coefficient: a chosen reward must lead by this times the pair's margin.
+
+    Returns the loss, 0-d, and the metrics of `reward_metrics_by_pair`, likewise parts of means over the pairs.
     """
     chosen, rejected = pair_rewards(model, micro_batch)
-    loss = reward_losses(chosen, rejected, _margin(micro_batch, config), config).sum() / totals["pairs"]
-    return loss, {name: values.sum() / totals["pairs"] for name, values in reward_figures(chosen, rejected).items()}
+    margin = _margin(micro_batch, margin_coefficient)
+    loss = reward_losses(chosen, rejected, margin, center_rewards_coefficient).sum() / totals["pairs"]
+    return loss, {name: values.sum() / totals["pairs"] for name, values in reward_metrics_by_pair(chosen, rejected).items()}
 
 
-def reward_metrics(config: RewardConfig) -> Metrics:
-    """Exact means over the pairs of a split: `loss`, as in training, and the figures of `reward_figures`."""
+def reward_metrics(*, center_rewards_coefficient: float | None = None, margin_coefficient: float = 0.0) -> Metrics:
+    """Exact means over the pairs of a split: `loss`, as in training, and the metrics of `reward_metrics_by_pair`."""
 
-    def update(model: Any, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         chosen, rejected = pair_rewards(model, micro_batch)
+        margin = _margin(micro_batch, margin_coefficient)
         each = {
-            "loss": reward_losses(chosen, rejected, _margin(micro_batch, config), config),
+            "loss": reward_losses(chosen, rejected, margin, center_rewards_coefficient),
             "pairs": torch.ones_like(chosen),
-            **reward_figures(chosen, rejected),
+            **reward_metrics_by_pair(chosen, rejected),
         }
         return {name: precise_sum(values.detach()) for name, values in each.items()}
 
@@ -46,7 +59,7 @@ def reward_metrics(config: RewardConfig) -> Metrics:
     return Metrics(update=update, finalize=finalize)
 
 
-def pair_rewards(model: Any, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def pair_rewards(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Rewards of the chosen and of the rejected answers, each `[pairs]`, float32 or wider, from one forward pass."""
     inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
     scores = model(**inputs).logits.squeeze(-1)
@@ -55,7 +68,10 @@ def pair_rewards(model: Any, micro_batch: dict[str, Any]) -> tuple[torch.Tensor,
 
 
 def reward_losses(
-    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | float, config: RewardConfig
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    margin: torch.Tensor | float = 0.0,
+    center_rewards_coefficient: float | None = None,
 ) -> torch.Tensor:
     """-log σ(r_w - r_l - m) + c (r_w + r_l)², `[pairs]`, of rewards r_w of chosen and r_l of rejected answers.
 
@@ -64,15 +80,15 @@ def reward_losses(
     the first fixes only up to a constant for each prompt, toward a mean of 0: equation 2 of arXiv:2312.09244.
     """
     losses = -logsigmoid(chosen - rejected - margin)
-    if config.center_rewards_coefficient:
-        losses = losses + config.center_rewards_coefficient * (chosen + rejected).square()
+    if center_rewards_coefficient:
+        losses = losses + center_rewards_coefficient * (chosen + rejected).square()
     return losses
 
 
-def reward_figures(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What is reported of each pair, all `[pairs]`, without gradient.
+def reward_metrics_by_pair(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What is logged of each pair, all `[pairs]`, without gradient.
 
-    - `rewards_chosen`, `rewards_rejected`: the model's scores of the two answers.
+    - `rewards_chosen`, `rewards_rejected`: those of the two answers.
     - `reward_margin`: rewards_chosen - rewards_rejected.
     - `reward_accuracy`: 1 where the chosen answer has the greater reward. A tie counts as 0, as in TRL.
     """
@@ -85,13 +101,13 @@ def reward_figures(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, to
     }
 
 
-def _margin(micro_batch: dict[str, Any], config: RewardConfig) -> torch.Tensor | float:
+def _margin(micro_batch: dict[str, Any], margin_coefficient: float) -> torch.Tensor | float:
     """What each chosen reward must lead by, `[pairs]`, or 0."""
-    if not config.margin_coefficient:
+    if not margin_coefficient:
         return 0.0
     if "margin" not in micro_batch:
         raise Refusal(
-            f"--margin-coefficient {config.margin_coefficient:g}: the pairs don't say by how much an answer is the better one. "
+            f"--margin-coefficient {margin_coefficient:g}: the pairs don't say by how much an answer is the better one. "
             "Give them a column margin, or scores of both answers, or leave it out."
         )
-    return config.margin_coefficient * micro_batch["margin"]
+    return margin_coefficient * micro_batch["margin"]

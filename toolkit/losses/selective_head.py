@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from toolkit.distributed.engines import unwrapped
-from toolkit.losses.chunked_sums import Logits, Sums, sums_in_chunks
+from toolkit.losses.chunked import Logits, Sums, sums_in_chunks
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.models.layers import uncompiled
 

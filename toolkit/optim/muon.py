@@ -1,7 +1,7 @@
 """Muon's step, for matrices of one shape together, as many at a time as a bounded memory holds."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -11,10 +11,12 @@ from toolkit.distributed.engines.pieces import add_up
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
 ITERATIONS = 5
+State = MutableMapping[torch.Tensor, dict[str, Any]]  # an optimizer's
+
 AT_ONCE = 2**26  # elements of matrices that are worked on at a time, and that every rank holds whole where they are sharded
 
 
-def muon_step(parameters: list[torch.Tensor], state: Any, learning_rate: float, momentum: float, weight_decay: float) -> None:
+def muon_step(parameters: list[torch.Tensor], state: State, learning_rate: float, momentum: float, weight_decay: float) -> None:
     """Nesterov momentum, orthogonalized, at the size of an AdamW update (Moonshot, https://arxiv.org/abs/2502.16982, 2.2).
 
     `parameters`: matrices with gradients. `state[p]["momentum_buffer"]` is made here. The mathematics is that of
@@ -34,7 +36,7 @@ def muon_step(parameters: list[torch.Tensor], state: Any, learning_rate: float, 
 
 
 def sharded_muon_step(
-    pieces: list[Piece], state: Any, learning_rate: float, momentum: float, weight_decay: float, device: torch.device
+    pieces: list[Piece], state: State, learning_rate: float, momentum: float, weight_decay: float, device: torch.device
 ) -> None:
     """The same of matrices that lie in pieces over the ranks: momentum stays cut, what is orthogonalized comes together.
 
@@ -62,7 +64,7 @@ def sharded_muon_step(
 
 
 def workspace(parameters: Iterable[torch.Tensor]) -> int:
-    """Bytes that `muon_step` needs for a while, beside parameters, gradients and momentum: those of its largest group.
+    """Bytes that `muon_step` needs for a while, next to parameters, gradients and momentum: those of its largest group.
 
     For each of the group's numbers: two in the gradients' type (one of each matrix, one of the stack), then four in that of
     Newton and Schulz's iteration, and three for each number of the products of the shorter side.
@@ -85,13 +87,13 @@ def _computing(dtype: torch.dtype, on_cuda: bool) -> torch.dtype:
     return torch.bfloat16 if on_cuda else torch.promote_types(dtype, torch.float32)
 
 
-def _nesterov(parameter: torch.Tensor, state: Any, momentum: float) -> torch.Tensor:
+def _nesterov(parameter: torch.Tensor, state: State, momentum: float) -> torch.Tensor:
     """The gradient of a parameter, looked ahead from its momentum, which is moved on."""
     assert parameter.grad is not None
     return parameter.grad.lerp(_moved_momentum(parameter, state, momentum), momentum)
 
 
-def _moved_momentum(parameter: torch.Tensor, state: Any, momentum: float) -> torch.Tensor:
+def _moved_momentum(parameter: torch.Tensor, state: State, momentum: float) -> torch.Tensor:
     """The parameter's momentum, moved on in place; element by element, so a shard's is that of its elements."""
     assert parameter.grad is not None
     buffer = state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -1,4 +1,4 @@
-"""Optimizers: torch's own, Muon beside AdamW as one object, and bitsandbytes' where its library and a CUDA device are."""
+"""Optimizers: torch's own, Muon with AdamW as one object, and bitsandbytes' on CUDA devices."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from toolkit.optim.muon import muon_step, sharded_muon_step
 from toolkit.optim.parameter_groups import Group, parameter_groups
 from toolkit.optim.schedules import build_schedule
 
-_OF_THE_RATES = frozenset({"learning_rate", "layer_lr_decay", "lr_patterns", "loraplus_lr_ratio"})
+_OF_THE_RATES = frozenset({"learning_rate", "layer_lr_decay", "lr_patterns"})
 
 __all__ = ["MuonWithAdamW", "build_optimizer", "build_schedule"]
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, num_steps: int
+    model: nn.Module, config: OptimConfig, num_steps: int, loraplus_lr_ratio: float = 1.0
 ) -> tuple[torch.optim.Optimizer, Callable[..., list[float]]]:
     """The optimizer over the trainable parameters of `model`, and the learning rate of each of its groups by progress.
 
@@ -31,12 +31,14 @@ def build_optimizer(
     where it is torch's L2 term in the gradient. A recipe may take the schedule and build an optimizer of its own: the records
     then count only the settings of the rates as read.
 
+    `loraplus_lr_ratio`: how many times as fast the matrices B of a LoRA adapter learn.
+
     Raises:
         Refusal: no trainable parameter, a rate pattern that is no regex or matches nothing, or an optimizer that this
             machine cannot run.
     """
     with read_apart(config) as names:
-        groups = parameter_groups(model, config)
+        groups = parameter_groups(model, config, loraplus_lr_ratio)
         optimizer = _OPTIMIZERS[config.optim](groups, config, model)
     note_made_of(optimizer, names)
     add_reads(config, names & _OF_THE_RATES)
@@ -53,22 +55,17 @@ def build_optimizer(
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the groups whose `rule` is muon, AdamW for the others, as one optimizer.
 
-    Groups and state live here, so saving, loading, scaling and moving parameters work as for any torch optimizer; torch's
-    own two optimizers lend their checks and AdamW its step. Muon's update has the size of AdamW's, so one learning rate
+    Groups and state are those of one torch optimizer, so saving, loading, scaling and moving parameters work as for any other.
+    AdamW's step is torch's. Muon's is ours, in the weights' precision and for many matrices at a time (`muon_step`):
+    torch.optim.Muon takes them one by one and always in bfloat16. Its update has the size of AdamW's, so one learning rate
     serves both.
     """
 
     def __init__(self, groups: list[Group], config: OptimConfig) -> None:
-        muon = torch.optim.Muon(
-            [group for group in groups if group["rule"] == "muon"],
-            lr=config.learning_rate,
-            momentum=momentum_of(config),
-            adjust_lr_fn="match_rms_adamw",
-        )
+        muon = [{**group, "momentum": momentum_of(config)} for group in groups if group["rule"] == "muon"]
         rest = [group for group in groups if group["rule"] == "adamw"]
-        adamw = _adamw(rest, config, fused=_can_fuse(rest)) if rest else None
-        self.rules: dict[str, torch.optim.Optimizer] = {"muon": muon} | ({"adamw": adamw} if adamw else {})
-        super().__init__([group for rule in self.rules.values() for group in rule.param_groups], {"lr": config.learning_rate})
+        self.adamw = _adamw(rest, config, fused=_can_fuse(rest)) if rest else None
+        super().__init__([*muon, *(self.adamw.param_groups if self.adamw else ())], {"lr": config.learning_rate})
         # An engine that shards sets these before the first step: Newton and Schulz's iteration is over a whole matrix.
         self.needs_pieces, self.device = True, torch.device("cpu")
         self.pieces: list[Piece] = []
@@ -80,13 +77,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for name, rule in self.rules.items():
-            # Linked anew each time: loading a state, or an engine that shards parameters, puts other objects here.
-            rule.param_groups = [group for group in self.param_groups if group["rule"] == name]
-            rule.state = self.state
-            if name == "adamw":
-                rule.step()
-        for group in self.rules["muon"].param_groups:
+        if self.adamw:
+            # Linked again each time: loading a state, or an engine that shards parameters, puts other objects here.
+            self.adamw.param_groups = [group for group in self.param_groups if group["rule"] == "adamw"]
+            self.adamw.state = self.state
+            self.adamw.step()
+        for group in self.param_groups:
+            if group["rule"] == "adamw":
+                continue
             with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
             rates = (group["lr"], group["momentum"], group["weight_decay"])
             if self.pieces:

@@ -16,7 +16,7 @@ from toolkit.config import OptimConfig, Refusal
 Group = dict[str, Any]
 
 
-def parameter_groups(model: nn.Module, config: OptimConfig) -> list[Group]:
+def parameter_groups(model: nn.Module, config: OptimConfig, loraplus_lr_ratio: float = 1.0) -> list[Group]:
     """Trainable parameters, grouped by learning rate, weight decay and (for muon) rule.
 
     Each group is `{"params": [(name, parameter), ...], "name", "lr", "weight_decay"}`, for muon also `"rule"`. Frozen
@@ -30,7 +30,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[Group]:
             "Unfreeze some, or add an adapter."
         )
     owners = _owning_modules(model)
-    rate_factors = _rate_factors(trainable, owners, config)
+    rate_factors = _rate_factors(trainable, owners, config, loraplus_lr_ratio)
     grouped: dict[tuple[str, bool, float], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in trainable.items():
         matrix = _dimensions(parameter) >= 2
@@ -67,12 +67,12 @@ def _owning_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    # Each model in transformers has an RMSNorm class of its own; only the class's name tells.
+    # Each model in transformers has an RMSNorm class of its own, so the class's name decides.
     return "norm" in type(module).__name__.lower()
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
-    # DeepSpeed ZeRO-3 leaves an empty vector where the parameter was, and the true shape beside it.
+    # DeepSpeed ZeRO-3 leaves an empty vector where the parameter was, and the true shape next to it.
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -82,16 +82,18 @@ def _layer_number(name: str) -> int | None:
 
 
 def _is_hidden_matrix(name: str, parameter: nn.Parameter, owner: nn.Module) -> bool:
-    """Whether Muon is meant for it: a matrix of a numbered layer. Embeddings, the head and poolers stand outside those."""
+    """Whether Muon is meant for it: a matrix of a numbered layer. Embeddings, the head and poolers are outside those."""
     return _dimensions(parameter) == 2 and _layer_number(name) is not None and not isinstance(owner, nn.Embedding)
 
 
-def _rate_factors(parameters: dict[str, nn.Parameter], owners: dict[str, nn.Module], config: OptimConfig) -> dict[str, float]:
+def _rate_factors(
+    parameters: dict[str, nn.Parameter], owners: dict[str, nn.Module], config: OptimConfig, loraplus_lr_ratio: float
+) -> dict[str, float]:
     """Of layers and patterns, and of LoRA+ (https://arxiv.org/abs/2402.12354): an adapter's matrices B learn faster than A."""
     by_layer = _layer_factors(parameters, owners, config.layer_lr_decay)
     by_pattern = _pattern_factors(parameters, config.lr_patterns)
-    ratio = getattr(config, "loraplus_lr_ratio", 1.0)  # another group's setting: recipes without adapters don't have it
-    return {name: by_layer[name] * by_pattern[name] * (ratio if ".lora_B." in name else 1.0) for name in parameters}
+    of_b = {name: loraplus_lr_ratio if ".lora_B." in name else 1.0 for name in parameters}
+    return {name: by_layer[name] * by_pattern[name] * of_b[name] for name in parameters}
 
 
 def _layer_factors(parameters: dict[str, nn.Parameter], owners: dict[str, nn.Module], decay: float) -> dict[str, float]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from toolkit.data.loading.batch import Batch
-from toolkit.losses.unpaired_preference import LogpsOf
+from toolkit.losses.unpaired import LogpsOf
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.training.step import to_device
 

@@ -16,7 +16,7 @@ from toolkit.config.conditions import STARTS_ON_THE_BASE, is_adapter
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import say_once
 from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
-from toolkit.losses.pair_logps import PairLogps
+from toolkit.losses.pair_losses import PairLogps
 from toolkit.losses.preference import needs_reference
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.preference.reference_cache import reference_table
@@ -73,7 +73,7 @@ def build_reference(
 
 
 def _choose_way(config: Any) -> str:
-    if not isinstance(config, UnpairedConfig) and not needs_reference(config):
+    if not isinstance(config, UnpairedConfig) and not needs_reference(config.loss_type):
         return "none"
     if config.reference == "adapter" and (problem := _adapter_problem(config)):
         raise Refusal(f"--reference adapter: {problem}. Take --reference auto.")
