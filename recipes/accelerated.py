@@ -53,7 +53,8 @@ def main(config: Config) -> tk.Summary:
             run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
-                if tk.stopped_improving(run.history(config.metric_for_best_model), config):
+                history = run.history(config.metric_for_best_model)
+                if tk.stopped_improving(history, config.early_stopping_patience, run.greater_is_better):
                     break
         tk.load_best(run)
         tk.save_model(accelerator, model, tokenizer, config, run.summary)

@@ -71,7 +71,7 @@ def main(config: Config) -> tk.Summary:
     any_kl = partial(loss_fn, kl=0.0)  # it changes neither time nor memory
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, any_kl, config)
 
-    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+    with tk.open_run(accelerator, config, model, optimizer, train, reference_made_of=reference.made_of) as run:
         run.compare_with("eval_reward_auc", lambda: tk.unpaired_baselines(splits))
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
@@ -84,7 +84,8 @@ def main(config: Config) -> tk.Summary:
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
                 run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
-                if tk.stopped_improving(run.history(config.metric_for_best_model), config):
+                history = run.history(config.metric_for_best_model)
+                if tk.stopped_improving(history, config.early_stopping_patience, run.greater_is_better):
                     break
         tk.load_best(run)
         tk.save_model(accelerator, model, tokenizer, config, run.summary)

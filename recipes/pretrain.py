@@ -59,7 +59,8 @@ def main(config: Config) -> tk.Summary:
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
                 run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
-                if tk.stopped_improving(run.history(config.metric_for_best_model), config):
+                history = run.history(config.metric_for_best_model)
+                if tk.stopped_improving(history, config.early_stopping_patience, run.greater_is_better):
                     break
         tk.load_best(run)
         tk.save_model(accelerator, model, tokenizer, config, run.summary)

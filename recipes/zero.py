@@ -60,7 +60,8 @@ def main(config: Config) -> tk.Summary:
             run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
-                if tk.stopped_improving(run.history(config.metric_for_best_model), config):
+                history = run.history(config.metric_for_best_model)
+                if tk.stopped_improving(history, config.early_stopping_patience, run.greater_is_better):
                     break
         run.say(tk.memory_table(accelerator, model, optimizer, config))
         tk.load_best(run)

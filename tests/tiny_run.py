@@ -253,7 +253,7 @@ def main(config: Config) -> None:
     result = {"weights": last, "best": best, "order": run.memory["order"], "seen": run.memory["seen"]}
     finite = all(bool(torch.isfinite(parameter).all()) for parameter in run.model.parameters())
     rank = os.environ.get("RANK", "0")
-    Path(config.output_dir, "result.json" if rank == "0" else f"result-{rank}.json").write_text(json.dumps({**result, "finite": finite, "applied": run.applied}))
+    Path(config.output_dir, "result.json" if rank == "0" else f"result-{rank}.json").write_text(json.dumps({**result, "finite": finite, "applied": run.state.applied}))
 
 
 if __name__ == "__main__":

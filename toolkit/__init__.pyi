@@ -66,7 +66,6 @@ from .diagnostics.memory_table import (
 )
 from .export.model_directory import save_model as save_model
 from .generation.samples import sample_prompts as sample_prompts, sample_texts as sample_texts
-from .hub.uploads import save_to_hub as save_to_hub
 from .losses.answer_logps import answer_logps as answer_logps, mismatched_logps as mismatched_logps, pair_logps as pair_logps
 from .losses.causal_lm import (
     causal_lm_loss as causal_lm_loss,
@@ -133,12 +132,16 @@ from .runs.summary import Summary as Summary
 from .system.interruptions import Interrupted as Interrupted
 from .system.json_lines import append_line as append_line
 from .training.accelerator import build_accelerator as build_accelerator
+from .training.anomalies import (
+    Divergence as Divergence,
+    Unstable as Unstable,
+    report_nonfinite as report_nonfinite,
+)
 from .training.best import load_best as load_best, stopped_improving as stopped_improving
-from .training.divergence import Divergence as Divergence
 from .training.evaluation import eval_with_gather as eval_with_gather
-from .training.guard import Unstable as Unstable, report_nonfinite as report_nonfinite
 from .training.memory import fit_micro_batch as fit_micro_batch
-from .training.run import Run as Run, open_run as open_run
+from .training.opening import open_run as open_run, save_to_hub as save_to_hub
+from .training.run import Run as Run
 from .training.step import (
     accumulate_gradients as accumulate_gradients,
     accumulate_micro_batch as accumulate_micro_batch,

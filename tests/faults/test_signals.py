@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.training.signals import signals_noted
+from toolkit.training.signals import StopSignal, signals_noted
 
 BERT = ["--model", "tiny-bert", "--dropout", "0.1", "--save-strategy", "no"]
 
@@ -74,7 +74,8 @@ def test_a_second_signal_ends_a_run_that_was_begun_with_sigint_ignored() -> None
     """As a script's `&` begins one. Fails when: what was there before the first signal is put back."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with signals_noted(None) as stop:
+        stop = StopSignal()
+        with signals_noted(stop):
             os.kill(os.getpid(), signal.SIGINT)
             assert stop.number == signal.SIGINT
             assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL

@@ -80,11 +80,10 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
         model = LlamaForCausalLM(LlamaConfig(vocab_size=300, tie_word_embeddings=tied, **shape))
         model.tokenizer = train_tokenizer(["a few words"] * 9, 270)
         settings = {"output_dir": str(folder), "dtype": "auto", "model": "tiny-llama", "dataset": "stdlib:sft", "push_to_hub": False}
-        accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value="NO"))
-        run = SimpleNamespace(config=SimpleNamespace(**settings), model=model, accelerator=accelerator, events=[], output_dir=folder)
+        config = SimpleNamespace(**settings)
         folder.mkdir()
         (folder / "run.json").write_text(json.dumps({"model": {"name": "tiny-llama"}, "data": {"dataset": "stdlib:sft"}}))
-        sent = uploads.Uploads(run, "alice/model")
+        sent = uploads.Uploads("alice/model", config, model, shards=False, say=print)
         for step in (1, 2, 3):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -93,8 +92,8 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
             checkpoint = ckpt.save_checkpoint(folder, step, ckpt.capture_state(model, optimizer, {"step": step}, None, {}, {}))
             files, directory = folder / f"{step}/files", folder / f"{step}/reference"
             files.mkdir(parents=True)
-            sent._add_model(checkpoint, step, files)
-            uploads.write_model(directory, model, whole_state_dict(None, model), model.tokenizer, run.config, {})
+            sent._add_model(checkpoint, step, files, [])
+            uploads.write_model(directory, model, whole_state_dict(None, model), model.tokenizer, config, {})
             expected = {**contents(directory), "README.md": contents(directory)["README.md"].replace(f'"tied-{tied}/model"'.encode(), b'"alice/model"')}
             assert contents(files)["README.md"].decode().splitlines() == expected["README.md"].decode().splitlines()
             assert contents(files) == expected

@@ -178,7 +178,7 @@ def test_earlier_steps_are_not_sent_again_where_it_is_not_known_what_arrived(
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")  # else ./mlflow.db
     monkeypatch.setattr("trackio.sqlite_storage.SQLiteStorage.get_logs", lambda *_, **__: [])
-    assert told_to_trackio("toolkit", SimpleNamespace(name="run", id="1")) is None
+    assert told_to_trackio("toolkit", "run", "1") is None
 
     def fails(*_: Any) -> None:
         from mlflow.exceptions import MlflowException

@@ -11,11 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from toolkit.training.divergence import IN_A_ROW, WITHOUT_GRADIENT, Divergence, restored
+from toolkit.training.anomalies import IN_A_ROW, WITHOUT_GRADIENT, Divergence
+from toolkit.training.run_state import RunState
 
 pytestmark = pytest.mark.warm
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def saved_and_restored(watch: Divergence) -> Divergence:
+    """As a checkpoint does."""
+    return RunState.from_record(json.loads(json.dumps(RunState(divergence=watch).record()))).divergence
 
 
 def found_in(losses: list[float], norms: list[float] | None = None) -> list[str]:
@@ -60,12 +66,12 @@ def test_each_is_said_once_also_after_a_resume() -> None:
     watch, said = Divergence(), []
     for step in range(60):
         said += watch.after_step(0.5 if step < 3 else 90.0, 0.0 if step > 30 else 1.0, applied=True)
-        watch = restored(json.loads(json.dumps(watch.state())))
+        watch = saved_and_restored(watch)
     assert [warning.split(":")[0] for warning in said] == [
         f"the loss was far above the first one in {IN_A_ROW} steps in a row",
         f"the gradient was exactly 0 in {WITHOUT_GRADIENT} steps in a row (loss 90)",
     ]
-    assert restored(None) == Divergence()
+    assert RunState.from_record({}).divergence == Divergence()  # a checkpoint that is older than it
 
 
 def test_skipped_steps_and_a_worse_metric_are_found_at_the_end() -> None:
@@ -148,7 +154,7 @@ def test_with_divergence_stop_a_run_ends_as_soon_as_most_of_its_last_steps_were_
         assert watch.after_step(math.nan if step % 2 else 1.0, 1.0, applied=not step % 2) == []
     said_at = [step for step in range(20) if watch.after_step(math.inf, 1.0, applied=False)]
     assert said_at == [0]
-    assert restored(json.loads(json.dumps(watch.state()))) == watch
+    assert saved_and_restored(watch) == watch
 
 
 def test_a_run_that_ends_with_steps_that_are_not_finite_says_that_the_loss_had_diverged_before(tmp_path: Path) -> None:

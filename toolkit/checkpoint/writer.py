@@ -33,7 +33,6 @@ class CheckpointWriter:
 
     def __init__(self, root: Path, keep: int | None, *, background: bool = False) -> None:
         self.root, self.keep, self.background = root, keep, background
-        self.best_steps: frozenset[int] = frozenset()  # whose checkpoints are kept, however old
         self.seconds = 0.0  # of the last save, to know how long before a deadline one must begin
         self._copies: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -69,10 +68,10 @@ class CheckpointWriter:
         self._join()
         return self.finished()
 
-    def prune(self) -> None:
-        """Remove the checkpoints that are too many; not those that the pointers show."""
+    def prune(self, best_steps: frozenset[int] = frozenset()) -> None:
+        """Remove the checkpoints that are too many; not those that the pointers show, nor those of `best_steps`."""
         pointed = [read_pointer(self.root, name) for name in ("best", "last")]
-        pointed += [self.root / f"step-{step}" for step in self.best_steps]
+        pointed += [self.root / f"step-{step}" for step in best_steps]
         waiting = waits_for_s3(list_checkpoints(self.root))
         prune_checkpoints(self.root, self.keep, [path for path in [*pointed, *waiting] if path])
 
@@ -96,8 +95,7 @@ class CheckpointWriter:
             if best:
                 write_pointer(self.root, "best", path)
             write_pointer(self.root, "last", path)
-            self.best_steps = best_steps
-            self.prune()
+            self.prune(best_steps)
         except Exception as problem:  # in the background nobody else would see it
             error = problem
         self.seconds = time.monotonic() - began

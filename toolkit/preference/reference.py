@@ -4,10 +4,12 @@
 adapter off. `model`: it is a second one, frozen, in memory; the only one that can move (`sync_reference`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +23,9 @@ from toolkit.losses.preference import needs_reference
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.preference.reference_cache import reference_table
 from toolkit.system.digests import digests_of_directories
+
+if TYPE_CHECKING:
+    from toolkit.training.run import Run
 
 Ask = Callable[[Any, dict[str, Any]], Any]
 
@@ -43,6 +48,7 @@ class Reference:
     mismatched: Ask = _of_pairs
     frozen: Any = None
     is_kept: bool = False  # whether the run's checkpoints have it
+    made_of: dict[str, Any] | None = None  # commit and digests of the files it is made of, for `open_run`
 
     def __call__(self, model: Any, micro_batch: dict[str, Any]) -> Any:
         return self.logps(model, micro_batch)
@@ -64,12 +70,11 @@ def build_reference(
     """
     ways = {"none": _none, "cache": _cached, "adapter": _adapter_off, "model": _second_model}
     way = _choose_way(config)
+    reference = ways[way](accelerator, model, make_model, train, evaluation, config)
     if way != "none":  # checkpoints keep it: a run that goes on must have the same reference
-        plain = unwrapped(model)
-        plain.reference_made_of = {
-            "commit": getattr(plain.config, "_commit_hash", None), **digests_of_directories(config.model)
-        }
-    return ways[way](accelerator, model, make_model, train, evaluation, config)
+        commit = getattr(unwrapped(model).config, "_commit_hash", None)
+        reference.made_of = {"commit": commit, **digests_of_directories(config.model)}
+    return reference
 
 
 def _choose_way(config: Any) -> str:
@@ -152,7 +157,7 @@ def _what_is_asked(config: Any) -> tuple[Ask, Ask]:
 
 
 @torch.no_grad()
-def sync_reference(run: Any, reference: Reference, model: Any, config: Any) -> None:
+def sync_reference(run: Run, reference: Reference, model: Any, config: Any) -> None:
     """TR-DPO (Gorbatovski et al. 2024, arXiv:2404.09656): draw the reference toward the model every so many steps.
 
         reference = alpha * model + (1 - alpha) * reference, alpha = `ref_model_mixup_alpha`, every `ref_model_sync_steps`

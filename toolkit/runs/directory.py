@@ -103,8 +103,8 @@ def _lock(lock: Any, directory: Path) -> None:
     owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}))
 
 
-def clear_figures(directory: Path) -> None:
-    """Remove the figures of an earlier run: those of a fresh start must not follow them."""
+def clear_metrics(directory: Path) -> None:
+    """Remove the metrics of an earlier run: those of a fresh start must not follow them."""
     for name in ("metrics.jsonl", "samples.jsonl", "summary.json"):
         (directory / name).unlink(missing_ok=True)
 

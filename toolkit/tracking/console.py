@@ -1,9 +1,10 @@
-"""What a run shows while it trains: progress on the screen, throughput; and which settings may be sent elsewhere."""
+"""What a run shows while it trains: a line for each logging event, and a progress bar."""
 
 import math
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 
 from toolkit.system.console import say, show_number
 
@@ -15,6 +16,10 @@ class Progress:
         self.total_steps, self.first_step, self.shown = total_steps, first_step, shown
         self.live = shown and sys.stderr.isatty()
         self.started = time.monotonic()
+
+    def resume(self, total_steps: int, first_step: int) -> None:
+        """Count from a later step."""
+        self.total_steps, self.first_step, self.started = total_steps, first_step, time.monotonic()
 
     def moved(self, step: int) -> None:
         """A step is done: the moving line shows how far and how long, in one line of the terminal, however narrow it is."""
@@ -56,9 +61,12 @@ _SHORT = {
 }  # fmt: skip
 
 
+def show_metrics(metrics: Mapping[str, float]) -> str:
+    """Names and values in a line."""
+    return "  ".join(f"{name} {show_number(value)}" for name, value in metrics.items())
+
+
 def _as_shown(name: str, value: float) -> str:
     if name.endswith("_per_second") and math.isfinite(value):  # it varies by more than a third digit would say
         return f"{value:.3g}" if abs(value) < 1000 else show_number(round(value))
     return show_number(value)
-
-

@@ -4,8 +4,6 @@ A run that is killed between two saves trains the steps since the last one again
 a tracker that keeps every line it is sent need not have them twice; and what it was not sent before the kill it is sent then.
 """
 
-from typing import Any
-
 Told = set[tuple[str, int]]  # names of figures, with their steps
 
 
@@ -29,12 +27,12 @@ def told_to_mlflow(run_id: str) -> Told | None:
     return told | {("samples", step) for step in steps}
 
 
-def told_to_trackio(project: str, run: Any) -> Told | None:
+def told_to_trackio(project: str, name: str, run_id: str) -> Told | None:
     """Of a run that is on this machine; None where it may be elsewhere. trackio (0.43) reads figures by no public function."""
     try:
         from trackio.sqlite_storage import SQLiteStorage
 
-        logs = SQLiteStorage.get_logs(project, run.name, run_id=run.id)
+        logs = SQLiteStorage.get_logs(project, name, run_id=run_id)
     except Exception:  # another version: at worst what is trained again is there twice
         return None
     return None if not logs else {(name, entry["step"]) for entry in logs for name in entry}

@@ -219,7 +219,7 @@ def _open_tensorboard(config: Any, settings: Mapping[str, Any], ids: dict[str, s
 def _open_trackio(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
     tracker = _started("trackio", settings, name=_name(config), resume="allow" if step else "never")
     if step and not config.allow_change:
-        tracker.told = told_to_trackio(PROJECT, tracker.run)
+        tracker.told = told_to_trackio(PROJECT, tracker.run.name, tracker.run.id)
     return tracker
 
 

@@ -5,6 +5,7 @@ Weights after a resume equal those of a run never stopped as long as nothing bel
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint import latest_checkpoint, list_checkpoints, verify_checkpoint
-from toolkit.config import DataConfig, ModelConfig, Refusal
+from toolkit.config import DataConfig, ModelConfig, Refusal, RunConfig
 from toolkit.config.conditions import couples_a_micro_batch, follows_evaluations
 from toolkit.config.on_resume import FREE, OF_EVALUATION
 from toolkit.config.shown import public_settings
@@ -63,15 +64,15 @@ def _digest(value: Any) -> str:
     return f"sha256:{hashlib.sha256(repr(value).encode()).hexdigest()[:16]}"
 
 
-def checkpoint_to_resume(run: Any, config: Any) -> Path | None:
+def checkpoint_to_resume(config: RunConfig, checkpoints: Path, say: Callable[[str], None]) -> Path | None:
     """The checkpoint that the settings ask for; every damaged one that is skipped is named."""
     if config.resume_from:
         return Path(config.resume_from)
     if not config.resume:
         return None
-    found = latest_checkpoint(run.checkpoints, run.say)
+    found = latest_checkpoint(checkpoints, say)
     if found is None:
-        run.say(f"--resume: no checkpoint under {run.checkpoints}, starting fresh")
+        say(f"--resume: no checkpoint under {checkpoints}, starting fresh")
     return found
 
 
@@ -172,3 +173,22 @@ def _changed_settings(
 def keeps_its_length(config: Any) -> bool:
     """Whether a continued run ends where it was to end: no setting that its length depends on was allowed to change."""
     return not _OF_DATA.intersection(config.allow_change)
+
+
+def other_reference(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None, config: RunConfig) -> list[str]:
+    """A line where the files that the reference model is made of have changed.
+
+    Raises:
+        Refusal: they have, and `allow_change` doesn't name the model.
+    """
+    if not before or before == now:
+        return []
+    if now is None:
+        return ["the reference's files are not compared: tk.open_run was not given what it is made of"]
+    if "model" not in config.allow_change:
+        raise Refusal(
+            "--resume: the files of --model, which the reference is made of, are not those that the run "
+            "began with. Bring them back, begin a new run in another --output-dir, or resume with another reference: "
+            "--allow-change model"
+        )
+    return [f"the reference is made of other files: {ALLOWED}"]

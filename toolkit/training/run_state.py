@@ -1,244 +1,146 @@
-"""A run's state on its way to a checkpoint and back."""
+"""What a checkpoint saves of a run: the fields of one dataclass, how a step and an evaluation change them, and the summary.
 
-import contextlib
-import time
-from pathlib import Path
-from typing import Any
+Weights, optimizer, random numbers and the tensors of `run.keep` are next to it in the checkpoint (`toolkit.checkpoint.State`).
+"""
 
-from toolkit import checkpoint as ckpt
-from toolkit.config import Refusal
-from toolkit.config.reading import add_reads, settings_read
-from toolkit.data.loading.batch import Batch
-from toolkit.distributed.engines import element_count, engine_of, unwrapped
-from toolkit.distributed.ranks import largest, on_all, on_main
-from toolkit.runs import directory as output
-from toolkit.runs.run_card import write_run_card
-from toolkit.system.json_lines import append_line, read_lines, truncate_lines
-from toolkit.tracking.console import Progress
-from toolkit.tracking.step_metrics import StepFigures
-from toolkit.training.divergence import restored
-from toolkit.training.resume import ALLOWED, changes_since, keeps_its_length, plain_settings, run_layout
+from __future__ import annotations
 
-FIGURES = ("metrics.jsonl", "samples.jsonl")
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from toolkit.runs.summary import Summary, evaluations_by_step
+from toolkit.tracking.step_metrics import StepMetrics
+from toolkit.training.anomalies import SPIKE_STEPS, Divergence, spike_above
+
+if TYPE_CHECKING:
+    from toolkit.data.loading.batch import Batch
 
 
-class SaveFailed(Exception):
-    """A checkpoint could not be written, and `save_error` says stop."""
+@dataclass
+class RunState:
+    """A run as JSON can hold it. Its fields are the keys of `run` in a checkpoint's state.json, and nothing else is in there.
 
-    exit_code = 1
-
-
-def check_room(run: Any) -> None:
-    """Refuse a disk without room for the model and the checkpoints that are kept, beside the one being written."""
-    weights = sum(element_count(parameter) * 4 for parameter in run.model.parameters())
-    kept = 0 if run.config.save_strategy == "no" else (run.config.save_total_limit or 1) + run.config.save_best_limit
-    what = f"this run (a model{f' and {kept} checkpoints' if kept else ''})"
-    output.check_disk_space(run.output_dir, int(1.1 * weights * (1 + 3 * kept)), what)  # a checkpoint has two moments as well
-
-
-def save_run(run: Any) -> None:
-    """Write a checkpoint of this moment, or begin to; whether it went well, `run.writer` tells. All ranks call it."""
-    shards, began = engine_of(run.accelerator).shards, time.monotonic()
-    if shards:
-        run.stop.busy_saving = True  # on every rank: a deadline must not part them in the middle
-        if not run.base and any(not parameter.requires_grad for parameter in run.model.parameters()):
-            run.base = ckpt.sharded_base_identity(run.accelerator, run.model)  # on every rank: finding it is a collective
-        state = ckpt.capture_sharded_state(run.accelerator, run.model, run.optimizer, run_record(run), run.kept, run.base)
-        if state is not None:
-            _write_state(run, state)
-    else:
-        write_checkpoint(run)
-    run.accelerator.wait_for_everyone()
-    if shards:
-        run.stop.busy_saving, run.stop.seconds_to_save = False, time.monotonic() - began
-
-
-def write_checkpoint(run: Any) -> None:
-    """The main process's part of it, without a collective. Where the state is sharded, nothing is written."""
-    accelerator = run.accelerator
-    if accelerator.is_main_process and not engine_of(accelerator).shards:
-        record = run_record(run)
-        _write_state(run, ckpt.capture_state(run.model, run.optimizer, record, accelerator.scaler, run.kept, run.base))
-
-
-def _write_state(run: Any, state: ckpt.State) -> None:
-    run.base = state.base
-    broken = ckpt.nonfinite_parameter(state)
-    if broken:
-        run.say(f"WARNING: no checkpoint at step {run.step}: {broken} is not finite. The last good one is kept.")
-        return
-    run.stop.busy_saving = True
-    figures = [run.output_dir / name for name in FIGURES]
-    run.writer.save(run.step, state, best=run.best.get("step") == run.step, best_steps=best_steps(run), beside=figures)
-    run.stop.busy_saving, run.stop.seconds_to_save = False, run.writer.seconds
-
-
-def best_steps(run: Any) -> frozenset[int]:
-    """The steps of the best evaluations, whose checkpoints are kept."""
-    return frozenset(step for _, step in run.ranked) if run.config.load_best_model_at_end else frozenset()
-
-
-def restore_run(run: Any, path: Path) -> None:
-    """Continue from a checkpoint: weights, optimizer, position and history. Everything is checked before anything changes.
-
-    Raises:
-        Refusal: the checkpoint is damaged or of another model, or data or settings have changed that the result depends on.
+    Only the run changes its state. Fields marked "as of the last save" are those that live objects hold in between.
     """
-    accelerator, train = run.accelerator, run.train
 
-    def load() -> tuple[ckpt.State, list[str]]:
-        state = ckpt.load_checkpoint(path)
-        notes = changes_since(state.run, run.config, accelerator, train)
-        notes += _other_reference(state.run, run)
-        train.restore(state.run["source"], state.run["position"])
-        if not shards:
-            ckpt.apply_state(state, run.model, run.optimizer, accelerator.scaler)
-        return state, notes
+    # how far it is
+    step: int = 0  # global batches consumed
+    applied: int = 0  # steps that changed the weights
+    position: int = 0  # examples consumed
+    examples_to_consume: int = 0
+    epoch: float = 0.0  # as of the last save, like the next two
+    seconds: float = 0.0  # in training, over all the processes that worked on it
+    source: dict[str, Any] = field(default_factory=dict)  # what a stream needs next to the position
+    tokens: float = 0.0  # supervised ones
 
-    shards = engine_of(accelerator).shards
-    state, notes = on_all(accelerator, load)
-    if shards:  # with collectives, which a refusal of one rank alone must not leave open: all read the same file
-        ckpt.apply_sharded_state(accelerator, state, run.model, run.optimizer)
-    record = state.run
-    if "examples_to_consume" in record and keeps_its_length(run.config):
-        train.examples_to_consume = record["examples_to_consume"]  # --max-steps counts in the batches the run began with
-    run.step, run.applied, run.position = record["step"], record["applied"], record["position"]
-    run.tokens, run.memory, run.best = record["tokens"], record["memory"], record["best"]
-    run.objective, run.ranked = record.get("objective", []), record.get("ranked", [])
-    run.baselines, run.seconds_before, run.kept = record["baselines"], record["seconds"], state.kept
-    run.tracker_ids, run.loss_spikes = record["trackers"], record["loss_spikes"]
-    run.guard.in_row, run.spikes.losses = record["nonfinite_in_row"], record["recent_losses"]
-    run.base, run.evaluation_is_owed = state.base, record["evaluation_is_owed"]
-    run.window.steps = [_read_step(step) for step in record.get("window", [])]
-    run.window.seconds = record.get("window_seconds", 0.0)
-    on_main(accelerator, lambda: _settle(run, path))
-    run.events = read_lines(run.output_dir / "metrics.jsonl")
-    lost = record.get("events", 0) - len(run.events) if _is_own(run, path) else 0
-    run.display = Progress(run.num_steps, run.step, accelerator.is_main_process)
-    run.say(f"resumed from {path}: step {run.step} of {run.num_steps}")
-    for note in notes:
-        run.say(f"  {note}")
-    if lost > 0:
-        run.say(
-            f"WARNING: {run.output_dir / 'metrics.jsonl'} lacks {lost} of the {record['events']} lines that were logged by "
-            "then: it was damaged or removed. The history, and early stopping with it, goes by those that are left"
-        )
-    came = [] if _is_own(run, path) else [f"went on from a checkpoint of another run, {path}"]
-    now = [] if _keeps_its_card(run, path) else [f"step {run.step}: {note}" for note in [*came, *notes]]
-    run.continued = [*record.get("continued", ()), *now]
-    add_reads(run.config, record.get("settings_read", ()))
-    run.divergence, run.warnings = restored(record.get("divergence")), record.get("warnings", [])
-    ckpt.restore_random_state(state.random)
+    # what its evaluations found
+    events: int = 0  # lines of metrics.jsonl
+    objective: list[float] = field(default_factory=list)  # the deciding metric after each step > 0, smaller is better
+    best: dict[str, Any] = field(default_factory=dict)  # name, value, step and sign of the best evaluation
+    ranked: list[list[float]] = field(default_factory=list)  # [value, step] of the best ones, the best first
+    baselines: dict[str, Any] = field(default_factory=dict)
+    evaluation_is_owed: bool = False  # one that a deadline cut off, to be made up for after a resume
 
+    # what is watched for, and what it has shown
+    nonfinite_in_row: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+    loss_spikes: int = 0
+    divergence: Divergence = field(default_factory=Divergence)
+    warnings: list[str] = field(default_factory=list)
+    window: list[StepMetrics] = field(default_factory=list)  # read and not logged yet, as of the last save
+    window_seconds: float = 0.0
 
-def describe_run(run: Any, source: Path | None) -> None:
-    """Write config.yaml and run.json, once it is clear that the run goes on, and from where (None: from its beginning)."""
-    if source is None or not _keeps_its_card(run, source):
-        output.write_config(run.config)
-        card = run.output_dir / "run.json"
-        write_run_card(card, run.accelerator, run.config, run.model, run.train, run.optimizer, run.continued, run.say)
+    # the recipe's own
+    memory: dict[str, Any] = field(default_factory=dict)
 
+    # what it was made of, which a resume compares
+    fingerprint: str = ""  # of the training data
+    settings: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
+    reference_made_of: dict[str, Any] | None = None  # of a run that compares with a reference model
+    continued: list[str] = field(default_factory=list)  # what changed at its resumes
+    settings_read: list[str] = field(default_factory=list)  # as of the last save
+    trackers: dict[str, str] = field(default_factory=dict)  # ids of its runs there, as of the last save
 
-def _keeps_its_card(run: Any, checkpoint: Path) -> bool:
-    """Whether nothing is left to train of the directory's own run: its files say what the weights were made with."""
-    files = [run.output_dir / name for name in ("config.yaml", "run.json")]
-    return run.finished and _is_own(run, checkpoint) and all(path.exists() for path in files)
+    @property
+    def finished(self) -> bool:
+        return self.position >= self.examples_to_consume
 
+    def num_steps(self, global_batch_size: int) -> int:
+        """Steps in all: those taken, and as many as the examples left over fill at this batch size."""
+        return self.step + math.ceil(max(0, self.examples_to_consume - self.position) / global_batch_size)
 
-def _reference_made_of(run: Any) -> dict[str, Any] | None:
-    """Of a run that compares with a reference model: which weights that is made of."""
-    return getattr(unwrapped(run.model), "reference_made_of", None)
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint writes: the fields by name."""
+        return {**asdict(replace(self, memory={})), "memory": self.memory}  # asdict would break a Counter in it
 
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> RunState:
+        """The state that a checkpoint holds; what an older one lacks has its default."""
+        known = {each.name: record[each.name] for each in fields(cls) if each.name in record}
+        known["divergence"] = Divergence(**(record.get("divergence") or {}))
+        known["window"] = [StepMetrics(**step) for step in record.get("window", ())]
+        return cls(**known)
 
-def _other_reference(record: dict[str, Any], run: Any) -> list[str]:
-    """What to say where the reference is made of other files than it was; refused unless `allow_change` names the model."""
-    before, now = record.get("reference_made_of"), _reference_made_of(run)
-    if not before or before == now:
-        return []
-    if "model" not in run.config.allow_change:
-        raise Refusal(
-            f"--resume: the files of --model {run.config.model}, which the reference is made of, are not those that the run "
-            "began with. Bring them back, begin a new run in another --output-dir, or go on with another reference: "
-            "--allow-change model"
-        )
-    return [f"the reference is made of other files: {ALLOWED}"]
+    def begin_step(self, batch: Batch) -> None:
+        """The next global batch is taken."""
+        self.step += 1
+        self.position = batch.position + batch.size
+        self.tokens += batch.totals.get("tokens", 0.0)
+        self.evaluation_is_owed = False
 
+    def add_metrics(self, step: StepMetrics) -> tuple[float | None, list[str]]:
+        """Take a step's metrics, once read: the median that its loss is a spike above, if it is one, and new warnings."""
+        loss, applied, median = step.values["loss"], bool(step.values.get("applied", 1)), None
+        self.applied += applied
+        if step.values.get("nonfinite"):
+            self.nonfinite_in_row += 1
+        else:
+            self.nonfinite_in_row, median = 0, spike_above(loss, self.recent_losses)
+            self.recent_losses = [*self.recent_losses, loss][-SPIKE_STEPS:]
+            self.loss_spikes += median is not None
+        return median, self.divergence.after_step(loss, step.values["grad_norm"], applied)
 
-def _settle(run: Any, path: Path) -> None:
-    """Make the output directory that of a run whose newest checkpoint is this one: a kill may have come at any moment."""
-    own = _is_own(run, path)
-    for moved in ckpt.set_aside_later(run.checkpoints, run.step if own else -1, run.best.get("step")):
-        run.say(f"  set aside, as it is {'later than the one continued from' if own else 'of another run'}: {moved}")
-    for name in FIGURES:
-        truncate_lines(run.output_dir / name, run.step)
-    _point_to_best(run)
-    if own:
-        ckpt.write_pointer(run.checkpoints, "last", path)
-    run.writer.best_steps = best_steps(run)
-    run.writer.prune()
+    def add_evaluation(self, name: str, value: float, sign: int, most: int) -> bool:
+        """Take the deciding metric of an evaluation: is it one of the best `most` so far? `sign` is 1 where more is better."""
+        if self.step > 0:  # Trainer doesn't count the evaluation before training either
+            self.objective.append(-sign * value)
+        if not math.isfinite(value):
+            return False
+        if self.judged_by_another(name, sign):
+            self.best, self.ranked = {}, []
+        # the best first, of equal ones the earlier
+        self.ranked = sorted([*self.ranked, [value, self.step]], key=lambda each: -sign * each[0])[:most]
+        if not self.best or sign * value > sign * self.best["value"]:
+            self.best = {"name": name, "value": value, "step": self.step, "sign": sign}
+        return [value, self.step] in self.ranked
 
-
-def _is_own(run: Any, checkpoint: Path) -> bool:
-    return checkpoint.resolve().parent == run.checkpoints.resolve()
-
-
-def _point_to_best(run: Any) -> None:
-    """Let the pointer say what the run's own record says: it moves after the checkpoint."""
-    best = run.checkpoints / f"step-{run.best.get('step')}"
-    if best.is_dir():
-        ckpt.write_pointer(run.checkpoints, "best", best)
-    else:
-        (run.checkpoints / "best.json").unlink(missing_ok=True)
+    def judged_by_another(self, name: str, sign: int) -> bool:
+        """Whether the best evaluation so far was the best by another metric, or in the other direction."""
+        return bool(self.best) and (self.best["name"], self.best.get("sign", sign)) != (name, sign)
 
 
-def check_saves(run: Any, outcomes: list[ckpt.Outcome]) -> None:
-    """Report the saves that failed, and end the run for it on all ranks where `save_error` is stop."""
-    report_saves(run, outcomes)
-    if run.config.save_error == "stop" and largest(run.accelerator, run.failed_saves):
-        raise SaveFailed(f"a checkpoint could not be written by step {run.step}; the last good one is kept.")
+def summarize(
+    state: RunState, events: Sequence[Mapping[str, Any]], status: str, model_step: int | None, failed_saves: int,
+    memory_gb: float,
+) -> Summary:  # fmt: skip
+    """What summary.json holds: counts, the metrics of the run's model, and those of the first evaluation to compare them with.
 
-
-def report_saves(run: Any, outcomes: list[ckpt.Outcome]) -> None:
-    """Say and write down which saves failed."""
-    for outcome in outcomes:
-        if outcome.error is None:
-            if run.uploads is not None:
-                run.uploads.saved(run.checkpoints / f"step-{outcome.step}")
-            continue
-        if not isinstance(outcome.error, OSError):
-            raise outcome.error
-        run.failed_saves += 1
-        record = {"step": outcome.step, "error": str(outcome.error), "time": round(run.seconds, 3)}
-        with contextlib.suppress(OSError):  # the disk may be full for this line too
-            append_line(run.output_dir / "incidents" / "saves.jsonl", record)
-        run.say(f"WARNING: no checkpoint at step {outcome.step}: {outcome.error}. The last good one is kept.")
-
-
-def run_record(run: Any) -> dict[str, Any]:
-    """What of a run is JSON: counts, position, history of the guards, and what a resume compares."""
-    return {
-        "examples_to_consume": run.train.examples_to_consume,
-        "step": run.step, "applied": run.applied, "position": run.position, "epoch": run.epoch, "tokens": run.tokens,
-        "seconds": run.seconds, "best": run.best, "memory": run.memory, "baselines": run.baselines,
-        "events": len(run.events), "objective": run.objective, "ranked": run.ranked,
-        "nonfinite_in_row": run.guard.in_row, "recent_losses": run.spikes.losses, "loss_spikes": run.loss_spikes,
-        "fingerprint": run.train.fingerprint, "source": run.train.state(), "settings": plain_settings(run.config),
-        "layout": run_layout(run.accelerator, run.train), "trackers": dict(run.trackers.ids),
-        "evaluation_is_owed": run.evaluation_is_owed, "reference_made_of": _reference_made_of(run),
-        "divergence": run.divergence.state(), "warnings": run.warnings,
-        "continued": run.continued, "settings_read": sorted(settings_read(run.config)),
-        "window": [_step_record(step) for step in run.window.steps], "window_seconds": run.window.seconds,
-    }  # fmt: skip
-
-
-# Steps whose figures were read and not logged yet: the next logging event is the mean over its steps, after a resume too.
-_OF_BATCH = ("totals", "position", "size", "examples")
-
-
-def _step_record(step: StepFigures) -> dict[str, Any]:
-    return {"step": step.step, "values": step.values, **{name: getattr(step.batch, name) for name in _OF_BATCH}}
-
-
-def _read_step(record: dict[str, Any]) -> StepFigures:
-    batch = Batch(micro_batches=[], real=[], seeds=[], indices=[], **{name: record[name] for name in _OF_BATCH})
-    return StepFigures(record["step"], batch, record["values"])
+    Args:
+        events: the lines of metrics.jsonl.
+        model_step: the step whose weights the model has, once the best ones are loaded; None: the last step's.
+        memory_gb: most memory in use so far.
+    """
+    evaluated = evaluations_by_step(events)
+    first = {f"first_{name}": value for name, value in next(iter(evaluated.values())).items()} if len(evaluated) > 1 else {}
+    of_model = [metrics for step, metrics in evaluated.items() if model_step in (None, step)]
+    losses = [event["loss"] for event in events if event.get("loss") is not None]
+    return Summary({
+        "status": status, "steps": state.step, "applied_steps": state.applied, "examples": state.position,
+        "epoch": state.epoch, "supervised_tokens": state.tokens, "seconds": state.seconds, "peak_memory_gb": memory_gb,
+        **({"train_loss": losses[-1]} if losses else {}), **first, **(of_model[-1] if of_model else {}),
+        "warnings": state.warnings, "best": state.best, "baselines": state.baselines,
+        "failed_saves": failed_saves, "loss_spikes": state.loss_spikes,
+    })  # fmt: skip

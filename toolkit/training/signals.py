@@ -1,5 +1,7 @@
 """SIGTERM and Ctrl-C: noted at once, acted upon at the end of a step, and in time."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import os
@@ -7,12 +9,18 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.distributed.launch import TRAIN_OPTIONS
 from toolkit.distributed.ranks import largest
 from toolkit.system.interruptions import OutOfTime
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from toolkit.config import RunConfig
 
 SAGEMAKER_DEADLINE = 120.0  # seconds from SIGTERM to SIGKILL in a SageMaker job
 
@@ -37,18 +45,27 @@ class StopSignal:
         """The loop is left: no deadline interrupts any more."""
         self.closed = True
 
-    def agreed(self, accelerator: Any) -> int | None:
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """No deadline interrupts what is done inside; how long it took is remembered."""
+        self.busy_saving, began = True, time.monotonic()
+        try:
+            yield
+        finally:
+            self.busy_saving, self.seconds_to_save = False, time.monotonic() - began
+
+    def agreed(self, accelerator: Accelerator) -> int | None:
         """The signal to stop for, if any rank has seen one: all ranks hear of it at the same step."""
         return largest(accelerator, self.number or 0) or None
 
 
 @contextlib.contextmanager
-def signals_noted(deadline: float | None = None) -> Iterator[StopSignal]:
-    """Note the first SIGTERM, SIGINT or SIGUSR1 for the run to act on; the second one acts by itself.
+def signals_noted(stop: StopSignal) -> Iterator[None]:
+    """Note the first SIGTERM, SIGINT or SIGUSR1 in `stop`, for the run to act on; the second one acts by itself.
 
-    With a deadline in seconds `OutOfTime` is raised in the main thread when there is just time left to save.
+    With a deadline `OutOfTime` is raised in the main thread when there is just time left to save.
     """
-    stop = StopSignal(deadline)
+    deadline = stop.deadline
 
     def note(number: int, frame: Any) -> None:
         stop.number = number
@@ -85,14 +102,14 @@ def signals_noted(deadline: float | None = None) -> Iterator[StopSignal]:
         if deadline is not None and hasattr(signal, "SIGALRM"):  # Windows has no alarm
             before[signal.SIGALRM] = signal.signal(signal.SIGALRM, late)
     try:
-        yield stop
+        yield
     finally:
         if deadline is not None and signal.SIGALRM in before:
             signal.setitimer(signal.ITIMER_REAL, 0)
         restore(*before)
 
 
-def stop_deadline(config: Any) -> float | None:
+def stop_deadline(config: RunConfig) -> float | None:
     """Seconds between a stop signal and the end: as set, else what SageMaker leaves in one of its jobs."""
     if config.stop_deadline is not None:
         return float(config.stop_deadline)

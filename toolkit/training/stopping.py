@@ -1,55 +1,70 @@
-"""The end of a run that a signal asked for: what is saved, what is said, and in time."""
+"""How a run ends before its last step: by a signal, by its deadline, or by an error that is not the code's."""
+
+from __future__ import annotations
 
 import os
 import signal
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from toolkit import checkpoint as ckpt
-from toolkit.distributed.engines import engine_of
+from toolkit.distributed.heartbeat import RankLost
 from toolkit.system.interruptions import Interrupted, InterruptedByKeyboard
-from toolkit.training.run_state import write_checkpoint
+from toolkit.training.memory import WHAT_HELPS, OutOfMemory, is_out_of_memory
 from toolkit.training.signals import continuing_command
 
+if TYPE_CHECKING:
+    from toolkit.config import RunConfig
+    from toolkit.distributed.heartbeat import Heartbeat
 
-def interrupt(run: Any, number: int) -> None:
-    """End the run, whose state is saved, for a signal: `Interrupted` is raised with the command that continues."""
-    run.finish_saves()
-    by_keyboard = number == signal.SIGINT and not _has_command_line(run)
-    message = f"stopped by {signal.Signals(number).name} after step {run.step}. {how_to_continue(run)}"
-    raise InterruptedByKeyboard(message) if by_keyboard else Interrupted(message)
+_OF_COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset", "watchdog", "socket", "collective")
 
 
-def leave_in_time(run: Any) -> None:
-    """The deadline is near: save if the weights are those of a whole step, then leave, without waiting for another rank."""
-    if run.between_steps:
-        last = [event for event in run.events if event["step"] == run.step]
-        run.evaluation_is_owed = run.due("eval") and not any(name.startswith("eval_") for event in last for name in event)
-        run.read_window()
-        write_checkpoint(run)
-        if engine_of(run.accelerator).shards:
-            run.say(f"no time to gather a checkpoint of step {run.step} from all ranks: what followed the newest one is lost")
-    try:
-        interrupt(run, run.stop.number or signal.SIGTERM)
-    except Interrupted as interrupted:
-        if run.heartbeat is None:
-            raise
-        run.heartbeat.close()
-        time.sleep(1.5 * run.heartbeat.interval)  # the others learn that this rank has left; it may hold the store
-        os.write(2, f"{interrupted}\n".encode())
-        os._exit(Interrupted.exit_code)
+def interruption(number: int, step: int, how_to_continue: str, config: RunConfig) -> Interrupted:
+    """The exception of a run that a signal ended, whose state is saved; its message has the command that continues."""
+    by_keyboard = number == signal.SIGINT and not _has_command_line(config)
+    message = f"stopped by {signal.Signals(number).name} after step {step}. {how_to_continue}"
+    return InterruptedByKeyboard(message) if by_keyboard else Interrupted(message)
 
 
-def how_to_continue(run: Any) -> str:
-    """The newest checkpoint, and the command that goes on from it."""
-    newest = ckpt.read_pointer(run.checkpoints, "last")
+def leave(interrupted: Interrupted, heartbeat: Heartbeat | None) -> NoReturn:
+    """The deadline is near: leave without waiting for another rank."""
+    if heartbeat is None:
+        raise interrupted
+    heartbeat.close()
+    time.sleep(1.5 * heartbeat.interval)  # the others learn that this rank has left; it may hold the store
+    os.write(2, f"{interrupted}\n".encode())
+    os._exit(Interrupted.exit_code)
+
+
+def explained(error: RuntimeError, step: int, heartbeat: Heartbeat | None, how_to_continue: str) -> BaseException | None:
+    """The exception to raise in place of an error in the loop, with a message and an exit code; None: the cause is unknown."""
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    if is_out_of_memory(error):
+        return OutOfMemory(
+            f"out of memory in step {step}: {first_line}\nLower --per-device-train-batch-size (the result stays with the "
+            f"same --global-batch-size) or --per-device-eval-batch-size. {WHAT_HELPS} {how_to_continue}"
+        )
+    if heartbeat and any(word in str(error).lower() for word in _OF_COLLECTIVES):
+        missing = heartbeat.missing()
+        if heartbeat.departed() and not missing:
+            return Interrupted(f"stopped after step {step}, because another rank has left. {how_to_continue}")
+        who = f"rank {', '.join(map(str, missing))} gives no sign of life" if missing else "another rank has ended"
+        return RankLost(f"{who}: a collective failed in step {step} ({first_line[:200]}). {how_to_continue}")
+    return None
+
+
+def how_to_continue(checkpoints: Path, config: RunConfig) -> str:
+    """The newest checkpoint, and the command that continues from it."""
+    newest = ckpt.read_pointer(checkpoints, "last")
     kept = f"The newest checkpoint is {newest}" if newest else "There is NO checkpoint yet"
-    if not _has_command_line(run):
-        overwrites = ", overwrite_output_dir=False" if run.config.overwrite_output_dir else ""
+    if not _has_command_line(config):
+        overwrites = ", overwrite_output_dir=False" if config.overwrite_output_dir else ""
         return f"{kept}. Continue with:\n  main(dataclasses.replace(config, resume=True{overwrites}))"
-    return f"{kept}. Continue with:\n  {continuing_command(newest is not None, run.config.overwrite_output_dir)}"
+    return f"{kept}. Continue with:\n  {continuing_command(newest is not None, config.overwrite_output_dir)}"
 
 
-def _has_command_line(run: Any) -> bool:
+def _has_command_line(config: RunConfig) -> bool:
     """Whether one was read; else it is a notebook, or someone's own program."""
-    return getattr(run.config, "given", None) is not None
+    return getattr(config, "given", None) is not None
