@@ -48,6 +48,20 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         plugin.pytest_terminal_summary(terminalreporter, config)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the cases are chosen with -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`@pytest.mark.fast(2)`: two of a test's cases, the first and one in the middle, stand for all in `make test`; the others are slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("fast"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for some in cases.values():
+        wanted = some[0].get_closest_marker("fast").args[0]  # type: ignore[union-attr]
+        kept = {number * len(some) // wanted for number in range(wanted)}
+        for number in set(range(len(some))) - kept:
+            some[number].add_marker("slow")
+
+
 ROOT = HERE.parent
 TINY_RUN = str(HERE / "tiny_run.py")
 PRELOADED = [
@@ -55,7 +69,8 @@ PRELOADED = [
     "transformers.models.bert.modeling_bert", "toolkit.training.run", "toolkit.cli.recipe", "toolkit.models", "toolkit.optim",
     "toolkit.data.loading.loaders", "toolkit.losses.causal_lm", "toolkit.losses.classification", "safetensors.torch",
     "toolkit.cli.help_page", "typer._adapters", "filelock", "toolkit.checkpoint", "toolkit.distributed.engines.start", "toolkit.distributed.engines.zero",
-    "toolkit.distributed.engines.fsdp", "torch.distributed.fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else []),
+    "toolkit.distributed.engines.fsdp", "peft", "sklearn.pipeline", "sklearn.linear_model", "sklearn.feature_extraction.text", "rich.console",
+    "torch.distributed.fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else []),
 ]  # fmt: skip
 
 

@@ -14,6 +14,9 @@ import pytest
 
 from toolkit.cli.main import COMMANDS
 
+pytestmark = pytest.mark.warm
+COLD = sys.executable  # for tests of what is imported
+
 ROOT = Path(__file__).resolve().parents[2]
 ALL = [name for panel in COMMANDS.values() for name in panel]
 HEAVY = {
@@ -46,7 +49,7 @@ def test_a_help_page_loads_nothing_heavy(command: str) -> None:
     Fails when: a command's module imports torch at its top, Rich draws the page, or Typer converts options that nobody typed.
     """
     words = json.dumps([*([command] if command else []), "--help"])
-    done = subprocess.run([sys.executable, "-c", LOADED, words], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+    done = subprocess.run([COLD, "-c", LOADED, words], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
     page, _, told = done.stdout.partition("LOADED ")
     code, loaded = json.loads(told)
     assert code == 0
@@ -57,7 +60,7 @@ def test_a_help_page_loads_nothing_heavy(command: str) -> None:
 def test_the_list_of_commands_loads_none_of_them() -> None:
     """Fails when: listing or completing builds each command from its function."""
     told = subprocess.run(
-        [sys.executable, "-c", LOADED.replace('name.partition(".")[0] for name', "name for name"), '["--help"]'],
+        [COLD, "-c", LOADED.replace('name.partition(".")[0] for name', "name for name"), '["--help"]'],
         capture_output=True, text=True, cwd=ROOT, timeout=60, check=True,
     ).stdout  # fmt: skip
     page, _, loaded = told.partition("LOADED ")

@@ -205,6 +205,7 @@ def test_other_training_data_are_refused_before_the_first_step(run: Path, tmp_pa
     assert not (tmp_path / "other-replay").exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_one_plain_process_is_replayed_from_elsewhere_and_changes_are_said_first(tmp_path: Path) -> None:
     """recipes/basic.py, which has no Accelerator, with paths relative to where it was started; another toolkit since.
 
@@ -294,6 +295,7 @@ def test_a_run_that_leaves_nothing_to_compare_ends_with_one_message(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_replay_with_130_and_no_traceback(run: Path, tmp_path: Path) -> None:
     """Sent to the command while its run begins. Fails when: what a run that was stopped has left is compared."""
     (tmp_path / "mine.py").write_bytes((run.parent / "mine.py").read_bytes())

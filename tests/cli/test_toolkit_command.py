@@ -17,6 +17,9 @@ from typer.testing import CliRunner
 from toolkit import checkpoint as ckpt
 from toolkit.cli.main import app
 
+pytestmark = pytest.mark.warm
+COLD = sys.executable  # for tests of what is imported
+
 ROOT = Path(__file__).resolve().parents[2]
 # Shows how it was called, and ends as its --end says.
 SHOWS_ITS_CALL = """
@@ -76,7 +79,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_help_loads_no_heavy_library() -> None:
     """Fails when: a command imports torch, or draws its help with Rich, before it is called."""
     listing = "import sys, toolkit.cli.main; print(*{'torch', 'rich', 'accelerate', 'transformers', 'numpy'} & set(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
+    loaded = subprocess.run([COLD, "-c", listing], capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
     assert loaded.stdout.split() == []
     shown = toolkit("--help")
     assert shown.returncode == 0
@@ -211,7 +214,7 @@ def test_checkpoints_are_listed_in_order_with_the_best_and_the_last(saved: Path,
 def test_checkpoints_are_listed_and_verified_without_the_heavy_libraries(saved: Path) -> None:
     """Listing takes the time of a help page. Fails when: a file of toolkit/checkpoint that it needs imports torch."""
     script = "import sys\nfrom toolkit.cli.main import main\ntry:\n    main()\nexcept SystemExit as end:\n    print(end.code or 0, sorted({'torch', 'numpy', 'safetensors', 'rich'} & sys.modules.keys()))"
-    command = [sys.executable, "-c", script, "checkpoints", str(saved), "--verify"]
+    command = [COLD, "-c", script, "checkpoints", str(saved), "--verify"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     assert len(rows(ran.stdout)) == 3
     assert ran.stdout.splitlines()[-1] == "0 []"
@@ -259,6 +262,7 @@ def test_verify_resume_finds_the_first_step_and_the_tensor_of_a_recipe_that_forg
     assert (kept / "resumed/checkpoints/step-8").is_dir()
 
 
+@pytest.mark.slow
 def test_verify_resume_finds_an_average_of_weights_that_no_checkpoint_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A moving average in a variable, copied into the model at the end: losses and checkpoints are the same bits, the model is not.
 

@@ -284,6 +284,7 @@ RECIPE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_recipe_goes_on_after_a_power_loss_and_after_its_cache_was_cut_while_it_ran(tiny: Any, root: Path, tally: Any) -> None:
     """recipes/pretrain.py with a cold cache, whose disk loses power as a save returns; and whose tokens are cut under it.
 

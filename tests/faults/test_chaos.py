@@ -57,6 +57,7 @@ def _outcome(folder: Path) -> tuple:
     return weights, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_killed_again_and_again_with_cold_caches_ends_with_the_same_bits(
     fork_run, tally, chance, count, root: Path, tmp_path: Path, recipe: str

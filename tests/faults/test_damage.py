@@ -24,6 +24,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 OLD_RUN = ["--hidden-size", "8", "--intermediate-size", "8", "--max-steps", "8"]  # of fixtures/schema-1-run
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", FILES)
 def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(tiny, tally, long_form, file: str, damage: str) -> None:

@@ -21,6 +21,7 @@ KINDS = {
 }
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_run_resumes_to_the_same_weights_curve_and_order(tiny, tally, chance, count, resumed_from, kind: str) -> None:
     """Fails when: a micro-batch's seed depends on what ran before; the optimizer, the position or the figures of a logging
@@ -60,6 +61,7 @@ def test_workers_that_outlive_a_killed_process_keep_nobody_out(tiny, tally, coun
     line.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_random_augmentation_is_the_same_after_a_kill(tiny, tally, chance, count, workers: str) -> None:
     """Fails when: the generator of an augmentation is not a function of (seed, epoch, example) alone."""
@@ -81,6 +83,7 @@ STREAM = ["--streaming", "--max-steps", "40", "--save-steps", "3"]  # 80 example
 WINDOWS = {"small_windows": 16}
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_stream_killed_in_a_later_epoch_goes_on_exactly(tiny, tally, chance, count, packing: bool) -> None:
     """Fails when: a stream is read from its beginning after a resume, or the window's mixing counts from there."""
@@ -105,6 +108,7 @@ def test_a_stream_killed_in_a_later_epoch_goes_on_exactly(tiny, tally, chance, c
     line.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["changed", "other_order"])
 def test_a_stream_that_gives_other_examples_is_refused(tiny, tally, chance, count, source: str) -> None:
     """Fails when: the digest of what was consumed is not compared at a resume."""
@@ -123,6 +127,7 @@ def test_a_stream_that_gives_other_examples_is_refused(tiny, tally, chance, coun
     line.check()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_each_of_its_lives_ends_as_if_it_had_never_been(tiny, tally, chance, count, long_form) -> None:
     """A launcher that starts it again and again. Fails when: a life that ends before the next save loses what was saved."""
     flags = [*BERT, "--save-steps", "1", "--gradient-accumulation-steps", "2"]
@@ -158,6 +163,7 @@ def test_a_run_that_is_killed_in_each_of_its_lives_ends_as_if_it_had_never_been(
     line.check()
 
 
+@pytest.mark.slow
 def test_the_recipe_for_fine_tuning_survives_a_kill(tiny, tally, chance, count, root) -> None:
     """recipes/sft.py as users run it, packed. Fails when: any part of it (its samples, its evaluation) draws random numbers
     that training then lacks."""

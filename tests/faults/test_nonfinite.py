@@ -68,6 +68,7 @@ def test_an_incident_that_cannot_be_written_down_does_not_end_the_run(tiny, tall
     line.check()
 
 
+@pytest.mark.slow
 def test_a_resume_counts_what_was_skipped_before(tiny, tally, resumed_from) -> None:
     """Killed after two bad steps in a row; the third ends it. Fails when: the count is not in the checkpoint."""
     line = tally("F16", "NaN in steps 3 to 5, killed after the save of step 4, resumed: ends at step 5")

@@ -25,6 +25,7 @@ def test_the_micro_batch_is_halved_until_it_fits_and_the_result_is_the_same(tiny
     line.check()
 
 
+@pytest.mark.slow
 def test_a_real_limit_halves_the_micro_batch(tiny, tally) -> None:
     """RLIMIT_AS, and examples that need more than it allows. Fails when: the CPU's own error is not known as one of memory."""
     line = tally("memory", "RLIMIT_AS: the micro-batch is halved and the run finishes")

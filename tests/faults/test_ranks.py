@@ -26,6 +26,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kind", ["causal LM", "packed causal LM", "classification"])
 def test_any_world_size_trains_alike(tiny: Any, tally: Any, kind: str) -> None:
     """Loss and gradient norm of each step, and the order, for 1 rank, 2 and 3. Fails when: `num_processes` is left out of train_step."""
@@ -47,6 +48,7 @@ def test_any_world_size_trains_alike(tiny: Any, tally: Any, kind: str) -> None:
     line.check()
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("who", ["both", "both, one later", "rank 0", "rank 1"])
 def test_a_signal_to_any_rank_stops_all_at_the_same_step(tiny: Any, tally: Any, chance: Any, count: Any, who: str) -> None:
     """And the resumed run ends with the same bits. Fails when: `StopSignal.agreed` asks this rank alone."""
@@ -77,6 +79,7 @@ def test_a_signal_to_any_rank_stops_all_at_the_same_step(tiny: Any, tally: Any, 
     line.check()
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_rank_that_is_gone_ends_the_run_and_is_named(tiny: Any, tally: Any, count: Any, how: str, victim: int) -> None:
@@ -153,6 +156,7 @@ def _step_of(path: Any) -> int:
     return int(path.parent.name[5:])
 
 
+@pytest.mark.slow
 def test_a_row_that_is_not_finite_is_skipped_by_all_ranks_alike(tiny: Any, tally: Any) -> None:
     """Only one rank sees it. Fails when: `finite` is decided before the gradients and the loss are those of all ranks."""
     line = tally("F16", "a row with an infinite loss, 2 ranks")
@@ -170,6 +174,7 @@ def test_a_row_that_is_not_finite_is_skipped_by_all_ranks_alike(tiny: Any, tally
     line.check()
 
 
+@pytest.mark.slow
 def test_a_directory_in_use_is_refused_by_all_ranks(tiny: Any) -> None:
     """With one message, and none of them left behind. Fails when: the main process alone raises."""
     from filelock import FileLock
@@ -182,6 +187,7 @@ def test_a_directory_in_use_is_refused_by_all_ranks(tiny: Any) -> None:
     assert "is writing there now" in ranks[0].out
 
 
+@pytest.mark.slow
 def test_a_deadline_in_the_middle_of_an_evaluation_is_kept_though_one_rank_alone_was_signaled(tiny: Any, tally: Any) -> None:
     """Fails when: leave_in_time waits for the other rank, or that one takes the end for an error."""
     line = tally("F9", "--stop-deadline 2 during an evaluation of 4 s, 2 ranks, one signaled")
@@ -208,6 +214,7 @@ def test_a_deadline_in_the_middle_of_an_evaluation_is_kept_though_one_rank_alone
     line.check()
 
 
+@pytest.mark.slow
 def test_the_ranks_resume_from_the_checkpoint_that_the_main_one_sees(tiny: Any) -> None:
     """Or all refuse: here rank 1 cannot read it. Fails when: each rank looks for itself."""
     folder = tiny.fresh()

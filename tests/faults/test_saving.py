@@ -28,6 +28,7 @@ def operations(tiny, *flags: str, **more) -> list[str]:
     return listed.read_text().split("\n")[:-1]
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("background", [False, True])
 def test_a_kill_at_any_operation_on_a_file_costs_at_most_one_save_interval(tiny, tally, chance, count, resumed_from, background: bool) -> None:
     """Each operation of the run, in the long form most of them: before a write, after half of it, before each fsync and rename.
@@ -56,6 +57,7 @@ def test_a_kill_at_any_operation_on_a_file_costs_at_most_one_save_interval(tiny,
     line.check()
 
 
+@pytest.mark.slow
 def test_a_kill_at_a_random_moment_of_a_run_that_saves_at_every_step(tiny, tally, chance, count, resumed_from) -> None:
     """Most of its time is spent in saves. Fails when: as above."""
     flags = [*BERT, "--save-steps", "1", "--save-total-limit", "1"]
@@ -73,6 +75,7 @@ def test_a_kill_at_a_random_moment_of_a_run_that_saves_at_every_step(tiny, tally
     line.check()
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("file", FILES[1:])  # there is nothing in the first: half of nothing can be written
 def test_a_file_that_cannot_be_written_costs_that_checkpoint_alone(tiny, tally, count, file: str) -> None:
     """RLIMIT_FSIZE in the second save, which has one checkpoint to keep. Fails when: the old one goes before the new one is
@@ -143,6 +146,7 @@ def check_after_power_loss(tiny, whole, flags: list[str], root: Path, step: int)
     assert resumed.outcome == whole.outcome
 
 
+@pytest.mark.slow
 def test_a_power_loss_as_a_save_returns_keeps_what_was_saved(tiny, tally, count) -> None:
     """ext4 on an image file, which is copied as each save returns: what has not reached it is lost.
 
@@ -175,6 +179,7 @@ def test_a_power_loss_as_a_save_returns_keeps_what_was_saved(tiny, tally, count)
     line.check()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the simulation asks Linux which file a descriptor is")
 def test_a_power_loss_on_a_disk_that_keeps_only_what_was_synced(tiny, tally, count) -> None:
     """Simulated by the letter of POSIX: a file has the bytes of its last fsync, a directory the names of its own last one.
@@ -218,6 +223,7 @@ def test_a_whole_checkpoint_and_the_best_one_are_there_at_every_moment(tiny, tal
     line.check()
 
 
+@pytest.mark.slow
 def test_kills_while_checkpoints_come_and_go_keep_the_best_and_the_newest(tiny, tally, chance, count) -> None:
     """Killed at an operation on a file, then resumed to the end, where the best weights are loaded.
 
@@ -243,6 +249,7 @@ def test_kills_while_checkpoints_come_and_go_keep_the_best_and_the_newest(tiny, 
     line.check()
 
 
+@pytest.mark.slow
 def test_a_kill_between_the_best_checkpoint_and_its_pointer(tiny, tally, long_form) -> None:
     """The moment between a commit and its pointers; in the short form that of the best one alone. Fails when: as above."""
     whole, names = tiny.reference(*EVALUATED, ill=CURVE), operations(tiny, *EVALUATED, ill=CURVE)
@@ -258,6 +265,7 @@ def test_a_kill_between_the_best_checkpoint_and_its_pointer(tiny, tally, long_fo
     line.check()
 
 
+@pytest.mark.slow
 def test_saving_in_the_background_changes_no_bit(tiny, tally) -> None:
     """Fails when: training changes tensors that are being written."""
     line = tally("F21", "saved in the background: same bits in every checkpoint, same result")
@@ -271,6 +279,7 @@ def test_saving_in_the_background_changes_no_bit(tiny, tally) -> None:
     line.check()
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_a_save_that_fails_is_said_and_ends_the_run_where_asked(tiny, tally, background: bool, policy: str) -> None:

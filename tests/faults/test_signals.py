@@ -33,6 +33,7 @@ def signaled(tiny, *flags: str, number: int, after: float, again: float | None =
     return run, time.monotonic() - told[0]
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_at_a_random_moment_ends_the_run_exactly(tiny, tally, chance, count, resumed_from, number: int) -> None:
     """Fails when: the signal interrupts a step, the save is left out, or the code is that of a failure."""
@@ -56,6 +57,7 @@ def test_a_signal_at_a_random_moment_ends_the_run_exactly(tiny, tally, chance, c
     line.check()
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_the_run_at_once(tiny, tally, count, number: int) -> None:
     """In a step of three seconds. Fails when: the first handler stays."""
@@ -87,6 +89,7 @@ def test_a_second_signal_ends_a_run_that_was_begun_with_sigint_ignored() -> None
 SLOW = {"a step": {"step_seconds": 20}, "an evaluation": {"eval_seconds": 20}}
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("what", SLOW)
 def test_a_deadline_is_kept_when_something_is_slow(tiny, tally, chance, count, what: str) -> None:
     """`--stop-deadline 3` while something takes 20 s. After an evaluation nothing is lost, after a step that step.
@@ -123,6 +126,7 @@ def test_a_deadline_is_kept_when_something_is_slow(tiny, tally, chance, count, w
     line.check()
 
 
+@pytest.mark.slow
 def test_a_deadline_is_kept_when_the_signal_comes_during_a_save(tiny, tally) -> None:
     """A save of 1.5 s, then steps of 20 s. Fails when: an alarm that came during the save is not set again."""
     line = tally("F9", "--stop-deadline 3 when the alarm comes during a save, before steps of 20 s")

@@ -183,6 +183,7 @@ KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(24)
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_cannot_be_meant_is_refused_by_name(check: Callable[[Any], None], name: str) -> None:
     (script, arguments, prepare, *environment), words = KNOWN[name]

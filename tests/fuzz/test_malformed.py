@@ -27,6 +27,7 @@ def test_the_short_form_has_every_kind(seed: int) -> None:
     assert {kind: kinds.count(kind) for kind in malformed.KINDS} == malformed.KINDS
 
 
+@pytest.mark.fast(10)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind.replace(" ", "-"))
 def test_a_malformed_input_is_refused_by_name_or_harmless(check: Callable[[Any], None], case: Any) -> None:
     """Fails when: RecursionError is not caught where JSON is parsed, when `check_value` returns at once, or `say` prints raw."""

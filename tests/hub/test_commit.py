@@ -291,6 +291,7 @@ class MortalApi:
         return call
 
 
+@pytest.mark.slow
 def test_after_any_sequence_of_faults_the_right_files_are_there_and_each_commit_once(
     hub: Any, api: Any, tally: Any, count: Any, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_end_sends_the_final_model_once_and_nothing_else(run_sft: Any, hub: Any,
     assert f"on the Hub: {hub.url}/{NAME}" in out
 
 
+@pytest.mark.slow
 def test_every_save_sends_the_model_of_each_checkpoint(run_sft: Any, hub: Any, tmp_path: Path) -> None:
     """Fails when: what is written is the live model and not that of the checkpoint, or the final one, which is the same as the
     last, makes a commit of its own."""
@@ -100,6 +101,7 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
             assert ((files / "model.safetensors").stat().st_ino == (checkpoint / "model.safetensors").stat().st_ino) == (step > 1)
 
 
+@pytest.mark.slow
 def test_best_sends_better_models_only_and_ends_with_the_best(run_sft: Any, hub: Any, tmp_path: Path) -> None:
     """A rate at which it gets better and then worse. Fails when: a model that isn't better is sent, or the last one at the end."""
     flags = ["--eval-strategy", "steps", "--eval-steps", "1", "--load-best-model-at-end", "--hub-strategy", "best", "--optim", "sgd"]
@@ -136,6 +138,7 @@ def test_a_run_goes_on_to_the_same_bits_from_the_checkpoint_on_the_hub(run_sft: 
     assert results[0] == results[1] != sent["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_recipe_may_send_its_model_after_its_run_is_closed(run_sft: Any, hub: Any, tmp_path: Path) -> None:
     """Fails when: what is added to the queue after the end is sent by nobody."""
     recipe = (Path(__file__).resolve().parents[2] / "recipes/sft.py").read_text()
@@ -164,6 +167,7 @@ def test_an_adapter_goes_up_as_an_adapter(run_sft: Any, hub: Any, tmp_path: Path
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero3"])
 def test_ranks_send_what_one_process_sends(run_sft: Any, hub: Any, tmp_path: Path, layout: str) -> None:
     """Fails when: a rank beside the main one sends too, or of a sharded model what one rank has is written."""
@@ -205,6 +209,7 @@ def test_a_hub_that_is_away_costs_a_warning_and_a_push_later(run_sft: Any, push:
     assert push("out") == (0, said.splitlines()[-1] + "\n") or hub.titles(NAME) == ["Training in progress, step 2", "Training in progress, step 4"]
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_even_be_asked_costs_a_warning(run_sft: Any, push: Any, hub: Any) -> None:
     """The name has no user yet. Fails when: training needs the Hub to begin."""
     hub.fail("*", ".*", 503, times=FOR_EVER)
@@ -243,6 +248,7 @@ def test_what_a_killed_run_had_not_sent_is_sent_by_push(run_sft: Any, push: Any,
     assert hub.titles(NAME) == waiting
 
 
+@pytest.mark.slow
 def test_a_stop_waits_for_no_upload(run_sft: Any, hub: Any, tmp_path: Path) -> None:
     """SIGTERM while a connection hangs; the newest checkpoint is in the queue. Fails when: the end waits for the sender, or a
     stop writes a model."""

@@ -130,6 +130,7 @@ def with_recipe(run_recipe: Any, folder: Path, written: dict[str, Any], tmp_path
     return [event["loss"] for event in run.metrics if "loss" in event], run.weights()
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_yaml_of_trainer_trains_to_the_weights_that_trainer_comes_to(
     run_recipe: Any, inputs: tuple[Path, list[list[int]]], tmp_path: Path, case: str
@@ -153,6 +154,7 @@ def test_a_yaml_of_trainer_trains_to_the_weights_that_trainer_comes_to(
         assert away <= 1e-3 * moved + 1e-6 * whole + 1e-7 * expected.norm(), f"{name}: {away:.3g} away, moved by {moved:.3g}"
 
 
+@pytest.mark.slow
 def test_bf16_of_trainer_computes_the_same_losses(run_recipe: Any, inputs: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     """To the digits of bfloat16, closer than float32 is. Fails when: autocast is not on."""
     folder, rows = inputs

@@ -101,12 +101,14 @@ def run_config(run_recipe: Any, folder: Path, path: Path, *flags: str, recipe: s
     return run
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_config_trains_its_architecture(run_recipe: Any, tmp_path: Path, path: Path) -> None:
     """Fails when: a key of the file is unknown to its recipe, or refused."""
     assert run_config(run_recipe, tmp_path, path, recipe=recipe_of(path)).weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in CONFIGS if recipe_of(path) in WITH_AND_WITHOUT], ids=lambda path: path.stem)
 def test_the_config_trains_with_an_adapter_and_without(run_recipe: Any, tmp_path: Path, path: Path) -> None:
     """The other way than the file's own: whole weights where that has an adapter, an adapter where it has none.

@@ -81,6 +81,7 @@ def round_to_4_bits(layers: list[torch.nn.Linear], config: Any) -> None:
         layer.weight.data = dequantize_4bit(*rounded).float()
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_an_adapter_trains_as_a_plain_loop_on_whole_weights_does(
     run_recipe: Any, base: Base, way: list[str]

@@ -51,6 +51,7 @@ def test_two_runs_give_bit_identical_weights_and_write_what_they_promise(run_rec
     assert ("\nsaved: " in first.out) == (recipe != "basic")  # which has no Accelerator
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_config_yaml_fed_back_repeats_the_run(run_recipe, tmp_path: Path, recipe: str) -> None:
     first = run_recipe(recipe, *SMALL_OF[recipe], "--max-steps", "3", "--learning_rate", "0.004")

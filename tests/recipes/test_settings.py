@@ -277,6 +277,7 @@ OPTIMIZERS: dict[str, tuple[list[str], MakeOptimizer, float]] = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("optim", choices("sft", "optim"))
 def test_an_optimizer_takes_the_steps_of_its_plain_form(run_recipe: Any, data: Data, optim: str) -> None:
     """With weight decay on matrices only, clipping, and accumulation. Fails when: a beta, the momentum or the decay of a group
@@ -333,6 +334,7 @@ SCHEDULES: dict[str, tuple[list[str], Callable[[int], list[float]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", choices("sft", "lr_scheduler_type"))
 def test_a_schedule_gives_each_step_the_rate_of_its_plain_form(run_recipe: Any, data: Data, name: str) -> None:
     """Fails when: the rate of a step is that of the step after it, or warm-up is counted in micro-batches."""
@@ -625,6 +627,7 @@ def test_every_attention_backend_computes_the_same_training(run_recipe: Any, dat
 WAYS_TO_COMPUTE = ["--gradient-checkpointing", *(f"--torch-compile {name}" for name in choices("sft", "torch_compile_backend"))]
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("flag", WAYS_TO_COMPUTE)
 def test_a_way_to_compute_changes_no_figure(run_recipe: Any, data: Data, flag: str) -> None:
     """Fails when: recomputation draws other numbers, or the compiled layer is another function."""

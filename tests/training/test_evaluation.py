@@ -24,6 +24,8 @@ from toolkit.metrics.classification import classification_metrics
 from toolkit.metrics.metric import Metrics
 from toolkit.training.evaluation import eval_with_gather
 
+pytestmark = pytest.mark.warm
+
 CLASSES, VOCABULARY = 5, 61
 
 

@@ -326,6 +326,7 @@ def test_rows_are_tokenized_once_for_the_same_content(tokenizer, monkeypatch):
     assert rows_built(chats(), with_bos(tokenizer)) == 1
 
 
+@pytest.mark.slow
 def test_another_process_finds_what_one_has_tokenized(tokenizer, tmp_path):
     """Fails when the key holds anything that differs between processes, such as a hash of a string."""
     tokenizer.save_pretrained(tmp_path / "tokenizer")
