@@ -67,6 +67,7 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path, name: st
 
 
 def test_everything_in_a_checkpoint_is_safetensors_or_json(tmp_path: Path) -> None:
+    """Fails when: what user code keeps is not written, or a file has another format."""
     path = saved(tmp_path)
     assert {p.suffix for p in path.iterdir()} == {".safetensors", ".json"}
     assert ckpt.load_checkpoint(path).kept["mine"].tolist() == [1, 1]
@@ -137,6 +138,7 @@ def test_a_state_that_does_not_fit_leaves_the_live_objects_as_they_were(tmp_path
 
 
 def test_pointers_name_a_checkpoint_and_a_lost_one_is_none(tmp_path: Path) -> None:
+    """Fails when: a pointer is returned without a look whether its checkpoint exists."""
     path = saved(tmp_path)
     ckpt.write_pointer(tmp_path, "best", path)
     assert ckpt.read_pointer(tmp_path, "best") == path
@@ -146,6 +148,7 @@ def test_pointers_name_a_checkpoint_and_a_lost_one_is_none(tmp_path: Path) -> No
 
 
 def test_nested_state_survives_with_its_key_types() -> None:
+    """Fails when: the keys of a dictionary are written as texts."""
     tree = {"state": {0: {"step": torch.tensor(1.0), "flags": (1, None, True)}}, "groups": [{"betas": (0.9, 0.99)}]}
     tensors, skeleton = ckpt.flatten(tree)
     back = ckpt.unflatten(tensors, json.loads(json.dumps(skeleton)))

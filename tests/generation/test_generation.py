@@ -118,6 +118,7 @@ def test_sampling_repeats_itself_and_leaves_every_random_state_alone(model, toke
 
 
 def test_seed_of_the_run_changes_the_samples(model, tokenizer, accelerator):
+    """Fails when: the generators are seeded by the number of the prompt alone."""
     from dataclasses import dataclass
 
     from toolkit.config import RunConfig
@@ -281,6 +282,7 @@ def test_beginning_of_a_text_and_its_reference_are_the_text(text, tokenizer):
 
 
 def test_streams_give_their_first_rows_and_rows_without_words_give_none(tokenizer):
+    """Fails when: the first row of a stream is left out."""
     def rows():
         for letter in LETTERS:
             yield {"text": f"text {letter} and more"}
@@ -293,6 +295,7 @@ def test_streams_give_their_first_rows_and_rows_without_words_give_none(tokenize
 
 
 def test_trimmed_text_keeps_the_end_that_matters():
+    """Fails when: the start is kept where the end was asked for."""
     assert trim_for_display("abcdef", 4) == "abc…"
     assert trim_for_display("abcdef", 4, keep="end") == "…def"
     assert trim_for_display("abcd", 4) == "abcd"

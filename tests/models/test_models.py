@@ -191,6 +191,7 @@ def test_the_backend_is_the_one_that_compiles(monkeypatch, backend):
         load_model(CAUSAL, ModelConfig(**SMALL, torch_compile=True, torch_compile_backend="cudagraphs"))
 
 def test_examples_longer_than_the_context_are_refused():
+    """Fails when: the positions before and at the padding index are counted too."""
     config = built_in_config(ModelConfig(max_position_embeddings=64))
     check_context(config, 64)
     with pytest.raises(Refusal, match="--max-length 65: the model has 64 positions"):
@@ -202,6 +203,8 @@ def test_examples_longer_than_the_context_are_refused():
 
 
 def test_a_recipes_length_is_checked_when_the_model_is_loaded():
+    """Fails when: load_model does not call check_context."""
+
     @dataclass(frozen=True)
     class Config(ModelConfig, DataConfig):
         max_length: int = 2048
@@ -252,6 +255,7 @@ def test_compiled_and_recomputed_layers_give_the_same_gradient(monkeypatch):
 
 @pytest.mark.parametrize("name", [*DECODERS, "tiny-bert"])
 def test_each_layer_is_compiled_by_itself(monkeypatch, name):
+    """Fails when: the model is compiled as a whole."""
     monkeypatch.setattr("toolkit.models.load.check_compiler", lambda *_: None)
     model = load_model(CLASSES, ModelConfig(model=name, **SMALL, torch_compile=True))
     layers = model.bert.encoder.layer if name == "tiny-bert" else model.model.layers
@@ -282,6 +286,7 @@ def test_what_cannot_be_compiled_on_a_cpu_is_refused_before_the_first_step(monke
 
 
 def test_a_saved_model_comes_back_with_its_weights(tmp_path):
+    """Fails when: the model stays in evaluation mode, as from_pretrained returns it."""
     model = load_model(CAUSAL, ModelConfig(**SMALL, seed=5))
     model.save_pretrained(tmp_path)
     config = ModelConfig(model=str(tmp_path))
@@ -291,6 +296,7 @@ def test_a_saved_model_comes_back_with_its_weights(tmp_path):
 
 
 def test_a_larger_tokenizer_enlarges_the_embedding_and_says_so(tmp_path, capsys):
+    """Fails when: _fit_to_tokenizer is not called."""
     directory = saved(tmp_path)
     model = load_model(CAUSAL, ModelConfig(model=str(directory)), Words(333))
     assert model.get_input_embeddings().weight.shape == (333, 32)
@@ -324,6 +330,7 @@ def test_a_new_head_is_said_and_a_function_of_the_seed(tmp_path, capsys):
 
 
 def test_weights_missing_from_the_body_are_warned_of_and_misshapen_ones_refused(tmp_path, capsys):
+    """Fails when: what from_pretrained reports as missing or mismatched is passed over."""
     directory = saved(tmp_path)
     tensors = load_file(directory / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -356,6 +363,7 @@ def broken(tmp_path, what):
 
 @pytest.mark.parametrize("what", ["no config", "truncated config", "unknown type", "pickled", "truncated weights"])
 def test_a_broken_directory_is_refused_in_one_message_that_names_it(tmp_path, what):
+    """Fails when: the whole error is shown, not its first line."""
     directory = broken(tmp_path, what)
     with pytest.raises(Refusal) as refused:
         load_model(CAUSAL, ModelConfig(model=directory))
@@ -374,18 +382,21 @@ def test_a_broken_directory_is_refused_in_one_message_that_names_it(tmp_path, wh
     ],
 )
 def test_settings_that_a_loaded_model_cannot_have_are_refused(tmp_path, auto, settings, message):
+    """Fails when: sizes that are for built-in shapes are passed over."""
     directory = saved(tmp_path)
     with pytest.raises(Refusal, match=message):
         load_model(auto, ModelConfig(model=str(directory), **settings))
 
 
 def test_remote_code_needs_a_pinned_commit():
+    """Fails when: a branch counts as a commit."""
     for revision in (None, "main"):
         with pytest.raises(Refusal, match="pin the commit"):
             load_model(CAUSAL, ModelConfig(model="someone/model", trust_remote_code=True, model_revision=revision))
 
 
 def test_an_unreachable_model_is_refused_without_a_traceback(monkeypatch):
+    """Fails when: the Hub's error is raised as it is."""
     def no_network(*_args, **_kwargs):
         raise socket.gaierror(-2, "Name or service not known")
 

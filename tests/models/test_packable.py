@@ -58,6 +58,7 @@ def test_what_cannot_be_exact_is_refused_by_name(make, reason):
     ],
 )
 def test_a_class_off_the_attention_interface_is_refused(config, model, reason):
+    """Fails when: _supports_attention_backend is not asked for."""
     with pytest.raises(Refusal, match=reason):
         check_packable(config(), model)
 
@@ -80,6 +81,7 @@ def test_windows_that_stay_in_the_mask_are_refused():
     ],
 )  # fmt: skip
 def test_what_is_exact_is_not_refused(make):
+    """Fails when: a model whose class is not known is refused."""
     check_packable(make(transformers))
 
 
@@ -105,7 +107,10 @@ def test_models_without_contamination_pass_the_look(make, dtype):
 
 
 def test_positions_that_are_counted_over_the_row_are_seen():
-    """RoBERTa counts from the padding index on, which restarting positions do not."""
+    """RoBERTa counts from the padding index on, which restarting positions do not.
+
+    Fails when: a document in a row is not compared with the same one alone.
+    """
     roberta = transformers.RobertaConfig(**SIZES, max_position_embeddings=64)
     with pytest.raises(Refusal, match="'roberta' gives a document another result in a row than alone"):
         check_no_contamination(build(roberta, transformers.AutoModelForMaskedLM))
@@ -122,6 +127,7 @@ def test_a_layer_that_mixes_neighbors_is_seen(shift, dtype):
 
 
 def test_the_look_leaves_no_trace():
+    """Fails when: the mode is not restored, or the tokens are drawn from the global generator."""
     model = build(transformers.LlamaConfig(**GROUPED)).train()
     state = torch.random.get_rng_state()
     check_no_contamination(model)

@@ -70,6 +70,7 @@ def test_packed_rows_hold_every_token_of_an_epoch_once() -> None:
 
 
 def test_a_packed_row_says_where_its_documents_begin() -> None:
+    """Fails when: the first token of a document keeps a label."""
     documents = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, -100]}]
     row = collate_packed([{k: np.array(v) for k, v in d.items()} for d in documents])
     assert row["input_ids"].tolist() == [[5, 6, 7, 8, 9]]

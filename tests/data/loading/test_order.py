@@ -62,6 +62,7 @@ def test_grouping_by_length_keeps_the_epoch_whole_and_does_not_depend_on_batch_s
 
 
 def test_a_filler_is_a_real_example_that_does_not_count() -> None:
+    """Fails when: it has no example."""
     plans = [cut_step([(0, 5), (0, 9), (0, 1)], 0, 2, rank, 3) for rank in range(3)]
     assert [plan.pieces for plan in plans] == [[([(0, 5), (0, 9)], True)], [([(0, 1)], True)], [([(0, 5)], False)]]
 

@@ -85,18 +85,21 @@ def test_wrapped_rows_hold_the_stream_of_tokens_in_order(seed):
 
 @pytest.mark.parametrize("pack", [pack_best_fit, pack_wrapped])
 def test_no_documents_make_no_rows(pack):
+    """Fails when: the fill of no rows is 0."""
     packing = pack(np.array([], dtype=np.int64), 8)
     assert len(packing) == 0
     assert packing.fill == 1.0
 
 
 def test_a_document_longer_than_a_row_is_refused_by_number():
+    """Fails when: one more token than a row holds is let through."""
     with pytest.raises(ValueError, match="document 1 has 9 tokens, more than the 8"):
         pack_best_fit(np.array([3, 9, 8]), 8)
 
 
 @pytest.mark.parametrize("pack", [pack_best_fit, pack_wrapped])
 def test_an_empty_document_is_refused_by_number(pack):
+    """Fails when: a length of 0 is let through."""
     with pytest.raises(ValueError, match="document 2 has no tokens"):
         pack(np.array([3, 1, 0]), 8)
 
