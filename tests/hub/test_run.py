@@ -72,6 +72,7 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
     from toolkit import checkpoint as ckpt
     from toolkit.distributed.engines.pieces import whole_state_dict
     from toolkit.hub import uploads
+    from toolkit.models.loaded import Loaded, loaded, note_loaded
     from toolkit.models.tokenizer import train_tokenizer
 
     for tied in (False, True):
@@ -79,7 +80,7 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
         torch.manual_seed(0)
         shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
         model = LlamaForCausalLM(LlamaConfig(vocab_size=300, tie_word_embeddings=tied, **shape))
-        model.tokenizer = train_tokenizer(["a few words"] * 9, 270)
+        note_loaded(model, Loaded(tokenizer=train_tokenizer(["a few words"] * 9, 270)))
         settings = {"output_dir": str(folder), "dtype": "auto", "model": "tiny-llama", "dataset": "stdlib:sft", "push_to_hub": False}
         config = SimpleNamespace(**settings)
         folder.mkdir()
@@ -94,7 +95,7 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
             files, directory = folder / f"{step}/files", folder / f"{step}/reference"
             files.mkdir(parents=True)
             sent._add_model(checkpoint, step, files, [])
-            uploads.write_model(directory, model, whole_state_dict(None, model), model.tokenizer, config, {})
+            uploads.write_model(directory, model, whole_state_dict(None, model), loaded(model).tokenizer, config, {})
             expected = {**contents(directory), "README.md": contents(directory)["README.md"].replace(f'"tied-{tied}/model"'.encode(), b'"alice/model"')}
             assert contents(files)["README.md"].decode().splitlines() == expected["README.md"].decode().splitlines()
             assert contents(files) == expected

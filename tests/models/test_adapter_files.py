@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import toolkit as tk
 from toolkit.config import Refusal
 from toolkit.export.merge import merge_adapter
-from toolkit.models.finite_weights import check_finite
+from toolkit.models.load import check_finite
 from toolkit.models.trained import load_trained
 
 pytestmark = pytest.mark.warm

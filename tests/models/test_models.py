@@ -11,8 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from toolkit.config import DataConfig, ModelConfig, Refusal
-from toolkit.models.load import check_context, load_model
-from toolkit.models.shapes import built_in_config
+from toolkit.models.load import load_model
+from toolkit.models.shapes import built_in_config, check_context
 
 CAUSAL, CLASSES = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 300}
@@ -266,7 +266,7 @@ def test_each_layer_is_compiled_by_itself(monkeypatch, name):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"), r"there is none here\. Install g\+\+"),
+        ("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"), r"none was found\. Install g\+\+"),
         ("torch.__file__", "/my clone/torch/__init__.py", "a folder with a space in its name, '/my clone/torch"),
     ],
     ids=["no compiler", "a space"],

@@ -21,10 +21,10 @@ from toolkit.models.adapter_files import (
     put_adapter,
     read_adapter_config,
     read_object,
-    settings_of_the_task,
 )
-from toolkit.models.finite_weights import check_finite
+from toolkit.models.load import check_finite
 from toolkit.models.quantization import as_trained, keep_gradients
+from toolkit.models.trained import settings_of_the_task
 
 # How far a logit may be from the adapted model's, as a share of the largest, by the type that the weights are written in:
 # the order of sums in float32; in the others a rounding of each weight, 2^-11 and 2^-8, through all layers.

@@ -23,6 +23,7 @@ from toolkit.hub.files import WEIGHTS, checkpoint_files, collect, has_same_tenso
 from toolkit.hub.queue import QUEUE, Job, add_job, clean_queue, leave_out_replaced, list_jobs
 from toolkit.hub.sender import start_sender
 from toolkit.models.adapter_files import is_adapted, warning_of_base
+from toolkit.models.loaded import loaded
 from toolkit.runs.summary import evaluations_by_step
 from toolkit.system.console import as_typed
 from toolkit.system.interruptions import OutOfTime
@@ -201,7 +202,7 @@ class Uploads:
         state = load_file(checkpoint / WEIGHTS)
         if not self.shards:
             state = (whole_state_dict(None, self.model) or {}) | state  # what is frozen isn't in a checkpoint
-        write_model(directory, self.model, state, self.model.tokenizer, self.config, metrics)
+        write_model(directory, self.model, state, loaded(self.model).tokenizer, self.config, metrics)
 
     def _name_card(self, files: Path) -> None:
         card = files / "README.md"
@@ -230,7 +231,7 @@ def _find_repository(config: RunConfig, model: PreTrainedModel, shards: bool, sa
 
 def _check_models_in_between(strategy: str, model: PreTrainedModel, shards: bool) -> None:
     take = f"--hub-strategy {strategy} sends models while it trains"
-    if getattr(model, "tokenizer", None) is None:
+    if loaded(model).tokenizer is None:
         raise Refusal(f"{take}, with their tokenizer: give it to tk.load_model, or take --hub-strategy end.")
     base_inside = is_adapted(model) and not model.peft_config["default"].base_model_name_or_path
     if base_inside and shards:

@@ -10,17 +10,24 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from toolkit.config import Refusal
+from toolkit.config import AdapterConfig, ModelConfig, Refusal
 from toolkit.config.conditions import is_adapter
 from toolkit.config.parsing import parse_json
+from toolkit.models.compat import renames_old_weights
+from toolkit.models.loaded import loaded
 from toolkit.system.console import as_typed
 from toolkit.system.nonfinite import describe_nonfinite
 
-BASE = "base"  # the folder for a base that stands nowhere else
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import PreTrainedModel
+
+BASE = "base"  # the folder for a base that was made here
 # The settings of the adapted model, under a name of its own: with a config.json a directory is taken for a whole model.
 MODEL_CONFIG = "model_config.json"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -29,11 +36,11 @@ _PREFIX = "base_model.model."
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
-def is_adapted(model: Any) -> bool:
+def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def save_adapter(model: Any, directory: Path, state: Mapping[str, torch.Tensor]) -> None:
+def save_adapter(model: PeftModel, directory: Path, state: Mapping[str, torch.Tensor]) -> None:
     """Write what was trained, in the form that goes on top of the base as it was published.
 
     A base that was made here, which no one could load, is written into the folder `base` of the directory.
@@ -43,14 +50,15 @@ def save_adapter(model: Any, directory: Path, state: Mapping[str, torch.Tensor])
         state: all its tensors by name, whole; a tied one under its first name.
     """
     state = {**state, **_tied(model, state)}
-    model.save_pretrained(directory, state_dict=dict(state), save_embedding_layers=False)
+    model.save_pretrained(str(directory), state_dict=dict(state), save_embedding_layers=False)
     model.config.to_json_file(directory / MODEL_CONFIG)
     _in_one_order(directory, model.peft_config["default"])
-    initial = getattr(model, "initial_adapter", {})
+    initial = loaded(model).initial_adapter
     if initial:
         _add_initial(directory, initial)
     if not model.peft_config["default"].base_model_name_or_path:
-        model.get_base_model().save_pretrained(directory / BASE, state_dict=_base_state(model, state, initial))
+        base: Any = model.get_base_model()
+        base.save_pretrained(directory / BASE, state_dict=_base_state(model, state, initial))
 
 
 def base_of(directory: str | Path) -> tuple[str, str | None]:
@@ -99,13 +107,13 @@ def warning_of_base(base: str | None, model: str | Path) -> str | None:
     )
 
 
-def settings_of_base(config: Any) -> Any:
+def settings_of_base(config: ModelConfig) -> ModelConfig:
     """A recipe's settings with the base in the place of the adapter that `--model` names.
 
     Raises:
         Refusal: adapters are not what the settings train, or the base cannot be told.
     """
-    if not getattr(config, "use_peft", False):
+    if not (isinstance(config, AdapterConfig) and config.use_peft):
         raise Refusal(
             f"--model {config.model}: is an adapter. Train it further with recipes/lora.py, or make a model of it: "
             + as_typed("toolkit", "merge", config.model, "--into", "DIR")
@@ -144,7 +152,7 @@ def check_adapter(directory: str | Path) -> None:
         raise Refusal(f"{weights}: {found}. The run that made it diverged, or the file is damaged: use an earlier one.")
 
 
-def put_adapter(model: Any, directory: str | Path, *, is_trainable: bool = False) -> Any:
+def put_adapter(model: PreTrainedModel, directory: str | Path, *, is_trainable: bool = False) -> PeftModel:
     """The model with the adapter of a directory on it. `check_adapter` comes first.
 
     Raises:
@@ -161,7 +169,7 @@ def put_adapter(model: Any, directory: str | Path, *, is_trainable: bool = False
         except Exception as error:  # whatever peft can say; the cause stays attached
             raise Refusal(f"{directory}: can't be put on its base {_base_name(model)}: {_first_line(error)}") from error
         wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
-    if getattr(model, "_checkpoint_conversion_mapping", None):  # peft renames what older versions have written
+    if renames_old_weights(model):
         return adapted
     there = {name for name, _ in _tensors_of(directory / WEIGHTS)}
     missing = sorted(wanted - there)
@@ -215,8 +223,8 @@ def _conversion(directory: Path) -> str:
     return as_typed("python", "-c", code, directory)
 
 
-def _base_name(model: Any) -> str:
-    return getattr(model.config, "_name_or_path", None) or type(model).__name__
+def _base_name(model: PreTrainedModel) -> str:
+    return model.config.name_or_path or type(model).__name__
 
 
 def _first_line(error: Exception) -> str:
@@ -246,7 +254,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _tied(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _tied(model: PeftModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors under the other names of tied parameters, which peft looks for too."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
@@ -255,7 +263,7 @@ def _tied(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
     }
 
 
-def _in_one_order(directory: Path, settings: Any) -> None:
+def _in_one_order(directory: Path, settings: PeftConfig) -> None:
     """Sort what peft (0.21.2) keeps as sets, which it writes in the order of the process: the same adapter, the same file."""
     written = read_adapter_config(directory)
     sets = {name for name, value in vars(settings).items() if isinstance(value, set)}
@@ -285,7 +293,9 @@ def _add_initial(directory: Path, initial: Mapping[str, torch.Tensor]) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def _base_state(model: Any, state: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _base_state(
+    model: PeftModel, state: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The tensors of the base before the adapter, under their own names."""
     plain = {}
     for name, tensor in state.items():
@@ -299,25 +309,8 @@ def _base_state(model: Any, state: Mapping[str, torch.Tensor], initial: Mapping[
     return plain
 
 
-def _taken_out(model: Any, stem: str, initial: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    layer = model.get_submodule(stem)
+def _taken_out(model: PeftModel, stem: str, initial: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    layer: Any = model.get_submodule(stem)
     a, b = (initial[f"{stem}.lora_{part}.default.weight"] for part in "AB")
     update = layer.scaling["default"] * b @ a
     return update.T if layer.fan_in_fan_out else update
-
-
-_HEADS = (".score", ".classifier", ".out_proj", ".qa_outputs")
-
-
-def settings_of_the_task(adapter: Path) -> dict[str, Any]:
-    """What the adapted model's config says of labels and padding; of an adapter from elsewhere, the size of its head."""
-    path = adapter / MODEL_CONFIG
-    if path.exists():
-        written = read_object(path)
-        found = {name: written[name] for name in ("id2label", "label2id", "problem_type", "pad_token_id") if name in written}
-        return found | ({"id2label": {int(k): v for k, v in found["id2label"].items()}} if found.get("id2label") else {})
-    from safetensors import safe_open
-
-    with safe_open(adapter / WEIGHTS, framework="pt") as tensors:
-        heads = [name for name in tensors.keys() if name.rpartition(".")[0].endswith(_HEADS)]  # noqa: SIM118 - not a dictionary
-        return {"num_labels": tensors.get_slice(heads[0]).get_shape()[0]} if heads else {}

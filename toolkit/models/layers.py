@@ -1,16 +1,23 @@
 """A model's layers, recomputed in backward or compiled."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from toolkit.config import Refusal
+from toolkit.models.compat import finds_cpp_compiler, is_compiled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-def checkpoint_layers(model: Any) -> None:
+def checkpoint_layers(model: PreTrainedModel) -> None:
     """Let the model recompute its layers' activations in backward."""
     if not model.supports_gradient_checkpointing:
         raise Refusal(f"--gradient-checkpointing: {type(model).__name__} does not support it. Remove it.")
@@ -27,16 +34,11 @@ def check_compiler(backend: str, device: str) -> None:
         raise Refusal(f"--torch-compile-backend cudagraphs: records CUDA kernels, and this is {device}. Take inductor.")
     if backend != "inductor" or device != "cpu":
         return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
+    if not finds_cpp_compiler():
         raise Refusal(
-            "--torch-compile: on a CPU layers are compiled by a C++ compiler, and there is none here. Install g++ (Debian and "
+            "--torch-compile: on a CPU layers are compiled by a C++ compiler, and none was found. Install g++ (Debian and "
             "Ubuntu: apt install g++), or name one in the environment, CXX=PATH. Or remove it."
-        ) from None
+        )
     if " " in torch.__file__:
         raise Refusal(
             f"--torch-compile: torch is in a folder with a space in its name, {torch.__file__!r}, where what it compiles for a "
@@ -44,7 +46,7 @@ def check_compiler(backend: str, device: str) -> None:
         )
 
 
-def compile_layers(model: Any, recomputed: bool, backend: str = "inductor") -> None:
+def compile_layers(model: nn.Module, recomputed: bool, backend: str = "inductor") -> None:
     """Compile each layer by itself: one compilation serves all of them, whatever the number.
 
     `dynamic=None` was not bit-exact after a resume, where lengths vary. The recomputation goes around the compiled layer:
@@ -70,7 +72,7 @@ def uncompiled(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]
 
     Dynamo compiles a function at most eight times (torch 2.13), and gives it up silently after that, for training as well.
     """
-    if any(module._compiled_call_impl is not None or _is_recomputed(module) for module in model.modules()):
+    if any(is_compiled(module) or _is_recomputed(module) for module in model.modules()):
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()
 

@@ -10,30 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from toolkit.config import ModelConfig, Refusal
+from toolkit.config import AdapterConfig, DataConfig, ModelConfig, OutputConfig, Refusal, RunConfig
 from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.config.parsing import parse_json, read_text_file
 from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import check_no_adapter_inside, settings_of_base
 from toolkit.models.attention.interface import check_not_varlen, choose_attention, take_attention_of_padded_rows
 from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable
-from toolkit.models.finite_weights import check_finite
+from toolkit.models.compat import class_for, commit_of, set_commit
 from toolkit.models.layers import check_compiler, checkpoint_layers, compile_layers
+from toolkit.models.loaded import Loaded, note_loaded
 from toolkit.models.quantization import in_4_bits, keep_gradients
-from toolkit.models.shapes import DIMENSIONS, built_in_config
+from toolkit.models.shapes import DIMENSIONS, built_in_config, check_context, set_dropout
 from toolkit.models.tokenizer import commit_in_cache, hub_problem
 from toolkit.system.console import as_typed
 from toolkit.system.network import stay_offline_without_network
+from toolkit.system.nonfinite import describe_nonfinite
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_DROPOUT_FIELD = re.compile(r"(^|_)(dropout|pdrop)(_|$)")
-_ATTENTION_DROPOUT_FIELD = re.compile(r"^att(n|ention)_(\w+_)?(dropout|pdrop)(_|$)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Learned positions that begin after the padding index (fairseq's way), so that a few of the table are never used.
-_POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod"}
 
 
 def load_model(
@@ -42,10 +41,13 @@ def load_model(
 ) -> PreTrainedModel:  # fmt: skip
     """The model that the settings name, on the CPU, ready for `accelerator.prepare`.
 
-    Weights that are made here, all of a built-in shape or a new head, are a function of `config.seed` alone.
+    Weights that are made here, all of a built-in shape or a new head, are a function of `config.seed` alone. What loading finds
+    out, `loaded(model)` knows.
 
     Args:
         auto_class: transformers' class by task, such as "AutoModelForCausalLM".
+        config: a ModelConfig. A recipe's has more groups, which also say how long examples are (max_length), on which device
+            the model will be (use_cpu), and whether it is held in 4 bits.
         tokenizer: gives a built-in shape its vocabulary, and any model its pad token; a larger one than the model's
             embedding enlarges the embedding.
         packed: whether the model will see packed rows; then it is made sure that each document gets what it has alone. None:
@@ -58,20 +60,17 @@ def load_model(
     """
     import transformers
 
-    if is_adapter(config.model):
+    adapter = config.model if is_adapter(config.model) else None
+    if adapter:
         config = settings_of_base(config)
     auto = getattr(transformers, auto_class)
     built_in = is_built_in(config.model)
     model_config = built_in_config(config, tokenizer) if built_in else _pretrained_config(config)
     for name, value in head_settings.items():
         setattr(model_config, name, value)
-    for name, rate, pattern in (
-        ("dropout", config.dropout, _DROPOUT_FIELD), ("attention_dropout", config.attention_dropout, _ATTENTION_DROPOUT_FIELD),
-    ):  # fmt: skip
-        if rate is not None:
-            _set_dropout(model_config, name, rate, pattern)
-    if getattr(config, "max_length", None) is not None:
-        check_context(model_config, config.max_length)  # type: ignore[attr-defined]  # a recipe's Config is a DataConfig too
+    set_dropout(model_config, config.dropout, config.attention_dropout)
+    if isinstance(config, DataConfig):
+        check_context(model_config, config.max_length)
     model_class = _model_class(auto, auto_class, model_config, config)
     is_undecided, packed = packed is None, _may_be_packed(model_config, model_class, config) if packed is None else packed
     attention = choose_attention(model_config, config.attn_implementation, packed, _device(config), model_class)
@@ -80,10 +79,10 @@ def load_model(
         if built_in:  # made in float32 and rounded after, so that --dtype changes the rounding and nothing else
             model = auto.from_config(model_config, attn_implementation=attention, dtype=torch.float32)
             model = model.to(getattr(torch, "float32" if config.dtype == "auto" else config.dtype))
-            model.new_modules = _modules_with_random_weights(model)
+            new_modules = _modules_with_random_weights(model)
         else:
-            model = _pretrained_model(auto, config, model_config, attention)
-        _fit_to_tokenizer(model, tokenizer)
+            model, new_modules = _pretrained_model(auto, config, model_config, attention)
+        new_modules += _fit_to_tokenizer(model, tokenizer)
     _check_direction(model, auto_class, config)
     if getattr(model_config.get_text_config(), "output_router_logits", False):
         say_once(
@@ -102,11 +101,11 @@ def load_model(
         compile_layers(model, config.gradient_checkpointing, config.torch_compile_backend)
     elif config.gradient_checkpointing:
         checkpoint_layers(model)
-    model.tokenizer = tokenizer  # a model that is sent to the Hub while it trains needs it beside
+    note_loaded(model, Loaded(config.seed, config.model_revision, adapter, tokenizer, tuple(new_modules)))
     return model.train()  # also what from_pretrained made, which would train without dropout
 
 
-def _may_be_packed(model_config: Any, model_class: type | None, config: ModelConfig) -> bool:
+def _may_be_packed(model_config: PretrainedConfig, model_class: type | None, config: ModelConfig) -> bool:
     try:
         check_packable(model_config, model_class)
     except NotPackable as problem:
@@ -115,26 +114,7 @@ def _may_be_packed(model_config: Any, model_class: type | None, config: ModelCon
     return config.attn_implementation not in ("sdpa", "eager")
 
 
-def check_context(model_config: Any, max_length: int) -> None:
-    """Refuse examples longer than the positions a model has."""
-    longest = positions_of(model_config)
-    if longest is not None and max_length > longest:
-        raise Refusal(
-            f"--max-length {max_length}: the model has {longest} positions (max_position_embeddings). "
-            f"Take --max-length {longest}, or another model."
-        )
-
-
-def positions_of(model_config: Any) -> int | None:
-    """How many tokens an example may have; None where the model doesn't say."""
-    text_config = model_config.get_text_config()
-    longest: int | None = getattr(text_config, "max_position_embeddings", None)
-    if longest is not None and model_config.model_type in _POSITIONS_AFTER_PADDING:
-        longest -= text_config.pad_token_id + 1
-    return longest
-
-
-def _pretrained_config(config: ModelConfig) -> Any:
+def _pretrained_config(config: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     flag, directory = f"--model {config.model}", Path(config.model).expanduser()
@@ -163,19 +143,23 @@ def _pretrained_config(config: ModelConfig) -> Any:
             _name(config), revision=config.model_revision, trust_remote_code=config.trust_remote_code
         )
     if not directory.is_dir():
-        found._commit_hash = commit_in_cache(config.model, config.model_revision, ["config.json"])
+        set_commit(found, commit_in_cache(config.model, config.model_revision, ["config.json"]))
     return found
 
 
-def _pretrained_model(auto: Any, config: ModelConfig, model_config: Any, attention: str | None) -> Any:
-    """The weights, in the commit that the config came from; new and left-out ones are told apart and said."""
+def _pretrained_model(
+    auto: Any, config: ModelConfig, model_config: PretrainedConfig, attention: str | None
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model, in the commit that the config came from, and its modules with new weights; what is left out is said."""
+    half = isinstance(config, RunConfig) and ("bfloat16" if config.bf16 else "float16" if config.fp16 else None)
+    quantization = in_4_bits(config, _device(config), half or "float32") if isinstance(config, AdapterConfig) else {}
     check_no_adapter_inside(_name(config), config.model_revision)
     with _explained(config, auto.__name__):
         model, report = auto.from_pretrained(
-            _name(config), config=model_config, revision=getattr(model_config, "_commit_hash", None) or config.model_revision,
+            _name(config), config=model_config, revision=commit_of(model_config) or config.model_revision,
             dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype), attn_implementation=attention,
             trust_remote_code=config.trust_remote_code, use_safetensors=True, output_loading_info=True,
-            ignore_mismatched_sizes=True, **in_4_bits(config, _device(config)),
+            ignore_mismatched_sizes=True, **quantization,
         )  # fmt: skip
     keep_gradients(model)
     check_finite(model, f"--model {config.model}")
@@ -187,25 +171,37 @@ def _pretrained_model(auto: Any, config: ModelConfig, model_config: Any, attenti
     new_head = sorted((mismatched | set(report["missing_keys"])).difference(in_body))
     if new_head:
         say_once(f"{config.model}: new, random weights (seed {config.seed}) for the head: {_shortened(new_head)}")
-    model.new_modules = sorted({name.rpartition(".")[0] for name in new_head})  # an adapter's training takes them along
     if in_body:
         say_once(
             f"WARNING: {config.model} lacks {len(in_body)} tensors of its body, which are random now: {_shortened(in_body)}"
         )
     if report["unexpected_keys"]:
         say_once(f"{config.model}: not used by {type(model).__name__}: {_shortened(sorted(report['unexpected_keys']))}")
-    return model
+    return model, sorted({name.rpartition(".")[0] for name in new_head})
 
 
-def _modules_with_random_weights(model: Any) -> list[str]:
-    """Of a built-in shape: embeddings and what stands outside the body. Its layers are random too, but get the adapter."""
+def check_finite(model: nn.Module, name: str) -> None:
+    """Refuse a model with a number that is not finite, which training would blame on its data; `name` begins the message.
+
+    In a buffer infinity may be meant, as in a mask; NaN never is.
+    """
+    persistent = model.state_dict().keys()
+    buffers = ((key, torch.isnan(each)) for key, each in model.named_buffers() if key in persistent and not each.is_meta)
+    spoiled = next((f"the buffer {key} holds NaN" for key, is_nan in buffers if bool(is_nan.any())), None)
+    found = describe_nonfinite(model.named_parameters()) or spoiled
+    if found:
+        raise Refusal(f"{name}: {found}. The run that made it diverged, or a file is damaged: use another, or copy it again.")
+
+
+def _modules_with_random_weights(model: PreTrainedModel) -> list[str]:
+    """Of a built-in shape: embeddings and what is outside the body. Its layers are random too, but get the adapter."""
     body = f"{model.base_model_prefix}."
     outside = [name for name, _ in model.named_parameters() if not name.startswith(body) or ".pooler." in name]
     embeddings = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
     return sorted({name.rpartition(".")[0] for name in outside} | embeddings)
 
 
-def _is_in_body(model: Any, name: str) -> bool:
+def _is_in_body(model: PreTrainedModel, name: str) -> bool:
     """Whether a tensor belongs to what a model shares with every head; a pooler is counted with the heads."""
     return name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name
 
@@ -238,21 +234,20 @@ def _explained(config: ModelConfig, auto_class: str = "AutoModel") -> Iterator[N
         transformers.logging.set_verbosity(verbosity)
 
 
-def _model_class(auto: Any, auto_class: str, model_config: Any, config: ModelConfig) -> type | None:
+def _model_class(auto: Any, auto_class: str, model_config: PretrainedConfig, config: ModelConfig) -> type | None:
     """The class that will be made; None when it is the repository's own code, which is not read yet."""
     if auto_class in (getattr(model_config, "auto_map", None) or {}) and config.trust_remote_code:
         return None
-    try:  # not `in mapping.keys()`, which imports the configurations of all models, more than a second
-        found = auto._model_mapping[type(model_config)]
+    try:
+        return class_for(auto, model_config)
     except KeyError:
         raise Refusal(
             f"--model {config.model}: model type {model_config.model_type!r} has no {auto_class} in transformers. "
             "Name a model made for this task."
         ) from None
-    return found[0] if isinstance(found, (tuple, list)) else found
 
 
-def _check_direction(model: Any, auto_class: str, config: ModelConfig) -> None:
+def _check_direction(model: PreTrainedModel, auto_class: str, config: ModelConfig) -> None:
     """Refuse to train next-token prediction in a model that sees the next token."""
     has_other_senses = any(getattr(model.config, f"{kind}_config", None) is not None for kind in ("vision", "audio"))
     if auto_class == "AutoModelForCausalLM" and not has_other_senses:
@@ -264,23 +259,10 @@ def _check_direction(model: Any, auto_class: str, config: ModelConfig) -> None:
                 )
 
 
-def dropout_fields(model_config: dict[str, Any]) -> list[str]:
-    """The names of the dropout rates in a model's config."""
-    return [name for name in model_config if _DROPOUT_FIELD.search(name)]
-
-
-def _set_dropout(model_config: Any, name: str, rate: float, pattern: re.Pattern[str]) -> None:
-    text_config = model_config.get_text_config()
-    fields = [field for field in text_config.to_dict() if pattern.search(field)]
-    if not fields:
-        what, flag = name.replace("_", " "), name.replace("_", "-")
-        raise Refusal(f"--{flag} {rate:g}: model type {model_config.model_type!r} has no {what}. Remove it.")
-    for field in fields:
-        setattr(text_config, field, rate)
-
-
-def _fit_to_tokenizer(model: Any, tokenizer: Any) -> None:
-    embedding = model.get_input_embeddings()
+def _fit_to_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """Give the model the tokenizer's pad token and a row of the embedding for each token; the names of enlarged modules."""
+    embedding: Any = model.get_input_embeddings()
+    enlarged: list[str] = []
     if tokenizer is not None:
         if len(tokenizer) > embedding.num_embeddings:
             say_once(
@@ -288,20 +270,21 @@ def _fit_to_tokenizer(model: Any, tokenizer: Any) -> None:
             )
             model.resize_token_embeddings(len(tokenizer))
             embedding = model.get_input_embeddings()
-            enlarged = (embedding, model.get_output_embeddings())
-            model.new_modules += [name for name, module in model.named_modules() if any(module is each for each in enlarged)]
+            ends = (embedding, model.get_output_embeddings())
+            enlarged = [name for name, module in model.named_modules() if any(module is each for each in ends)]
         for settings in (model.config, model.config.get_text_config(), getattr(model, "generation_config", None)):
             if settings is not None:
                 settings.pad_token_id = tokenizer.pad_token_id
     # torch gives the token of `padding_idx` no gradient. Where an end of text pads, that would cost it its training; the
     # masks alone say what is padding.
     embedding.padding_idx = None
+    return enlarged
 
 
 def _device(config: ModelConfig) -> str:
     """The kind of device that training will be on; --use-cpu is another group's setting."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if accelerator is None or getattr(config, "use_cpu", False) else accelerator.type
+    return "cpu" if accelerator is None or (isinstance(config, OutputConfig) and config.use_cpu) else accelerator.type
 
 
 def _name(config: ModelConfig) -> str:

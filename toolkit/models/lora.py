@@ -9,15 +9,21 @@ import warnings
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from toolkit.config import Refusal
-from toolkit.config.conditions import STARTS_ON_THE_BASE, is_adapter
+from toolkit.config import AdapterConfig, Refusal
+from toolkit.config.conditions import STARTS_ON_THE_BASE
+from toolkit.distributed.engines import is_fsdp_settled
 from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import put_adapter
+from toolkit.models.loaded import loaded, note_loaded
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ALL_LINEAR, TEMPLATE = "all-linear", "template"
 # The end of a model class's name, and what peft calls that task.
@@ -27,15 +33,16 @@ _TASKS = {
 }  # fmt: skip
 
 
-def add_adapter(model: Any, config: Any, tokenizer: Any = None) -> Any:
-    """The model with an adapter to train, everything else frozen; the model itself without `use_peft`.
+def add_adapter(
+    model: PreTrainedModel, config: AdapterConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> PreTrainedModel:
+    """peft's model: the same with an adapter to train, everything else frozen; the model itself without `use_peft`.
 
     Between `load_model` and `accelerator.prepare`. Modules whose weights `load_model` had to make up are trained whole and
     saved with the adapter: a new head, an enlarged embedding, the embedding of a built-in shape. The adapter's first weights
-    are a function of `config.seed` alone. Where `config.model` is the directory of an adapter, that one is trained further.
+    are a function of the seed that `load_model` had. Where that was given an adapter, it is trained further.
 
     Args:
-        config: a recipe's settings, of which the AdapterConfig, the ModelConfig and the seed are read.
         tokenizer: needed for `lora_trainable_tokens` alone.
 
     Raises:
@@ -45,25 +52,27 @@ def add_adapter(model: Any, config: Any, tokenizer: Any = None) -> Any:
         return model
     import peft
 
+    known = loaded(model)
     if config.load_in_4bit:  # recomputation, where wanted, load_model has turned on in its own way
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     with torch.random.fork_rng(devices=[]), _quiet():
-        torch.manual_seed(config.seed + 1)  # not the numbers that the model's own weights were drawn from
-        if is_adapter(config.model):
-            adapted = put_adapter(model, config.model, is_trainable=True)
+        torch.manual_seed(known.seed + 1)  # not the numbers that the model's own weights were drawn from
+        if known.adapter:
+            adapted = put_adapter(model, known.adapter, is_trainable=True)
+            note_loaded(adapted, known)
         else:
-            adapted = peft.get_peft_model(model, _lora_config(model, config, tokenizer))
-            adapted.initial_adapter = _initial_adapter(adapted, config)
+            adapted = peft.get_peft_model(model, _lora_config(model, config, tokenizer, known.revision))
+            note_loaded(adapted, known, initial_adapter=_initial_adapter(adapted, config))
     settings = adapted.peft_config["default"]
     base = settings.base_model_name_or_path or ""
     if os.path.isdir(base):  # the adapter is read from another working directory than the one it was trained in
         settings.base_model_name_or_path = str(Path(base).resolve())
     trained, total = adapted.get_nb_trainable_parameters()
     say_once(f"trains {trained:,} of {total:,} parameters ({trained / total:.1%})".replace("%", " %"))
-    return adapted
+    return cast("PreTrainedModel", adapted)
 
 
-def target_modules(model: nn.Module, config: Any) -> list[str]:
+def target_modules(model: nn.Module, config: AdapterConfig) -> list[str]:
     """Full names of the modules that get an update, after --lora-target-modules and --lora-layers-to-transform.
 
     all-linear means every linear layer but the head and what is trained whole, as in QLoRA
@@ -103,10 +112,10 @@ def target_modules(model: nn.Module, config: Any) -> list[str]:
     return _of_layers(found, config.lora_layers_to_transform)
 
 
-def modules_to_save(model: nn.Module, config: Any) -> list[str]:
+def modules_to_save(model: nn.Module, config: AdapterConfig) -> list[str]:
     """Full names of the modules trained whole: those that the settings name, and those with weights made up by load_model."""
     names = [name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None]
-    found = list(getattr(model, "new_modules", []))
+    found = list(loaded(model).new_modules)
     for entry in config.lora_modules_to_save:
         matching = [name for name in names if _is_named(name, entry)]
         if not matching:
@@ -115,14 +124,18 @@ def modules_to_save(model: nn.Module, config: Any) -> list[str]:
     return found
 
 
-def trainable_tokens(model: Any, config: Any, tokenizer: Any) -> dict[str, list[int]]:
-    """Ids of the tokens that learn a row of their own, by the full name of the module: the embedding, and a head beside it.
+def trainable_tokens(
+    model: PreTrainedModel, config: AdapterConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, list[int]]:
+    """Ids of the tokens that learn a row of their own, by the full name of the module: the embedding, and a head next to it.
 
     Empty where the embedding is trained whole, or where there is no chat template to take them from.
     """
     wanted, flag = config.lora_trainable_tokens, "--lora-trainable-tokens"
-    if tokenizer is None and set(wanted) - {TEMPLATE}:
-        raise TypeError("lora_trainable_tokens need the tokenizer: add_adapter(model, config, tokenizer)")
+    if tokenizer is None:
+        if set(wanted) - {TEMPLATE}:
+            raise TypeError("lora_trainable_tokens need the tokenizer: add_adapter(model, config, tokenizer)")
+        return {}
     ids = {number for word in wanted if word == TEMPLATE for number in template_tokens(tokenizer)}
     for token in (word for word in wanted if word != TEMPLATE):
         if token not in tokenizer.get_vocab():
@@ -132,7 +145,7 @@ def trainable_tokens(model: Any, config: Any, tokenizer: Any) -> dict[str, list[
         ids.add(tokenizer.get_vocab()[token])
     if not ids:
         return {}
-    if _is_fsdp(config):  # peft 0.21.2 gives the embedding and a tied head one parameter, which fully_shard splits twice
+    if is_fsdp_settled():  # peft 0.21.2 gives the embedding and a tied head one parameter, which fully_shard splits twice
         if set(wanted) != {TEMPLATE}:
             raise Refusal(f"{flag} {', '.join(wanted)}: not under FSDP2. Leave it out, or take --zero-stage 3.")
         say_once("single tokens of the embedding are not trained under FSDP2")
@@ -149,11 +162,7 @@ def trainable_tokens(model: Any, config: Any, tokenizer: Any) -> dict[str, list[
     return {name: sorted(ids) for name in found}
 
 
-def _is_fsdp(config: Any) -> bool:
-    return getattr(config, "fsdp", False) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
-
-
-def template_tokens(tokenizer: Any) -> list[int]:
+def template_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids of the special tokens that the chat template writes around a question and an answer."""
     if not getattr(tokenizer, "chat_template", None):
         return []
@@ -161,19 +170,21 @@ def template_tokens(tokenizer: Any) -> list[int]:
 
     chat = [{"role": role, "content": "x"} for role in ("user", "assistant")]
     try:
-        written = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
+        written: Any = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]  # type: ignore[call-overload,index]
     except TemplateError as error:
         say_once(f"the chat template's tokens are not trained: it can't render a question and an answer ({error})")
         return []
     return sorted(set(written).intersection(tokenizer.get_added_vocab().values()))
 
 
-def _lora_config(model: Any, config: Any, tokenizer: Any) -> Any:
+def _lora_config(
+    model: PreTrainedModel, config: AdapterConfig, tokenizer: PreTrainedTokenizerBase | None, revision: str | None
+) -> LoraConfig:
     from peft import LoraConfig
 
     targets, whole = target_modules(model, config), modules_to_save(model, config)
     tokens = trainable_tokens(model, config, tokenizer)
-    if tokens:
+    if tokens and tokenizer:
         written = tokenizer.convert_ids_to_tokens(next(iter(tokens.values())))
         say_once(f"trains the embedding of {', '.join(written)} as well")
     ranks = _by_pattern(config.lora_rank_pattern, "--lora-rank-pattern", targets)
@@ -181,20 +192,21 @@ def _lora_config(model: Any, config: Any, tokenizer: Any) -> Any:
     modules = dict(model.named_modules())
     if config.init_lora_weights not in ("true", "gaussian"):
         _check_ranks(config, targets, modules, ranks)
+    init: Any = True if config.init_lora_weights == "true" else config.init_lora_weights
     task = next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), None)
     return LoraConfig(
         r=config.lora_r, lora_alpha=_plain(config.lora_alpha), lora_dropout=config.lora_dropout, target_modules=targets,
         rank_pattern={pattern: int(rank) for pattern, rank in ranks.items()},
         alpha_pattern={pattern: _plain(alpha) for pattern, alpha in alphas.items()},
         modules_to_save=whole or None, use_rslora=config.use_rslora, use_dora=config.use_dora,
-        init_lora_weights=True if config.init_lora_weights == "true" else config.init_lora_weights,
+        init_lora_weights=init,
         fan_in_fan_out=any(type(modules[name]).__name__ == "Conv1D" for name in targets), task_type=task,
-        ensure_weight_tying=any(_is_tied(model, modules[name]) for name in whole), revision=config.model_revision,
+        ensure_weight_tying=any(_is_tied(model, modules[name]) for name in whole), revision=revision,
         trainable_token_indices=tokens or None,
     )  # fmt: skip
 
 
-def _initial_adapter(adapted: Any, config: Any) -> dict[str, torch.Tensor]:
+def _initial_adapter(adapted: PeftModel, config: AdapterConfig) -> dict[str, torch.Tensor]:
     """Copies of the first A and B where they were taken out of the frozen weights, which are others since then.
 
     PiSSA (https://arxiv.org/abs/2404.02948) and OLoRA (https://arxiv.org/abs/2406.01775) leave W - s B0 A0 of a weight W.
@@ -205,7 +217,7 @@ def _initial_adapter(adapted: Any, config: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in adapted.named_parameters() if name.endswith(parts)}
 
 
-def _check_ranks(config: Any, targets: list[str], modules: dict[str, nn.Module], ranks: dict[str, float]) -> None:
+def _check_ranks(config: AdapterConfig, targets: list[str], modules: dict[str, nn.Module], ranks: dict[str, float]) -> None:
     """A decomposition has no more directions than the smaller side of its matrix; orthogonal halves have an even rank."""
     flag, halves = f"--init-lora-weights {config.init_lora_weights}", config.init_lora_weights == "orthogonal"
     for name in targets:
@@ -253,7 +265,7 @@ def _can_be_adapted(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D"
 
 
-def _is_tied(model: Any, module: nn.Module) -> bool:
+def _is_tied(model: nn.Module, module: nn.Module) -> bool:
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if embedding is None or head is None or embedding.weight is not head.weight:

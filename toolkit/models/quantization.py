@@ -7,22 +7,20 @@ from typing import Any
 
 import torch
 
-from toolkit.config import Refusal
-
-_COMPUTING = {"bf16": "bfloat16", "fp16": "float16"}
+from toolkit.config import AdapterConfig, Refusal
 
 
-def in_4_bits(config: Any, device: str) -> dict[str, Any]:
+def in_4_bits(config: AdapterConfig, device: str, compute_dtype: str) -> dict[str, Any]:
     """What `from_pretrained` needs to round the linear layers to 4 bits as it reads them; nothing where that is not asked for.
 
     Args:
-        config: a recipe's settings; those without an AdapterConfig ask for nothing.
         device: the kind of device that training will be on.
+        compute_dtype: "bfloat16", "float16" or "float32".
 
     Raises:
         Refusal: bitsandbytes is missing, or training would be on a device that it has no kernels for.
     """
-    if not getattr(config, "load_in_4bit", False):
+    if not config.load_in_4bit:
         return {}
     _check_installed("--load-in-4bit")
     if device not in ("cuda", "cpu"):
@@ -32,9 +30,8 @@ def in_4_bits(config: Any, device: str) -> dict[str, Any]:
         )
     from transformers import BitsAndBytesConfig
 
-    computing = next((dtype for setting, dtype in _COMPUTING.items() if getattr(config, setting, False)), "float32")
     quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_compute_dtype=computing, bnb_4bit_quant_type=config.bnb_4bit_quant_type,
+        load_in_4bit=True, bnb_4bit_compute_dtype=compute_dtype, bnb_4bit_quant_type=config.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=config.bnb_4bit_use_double_quant,
     )  # fmt: skip
     # Read where they will stay: accelerate does not move 4-bit weights from one device to another.

@@ -1,9 +1,16 @@
-"""Built-in shapes: small models made from a configuration of transformers, with settings for their dimensions."""
+"""Configurations of models: those of the built-in shapes, with settings for their dimensions, and what any of them allows."""
+
+from __future__ import annotations
 
 import difflib
-from typing import Any
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config import ModelConfig, Refusal
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 DIMENSIONS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
@@ -34,7 +41,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def built_in_config(config: ModelConfig, tokenizer: Any = None) -> Any:
+def built_in_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
     """The transformers config of a built-in shape: a vocabulary of `len(tokenizer)`, its special tokens, our dimensions.
 
     Raises Refusal for a name that is no shape, a dimension that the shape does not have, and dimensions that do not divide.
@@ -43,6 +50,50 @@ def built_in_config(config: ModelConfig, tokenizer: Any = None) -> Any:
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
     vocab_size = len(tokenizer) if tokenizer is not None else config.vocab_size or DEFAULT_VOCAB_SIZE
     return _MAKERS[config.model.partition("-")[2]]({**dimensions, **special, "vocab_size": vocab_size})
+
+
+def check_context(model_config: PretrainedConfig, max_length: int) -> None:
+    """Refuse examples longer than the positions a model has."""
+    longest = positions_of(model_config)
+    if longest is not None and max_length > longest:
+        raise Refusal(
+            f"--max-length {max_length}: the model has {longest} positions (max_position_embeddings). "
+            f"Take --max-length {longest}, or another model."
+        )
+
+
+def positions_of(model_config: PretrainedConfig) -> int | None:
+    """How many tokens an example may have; None where the model doesn't say."""
+    text_config = model_config.get_text_config()
+    longest: int | None = getattr(text_config, "max_position_embeddings", None)
+    if longest is not None and model_config.model_type in _POSITIONS_AFTER_PADDING:
+        longest -= text_config.pad_token_id + 1
+    return longest
+
+
+def set_dropout(model_config: PretrainedConfig, dropout: float | None, attention_dropout: float | None) -> None:
+    """Set the rates that a model's config has under one name or another; None leaves them as they are."""
+    text_config = model_config.get_text_config()
+    for flag, rate, pattern in (
+        ("--dropout", dropout, _DROPOUT_FIELD), ("--attention-dropout", attention_dropout, _ATTENTION_DROPOUT_FIELD),
+    ):  # fmt: skip
+        fields = [field for field in text_config.to_dict() if pattern.search(field)]
+        if rate is not None and not fields:
+            what = flag[2:].replace("-", " ")
+            raise Refusal(f"{flag} {rate:g}: model type {model_config.model_type!r} has no {what}. Remove it.")
+        for field in fields if rate is not None else ():
+            setattr(text_config, field, rate)
+
+
+def dropout_fields(model_config: Iterable[str]) -> list[str]:
+    """The names of the dropout rates among those of a model's config."""
+    return [name for name in model_config if _DROPOUT_FIELD.search(name)]
+
+
+_DROPOUT_FIELD = re.compile(r"(^|_)(dropout|pdrop)(_|$)")
+_ATTENTION_DROPOUT_FIELD = re.compile(r"^att(n|ention)_(\w+_)?(dropout|pdrop)(_|$)")
+# Learned positions that begin after the padding index (fairseq's way), so that a few of the table are never used.
+_POSITIONS_AFTER_PADDING = {"camembert", "data2vec-text", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod"}
 
 
 def _dimensions(config: ModelConfig) -> dict[str, Any]:
@@ -91,19 +142,19 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _llama(dimensions: dict[str, Any]) -> Any:
+def _llama(dimensions: dict[str, Any]) -> PretrainedConfig:
     from transformers import LlamaConfig
 
     return LlamaConfig(**dimensions, tie_word_embeddings=True)
 
 
-def _qwen3(dimensions: dict[str, Any]) -> Any:
+def _qwen3(dimensions: dict[str, Any]) -> PretrainedConfig:
     from transformers import Qwen3Config
 
     return Qwen3Config(**dimensions, head_dim=_head_dim(dimensions), tie_word_embeddings=True)
 
 
-def _gemma3(dimensions: dict[str, Any]) -> Any:
+def _gemma3(dimensions: dict[str, Any]) -> PretrainedConfig:
     from transformers import Gemma3TextConfig
 
     layers, head_dim = dimensions["num_hidden_layers"], _head_dim(dimensions)
@@ -115,7 +166,7 @@ def _gemma3(dimensions: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def _bert(dimensions: dict[str, Any]) -> Any:
+def _bert(dimensions: dict[str, Any]) -> PretrainedConfig:
     from transformers import BertConfig
 
     return BertConfig(**dimensions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.conditions import is_built_in
 from toolkit.config.parsing import read_text_file
+from toolkit.models.compat import compile_template
 from toolkit.system.network import stay_offline_without_network
 
 if TYPE_CHECKING:
@@ -182,8 +184,17 @@ def _pretrained_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
             f"{setting} {name}: its tokenizer ({type(tokenizer).__name__}) has no fast version (tokenizer.json), which the "
             "supervised masks need. Name another with --tokenizer"
         )
-    tokenizer.commit = None if is_directory else commit_in_cache(name, revision, _TOKENIZER_FILES)  # for the run card
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def tokenizer_commit(tokenizer: str | None, model: str | None, model_revision: str | None) -> str | None:
+    """For a run card: the commit on the Hub of the tokenizer that `load_tokenizer` reads for these settings, or None."""
+    name = tokenizer or model
+    if not name or is_built_in(name) or Path(name).expanduser().is_dir():
+        return None
+    with contextlib.suppress(ValueError):  # no name of the Hub's: the recipe reads another tokenizer
+        return commit_in_cache(name, None if tokenizer else model_revision, _TOKENIZER_FILES)
+    return None
 
 
 def commit_in_cache(name: str, revision: str | None, files: Sequence[str]) -> str | None:
@@ -241,15 +252,13 @@ def _suggest_directory(name: str) -> str:
 
 def _read_chat_template(file: str) -> str:
     import jinja2
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
     if not Path(file).expanduser().exists():
         raise Refusal(f"--chat-template {file}: the file can't be read: No such file or directory.{_suggest_file(file)}")
     template = read_text_file(file, f"--chat-template {file}")
     if "messages" not in template:
         raise Refusal(f"--chat-template {file}: a chat template goes through `messages`, which this file never mentions.")
     try:
-        _compile_jinja_template(template)  # the very environment that renders it later, with its extensions
+        compile_template(template)
     except jinja2.TemplateSyntaxError as error:
         raise Refusal(f"--chat-template {file}:{error.lineno}: not valid Jinja: {error.message}") from error
     except (RecursionError, SyntaxError, ValueError, OverflowError, MemoryError) as error:  # of its Python
@@ -264,7 +273,7 @@ def _suggest_file(file: str) -> str:
     return f" Did you mean: {', '.join(str(path.parent / entry) for entry in close)}" if close else ""
 
 
-def _token_to_pad_with(tokenizer: Any) -> str:
+def _token_to_pad_with(tokenizer: PreTrainedTokenizerFast) -> str:
     """A token the vocabulary already has: one reserved for padding, else the end of text, else the unknown token."""
     vocabulary = tokenizer.get_vocab()
     reserved = next((token for token in _UNUSED_TOKENS if token in vocabulary), None)

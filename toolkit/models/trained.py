@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.conditions import is_adapter, is_built_in
-from toolkit.models.adapter_files import base_of, check_adapter, put_adapter, read_adapter_config
+from toolkit.models.adapter_files import (
+    MODEL_CONFIG,
+    WEIGHTS,
+    base_of,
+    check_adapter,
+    put_adapter,
+    read_adapter_config,
+    read_object,
+)
+from toolkit.models.loaded import loaded
+from toolkit.models.shapes import positions_of
 from toolkit.models.tokenizer import OFFLINE, load_tokenizer
 from toolkit.system.console import as_typed
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification"}
 
@@ -62,15 +75,15 @@ def auto_class_of(config: ModelConfig) -> str:
 
 def longest_example(config: ModelConfig) -> int | None:
     """How many tokens an example may have for the model; None where it doesn't say."""
-    from toolkit.models.load import positions_of
-
     if is_adapter(config.model):
         base, revision = base_of(Path(config.model).expanduser())
         config = dataclasses.replace(config, model=base, model_revision=revision)
     return positions_of(_published_config(config))
 
 
-def load_trained(auto_class: str, config: ModelConfig, device: torch.device) -> tuple[Any, Any]:
+def load_trained(
+    auto_class: str, config: ModelConfig, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model, on `device` and in evaluation mode, and tokenizer. An adapter is put on its base, from wherever that is.
 
     Raises:
@@ -84,12 +97,29 @@ def load_trained(auto_class: str, config: ModelConfig, device: torch.device) -> 
             model = _adapted(auto_class, config, tokenizer)
         else:
             model = load_model(auto_class, config, tokenizer)
-            untrained: list[str] = getattr(model, "new_modules", [])
+            untrained = loaded(model).new_modules
             if untrained:
                 raise Refusal(f"{config.model}: has no trained head for this ({', '.join(untrained)}): train it first.")
     except Refusal as refusal:
         raise Refusal(_for_a_trained_model(str(refusal).removeprefix("--model "))) from refusal
-    return model.to(device).eval(), tokenizer
+    return cast(Any, model).to(device).eval(), tokenizer
+
+
+_HEADS = (".score", ".classifier", ".out_proj", ".qa_outputs")
+
+
+def settings_of_the_task(adapter: Path) -> dict[str, Any]:
+    """What the adapted model's config says of labels and padding; of an adapter from elsewhere, the size of its head."""
+    path = adapter / MODEL_CONFIG
+    if path.exists():
+        written = read_object(path)
+        found = {name: written[name] for name in ("id2label", "label2id", "problem_type", "pad_token_id") if name in written}
+        return found | ({"id2label": {int(k): v for k, v in found["id2label"].items()}} if found.get("id2label") else {})
+    from safetensors import safe_open
+
+    with safe_open(adapter / WEIGHTS, framework="pt") as tensors:
+        heads = [name for name in tensors.keys() if name.rpartition(".")[0].endswith(_HEADS)]  # noqa: SIM118 - not a dictionary
+        return {"num_labels": tensors.get_slice(heads[0]).get_shape()[0]} if heads else {}
 
 
 def best_device(wanted: str | None) -> torch.device:
@@ -109,8 +139,7 @@ def best_device(wanted: str | None) -> torch.device:
     return device
 
 
-def _adapted(auto_class: str, config: ModelConfig, tokenizer: Any) -> Any:
-    from toolkit.models.adapter_files import settings_of_the_task
+def _adapted(auto_class: str, config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     from toolkit.models.load import load_model
 
     directory = Path(config.model).expanduser()
@@ -118,10 +147,10 @@ def _adapted(auto_class: str, config: ModelConfig, tokenizer: Any) -> Any:
     check_adapter(directory)
     settings = settings_of_the_task(directory) if auto_class != "AutoModelForCausalLM" else {}
     model = load_model(auto_class, dataclasses.replace(config, model=base, model_revision=revision), tokenizer, **settings)
-    return put_adapter(model, directory)
+    return cast("PreTrainedModel", put_adapter(model, directory))
 
 
-def _published_config(config: ModelConfig) -> Any:
+def _published_config(config: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     from toolkit.models.tokenizer import hub_problem

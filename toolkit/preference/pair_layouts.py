@@ -13,8 +13,9 @@ from toolkit.losses.answer_logps import answer_token_logps
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.models.attention.interface import DOCUMENTS, FLEX
 from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable
+from toolkit.models.compat import attention_of
 from toolkit.models.layers import uncompiled
-from toolkit.models.load import dropout_fields
+from toolkit.models.shapes import dropout_fields
 from toolkit.training.step import to_device
 
 _OF_A_HEAD = re.compile("classif|summary|qa_")  # a head's dropout is a module where the model has that head
@@ -58,7 +59,7 @@ def _problem(model: Any, layout: str) -> str | None:
     """Why a layout would not be exact, or None."""
     if layout == "padded":
         return None
-    attention = model.config._attn_implementation
+    attention = attention_of(model.config)
     if attention == "flash_attention_2" and layout == "shared":
         return f"attention {attention!r} knows no prompts that are shared"
     if attention not in (DOCUMENTS, FLEX, "flash_attention_2"):

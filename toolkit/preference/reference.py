@@ -21,6 +21,7 @@ from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_log
 from toolkit.losses.pair_losses import PairLogps
 from toolkit.losses.preference import needs_reference
 from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.models.compat import commit_of
 from toolkit.preference.reference_cache import reference_table
 from toolkit.system.digests import digests_of_directories
 
@@ -72,8 +73,7 @@ def build_reference(
     way = _choose_way(config)
     reference = ways[way](accelerator, model, make_model, train, evaluation, config)
     if way != "none":  # checkpoints keep it: a run that goes on must have the same reference
-        commit = getattr(unwrapped(model).config, "_commit_hash", None)
-        reference.made_of = {"commit": commit, **digests_of_directories(config.model)}
+        reference.made_of = {"commit": commit_of(unwrapped(model).config), **digests_of_directories(config.model)}
     return reference
 
 

@@ -22,6 +22,7 @@ from toolkit.distributed.ranks import largest, on_main, say_once
 from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.models.adapter_files import base_of
+from toolkit.models.compat import commit_of
 from toolkit.system.digests import read_sealed, seal, sha256_of
 from toolkit.system.files import make_folder, remove, sync, write_atomically
 from toolkit.training.step import to_device
@@ -184,7 +185,7 @@ def _weights(model: Any, name: str) -> Any:
         files = sorted(path for kind in kinds for path in directory.glob(kind))
         own = {path.name: sha256_of(path) for path in files}
         return {"adapter": own, "base": _weights(model, base_of(directory)[0])} if is_adapter(name) else own
-    return None if is_built_in(name) else getattr(model.config, "_commit_hash", None)
+    return None if is_built_in(name) else commit_of(model.config)
 
 
 def _digest_of_pairs(dataset: Any) -> str:

@@ -20,6 +20,8 @@ from toolkit.config.shown import public_settings
 from toolkit.distributed.engines import element_count, engine_of
 from toolkit.distributed.launch import TRAIN_OPTIONS
 from toolkit.models.adapter_files import base_of_adapter
+from toolkit.models.compat import attention_of, commit_of
+from toolkit.models.tokenizer import tokenizer_commit
 from toolkit.runs.copies import edited_copy
 from toolkit.runs.overview import given_and_not_read, given_settings, what_the_run_is
 from toolkit.runs.provenance import digests_of_files, git_commit, processor_name, toolkit_identity, working_directory
@@ -78,13 +80,13 @@ def write_run_card(
             "name": names["model"],
             "revision": names["model_revision"],
             "base": base_of_adapter(names["model"]),
-            "commit": getattr(model.config, "_commit_hash", None),
+            "commit": commit_of(model.config),
             "tokenizer": names["tokenizer"] or names["model"],
-            "tokenizer_commit": getattr(getattr(model, "tokenizer", None), "commit", None),
+            "tokenizer_commit": tokenizer_commit(names["tokenizer"], names["model"], names["model_revision"]),
             "directories": digests_of_directories(names["model"], names["tokenizer"]),
             "architecture": type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__,
             "dtype": str(getattr(model, "dtype", None) or next(model.parameters()).dtype).removeprefix("torch."),
-            "attention": getattr(model.config, "_attn_implementation", None),
+            "attention": attention_of(model.config),
             "parameters": sum(element_count(p) for p in model.parameters()),
             "trainable": sum(element_count(p) for p in model.parameters() if p.requires_grad),
         },

@@ -27,6 +27,13 @@ def engine_of(accelerator: Accelerator) -> Engine:
     return ENGINE
 
 
+def is_fsdp_settled() -> bool:
+    """Whether this process's Accelerator, made before, shards by FSDP2."""
+    from toolkit.distributed.compat import process_state
+
+    return getattr(process_state().get("distributed_type"), "value", None) == "FSDP"
+
+
 def element_count(parameter: nn.Parameter) -> int:
     """Numbers in a whole parameter: ZeRO-3 leaves an empty tensor where it was."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from toolkit.models.compat import softmax_backward
+
 LONGEST = 512  # keys; of longer documents the scores would take memory, and flash attention is as fast
 SCORES_IN_A_GROUP = 2**20  # of all heads: 4 MiB in float32, about what a core's caches hold
 PADDED = 1.5  # times the scores that are needed, at most
@@ -120,7 +122,7 @@ class _GroupedBackward(torch.autograd.Function):
             weights = torch.softmax(scores.add_(group.unseen), dim=-1).to(v.dtype).flatten(0, 1)
             of_answer = _padded(of_row, group.queries, longest_query).flatten(0, 1)
             of_weights = torch.bmm(of_answer, v.transpose(1, 2))
-            of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+            of_scores = softmax_backward(of_weights, weights)
             for row, spans, found in (
                 (of_query, group.queries, torch.bmm(of_scores, k) * ctx.scaling),
                 (of_key, group.keys, torch.bmm(of_scores.transpose(1, 2), scaled.to(v.dtype))),

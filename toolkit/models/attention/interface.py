@@ -14,6 +14,7 @@ import torch
 from toolkit.config import Refusal
 from toolkit.models.attention.kernels import Rules, band, fastest_kernel, flex_kernel, masked_attention, once_a_row
 from toolkit.models.attention.packable import NotPackable, check_packable
+from toolkit.models.compat import takes_sdpa
 
 DOCUMENTS = "toolkit_documents"  # the fastest exact kernel for the device
 FLEX = "toolkit_flex"  # the same, by flex attention
@@ -84,7 +85,7 @@ def take_attention_of_padded_rows(model: Any, requested: str, problem: NotPackab
     """
     check_not_varlen(requested, problem)
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    own = "sdpa" if type(model)._supports_sdpa and not softcap else "eager"
+    own = "sdpa" if takes_sdpa(type(model)) and not softcap else "eager"
     model.set_attn_implementation(requested if requested == "flex_attention" else own)
 
 

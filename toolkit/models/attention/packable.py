@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from toolkit.config import Refusal
+from toolkit.models.compat import is_stateful, takes_attention_functions, takes_flash_attention
 
 # Model types whose packed gradients are compared with each document's own in tests/models/test_attention.py.
 PROVEN = {"bert", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "modernbert", "qwen2", "qwen3"}
@@ -48,7 +49,7 @@ def check_packable(model_config: Any, model_class: type | None = None) -> None:
     for layer_type in layer_types:
         if layer_type not in ("full_attention", "sliding_attention"):
             refuse(f"has layers of type {layer_type}; such a layer {_LAYERS.get(layer_type, 'is not known to be exact')}")
-    if _RECURRENT_TYPES.search(model_config.model_type) or getattr(model_class, "_is_stateful", False):
+    if _RECURRENT_TYPES.search(model_config.model_type) or is_stateful(model_class):
         refuse(f"has recurrent layers; such a layer {_RECURRENT}")
     for rope_type in _rope_types(text_config):
         if rope_type in ("dynamic", "longrope"):
@@ -59,10 +60,10 @@ def check_packable(model_config: Any, model_class: type | None = None) -> None:
         refuse("has attention sinks, which the packed attention does not have")
     if getattr(text_config, "use_bidirectional_attention", False):
         refuse("is set to use_bidirectional_attention, whose masks are not known to be exact")
-    if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
+    if model_class is not None and not takes_attention_functions(model_class):
         refuse(f"({model_class.__name__}) is not on transformers' attention interface")
     windowed = getattr(text_config, "sliding_window", None) or "sliding_attention" in layer_types
-    if model_class is not None and windowed and not getattr(model_class, "_supports_flash_attn", False):
+    if model_class is not None and windowed and not takes_flash_attention(model_class):
         refuse(f"({model_class.__name__}) has sliding windows that it does not hand to its attention function")
 
 

@@ -1,0 +1,74 @@
+"""Names of transformers, peft and torch that are not public, and that models need: each is where it was, and does what it did.
+
+A failure here after an upgrade says which function of toolkit/models/compat.py needs another name.
+"""
+
+
+import jinja2
+import pytest
+import torch
+from torch import nn
+
+from toolkit.models import compat
+
+
+@pytest.fixture
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9))
+
+
+def test_names_of_transformers_models_are_where_they_were(llama) -> None:
+    """Fails when: transformers renames a class attribute, so that every model would be refused, or none."""
+    import transformers
+
+    assert compat.class_for(transformers.AutoModelForCausalLM, llama.config) is type(llama)
+    with pytest.raises(KeyError):
+        compat.class_for(transformers.AutoModelForCausalLM, transformers.ViTConfig())
+    assert compat.takes_attention_functions(type(llama))
+    assert compat.takes_flash_attention(type(llama))
+    assert compat.takes_sdpa(type(llama))
+    assert not compat.is_stateful(type(llama))
+    assert compat.is_stateful(transformers.MambaForCausalLM)
+    assert compat.attention_of(llama.config) == "sdpa"
+    llama.set_attn_implementation("eager")
+    assert compat.attention_of(llama.config) == "eager"
+    assert not compat.renames_old_weights(llama)
+
+
+def test_a_commit_stays_out_of_the_files_of_a_model(llama, tmp_path) -> None:
+    """Fails when: transformers writes `_commit_hash` into config.json, or drops it from a config."""
+    assert compat.commit_of(llama.config) is None
+    compat.set_commit(llama.config, "a" * 40)
+    assert compat.commit_of(llama.config) == "a" * 40
+    llama.config.to_json_file(tmp_path / "config.json")
+    assert "aaaa" not in (tmp_path / "config.json").read_text()
+
+
+def test_a_chat_template_is_compiled_as_it_will_be_rendered() -> None:
+    """Fails when: the function has moved, or its environment lacks the extensions of chat templates."""
+    compat.compile_template("{% generation %}{{ messages }}{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}")
+    with pytest.raises(jinja2.TemplateSyntaxError):
+        compat.compile_template("{% for %}")
+
+
+def test_names_of_torch_are_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: torch moves one of them, or a compiled module no longer has its call under that name."""
+    from torch._inductor import cpp_builder, exc
+
+    def none_found() -> str:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
+    assert not compat.finds_cpp_compiler()
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
+    assert compat.finds_cpp_compiler()
+    layer = nn.Linear(2, 2)
+    assert not compat.is_compiled(layer)
+    layer.compile(backend="eager")
+    assert compat.is_compiled(layer)
+    scores = torch.randn(2, 3, requires_grad=True)
+    weights = scores.softmax(-1)
+    weights.backward(given := torch.randn(2, 3))
+    torch.testing.assert_close(compat.softmax_backward(given, weights.detach()), scores.grad)

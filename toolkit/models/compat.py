@@ -1,0 +1,97 @@
+"""Names of other libraries that are not public, which models need; tests/models/test_compat.py fails when one moves.
+
+Seen in transformers 5.23, peft 0.21.2, torch 2.13. The caps in pyproject.toml are their next versions in which names may move.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# -- transformers ----------------------------------------------------------------------------------------------------
+
+
+def commit_of(config: PretrainedConfig) -> str | None:
+    """The commit on the Hub that a model's config was read from."""
+    return getattr(config, "_commit_hash", None)
+
+
+def set_commit(config: PretrainedConfig, commit: str | None) -> None:
+    """transformers writes it in no file, and (5.23) no longer sets it itself."""
+    config._commit_hash = commit
+
+
+def attention_of(config: PretrainedConfig) -> str | None:
+    """The attention function that a model's layers call: sdpa, eager, or a registered name."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def class_for(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that an Auto class makes of a config; KeyError where it makes none.
+
+    Not `in mapping.keys()`, which imports the configurations of all models, more than a second.
+    """
+    found = auto._model_mapping[type(config)]
+    return found[0] if isinstance(found, (tuple, list)) else found
+
+
+def is_stateful(model_class: type | None) -> bool:
+    """Whether its layers carry a state along the row."""
+    return bool(getattr(model_class, "_is_stateful", False))
+
+
+def takes_attention_functions(model_class: type) -> bool:
+    """Whether its layers call the attention function that is registered under the config's name."""
+    return bool(getattr(model_class, "_supports_attention_backend", False))
+
+
+def takes_flash_attention(model_class: type) -> bool:
+    """Whether it hands its sliding windows to the attention function."""
+    return bool(getattr(model_class, "_supports_flash_attn", False))
+
+
+def takes_sdpa(model_class: type) -> bool:
+    """Whether it has torch's attention."""
+    return bool(getattr(model_class, "_supports_sdpa", False))
+
+
+def renames_old_weights(model: nn.Module) -> bool:
+    """Whether weights that older versions wrote get other names as they are read."""
+    return bool(getattr(model, "_checkpoint_conversion_mapping", None))
+
+
+def compile_template(template: str) -> None:
+    """Read a chat template in the very environment that renders it later, with its extensions."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    _compile_jinja_template(template)
+
+
+# -- torch -----------------------------------------------------------------------------------------------------------
+
+
+def finds_cpp_compiler() -> bool:
+    """Whether inductor finds the compiler that it needs for a CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled in place, by `module.compile`."""
+    return module._compiled_call_impl is not None
+
+
+def softmax_backward(of_weights: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The gradient of a softmax's input, of that of its output, over the last dimension: one kernel."""
+    return torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
