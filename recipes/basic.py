@@ -34,7 +34,13 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.ClassificationCon
 def main(config: Config) -> tk.Summary:
     import torch
 
-    tk.check_output_dir(config)
+    from toolkit.runs.directory import check_output_dir, claimed, write_summary
+    from toolkit.runs.overview import verdict_of
+    from toolkit.runs.run_card import end_run_card, write_run_card
+    from toolkit.system.json_lines import append_line
+    from toolkit.training.anomalies import Divergence, Unstable, report_nonfinite
+
+    check_output_dir(config)
     device = torch.device("cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu")
     tokenizer = tk.pad_apart_from_end(tk.load_tokenizer(config))  # a decoder is read at its last token before padding
     raw = tk.load_splits(config)
@@ -65,7 +71,7 @@ def main(config: Config) -> tk.Summary:
     baselines = tk.class_baselines(raw, config.problem_type)
     if baselines:
         print("to beat, eval_accuracy:", *(f" {name} {value:.4g}" for name, value in baselines.items()), flush=True)
-    watch, losses, warnings = tk.Divergence(), list[float](), list[str]()
+    watch, losses, warnings = Divergence(), list[float](), list[str]()
     summary = tk.Summary({"status": "finished", "warnings": warnings, "baselines": {"figure": "eval_accuracy", **baselines}})
     skipped, started = 0, time.monotonic()
 
@@ -74,8 +80,8 @@ def main(config: Config) -> tk.Summary:
         for warning in found:
             print(f"WARNING: {warning}", flush=True)
 
-    with tk.claimed(config) as output_dir:
-        tk.write_run_card(output_dir / "run.json", None, config, model, train, optimizer)
+    with claimed(config) as output_dir:
+        write_run_card(output_dir / "run.json", None, config, model, train, optimizer)
         for step, batch in enumerate(train.batches(), start=1):
             for group, rate in zip(optimizer.param_groups, schedule(batch.position / train.examples_to_consume), strict=True):
                 group["lr"] = rate
@@ -91,9 +97,9 @@ def main(config: Config) -> tk.Summary:
                 optimizer.step()
             optimizer.zero_grad()
             if skipped:
-                tk.report_nonfinite(output_dir, step, batch, train, loss, norm.item())
+                report_nonfinite(output_dir, step, batch, train, loss, norm.item())
                 if skipped >= (1 if config.nonfinite == "stop" else config.max_nonfinite_steps):
-                    raise tk.Unstable(f"{skipped} step(s) in a row with a non-finite loss or gradient, the last of them {step}")
+                    raise Unstable(f"{skipped} step(s) in a row with a non-finite loss or gradient, the last of them {step}")
             warn(watch.after_step(loss, norm.item(), applied=not skipped))
 
             last, end = step == train.num_steps, batch.position + batch.size
@@ -101,21 +107,21 @@ def main(config: Config) -> tk.Summary:
             where = {"step": step, "epoch": epoch, "examples": end, "time": time.monotonic() - started}
             if step % config.logging_steps == 0 or last:
                 figures = {"loss": loss, "grad_norm": norm.item(), "learning_rate": rate}
-                tk.append_line(output_dir / "metrics.jsonl", {**where, **figures})
+                append_line(output_dir / "metrics.jsonl", {**where, **figures})
                 show(step, figures)
             if evaluation and (step % config.eval_steps == 0 or last):
                 figures = evaluate()
                 summary.figures.update(figures)
                 losses.append(figures["eval_loss"])
-                tk.append_line(output_dir / "metrics.jsonl", {**where, **figures})
+                append_line(output_dir / "metrics.jsonl", {**where, **figures})
                 show(step, figures)
             if step % config.save_steps == 0:
                 tk.save_model(None, model, tokenizer, config, summary)
         warn(watch.after_last_step() + watch.of_metric("eval_loss", losses))
         tk.save_model(None, model, tokenizer, config, summary)
-        tk.write_summary(output_dir, summary)
-        tk.end_run_card(output_dir / "run.json", "finished", time.monotonic() - started, summary.figures, config)
-    print(tk.verdict_of("finished", summary.figures, config) or "finished", flush=True)
+        write_summary(output_dir, summary)
+        end_run_card(output_dir / "run.json", "finished", time.monotonic() - started, summary.figures, config)
+    print(verdict_of("finished", summary.figures, config) or "finished", flush=True)
     return summary
 
 

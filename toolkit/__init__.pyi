@@ -3,9 +3,6 @@
 
 from .checkpoint.directory import (
     latest_checkpoint as latest_checkpoint,
-    load_checkpoint as load_checkpoint,
-    prune_checkpoints as prune_checkpoints,
-    save_checkpoint as save_checkpoint,
     verify_checkpoint as verify_checkpoint,
 )
 from .cli.recipe import run_recipe as run_recipe
@@ -44,7 +41,7 @@ from .data.loading.order import epoch_order as epoch_order, seed_micro_batch as 
 from .data.loading.packing import pack_best_fit as pack_best_fit, pack_wrapped as pack_wrapped
 from .data.sources.load import load_splits as load_splits
 from .data.texts import text_size as text_size, texts_of as texts_of
-from .data.tokenize.labels import label_names as label_names, label_settings as label_settings
+from .data.tokenize.labels import label_settings as label_settings
 from .data.tokenize.tasks import (
     tokenize_for_classification as tokenize_for_classification,
     tokenize_for_lm as tokenize_for_lm,
@@ -61,8 +58,6 @@ from .demo_corpus.baselines import (
 )
 from .diagnostics.memory_table import (
     memory_table as memory_table,
-    used_memory as used_memory,
-    zero_memory_table as zero_memory_table,
 )
 from .export.model_directory import save_model as save_model
 from .generation.samples import sample_prompts as sample_prompts, sample_texts as sample_texts
@@ -101,7 +96,6 @@ from .losses.pair_losses import (
     sppo_hard_loss as sppo_hard_loss,
 )
 from .losses.preference import (
-    needs_reference as needs_reference,
     preference_loss as preference_loss,
     preference_metrics as preference_metrics,
 )
@@ -125,18 +119,9 @@ from .preference.kl_estimate import estimate_kl as estimate_kl
 from .preference.pair_layouts import choose_answer_layout as choose_answer_layout, choose_pair_layout as choose_pair_layout
 from .preference.reference import Reference as Reference, build_reference as build_reference, sync_reference as sync_reference
 from .report.page import write_report as write_report
-from .runs.directory import check_output_dir as check_output_dir, claimed as claimed, write_summary as write_summary
-from .runs.overview import verdict_of as verdict_of
-from .runs.run_card import end_run_card as end_run_card, write_run_card as write_run_card
 from .runs.summary import Summary as Summary
 from .system.interruptions import Interrupted as Interrupted
-from .system.json_lines import append_line as append_line
 from .training.accelerator import build_accelerator as build_accelerator
-from .training.anomalies import (
-    Divergence as Divergence,
-    Unstable as Unstable,
-    report_nonfinite as report_nonfinite,
-)
 from .training.best import load_best as load_best, stopped_improving as stopped_improving
 from .training.evaluation import eval_with_gather as eval_with_gather
 from .training.memory import fit_micro_batch as fit_micro_batch

@@ -17,10 +17,11 @@ SMALL = [
 ]  # fmt: skip
 MEASURING = """\
         import json, dataclasses, os
+        from toolkit.diagnostics.memory_table import used_memory, zero_memory_table
         offload = config.offload
-        table = tk.zero_memory_table(accelerator.unwrap_model(model), config, accelerator.num_processes,
+        table = zero_memory_table(accelerator.unwrap_model(model), config, accelerator.num_processes,
                                      mixed_precision=accelerator.mixed_precision, offload=offload)
-        both = [table[config.zero_stage or 2], tk.used_memory(accelerator, model, optimizer)]
+        both = [table[config.zero_stage or 2], used_memory(accelerator, model, optimizer)]
         with open(f"held-{os.environ['RANK']}.json", "w") as file:
             json.dump([dataclasses.asdict(memory) for memory in both], file)
 """

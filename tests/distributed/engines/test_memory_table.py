@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 import toolkit as tk
-from toolkit.diagnostics.memory_table import Elements, Memory, count_elements, memory_of_stage
+from toolkit.diagnostics.memory_table import Elements, Memory, count_elements, memory_of_stage, used_memory, zero_memory_table
 
 BILLION = 10**9
 PAPER = Elements(parameters=75 * BILLION // 10, trained=75 * BILLION // 10, moments=15 * BILLION)
@@ -75,10 +75,10 @@ def test_one_process_holds_what_the_formula_says_of_plain_training() -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
     optimizer.step()
-    formula = tk.zero_memory_table(model, config, 1)[0]
-    assert tk.used_memory(accelerator, model, optimizer) == formula
+    formula = zero_memory_table(model, config, 1)[0]
+    assert used_memory(accelerator, model, optimizer) == formula
     model.zero_grad()
-    assert tk.used_memory(accelerator, model, optimizer) == Memory(formula.weights, 0, 0, formula.moments)
+    assert used_memory(accelerator, model, optimizer) == Memory(formula.weights, 0, 0, formula.moments)
     rows = tk.memory_table(accelerator, model, optimizer, config).splitlines()
     plain, held = (next(row for row in rows if row.startswith(f"  {label}")).split() for label in ("plain", "held (plain)"))
     assert held[2:] == [plain[1], "freed", "-", plain[4], f"{(formula.total - formula.gradients) / 1e6:.2f}"]
@@ -86,8 +86,9 @@ def test_one_process_holds_what_the_formula_says_of_plain_training() -> None:
 
 MEASURING = """\
         import json, dataclasses, os
+        from toolkit.diagnostics.memory_table import used_memory
         elements = dataclasses.asdict(count_elements(model, config))
-        held = dataclasses.asdict(tk.used_memory(accelerator, model, optimizer))
+        held = dataclasses.asdict(used_memory(accelerator, model, optimizer))
         with open(f"held-{os.environ['RANK']}.json", "w") as file:
             json.dump([elements, held], file)
 """
