@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoint.compat import origin_of
 from toolkit.checkpoint.random_state import capture_random_state
 from toolkit.checkpoint.trees import flatten, unflatten
 from toolkit.config import Refusal
@@ -118,11 +119,11 @@ def base_identity(model: Any) -> dict[str, Any]:
 
 def identity_of(model: Any, digests: dict[str, str]) -> dict[str, Any]:
     """The identity that the digests of a model's frozen parameters make."""
-    config = getattr(model, "config", None)
+    name, commit = origin_of(getattr(model, "config", None))
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return {
-        "model": getattr(config, "_name_or_path", None) or type(inner).__name__,
-        "revision": getattr(config, "_commit_hash", None),
+        "model": name or type(inner).__name__,
+        "revision": commit,
         "sha256": hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest(),
     }
 

@@ -21,9 +21,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from toolkit.distributed.compat import is_compiled_whole
 from toolkit.distributed.engines import unwrapped
 from toolkit.losses.chunked import Logits, Sums, sums_in_chunks
 from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.models.compat import is_compiled
 from toolkit.models.layers import uncompiled
 
 logger = logging.getLogger(__name__)
@@ -108,7 +110,7 @@ def head_comes_last(model: Any, base: Any, input_ids: torch.Tensor) -> bool:
     head = base.get_output_embeddings()
     if head is None:
         return _not_last(base, "has no output head of its own")
-    if any(hasattr(module, "_orig_mod") for module in (model, base)) or base._compiled_call_impl is not None:
+    if any(is_compiled_whole(module) or is_compiled(module) for module in (model, base)):
         return _not_last(base, "is compiled as a whole")
     original, tokens = head.forward, input_ids[:1, :2]
     calls: list[tuple[bool, torch.Tensor]] = []

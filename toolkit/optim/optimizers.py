@@ -11,6 +11,7 @@ from toolkit.config import OptimConfig, Refusal
 from toolkit.config.conditions import OF_BITSANDBYTES, momentum_of
 from toolkit.config.reading import add_reads, note_made_of, read_apart
 from toolkit.distributed.engines.engine import Piece
+from toolkit.optim.compat import devices_of_fused_kernels
 from toolkit.optim.muon import muon_step, sharded_muon_step
 from toolkit.optim.parameter_groups import Group, parameter_groups
 from toolkit.optim.schedules import build_schedule
@@ -96,9 +97,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _can_fuse(groups: list[Group]) -> bool:
-    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
-
-    devices = _get_fused_kernels_supported_devices()
+    devices = devices_of_fused_kernels()
     return all(p.device.type in devices and p.is_floating_point() for group in groups for _, p in group["params"])
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from toolkit.config import Refusal
+from toolkit.data.compat import set_fingerprint
 from toolkit.system.console import say
 from toolkit.system.digests import damage_in, write_digests
 from toolkit.system.files import make_folder, put_in_place, remove, waiting_lock
@@ -42,7 +43,7 @@ def open_splits(folder: Path) -> DatasetDict:
         if path.name.startswith("cache-"):  # what datasets derived from these files lies beside them
             continue
         rows = Dataset.from_file(str(path), split=path.stem)
-        rows._fingerprint = f"{folder.name}-{path.stem}"  # the default one holds the file's modification time
+        set_fingerprint(rows, f"{folder.name}-{path.stem}")
         splits[path.stem] = rows
     return splits
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.config import ClassificationConfig, DataConfig, Refusal
+from toolkit.data.compat import fingerprint_of
 from toolkit.data.preflight.checks import Rules, check_supervision, check_tokens
 from toolkit.data.preflight.preflight import ANSWER_CLASSES, Measures, SplitFigures, measure, summarize
 from toolkit.data.sources.arrow_cache import cache_folder, check_uncut, mapped_files, open_splits, write_tables
@@ -235,6 +236,6 @@ def _content_key(splits: dict[str, Any], plans: dict[str, Plan], tokenizer: Any,
         settings += [config.problem_type, config.class_weights]
     if any(plan.layout.endswith("lists") for plan in plans.values()):
         settings += _pairs_of_a_list(config)
-    rows = {name: [split._fingerprint, repr(plans[name])] for name, split in splits.items()}
+    rows = {name: [fingerprint_of(split), repr(plans[name])] for name, split in splits.items()}
     content = json.dumps([FORMAT_VERSION, rows, tokenizer_digest(tokenizer), settings], sort_keys=True)
     return f"tokenized-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
