@@ -1,4 +1,4 @@
-"""A name of datasets that is not public, the fingerprint of rows; tests/data/test_compat.py fails when it moves (datasets 5.2)."""
+"""A name of datasets that is not public, the fingerprint of rows; tests/data/test_compat.py fails when it moves (5.2)."""
 
 from __future__ import annotations
 
