@@ -36,8 +36,9 @@ except SystemExit as end:
 
 def toolkit(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
+    python = COLD if "COLUMNS" in environment else sys.executable  # which Rich and Typer read when they are imported
     return subprocess.run(
-        [sys.executable, "-m", "toolkit", *words], capture_output=True, text=True, cwd=cwd, timeout=120, check=False,
+        [python, "-m", "toolkit", *words], capture_output=True, text=True, cwd=cwd, timeout=120, check=False,
         env={**clean, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", **environment},
     )  # fmt: skip
 

@@ -183,6 +183,7 @@ def test_a_chat_remembers_until_it_is_reset(made: Path) -> None:
     assert "/nothing: no such command" in done.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_the_end_of_input_the_chat(made: Path) -> None:
     """On a terminal, in a process of its own. Fails when: the signal ends the chat, or nothing of the answer is kept."""
     import pty

@@ -18,6 +18,9 @@ from toolkit.config import Refusal
 from toolkit.distributed.accelerate_config import read_accelerate_config
 from toolkit.distributed.launch import MAIN_PORT, Nodes
 
+pytestmark = pytest.mark.warm
+COLD = sys.executable  # for tests of what is imported, or of how a process was started
+
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ("processes", "accelerate_config", "nodes", "node_rank", "main_address", "main_port")
 SHOWS_ITS_RANK = """
@@ -192,7 +195,7 @@ def test_the_command_that_continues_repeats_how_the_ranks_were_started(
 def test_the_command_that_continues_is_what_was_typed(tmp_path: Path, typed: str) -> None:
     """By a shell, with the launcher and its options. Fails when: `launcher_words` is left out, or the interpreter behind a script's
     first line is shown."""
-    bin_folder = Path(sys.executable).parent
+    bin_folder = Path(COLD).parent
     (tmp_path / "my recipe.py").write_text("from toolkit.training.signals import continuing_command\nprint(f'SAID {continuing_command()}\\n', end='')\n")
     typed = typed.replace("{bin}", shlex.quote(str(bin_folder)))
     environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
@@ -208,7 +211,7 @@ def test_help_waits_for_no_heavy_import() -> None:
         "try: main.main()\n"
         "except SystemExit: print('HEAVY', *{'torch', 'accelerate', 'numpy'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
+    done = subprocess.run([COLD, "-c", listing], capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
     assert "--accelerate-config" in done.stdout
     assert done.stdout.rpartition("HEAVY")[2].split() == []
 
