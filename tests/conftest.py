@@ -307,6 +307,9 @@ def fork_run() -> Callable[..., Any]:
     context = multiprocessing.get_context("forkserver")
     # This file too, since each child looks for `_child` in it: its import of pytest takes a third of a second.
     context.set_forkserver_preload([*PRELOADED, *_configurations(), __name__])
+    first = context.Process(target=time.sleep, args=(0,))  # the imports take a minute on a busy machine: in no test's time limit
+    first.start()
+    first.join()
 
     def prepare(
         script: str, arguments: list[str], out: Path, folder: Path, environment: dict[str, str], *,

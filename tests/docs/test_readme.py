@@ -9,6 +9,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def test_the_recipe_on_the_page_is_the_recipe_in_the_file() -> None:
+    """Fails when: a line of recipes/sft.py is changed, and not the page's."""
     assert BLOCKS[0] == (ROOT / "recipes/sft.py").read_text()
 
 
@@ -19,6 +20,7 @@ def test_the_functions_called_from_your_own_code_run_as_shown() -> None:
 
 
 def test_every_file_it_names_is_there() -> None:
+    """Fails when: a file that the page names is renamed."""
     named = set(re.findall(r"`((?:recipes|toolkit|tests|benchmarks|docs)/[\w./]+)`", README)) | set(re.findall(r"\]\((\S+?\.md)\)", README))
     assert named
     assert {name for name in named if not (ROOT / name).exists()} == set()

@@ -222,6 +222,7 @@ def test_a_window_in_the_mask_that_is_not_in_the_call_is_refused():
     ],
 )  # fmt: skip
 def test_the_backend_follows_from_setting_rows_and_device(name, requested, packing, device, chosen):
+    """Fails when: a model with soft-capping is left to sdpa, which has none."""
     assert choose_attention(CONFIGS[name](), requested, packing, device) == chosen
 
 
@@ -234,11 +235,13 @@ def test_the_backend_follows_from_setting_rows_and_device(name, requested, packi
     ],
 )  # fmt: skip
 def test_a_backend_that_would_not_be_exact_or_is_not_there_is_refused(name, requested, packing, device, reason):
+    """Fails when: eager is let through for packed rows."""
     with pytest.raises(Refusal, match=f"--attn-implementation {requested}: .*{reason}"):
         choose_attention(CONFIGS[name](), requested, packing, device)
 
 
 def test_flex_attention_is_refused_for_a_model_with_attention_dropout():
+    """Fails when: BERT's name for it is not among ATTENTION_DROPOUTS."""
     config = CONFIGS["bert"]()
     config.attention_probs_dropout_prob = 0.1
     with pytest.raises(Refusal, match="no attention dropout"):

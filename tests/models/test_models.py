@@ -86,6 +86,7 @@ def test_every_dimension_setting_is_in_the_weights(name):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders_are_tied_and_know_the_special_tokens(name):
+    """Fails when: a shape does not tie its head to its embedding."""
     model = load_model(CAUSAL, ModelConfig(model=name, **SMALL), Words(305, pad=4))
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert (model.config.eos_token_id, model.config.pad_token_id) == (0, 4)
@@ -112,6 +113,7 @@ def test_named_shapes_have_their_dimensions(family, size, width, layers, heads, 
 
 
 def test_gemma_shape_has_local_and_global_layers():
+    """Fails when: the last layer is local too."""
     config = built_in_config(ModelConfig(model="tiny-gemma3", num_hidden_layers=6))
     assert [kind.split("_")[0] for kind in config.layer_types] == ["sliding"] * 3 + ["full", "sliding", "full"]
 
@@ -146,6 +148,7 @@ def test_dtype_only_rounds_the_weights():
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_with_what_fits(settings, message):
+    """Fails when: a width that heads do not divide is let through."""
     with pytest.raises(Refusal, match=message):
         load_model(CAUSAL, ModelConfig(**settings))
 

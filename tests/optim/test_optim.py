@@ -391,6 +391,7 @@ def test_first_pattern_found_in_a_name_sets_its_rate():
 
 
 def test_schedule_scales_each_group_by_its_own_rate():
+    """Fails when: all groups get the rate of the first."""
     optimizer, schedule = build_optimizer(tiny_llama(), OptimConfig(learning_rate=1.0, lr_patterns=["norm=0.5"]), 10)
     assert sorted({rate / 0.5 for rate in schedule(0.5)}) == pytest.approx([0.5, 1.0])
     assert [group["lr"] for group in optimizer.param_groups] == schedule(0.0)
@@ -412,6 +413,7 @@ def test_setting_that_cannot_mean_what_was_meant_is_refused(settings, words):
 
 
 def test_model_that_cannot_be_trained_as_asked_is_refused():
+    """Fails when: a model without a trainable parameter is let through."""
     with pytest.raises(Refusal, match="no trainable parameter"):
         build_optimizer(tiny_llama().requires_grad_(False), OptimConfig(), 10)
     flat = torch.nn.Sequential(torch.nn.Linear(4, 4))

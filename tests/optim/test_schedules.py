@@ -153,6 +153,7 @@ def test_warmup_stable_decay_is_that_of_transformers(num_steps, min_lr_ratio, wa
 
 @pytest.mark.parametrize("warmup", [0, 7])
 def test_exponential_is_torchs_over_the_steps_after_warm_up(warmup):
+    """Fails when: the exponent counts the steps of warm-up."""
     num_steps = 60
     peer = torch.optim.lr_scheduler.ExponentialLR(optimizer_at(), gamma=0.02 ** (1 / (num_steps - warmup)))
     config = OptimConfig(lr_scheduler_type="exponential", lr_gamma=0.02, warmup_steps=warmup)

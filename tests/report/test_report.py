@@ -215,6 +215,7 @@ def test_settings_that_the_run_never_read_are_marked(tmp_path):
 
 
 def test_samples_show_the_first_and_the_last_step_beside_the_data(tmp_path):
+    """Fails when: the second step is shown as the last."""
     samples = [{"step": k, "prompt": p, "text": f"{p} at {k}", "reference": f"ref {p}"} for k in (0, 10, 20) for p in "ab"]
     page = report(write_run(tmp_path / "run", samples=samples))
     shown = [part for part in page.texts if part.strip()]
@@ -376,6 +377,7 @@ def test_the_final_value_stands_on_the_side_without_the_training_curve(trained, 
 
 
 def test_numbers_are_written_for_people():
+    """Fails when: a number loses a digit, or a short range the ticks between powers of ten."""
     assert [show_number(v) for v in (1234567, 86.44, 1.65234, 0.01234, 0.00025, 12345.6, 0, -3.5, 99999.5)] == [
         "1,234,567", "86.44", "1.652", "0.0123", "2.5e-4", "12,346", "0", "-3.500", "100,000",
     ]  # fmt: skip
