@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(CORE)
 	$(BIN)/python recipes/pretrain.py --output-dir runs/demo/pretrain --overwrite-output-dir
 	$(BIN)/python recipes/sft.py --model runs/demo/pretrain/model --num-train-epochs 1 --output-dir runs/demo/sft --overwrite-output-dir
-	$(BIN)/python -m toolkit.report runs/demo/pretrain runs/demo/sft --output runs/demo/report.html
+	$(BIN)/toolkit report runs/demo/pretrain runs/demo/sft --output runs/demo/report.html
 
 # Two processes, each with half of the tests; who is done first takes half of what the other has left.
 RUN_TESTS := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests -n 2 --dist worksteal

@@ -16,7 +16,7 @@ import toolkit as tk
 
 
 @dataclass(frozen=True)
-class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.ClassificationConfig, tk.OutputConfig):
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.ClassificationConfig, tk.DeviceConfig, tk.OutputConfig):
     model: str = "tiny-bert"
     dataset: str = "stdlib:classify"
     max_length: int = 128

@@ -8,7 +8,9 @@ from .checkpoint.directory import (
 from .cli.recipe import run_recipe as run_recipe
 from .config.conditions import is_built_in as is_built_in
 from .config.groups import (
+    BatchConfig as BatchConfig,
     DataConfig as DataConfig,
+    DeviceConfig as DeviceConfig,
     DevicesConfig as DevicesConfig,
     HubConfig as HubConfig,
     ModelConfig as ModelConfig,
@@ -22,6 +24,7 @@ from .config.methods import (
     AdapterConfig as AdapterConfig,
     CausalLMConfig as CausalLMConfig,
     ClassificationConfig as ClassificationConfig,
+    LossConfig as LossConfig,
     PairsConfig as PairsConfig,
     PreferenceConfig as PreferenceConfig,
     RankedAnswersConfig as RankedAnswersConfig,

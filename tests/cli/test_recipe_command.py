@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import toolkit as tk
-from toolkit.cli.arguments import lossy_text
-from toolkit.cli.recipe import config_class_of, read_command_line
+from toolkit.cli.command_line import lossy_text, read_command_line
+from toolkit.cli.recipe import config_class_of
 from toolkit.config import Refusal, settings_of, write_config_file
 
 RECIPE = '''"""Train a small thing on real text.
@@ -93,7 +93,9 @@ def run(path: Path, *arguments: str, **environment: str) -> subprocess.Completed
 
 def read(*arguments: str, hyperparameters: dict[str, Any] | None = None) -> tuple[Config, frozenset[str]]:
     environment = {} if hyperparameters is None else {"SM_HPS": json.dumps(hyperparameters)}
-    return read_command_line(Config, arguments, environment)
+    config = read_command_line(Config, arguments, environment)
+    assert config.given is not None
+    return config, frozenset(config.given)
 
 
 # -- what is typed ---------------------------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ def read(*arguments: str, hyperparameters: dict[str, Any] | None = None) -> tupl
     ],
 )
 def test_spellings_of_one_setting_give_the_same_config(typed: str, same: str) -> None:
-    """Fails when canonical_arguments keeps the dashes of a name, always takes a switch's next word, or drops `=false`."""
+    """Fails when read_flags keeps the dashes of a name, always takes a switch's next word, or drops `=false`."""
     assert read(*typed.split())[0] == read(*same.split())[0] != Config()
 
 
@@ -175,7 +177,7 @@ def test_written_config_fed_back_repeats_the_run_and_refuses_nothing(tmp_path: P
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_what_to_type(typed: str, message: str) -> None:
-    """Fails when canonical_arguments skips unknown flags, or takes a flag for a value."""
+    """Fails when read_flags skips unknown flags, or takes a flag for a value."""
     with pytest.raises(Refusal) as refusal:
         read(*typed.split())
     assert message in str(refusal.value)
@@ -298,7 +300,7 @@ def test_expected_ends_have_their_exit_code_and_message_without_traceback(recipe
 
 
 def test_bug_keeps_its_traceback(recipe: Path) -> None:
-    """Fails when run_recipe catches every Exception, or Typer's pretty exceptions are on."""
+    """Fails when run_recipe catches every Exception."""
     done = run(recipe, "--end", "crash")
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback (most recent call last):")
@@ -306,19 +308,13 @@ def test_bug_keeps_its_traceback(recipe: Path) -> None:
 
 
 def test_an_interrupt_while_settings_are_read_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails when the code that Typer has for it is taken for the help page's: the run would be told as finished."""
+    """Fails when the interrupt is left to Python: a traceback, and code 1."""
     from toolkit.cli import recipe
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    def build(*arguments: Any) -> Any:
-        command = build_command(*arguments)
-        command.callback = interrupted
-        return command
-
-    build_command = recipe.build_command
-    monkeypatch.setattr(recipe, "build_command", build)
+    monkeypatch.setattr(recipe, "read_command_line", interrupted)
     monkeypatch.setattr(sys, "argv", ["small.py"])
 
     def main(config: Config) -> None:
@@ -336,14 +332,14 @@ def test_help_page_has_a_panel_for_each_group_and_every_setting_with_its_default
     assert (done.returncode, done.stderr) == (0, "")
     page = done.stdout
     assert re.findall(r"╭─ (.*?) ─", page) == [
-        "Recipe", "Model", "Data", "Optimizer", "Run", "Output", "Devices", "Hub", "Reproducibility", "Command line",
+        "Recipe", "Model", "Data", "Steps and batches", "Optimizer", "Run", "Output", "Devices", "Hub", "Reproducibility", "Command line",
     ]  # fmt: skip
     flat = " ".join(page.replace("│", " ").split())
     assert "Train a small thing on real text." in flat
     assert "Brackets such as [this] stay." in flat
     assert "--beta Weight of the [bold]penalty[/bold] of [Ouyang 2022]. [default: 0.1]" in flat
     for each in settings_of(Config).values():
-        if each.panel != "Classification":
+        if each.panel not in ("Classification", "Loss"):
             assert f"{each.flag} {each.help}" in flat
             assert all(choice in flat for choice in each.choices)
     assert "--learning-rate Highest learning rate. [default: 0.0002]" in flat
@@ -352,7 +348,7 @@ def test_help_page_has_a_panel_for_each_group_and_every_setting_with_its_default
 
 def test_help_page_fits_eighty_columns_and_keeps_commands_whole(recipe: Path) -> None:
     """Fails when _panel counts a column too many, a default is broken over two lines (no _NO_BREAK), or
-    the description goes through Typer's help=, which takes its indents off."""
+    the description is wrapped whole."""
     lines = run(recipe, "--help").stdout.splitlines()
     command = "    accelerate launch recipes/small.py --model Qwen/Qwen3-0.6B --dataset trl-lib/Capybara --packing"
     assert command in lines
@@ -373,8 +369,8 @@ def test_help_page_costs_no_heavy_import(recipe: Path) -> None:
     """Fails when config_class_of resolves the annotation of what main returns (tk.Summary loads torch)."""
     profile = run(recipe, "-h", PYTHONPROFILEIMPORTTIME="1").stderr
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in profile.splitlines()}
-    assert "typer" in loaded
-    assert not loaded & {"torch", "numpy", "transformers", "datasets", "accelerate", "yaml", "rich"}
+    assert "toolkit" in loaded
+    assert not loaded & {"typer", "torch", "numpy", "transformers", "datasets", "accelerate", "yaml", "rich"}
 
 
 def test_config_class_is_found_behind_both_kinds_of_annotation() -> None:
@@ -392,7 +388,7 @@ def test_config_class_is_found_behind_both_kinds_of_annotation() -> None:
 
 
 def test_mistakes_of_flags_and_file_and_what_does_not_go_together_come_in_one_message(tmp_path: Path) -> None:
-    """A rule that reads a setting which was mistyped isn't asked. Fails when: canonical_arguments, read_config_file or read_values
+    """A rule that reads a setting which was mistyped isn't asked. Fails when: read_flags, read_config_file or read_values
     raises by itself in read_command_line, or rules wait for a second attempt."""
     file = tmp_path / "run.yaml"
     file.write_text("learning_rat: 3\nseed: -1\nbf16: true\n")

@@ -6,6 +6,7 @@ Each test names the one-line change under which it was seen to fail.
 import dataclasses
 import inspect
 import json
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from toolkit.config import (
     write_config_file,
 )
 from toolkit.config.rules import CONTRADICTIONS, NO_EFFECT, broken_rules
+from toolkit.config.setting import OnResume
 
 GROUPS: list[type[tk.Settings]] = [
     group
@@ -47,7 +49,23 @@ class Everything(
     own_number: int = tk.setting(0, "A recipe's own number, without a range.")
 
 
+def test_what_the_user_gave_survives_a_changed_copy_and_is_no_setting() -> None:
+    """Fails when: `given` is set on the object alone, is compared, or is listed among the settings."""
+    config = tk.OptimConfig(learning_rate=0.1, given=("learning_rate",))
+    assert dataclasses.replace(config, momentum=0.5).given == ("learning_rate",)
+    assert config == tk.OptimConfig(learning_rate=0.1)
+    assert "given" not in settings_of(tk.OptimConfig)
+
+
 # -- what is declared ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_every_setting_declares_what_a_resume_does_when_it_has_changed(group: type[tk.Settings]) -> None:
+    """Also one that changes nothing declares it. Fails when a field's `on_resume` is left out, or `setting` drops it."""
+    declared = {field.name: field.metadata.get("on_resume") for field in dataclasses.fields(group) if field.name != "given"}
+    assert set(declared.values()) <= set(typing.get_args(OnResume)), declared
+    assert {name: each.on_resume for name, each in settings_of(group).items()} == declared
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
@@ -412,17 +430,17 @@ def test_a_setting_of_other_recipes_is_named_as_such() -> None:
     import runpy
 
     import toolkit.config
-    from toolkit.config import values
+    from toolkit.config import unknown_keys
 
     recipes = Path(__file__).resolve().parents[2] / "recipes"
     config = runpy.run_path(str(recipes / "basic.py"))["Config"]
     with pytest.raises(Refusal, match=r"eval_strategy\. This recipe has no such setting; accelerated has it"):
         read_values(config, {"eval_strategy": "steps"}, "c.yaml")
     groups = {name for name in toolkit.config.__all__ if name.endswith("Config")}
-    in_every = {"ModelConfig", "DataConfig", "OptimConfig", "OutputConfig", "SeedConfig"}
-    within_run = {"DevicesConfig", "HubConfig"}
-    assert groups - in_every - within_run == set(values.RECIPES_WITH)
-    for group, recipe in values.RECIPES_WITH.items():
+    in_every = {"ModelConfig", "BatchConfig", "DeviceConfig", "DataConfig", "OptimConfig", "OutputConfig", "SeedConfig"}
+    within_run = {"DevicesConfig", "HubConfig", "LossConfig"}
+    assert groups - in_every - within_run == set(unknown_keys.RECIPES_WITH)
+    for group, recipe in unknown_keys.RECIPES_WITH.items():
         assert issubclass(runpy.run_path(str(recipes / f"{recipe}.py"))["Config"], getattr(toolkit.config, group))
 
 
@@ -498,7 +516,7 @@ def test_written_config_file_gives_the_same_config_back(tmp_path: Any) -> None:
     )  # fmt: skip
     write_config_file(config, tmp_path / "config.yaml")
     values = read_values(Everything, read_config_file(tmp_path / "config.yaml"))
-    assert set(values) == {field.name for field in dataclasses.fields(config)}
+    assert set(values) == set(settings_of(type(config)))
     assert Everything(**values) == config
 
 

@@ -19,7 +19,7 @@ from transformers.training_args import OptimizerNames
 
 import toolkit as tk
 from toolkit.config import settings_of
-from toolkit.config.on_resume import FREE
+from toolkit.config.setting import free_on_resume
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -170,7 +170,8 @@ def test_every_setting_that_trainer_has_too_is_compared_or_named_here() -> None:
     ours = {spelling for each in settings.values() for spelling in (each.name, *each.aliases)}
     theirs = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     compared = {key for case in [COMMON, *CASES.values(), IN_BFLOAT16] for key in case}
-    assert (ours & theirs) - FREE == (compared & ours & theirs - FREE) | OF_DEVICES | DIFFERENT
+    free = free_on_resume(config)
+    assert (ours & theirs) - free == (compared & ours & theirs - free) | OF_DEVICES | DIFFERENT
     assert set(settings["optim"].choices) & {name.value for name in OptimizerNames} == set(OPTIMIZERS) | ON_CUDA
     ours_too = set(settings["lr_scheduler_type"].choices) & {name.value for name in SchedulerType}
     assert ours_too == {*SCHEDULES, "reduce_lr_on_plateau"}

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import toolkit as tk
-from toolkit.cli.recipe import read_command_line
+from toolkit.cli.command_line import read_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 INITIALIZATIONS = ["true", "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora"]
@@ -96,7 +96,7 @@ def test_an_adapter_trains_as_a_plain_loop_on_whole_weights_does(
     run = run_recipe("lora", *flags)
     assert run.code == 0, run.out + run.err
 
-    config, _ = read_command_line(runpy.run_path(str(ROOT / "recipes/lora.py"), run_name="read")["Config"], flags, {})
+    config = read_command_line(runpy.run_path(str(ROOT / "recipes/lora.py"), run_name="read")["Config"], flags, {})
     first = tk.add_adapter(tk.load_model("AutoModelForCausalLM", config), config).get_base_model()
     modules = {name: module for name, module in first.named_modules() if hasattr(module, "lora_A")}
     assert len(modules) == 7

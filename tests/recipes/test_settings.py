@@ -24,7 +24,7 @@ from transformers import get_scheduler
 from transformers.optimization import Adafactor
 
 import toolkit as tk
-from toolkit.cli.recipe import read_command_line
+from toolkit.cli.command_line import read_command_line
 from toolkit.config import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,7 +170,7 @@ def plain_training(
 def load_reference_model(recipe: str, flags: list[str], **head: Any) -> Any:
     """The recipe's initial weights, with its settings as its command line reads them."""
     config_class = runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"), run_name="read")["Config"]
-    config, _ = read_command_line(config_class, flags, {})
+    config = read_command_line(config_class, flags, {})
     kind = "AutoModelForCausalLM" if recipe == "sft" else "AutoModelForSequenceClassification"
     return tk.load_model(kind, config, tk.load_tokenizer(config), **head)
 

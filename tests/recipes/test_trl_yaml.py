@@ -15,10 +15,11 @@ import transformers
 import yaml
 
 import toolkit as tk
-from toolkit.cli.recipe import read_command_line
+from toolkit.cli.command_line import read_command_line
 from toolkit.config import Refusal, read_values, settings_of
 from toolkit.config.files import read_config_file
-from toolkit.config.foreign_names import PASSED_OVER, SAME, TRANSLATED, is_foreign, translate
+from toolkit.config.foreign_names import PASSED_OVER, SAME
+from toolkit.config.foreign_values import TRANSLATED, is_foreign, translate
 from toolkit.config.other_trainers import COUNTERPARTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -227,8 +228,8 @@ def test_what_they_mean_otherwise_is_refused(written: dict[str, Any], message: s
 def test_keys_on_which_no_result_depends_are_passed_over_with_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever their value, on a command line and in a file. Fails when: they are refused, said twice, or not said."""
     typed = ["--dataloader_pin_memory", "false", "--dataloader-prefetch-factor", "4", "--max-steps", "3"]
-    config, given = read_command_line(SETTINGS["sft"], typed, {})
-    assert (config.max_steps, given) == (3, {"max_steps"})
+    config = read_command_line(SETTINGS["sft"], typed, {})
+    assert (config.max_steps, config.given) == (3, ("max_steps",))
     assert read_values(SETTINGS["dpo"], {"precompute_ref_batch_size": 7, "ddp_bucket_cap_mb": 8, "eval_accumulation_steps": None, "dataloader_pin_memory": True}) == {}
     said = capsys.readouterr().err.splitlines()
     assert sorted(line.partition(": ")[2].split(":")[0] for line in said) == ["dataloader_pin_memory false", "dataloader_prefetch_factor 4", "ddp_bucket_cap_mb 8", "precompute_ref_batch_size 7"]
@@ -245,7 +246,7 @@ YEARS = {  # a file of each kind and year, and what of it is meant otherwise tha
 
 @pytest.mark.parametrize("name", YEARS)
 def test_a_whole_file_of_any_year_is_taken(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What has no effect is passed over with a line. Fails when: a key of former_names.py is removed."""
+    """What has no effect is passed over with a line. Fails when: a key of foreign_names.py is removed."""
     written = read_config_file(FIXTURES / f"{name}.yaml")
     values = read_values(SETTINGS["sft"], written)
     assert values.items() >= YEARS[name].items()
@@ -293,9 +294,9 @@ def test_flags_of_theirs_are_read_like_keys() -> None:
     """Fails when: canonical_arguments leaves out what a flag of theirs means, or takes the next flag for its value."""
     typed = ["--remove_unused_columns", "--dataset_text_field", "content", "--model-init-kwargs={\"dtype\": \"bfloat16\"}",
              "--do_train", "--evaluation_strategy", "no", "--lora_r", "8", "--use_peft", "False"]  # fmt: skip
-    config, given = read_command_line(SETTINGS["sft"], typed, {})
+    config = read_command_line(SETTINGS["sft"], typed, {})
     assert (config.rename_columns, config.dtype, config.eval_strategy) == (["content=text"], "bfloat16", "no")
-    assert given == {"rename_columns", "dtype", "eval_strategy"}
+    assert set(config.given) == {"rename_columns", "dtype", "eval_strategy"}
     with pytest.raises(Refusal, match="--dataloader-drop-last true: leave it out: every example"):
         read_command_line(SETTINGS["sft"], ["--dataloader_drop_last"], {})
 
@@ -303,7 +304,7 @@ def test_flags_of_theirs_are_read_like_keys() -> None:
 def test_no_key_of_theirs_shadows_a_setting_of_ours() -> None:
     """Fails when: a row is left in the table after the setting of that name came."""
     ours = {spelling for config in SETTINGS.values() for each in settings_of(config).values() for spelling in (each.name, *each.aliases)}
-    of_some_recipes = {"loss_type"} | {name for name, meaning in TRANSLATED.items() if meaning is TRANSLATED["use_peft"]}
+    of_some_recipes = {"loss_type", "label_smoothing_factor"} | {name for name, meaning in TRANSLATED.items() if meaning is TRANSLATED["use_peft"]}
     assert (set(SAME) | set(TRANSLATED) | set(PASSED_OVER)) & ours == of_some_recipes
     assert not set(SAME) & set(TRANSLATED)
     assert not (set(SAME) | set(TRANSLATED)) & set(PASSED_OVER)

@@ -257,7 +257,7 @@ ODD = {
     "huge": {"events": [{"step": 10**9 + k, "loss": 10.0**k} for k in range(40)]},
     "not numbers": {"events": [{"step": "x"}, {"step": 1, "loss": "nan", "flag": True, "list": [1]}, {"loss": 1}]},
     "odd summary": {"summary": {"steps": "many", "seconds": None, "baselines": [1], "status": 3, "eval_loss": "low"}},
-    "odd card": {"card": {"model": "name", "hardware": [], "versions": None, "settings": 3, "changed": 4, "n": 1.5}},
+    "odd card": {"card": {"model": "name", "hardware": [], "versions": None, "settings": 3, "n": 1.5}},
     "odd samples": {"samples": [{"step": 1}, {"text": None, "prompt": 3}, {"prompt": "", "text": "", "reference": 1}]},
     "odd config": {"config": "- a\n- b\n:::\nkey:\n  - 1\n  - 2\n"},
 }
@@ -339,20 +339,13 @@ def test_several_runs_stand_in_one_table_and_link_to_their_sections(tmp_path):
 
 def test_command_writes_the_page_beside_the_first_run_and_refuses_what_is_no_directory(tmp_path):
     run = write_run(tmp_path / "my run", training_events(3))
-    command = [sys.executable, "-m", "toolkit.report", str(run)]
+    command = [sys.executable, "-m", "toolkit", "report", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(run / "report.html")
     Page((run / "report.html").read_text())
     missing = subprocess.run([*command, str(tmp_path / "absent")], capture_output=True, text=True, check=False)
-    assert missing.returncode == 2
-    assert "absent: no such directory" in missing.stderr
-    (run / "report.html").rename(tmp_path / "module.html")
-    command = [sys.executable, "-m", "toolkit", "report", str(run)]  # the same as a command. Fails when: it is none
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(run / "report.html")
-    assert (run / "report.html").read_bytes() == (tmp_path / "module.html").read_bytes()
-    missing = subprocess.run([*command, str(tmp_path / "absent")], capture_output=True, text=True, check=False)
     assert (missing.returncode, missing.stderr.count("refused: ")) == (2, 1)
+    assert "absent" in missing.stderr
     with pytest.raises(Refusal, match="--output-dir of a run"):
         write_report([tmp_path / "absent"], tmp_path / "x.html")
     (tmp_path / "empty").mkdir()

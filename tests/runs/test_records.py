@@ -17,7 +17,7 @@ import yaml
 
 import toolkit as tk
 from toolkit.config.reading import add_reads, forget_reads, settings_read, values_of
-from toolkit.config.setting import setting
+from toolkit.config.setting import setting, settings_of
 from toolkit.metrics.baselines import compared_with_baselines, in_words
 from toolkit.runs.copies import changed_lines, edited_copy, make_copy, recipes_folder
 from toolkit.runs.overview import what_the_run_is
@@ -68,7 +68,7 @@ def test_reads_are_noted_and_copies_checks_and_comparisons_are_none() -> None:
     add_reads(config, ["optim"])
     assert settings_read(config) == {"mine", "momentum", "optim"}
     dataclasses.asdict(config)
-    assert settings_read(config) == {field.name for field in dataclasses.fields(config)}
+    assert settings_read(config) == set(settings_of(type(config)))
     forget_reads(config)
     assert settings_read(config) == set()
 

@@ -23,7 +23,7 @@ SEQUENCES = {
     "hidden tags": "\U000e0041",
 }  # fmt: skip
 # Where text is written to a stream: the function itself, a page of our own words, and numbers of the moving line.
-WRITERS = {"system/console.py": {"write"}, "cli/panels.py": {"echo"}, "tracking/console.py": {"write"}}
+WRITERS = {"system/console.py": {"write"}, "cli/help_page.py": {"write"}, "tracking/console.py": {"write"}}
 
 
 @pytest.mark.parametrize("kind", SEQUENCES)

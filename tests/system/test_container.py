@@ -13,8 +13,8 @@ import torch
 
 import toolkit as tk
 from toolkit import checkpoint as ckpt
-from toolkit.cli.container import channels_named, container_settings, deliver_model, find_channels
-from toolkit.cli.recipe import read_command_line
+from toolkit.cli.command_line import channels_named, container_settings, find_channels, read_command_line
+from toolkit.cli.recipe import deliver_model
 from toolkit.config import Refusal, settings_of
 from toolkit.system.console import show_number
 from toolkit.system.sagemaker_container import waits_for_s3
@@ -47,11 +47,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_a_recipe_writes_to_the_checkpoints_and_goes_on_there_unless_told_otherwise(machine: dict[str, str], tmp_path: Path) -> None:
     """Fails when: what the container says wins over what the job's settings say."""
-    config, given = read_command_line(Config, [], machine)
+    config = read_command_line(Config, [], machine)
     assert (config.output_dir, config.resume, config.run_name) == (str(tmp_path / "checkpoints"), True, "job-7")
-    assert given == set()  # they are no one's wish, so none of them is refused for having no effect
+    assert config.given == ()  # they are no one's wish, so none of them is refused for having no effect
     hyperparameters = {"SM_HPS": json.dumps({"output_dir": "there", "resume": False, "run_name": "mine"})}
-    config, _ = read_command_line(Config, [], machine | hyperparameters)
+    config = read_command_line(Config, [], machine | hyperparameters)
     assert (config.output_dir, config.resume, config.run_name) == ("there", False, "mine")
 
 
@@ -64,7 +64,7 @@ def test_without_checkpoints_the_run_goes_into_the_jobs_output(machine: dict[str
 def test_a_recipe_that_cannot_resume_begins_again(machine: dict[str, str]) -> None:
     """Fails when: half a run of a machine that was taken away is refused as one that would be overwritten."""
     assert "resume" not in container_settings(machine, settings_of(Basic))
-    assert read_command_line(Basic, [], machine)[0].overwrite_output_dir
+    assert read_command_line(Basic, [], machine).overwrite_output_dir
 
 
 def test_outside_a_container_nothing_is_decided() -> None:

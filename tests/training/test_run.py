@@ -521,7 +521,7 @@ def test_random_numbers_of_user_code_go_on_after_a_resume(tmp_path: Path) -> Non
     ],
 )
 def test_what_changes_randomness_is_said_and_what_changes_nothing_is_not(tmp_path: Path, capsys, changed: dict, told: str | None) -> None:
-    """Fails when: SAID or FREE lose the setting, or the checkpoint doesn't hold the settings."""
+    """Fails when: a setting declares another `on_resume`, or the checkpoint doesn't hold the settings."""
     config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2)
     train(config, lambda run: run.step == 5)
     capsys.readouterr()
@@ -588,18 +588,6 @@ def test_a_micro_batch_is_not_halved_where_that_would_be_another_loss(tmp_path: 
     else:
         with pytest.raises(tk.Refusal, match=r"--loss-type aot .*--per-device-train-batch-size 3 --global-batch-size 6"):
             fit()
-
-
-def test_every_setting_of_run_and_samples_is_known_to_a_resume() -> None:
-    """A new setting of these groups is either free to change, or said, or meant to be fixed: decide. Fails when: one is added."""
-    from toolkit.config.on_resume import FREE
-    from toolkit.training.resume import SAID
-
-    groups = (tk.RunConfig, tk.SampleConfig)
-    assert {field.name for group in groups for field in fields(group)} - FREE - SAID.keys() == {"seed"}
-    known = {field.name for group in (tk.ModelConfig, tk.DataConfig, tk.OptimConfig, *groups) for field in fields(group)}
-    known |= {field.name for field in fields(tk.ClassificationConfig)}
-    assert known >= FREE
 
 
 def test_a_loss_far_above_those_before_is_said_with_its_rows(tmp_path: Path, capsys) -> None:

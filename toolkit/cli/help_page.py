@@ -1,73 +1,87 @@
-"""The Typer command of a recipe, made from its settings, and its help page: a panel for each group."""
+"""Help pages in panels, as Rich draws them: without Rich and Typer, which take longer to import than a help page may."""
 
-import inspect
+import shutil
 import sys
-from collections.abc import Mapping
-from typing import Annotated, Any
+import textwrap
+from collections.abc import Iterable, Mapping
 
-import typer
-from typer.core import TyperCommand
+from toolkit.config.setting import Setting, show_value
+from toolkit.config.values import describe
+from toolkit.system.console import BOLD, CYAN, DIM, as_typed, styled, write
 
-from toolkit.cli.panels import Row, show_page
-from toolkit.config.setting import Setting, describe, show_value
-from toolkit.config.values import flag_of
-from toolkit.system.console import as_typed
-
-_OWN_PANEL = "Command line"
+_WIDEST = 110  # columns; longer lines are hard to read
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+_ASCII_BOX = str.maketrans("╭╮╰╯─│…", "++++-|.")
 _FOOTNOTE = (
     "Flags take - or _ alike. A switch is --packing, --no-packing or --packing true|false; a list is a,b or the flag "
     "repeated, or JSON; none clears a value. Flags win over --config, whose keys are the same names."
 )
+Row = tuple[str, str]  # a name or flag, and its text, whose last words may be a default in brackets
 
 
-def build_command(settings: Mapping[str, Setting], description: str) -> TyperCommand:
-    """A Typer command that returns what was typed, as texts by name (lists of texts for lists), None where nothing was.
-
-    Texts, since one reader gives values their meaning wherever they come from: see `toolkit.config.values`.
-    """
-    parameters = [
-        *(_parameter(each.name, each.is_list, each.flag, _help(each), each.panel) for each in settings.values()),
-        _parameter("config", False, "--config", "YAML or JSON file of settings.", _OWN_PANEL),
-        *(
-            _parameter(alias, each.is_list, flag_of(alias), "", each.panel, hidden=True)
-            for each in settings.values()
-            for alias in each.aliases
-        ),
-    ]
-
-    def command(**written: Any) -> dict[str, Any]:
-        return written
-
-    # Typer reads the signature, and wants real annotations in it, not texts.
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(cls=_RecipeCommand)(command)
-    built = typer.main.get_command(app)
-    assert isinstance(built, TyperCommand)
-    built.help = description.strip()  # as it stands: Typer's cleandoc would take the indent off a module's example commands
-    return built
-
-
-class _RecipeCommand(TyperCommand):
-    """Draws its own panels: Typer's have four columns, which leaves 20 characters for the text in a terminal of 80, and
-    Rich takes half of the half second in which a help page should be there."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        panels: dict[str, list[Row]] = {}
-        for option in self.get_params(ctx):
-            if not getattr(option, "hidden", False):
-                title = getattr(option, "rich_help_panel", None) or _OWN_PANEL
-                panels.setdefault(title, []).append((option.opts[0], getattr(option, "help", None) or ""))
-        usage = f"{as_typed('python', sys.argv[0])} [--config FILE] [--SETTING VALUE] ..."
-        show_page(usage, self.help or "", panels, _FOOTNOTE)
-
-
-def _parameter(name: str, is_list: bool, flag: str, help: str, panel: str, hidden: bool = False) -> inspect.Parameter:
-    option = typer.Option(flag, help=help, rich_help_panel=panel, hidden=hidden, show_default=False)
-    kind = list[str] if is_list else str
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+def show_page(usage: str, prose: str, panels: dict[str, list[Row]], footnote: str = "") -> None:
+    """Print a help page: how it is called, what it does, a panel for each group of rows, and a last word."""
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    flag_width = max((len(flag) for rows in panels.values() for flag, _ in rows), default=0)
+    flag_width = min(flag_width, max(width // 2 - 6, 14))
+    page = "\n".join(
+        [
+            "",
+            *_lines(usage, width),
+            "",
+            *(f"{_paragraph(text, width)}\n" for text in prose.split("\n\n") if text.strip()),
+            *(line for title, rows in panels.items() for line in _panel(title, rows, flag_width, width)),
+            *([_paragraph(footnote, width)] if footnote else []),
+        ]
     )
+    if not (sys.stdout.encoding or "").lower().startswith("utf"):
+        page = page.translate(_ASCII_BOX)
+    write(page + "\n", sys.stdout)
+
+
+def show_settings(settings: Mapping[str, Setting], description: str) -> None:
+    """Print a recipe's help page: its docstring, and a panel for each group of its settings."""
+    panels: dict[str, list[Row]] = {}
+    for each in settings.values():
+        panels.setdefault(each.panel, []).append((each.flag, _help(each)))
+    panels["Command line"] = [("--config", "YAML or JSON file of settings.")]
+    usage = f"{as_typed('python', sys.argv[0])} [--config FILE] [--SETTING VALUE] ..."
+    show_page(usage, description.strip(), panels, _FOOTNOTE)
+
+
+def _lines(usage: str, width: int) -> Iterable[str]:
+    lines = textwrap.wrap(f"Usage: {usage}", width - 1, initial_indent=" ", subsequent_indent="   ", break_on_hyphens=False)
+    return (styled(line, BOLD, sys.stdout) for line in lines)
+
+
+def _paragraph(text: str, width: int) -> str:
+    """Wrapped prose; indented lines are commands to copy, and stay whole."""
+    if any(line.startswith(" ") for line in text.splitlines()):
+        return text
+    return textwrap.fill(text, width - 1, initial_indent=" ", subsequent_indent=" ", break_on_hyphens=False)
+
+
+def _panel(title: str, rows: list[Row], flag_width: int, width: int) -> list[str]:
+    text_width = max(width - flag_width - 6, 20)  # without the borders, the space inside them, and the gap
+    inside = flag_width + 2 + text_width
+    lines = [f"╭─ {styled(title, BOLD, sys.stdout)} " + "─" * (inside - len(title) - 1) + "╮"]
+    for flag, text in rows:
+        prose, opening, closing = text.rpartition(" [")
+        default = f"[{closing}" if opening else ""
+        unbroken = f"{prose or text} {default.replace(' ', _NO_BREAK)}" if opening else text
+        wrapped = textwrap.wrap(unbroken, text_width, break_on_hyphens=False) or [""]
+        if len(flag) > flag_width:  # lines of its own
+            for part in textwrap.wrap(flag, inside, break_on_hyphens=False):
+                lines.append(f"│ {styled(f'{part:<{inside}}', f'{BOLD};{CYAN}', sys.stdout)} │")
+            flag = ""
+        for number, line in enumerate(wrapped):
+            shown = line.replace(_NO_BREAK, " ")
+            padding = " " * (text_width - len(shown))
+            if default:
+                shown = shown.replace(default, styled(default, DIM, sys.stdout))
+            left = styled(f"{'' if number else flag:<{flag_width}}", f'{BOLD};{CYAN}', sys.stdout)
+            lines.append(f"│ {left}  {shown}{padding} │")
+    return [*lines, "╰" + "─" * (inside + 2) + "╯"]
 
 
 def _help(setting: Setting) -> str:

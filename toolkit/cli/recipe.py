@@ -1,34 +1,19 @@
-"""A recipe's command line: from the annotation of its `main` to a checked config, and from its end to an exit code.
-
-Later ones win: the recipe's defaults, --config FILE, SM_HPS (the settings of a SageMaker job), flags.
-"""
+"""A recipe as a program: its `main` is called with the config that was asked for, and its end becomes an exit code."""
 
 import faulthandler
 import inspect
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
-from toolkit.cli.arguments import canonical_arguments, read_hyperparameters, without_container_keys
-from toolkit.cli.container import container_settings, deliver_model, find_channels
-from toolkit.cli.help_page import build_command
+from toolkit.cli.command_line import find_channels, read_command_line
 from toolkit.cli.refusals import print_refusal
-from toolkit.config import (
-    Refusal,
-    Settings,
-    changed_settings,
-    check_together,
-    implied_settings,
-    read_config_file,
-    settings_of,
-    show_value,
-)
-from toolkit.config.reading import forget_reads
-from toolkit.config.rules import broken_rules
-from toolkit.config.setting import refuse_all
-from toolkit.config.values import read_what_can_be, split_list
+from toolkit.config import Refusal, Settings, changed_settings, check_together, settings_of, show_value
+from toolkit.config.reading import forget_reads, values_of
 from toolkit.distributed.mpi import adopt_mpi_ranks
 from toolkit.system.console import keep_bars_out_of_logs, say
 
@@ -49,10 +34,9 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
     description = sys.modules[main.__module__].__doc__ or ""
     try:
         adopt_mpi_ranks()
-        config, given = read_command_line(config_class, sys.argv[1:], os.environ, description)
-        check_together(config, given)
+        config = read_command_line(config_class, sys.argv[1:], os.environ, description)
+        check_together(config)
         config = find_channels(config, os.environ)
-        object.__setattr__(config, "given", given)  # for the run card; a config is frozen so that recipes don't change it
     except Refusal as refusal:
         # Every rank reads the same settings, so every rank refuses them: one message is enough.
         if os.environ.get("RANK", "0") == "0":
@@ -65,7 +49,7 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
     forget_reads(config)  # those of the checks above
     try:
         main(config)
-        deliver_model(getattr(config, "output_dir", ""), os.environ)
+        deliver_model(values_of(config).get("output_dir", ""), os.environ)
     except Refusal as refusal:
         # Data may be missing on one node alone: one message for each node.
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -102,67 +86,20 @@ def config_class_of(main: Callable[[AnyConfig], Any]) -> type[AnyConfig]:
     return cast(type[AnyConfig], config_class)
 
 
-def read_command_line(
-    config_class: type[AnyConfig], arguments: Sequence[str], environment: Mapping[str, str], description: str = ""
-) -> tuple[AnyConfig, frozenset[str]]:
-    """The config that was asked for, and the names of the settings that someone gave.
+def deliver_model(output_dir: str | Path, environment: Mapping[str, str]) -> None:
+    """Move the model that a finished run left to SM_MODEL_DIR, which SageMaker packs and sends to S3; on the first rank."""
+    from toolkit.system.files import sync_tree
+    from toolkit.system.sagemaker_container import in_container
 
-    A key of --config that holds the recipe's default is not given: config.yaml, which holds them all, must repeat its run.
-
-    Raises:
-        Refusal: anything unknown, mistyped or outside its rules, wherever it is written, in one message; with what doesn't go
-            together among the rest.
-        SystemExit: with code 0, after --help.
-    """
-    settings = settings_of(config_class)
-    hyperparameters = read_hyperparameters(environment.get("SM_HPS"))
-    canonical, wrong, mistakes = canonical_arguments(arguments, settings, hyperparameters)
-    typed = build_command(settings, description).main(canonical, prog_name=sys.argv[0], standalone_mode=False)
-    if not isinstance(typed, dict):
-        if typed:  # the exit code that Typer has for Ctrl-C
-            raise KeyboardInterrupt
-        sys.exit(0)  # the help page was asked for
-    of_job = without_container_keys(hyperparameters)
-    path, of_that_job = typed.pop("config"), of_job.pop("config", None)
-    path = of_that_job if path is None else path
-    if path is not None and not isinstance(path, str):
-        raise Refusal(f"--config {show_value(path)} (SM_HPS): must be the name of a YAML file.")
-    flags = {
-        name: [item for text in written for item in split_list(text)] if isinstance(written, list) else written
-        for name, written in typed.items()
-        if written is not None
-    }
-    written, is_file_read = dict[str, Any](), True
-    if path is not None:
-        try:
-            written = read_config_file(path)
-        except Refusal as refusal:
-            mistakes.append(refusal)
-            is_file_read = False
-    values, given = dict[str, Any](), set[str]()
-    for each, source in ((written, str(path)), (of_job, "SM_HPS"), (flags, "")):
-        read = read_what_can_be(config_class, each, source)
-        mistakes += read.mistakes
-        values |= read.values
-        given |= {name for name, value in read.values.items() if each is not written or value != settings[name].default}
-        wrong = wrong - read.values.keys() | read.wrong
-    implied = {name: value for name, value in implied_settings(values).items() if name in settings}
-    values = container_settings(environment, settings) | implied | values
-    if mistakes and is_file_read:
-        known = {name: value for name, value in values.items() if name not in wrong}
-        mistakes += _broken_among(known, config_class, given, wrong)
-    refuse_all(mistakes)
-    return config_class(**values), frozenset(given)
-
-
-def _broken_among(
-    values: Mapping[str, Any], config_class: type[Settings], given: Collection[str], wrong: frozenset[str]
-) -> list[Refusal]:
-    """What does not go together among the values that could be read, so that it need not be found in a second attempt."""
-    try:
-        return [Refusal(message) for message in broken_rules(config_class(**values), frozenset(given), wrong).values()]
-    except Refusal as refusal:
-        return [refusal]
+    model = Path(output_dir) / "model"
+    if not in_container(environment) or environment.get("RANK", "0") != "0" or not model.is_dir():
+        return
+    target = Path(environment["SM_MODEL_DIR"])
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(model, target, dirs_exist_ok=True)
+    sync_tree(target)
+    shutil.rmtree(model)  # last: a machine that is taken away now finds it again, or makes it again from the last checkpoint
+    say(f"Saved the model to {target}")
 
 
 def _changed_block(config: Settings) -> list[str]:
@@ -170,7 +107,7 @@ def _changed_block(config: Settings) -> list[str]:
     settings = settings_of(type(config))
     rows = [(name, show_value(value), show_value(settings[name].default)) for name, value in changed_settings(config).items()]
     # A default model may be one that another recipe has trained here, or else a random one.
-    model = getattr(config, "model", None)
+    model = values_of(config).get("model")
     who = f"{sys.argv[0]} (model {model})" if model is not None and model == settings["model"].default else sys.argv[0]
     if not rows:
         return [f"{who}: all settings at their defaults"]

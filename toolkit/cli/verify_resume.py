@@ -12,7 +12,7 @@ import typer
 from toolkit.cli.placement import ConfigFile, Placement, Processes, placement_of
 from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
 from toolkit.config import Refusal, read_config_file
-from toolkit.config.values import flag_of
+from toolkit.config.setting import flag_of
 from toolkit.distributed.launch import launch, started_ranks
 from toolkit.system.console import say
 

@@ -1,12 +1,14 @@
 """Settings: what they are, which there are, and every rule about their values.
 
-`groups` lists them, `setting` says what a setting is and checks one value, `values` reads values from text, YAML and JSON,
+`setting` says what a setting is, `groups` and `methods` list them, `values` reads and checks one value from text, YAML or JSON,
 `rules` knows which values do not go together, `files` reads and writes config.yaml. Nothing here imports a heavy library.
 """
 
-from toolkit.config.files import changed_settings, read_config_file, write_config_file
+from toolkit.config.files import read_config_file, write_config_file
 from toolkit.config.groups import (
+    BatchConfig,
     DataConfig,
+    DeviceConfig,
     DevicesConfig,
     HubConfig,
     ModelConfig,
@@ -20,6 +22,7 @@ from toolkit.config.methods import (
     AdapterConfig,
     CausalLMConfig,
     ClassificationConfig,
+    LossConfig,
     PairsConfig,
     PreferenceConfig,
     RankedAnswersConfig,
@@ -29,11 +32,13 @@ from toolkit.config.methods import (
     UnpairedConfig,
 )
 from toolkit.config.rules import check_together, implied_settings
-from toolkit.config.setting import Refusal, Setting, Settings, check_value, check_values, setting, settings_of, show_value
-from toolkit.config.values import read_values
+from toolkit.config.setting import Refusal, Setting, Settings, changed_settings, setting, settings_of, show_value
+from toolkit.config.values import check_value, check_values, read_values
 
 __all__ = [
-    "AdapterConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig", "DevicesConfig", "HubConfig", "ModelConfig",
+    "AdapterConfig", "BatchConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig",
+    "DeviceConfig", "DevicesConfig", "HubConfig", "LossConfig",
+    "ModelConfig",
     "OptimConfig", "OutputConfig", "PairsConfig", "PreferenceConfig", "RankedAnswersConfig", "ReferenceConfig", "Refusal",
     "RewardConfig", "RunConfig", "SampleConfig", "SeedConfig", "Setting", "Settings", "UnpairedConfig", "changed_settings",
     "check_together", "check_value", "check_values",

@@ -7,6 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from toolkit.config.groups import OptimConfig, RunConfig
+from toolkit.config.methods import PreferenceConfig
+from toolkit.config.setting import Settings
+
 
 class Contradiction(NamedTuple):
     """Values that cannot all be meant, whoever set them."""
@@ -57,18 +61,17 @@ def is_adapter(model: str) -> bool:
     )
 
 
-def couples_a_micro_batch(config: Any) -> bool:
+def couples_a_micro_batch(config: Settings) -> bool:
     """Whether a loss of the settings compares the examples of a micro-batch, so that another micro-batch is another loss."""
-    names = getattr(config, "loss_type", ())
-    return bool(set(COUPLING_PAIRS).intersection([names] if isinstance(names, str) else names))
+    return isinstance(config, PreferenceConfig) and not set(COUPLING_PAIRS).isdisjoint(config.loss_type)
 
 
-def follows_evaluations(config: Any) -> bool:
+def follows_evaluations(config: Settings) -> bool:
     """Whether the learning rate of the settings depends on what evaluations find, so that another evaluation is another run."""
-    return getattr(config, "lr_scheduler_type", None) == "reduce_lr_on_plateau"
+    return isinstance(config, OptimConfig) and config.lr_scheduler_type == "reduce_lr_on_plateau"
 
 
-def is_decided_by_a_metric(config: Any) -> bool:
+def is_decided_by_a_metric(config: RunConfig) -> bool:
     """Whether `metric_for_best_model` changes what a run does."""
     return bool(config.load_best_model_at_end or config.early_stopping_patience or follows_evaluations(config))
 
@@ -109,7 +112,7 @@ WITH_BETAS = (*WITH_ADAM, "lion_32bit", "lion_8bit")
 WITH_MOMENTUM = ("sgd", "rmsprop", "muon")
 
 
-def momentum_of(config: Any) -> float:
+def momentum_of(config: OptimConfig) -> float:
     """The momentum of an OptimConfig: what it says, else the default of its optimizer."""
     if config.momentum is not None:
         return float(config.momentum)

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.config.parsing import parse_json, parse_yaml, read_text_file
 from toolkit.config.reading import values_of
-from toolkit.config.setting import Refusal, Settings, settings_of, show_value
+from toolkit.config.setting import Refusal, Settings, changed_settings, settings_of, show_value
 
 NOT_READ = "not read by this run"
 
@@ -61,9 +61,3 @@ def mark_not_read(path: Path, names: Collection[str]) -> None:
             line += f"; {NOT_READ}" if "  # default: " in line else f"  # {NOT_READ}"
         lines.append(line)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def changed_settings(config: Settings) -> dict[str, Any]:
-    """The settings that differ from the defaults of the config's own class, in the order of its panels."""
-    values = values_of(config)
-    return {name: values[name] for name, setting in settings_of(type(config)).items() if values[name] != setting.default}

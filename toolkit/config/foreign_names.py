@@ -1,18 +1,14 @@
-"""Keys of transformers' Trainer and TRL that are no settings here: the value that says what happens anyway, or what to do.
+"""Keys of transformers' Trainer and TRL that are no settings here, as values that mean what happens anyway, or what to do.
 
-Their YAML files hold many keys that only say a default. `SAME` lists the values that mean what every recipe does: such a
-key is taken and changes nothing. `PASSED_OVER` are keys on which no result depends: any value is taken, and what happens in
-its place is said. `TRANSLATED` turns keys into settings. Any other value is refused with what to do instead.
+Their YAML files hold many keys that only say a default, also keys of former versions and of the example scripts (run_clm,
+run_glue). `SAME` lists the values that mean what every recipe does: such a key is taken and changes nothing. `PASSED_OVER` are
+keys on which no result depends: any value is taken, and what happens in its place is logged. `foreign_values.TRANSLATED` turns
+keys into settings. Any other value is refused with what to do instead.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Mapping
 from typing import Any
-
-from toolkit.config.former_names import FORMER_PASSED_OVER, FORMER_SAME, FORMER_TRANSLATED
 
 # The name, the values that mean what happens here anyway (a null always does), and what to do about any other value.
 SAME: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -39,6 +35,7 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora_target_parameters": (([],), "leave it out: modules alone are adapted, see lora_target_modules."),
     "load_in_8bit": ((False,), "take load_in_4bit."),
     # Preferences
+    "label_smoothing_factor": ((0, 0.0), "it is for the labels of tokens and classes; of pairs, label_smoothing."),
     "ignore_bias_buffers": ((False,), "leave it out."),
     "use_weighting": ((False,), "leave it out: WPO is not among the losses."),
     "reference_free": ((False,), "take loss_type simpo, cpo, orpo or sft, which have no reference."),
@@ -48,8 +45,24 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_encoder_decoder": ((False,), "leave it out: models that only decode are trained."),
     "force_use_ref_model": ((False,), "take reference: model."),
     "ref_model_name_or_path": ((), "leave it out: the reference is the model as it was when training began."),
-    **FORMER_SAME,
+    # Of former versions and of the example scripts
+    "torchdynamo": ((), "take torch_compile."),
+    "sharded_ddp": (("", []), "take zero_stage or fsdp."),
+    "model_parallel": ((False,), "take zero_stage or fsdp."),
+    "push_to_hub_organization": ((), "write hub_model_id: ORGANIZATION/NAME."),
+    "mlm": ((False,), "leave it out: language models here predict the next token."),
+    "config_overrides": ((), "leave it out: hidden_size, num_hidden_layers and others shape a built-in model."),
+    "model_type": ((), "leave it out: the recipe says it. For one from scratch take a built-in shape as model: tiny-llama."),
+    "data_dir": ((), "write the folder as dataset."),
+    "source_prefix": (("",), "put it into the prompts."),
+    "rpo_alpha": ((), "write loss_type: [sigmoid, sft] and loss_weights: [1.0, RPO_ALPHA]."),
+    "tools": (([],), "give each row its tools, in a column of that name."),
+    "ref_model_init_kwargs": (({},), "leave it out: the reference is the model as it was when training began."),
+    "model_adapter_name": (("default",), "leave it out: there is one adapter."),
+    "ref_adapter_name": (("reference",), "leave it out: the reference is the model without its adapter."),
 }  # fmt: skip
+
+_DEVICE = "the device is found by itself; use_cpu stays on the CPU."
 
 # The name, the values that mean just that, and what happens whatever its value.
 PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -112,197 +125,50 @@ PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
     "eval_accumulation_steps": ((), "evaluation keeps sums, and no predictions."),
     "ddp_bucket_cap_mb": ((25,), "gradients go in buckets of torch's own size."),
     "precompute_ref_batch_size": ((), "the reference is computed in micro-batches of the training's size."),
-    **FORMER_PASSED_OVER,
+    # Of former versions and of the example scripts
+    # Precision, devices and speed, now found by themselves or gone
+    "fp16_opt_level": (("O1",), "Apex is not used: fp16 and bf16 are torch's autocast."),
+    "fp16_backend": (("auto",), "fp16 is torch's autocast."),
+    "use_mps_device": ((False,), _DEVICE),
+    "tpu_num_cores": ((), _DEVICE),
+    "tpu_metrics_debug": ((False,), _DEVICE),
+    "xpu_backend": ((), _DEVICE),
+    "use_ipex": ((False,), _DEVICE),
+    "n_gpu": ((), "the launcher says how many processes there are."),
+    "jit_mode_eval": ((False,), "evaluation runs the model as it is."),
+    "mp_parameters": (("",), "SageMaker's model parallelism is not used: see zero_stage and fsdp."),
+    "past_index": ((-1,), "no model keeps its past between steps."),
+    "fsdp_min_num_params": ((0,), "fsdp shards layer by layer."),
+    "fsdp_transformer_layer_cls_to_wrap": ((), "fsdp shards layer by layer."),
+    "dispatch_batches": ((False,), "each rank reads its own part of a batch."),
+    "split_batches": ((False,), "batches are cut the same way on any number of devices."),
+    "ray_scope": (("last",), "there is no search by Ray."),
+    "low_cpu_mem_usage": ((True, False), "weights are read one by one."),
+    "use_fast_tokenizer": ((True,), "tokenizers are the fast ones."),
+    "gradient_checkpointing_use_reentrant": ((False,), "recomputation is torch's with use_reentrant: false."),
+    "use_liger": ((False,), "the head works at supervised tokens only; torch_compile fuses layers."),
+    "use_logits_to_keep": ((True,), "the head works at supervised tokens only."),
+    "use_num_logits_to_keep": ((True,), "the head works at supervised tokens only."),
+    # Data
+    "cache_dir": ((), "downloads go where HF_HOME says."),
+    "overwrite_cache": ((False,), "what is cached is known by its content, and made anew when that changes."),
+    "pad_to_max_length": ((False,), "a batch is padded to its longest example."),
+    "padding_value": ((), "padding is masked, whatever it is made of."),
+    "sortish_sampler": ((False,), "group_by_length puts examples of like length together."),
+    "ignore_pad_token_for_loss": ((True,), "padding is never learned."),
+    "max_predict_samples": ((), "a recipe trains and evaluates; toolkit evaluate MODEL is for other rows."),
+    "test_file": ((), "a recipe trains and evaluates; run toolkit evaluate MODEL --dataset FILE afterwards."),
+    "max_test_samples": ((), "a recipe trains and evaluates; toolkit evaluate MODEL is for other rows."),
+    "dataset_batch_size": ((1000,), "rows are tokenized in batches of this library's size."),
+    "num_of_sequences": ((1024,), "rows are packed over the whole dataset."),
+    "chars_per_token": ((3.6,), "rows are packed by their tokens."),
+    "sanity_check": ((False,), "max_train_examples takes the first rows alone."),
+    "base_model_attribute_name": (("model",), "the model's parts are found by themselves."),
+    "predict_with_generate": ((False,), "num_samples says how many texts are written at each evaluation."),
+    # Logging
+    "logging_dir": ((), "the files of a run, those of TensorBoard too, are in output_dir."),
+    "logging_first_step": ((False,), "logging_steps says which steps are logged; 1 logs all."),
+    "tracker_project_name": ((), "in every tracker the project is called toolkit; a run has its run_name."),
+    "use_legacy_prediction_loop": ((False,), "evaluation keeps sums, and no predictions."),
+    "include_inputs_for_metrics": ((False,), "evaluation keeps sums, and no predictions."),
 }
-
-
-def translate(key: str, value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    """What a key of theirs means: settings with values as they would be written (perhaps none), or what to do about it.
-
-    Args:
-        value: as it was written: text on a command line, or what YAML made of it.
-        written: all that was written beside it, by names with underscores.
-    """
-    value = _read(value)
-    if key in PASSED_OVER:
-        return {}
-    if key in SAME:
-        same, advice = SAME[key]
-        return {} if value is None or any(type(each) is type(value) and each == value for each in same) else advice
-    return {} if value is None else TRANSLATED[key](value, written)
-
-
-def is_foreign(key: str) -> bool:
-    """Whether a name, with underscores, is one of theirs that this file knows."""
-    return key in SAME or key in PASSED_OVER or key in TRANSLATED
-
-
-def passed_over(key: str, value: Any) -> str | None:
-    """What happens in place of a value that is taken and has no effect; None where it means that or is no such key."""
-    if key not in PASSED_OVER:
-        return None
-    same, instead = PASSED_OVER[key]
-    return None if _read(value) in (None, *same) else instead
-
-
-def _read(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    words = {"true": True, "false": False, "none": None, "null": None}
-    if value.strip().lower() in words:
-        return words[value.strip().lower()]
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
-def _gradient_checkpointing(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    always = value in ({}, {"use_reentrant": False})
-    return {} if always else "leave it out: recomputation is always torch's with use_reentrant: false."
-
-
-def _model_arguments(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    names = {"dtype": "dtype", "torch_dtype": "torch_dtype", "attn_implementation": "attn_implementation",
-             "revision": "model_revision", "trust_remote_code": "trust_remote_code"}  # fmt: skip
-    left = [name for name in value if name not in names and name != "use_cache"] if isinstance(value, dict) else ["its text"]
-    if left:
-        names_left = ", ".join(map(str, left))
-        return f"leave {names_left} out of it; its dtype, attn_implementation, revision and trust_remote_code are known."
-    return {names[name]: each for name, each in value.items() if name in names}
-
-
-def _schedule_arguments(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    names = {
-        "min_lr_rate": "min_lr_ratio", "min_lr_ratio": "min_lr_ratio", "min_lr": "min_lr", "lr_end": "min_lr",
-        "num_cycles": "lr_cycles", "power": "lr_power", "warmup_type": "warmup_type", "decay_type": "lr_decay_type",
-        "factor": "lr_gamma", "patience": "lr_patience", "threshold": "lr_threshold", "mode": "greater_is_better",
-    }  # fmt: skip
-    steps = _read(written.get("max_steps"))
-    if isinstance(value, dict) and isinstance(value.get("num_decay_steps"), int) and isinstance(steps, int) and steps > 0:
-        meant = _schedule_arguments({name: each for name, each in value.items() if name != "num_decay_steps"}, written)
-        return meant if isinstance(meant, str) else {**meant, "lr_decay_ratio": value["num_decay_steps"] / steps}
-    cosine = str(written.get("lr_scheduler_type", "")) != "cosine_with_restarts"  # there num_cycles is half a wave
-    if not isinstance(value, dict) or any(name not in names or (name == "num_cycles" and cosine) for name in value):
-        return "take min_lr_ratio, min_lr, lr_cycles, lr_power, lr_gamma, lr_decay_ratio, lr_patience or lr_threshold."
-    meant = {names[name]: each for name, each in value.items()}
-    return meant | ({"greater_is_better": value["mode"] == "max"} if "mode" in value else {})
-
-
-def _text_column(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    if not isinstance(value, str):
-        return "it is the name of a column."
-    return {} if value in ("text", "messages", "prompt") else {"rename_columns": [f"{value}=text"]}
-
-
-def _dataset_configuration(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    name = written.get("dataset_name", written.get("dataset", "NAME"))
-    return f"write it behind the dataset's name: dataset_name: {name}:{value}"
-
-
-def _mixture(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    """TRL's list of sources. Without fractions all their rows are joined, and how many each has is not known here."""
-    sources = [source for source in value if isinstance(source, dict) and "path" in source] if isinstance(value, list) else []
-    if value == [] or value == "":
-        return {}
-    names = [":".join(str(source[key]) for key in ("path", "name") if source.get(key)) for source in sources]
-    shares = [source.get("fraction") or f"SHARE_{i + 1}" for i, source in enumerate(sources)]
-    meant = names[0] if len(names) == 1 else ",".join(f"{name}:{share}" for name, share in zip(names, shares, strict=True))
-    example = meant or "a:0.7,b:0.3"
-    return (
-        f"write dataset: {example} (or --dataset {example}), each source with its share of the rows; another split than train "
-        "goes into train_split, other columns into rename_columns."
-    )
-
-
-def _environment(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    if not value:
-        return {}
-    lines = " ".join(f"{name}=..." for name in value) if isinstance(value, dict) else "NAME=VALUE"
-    return f"leave it out, and set it before the run, in the shell: export {lines}"
-
-
-def _padding_free(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    return {} if value is False or _read(written.get("packing")) is True else "take packing, whose rows have no padding."
-
-
-def _evaluation_packing(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    same = value == (_read(written.get("packing")) or False)
-    return {} if same else "leave it out: evaluation packs as training does, and its figures are the same either way."
-
-
-def _data_seed(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    return {} if value == _read(written.get("seed", 42)) else "leave it out: seed draws the order of the data as well."
-
-
-def _sampling(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    known: dict[str, dict[str, Any]] = {"random": {}, "group_by_length": {"group_by_length": True}}
-    return known.get(str(value), "take random or group_by_length: examples are shuffled in each epoch.")
-
-
-def _evaluates(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    return {} if value is True or "eval_strategy" in written else {"eval_strategy": "no"}
-
-
-def _truncation(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    if value == "keep_start":
-        return {}
-    return "take keep_start, or overlong: split, drop or refuse. Of a pair the prompt loses its beginning first, always."
-
-
-def _no_dropout(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    if value is True and _read(written.get("lora_dropout", 0)):
-        return "in TRL it turns lora_dropout off as well: write lora_dropout: 0.0 and dropout: 0.0, or leave it out."
-    return {"dropout": 0.0} if value is True else {}
-
-
-def _sft_loss(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    plain = value in ("nll", "chunked_nll")
-    return {} if plain else "leave it out, or write that loss in a copy of the recipe (toolkit copy sft)."
-
-
-def _of_an_adapter(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    unused = value is False or _read(written.get("use_peft")) is False
-    return {} if unused else "it is for an adapter: take recipes/lora.py, this recipe with one (toolkit train lora)."
-
-
-def _local_rank(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    """`python -m torch.distributed.launch` says it twice: in the environment, and as a flag of each rank."""
-    same = str(value) in ("-1", "0", os.environ.get("LOCAL_RANK"))
-    return {} if same else "leave it out: the launcher says it."
-
-
-def _renamed(name: str) -> Callable[[Any, Mapping[str, Any]], dict[str, Any] | str]:
-    return lambda value, written: {name: value}
-
-
-TRANSLATED: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any] | str]] = {
-    "gradient_checkpointing_kwargs": _gradient_checkpointing,
-    "activation_checkpointing_kwargs": _gradient_checkpointing,
-    "model_init_kwargs": _model_arguments,
-    "lr_scheduler_kwargs": _schedule_arguments,
-    "dataset_text_field": _text_column,
-    "dataset_config": _dataset_configuration,
-    "dataset_config_name": _dataset_configuration,  # of the example scripts
-    "datasets": _mixture,
-    "env": _environment,
-    "padding_free": _padding_free,
-    "eval_packing": _evaluation_packing,
-    "data_seed": _data_seed,
-    "train_sampling_strategy": _sampling,
-    "do_eval": _evaluates,
-    "truncation_mode": _truncation,
-    "disable_dropout": _no_dropout,
-    "local_rank": _local_rank,
-    "loss_type": _sft_loss,  # of DPO it is a setting
-    "precompute_ref_log_probs": lambda value, written: {"reference": "cache"} if value is True else {},
-    "evaluation_strategy": _renamed("eval_strategy"),
-    "dataset_streaming": _renamed("streaming"),
-    "chat_template_path": _renamed("chat_template"),
-    "use_bnb_nested_quant": _renamed("bnb_4bit_use_double_quant"),
-    "no_cuda": _renamed("use_cpu"),
-    **FORMER_TRANSLATED,
-    # Where the recipe has no adapter
-    **dict.fromkeys(("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
-                     "use_rslora", "use_dora", "load_in_4bit", "bnb_4bit_quant_type"), _of_an_adapter),
-}  # fmt: skip

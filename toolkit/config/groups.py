@@ -25,7 +25,10 @@ def trained_model(directory: str, otherwise: str) -> str:
 class SeedConfig(Settings):
     """Reproducibility"""
 
-    seed: int = setting(42, "Seed of everything random: initial weights, order of examples, dropout.", least=0, most=2**32 - 1)
+    seed: int = setting(
+        42, "Seed of everything random: initial weights, order of examples, dropout.", least=0, most=2**32 - 1,
+        on_resume="fixed",
+    )
 
 
 @dataclass(frozen=True)
@@ -36,104 +39,147 @@ class ModelConfig(SeedConfig):
         "tiny-llama",
         "Hub id, local directory, or a built-in shape made from scratch: tiny-llama, small-llama (256 wide, 4 layers), "
         "medium-llama (768, 12), large-llama (1024, 24), the same of qwen3 and gemma3, tiny-bert.",
-        aliases=("model_name_or_path",),
+        aliases=("model_name_or_path",), on_resume="fixed",
     )
-    model_revision: str | None = setting(None, "Branch, tag or commit of the model on the Hub.")
+    model_revision: str | None = setting(None, "Branch, tag or commit of the model on the Hub.", on_resume="fixed")
     tokenizer: str | None = setting(
-        None, "Hub id or directory of the tokenizer. Default: the model's own; for a built-in shape one trained here."
+        None, "Hub id or directory of the tokenizer. Default: the model's own; for a built-in shape one trained here.",
+        on_resume="fixed",
     )
-    trust_remote_code: bool = setting(False, "Run code from the model's repository. Needs a pinned --model-revision.")
+    trust_remote_code: bool = setting(
+        False, "Run code from the model's repository. Needs a pinned --model-revision.", on_resume="free"
+    )
     dtype: str = setting(
         "float32", "Type of the weights in memory.", choices=("auto", "float32", "bfloat16", "float16"),
-        aliases=("torch_dtype",),
+        aliases=("torch_dtype",), on_resume="fixed",
     )
     attn_implementation: str = setting(
         "auto", "Attention backend. auto: the fastest exact one for the device and the layout of the rows.",
-        choices=("auto", "sdpa", "eager", "varlen", "flex_attention", "flash_attention_2"),
+        choices=("auto", "sdpa", "eager", "varlen", "flex_attention", "flash_attention_2"), on_resume="rounding",
     )
-    gradient_checkpointing: bool = setting(False, "Recompute activations in backward: less memory, about a third more time.")
-    torch_compile: bool = setting(False, "Compile each layer with torch.compile.")
+    gradient_checkpointing: bool = setting(
+        False, "Recompute activations in backward: less memory, about a third more time.", on_resume="rounding"
+    )
+    torch_compile: bool = setting(False, "Compile each layer with torch.compile.", on_resume="dropout")
     torch_compile_backend: str = setting(
         "inductor", "What compiles. cudagraphs: replays the kernels as they are, on CUDA. aot_eager, eager: to find a fault.",
-        choices=("inductor", "cudagraphs", "aot_eager", "eager"),
+        choices=("inductor", "cudagraphs", "aot_eager", "eager"), on_resume="dropout",
     )
-    chat_template: str | None = setting(None, "File with a Jinja chat template, in place of the tokenizer's own.")
+    chat_template: str | None = setting(
+        None, "File with a Jinja chat template, in place of the tokenizer's own.", on_resume="fixed"
+    )
     vocab_size: int | None = setting(
-        None, "Built-in shapes: vocabulary of the tokenizer trained here. Default: 4096.", least=260, most=2**20
+        None, "Built-in shapes: vocabulary of the tokenizer trained here. Default: 4096.", least=260, most=2**20,
+        on_resume="fixed",
     )
-    hidden_size: int | None = setting(None, "Built-in shapes: width.", least=8, most=2**17)
-    num_hidden_layers: int | None = setting(None, "Built-in shapes: layers.", least=1, most=2**10)
-    num_attention_heads: int | None = setting(None, "Built-in shapes: attention heads.", least=1, most=2**10)
-    num_key_value_heads: int | None = setting(None, "Built-in shapes: key and value heads.", least=1, most=2**10)
-    intermediate_size: int | None = setting(None, "Built-in shapes: width of the feed-forward layer.", least=8, most=2**20)
-    max_position_embeddings: int | None = setting(None, "Built-in shapes: longest context in tokens.", least=8, most=2**24)
+    hidden_size: int | None = setting(None, "Built-in shapes: width.", least=8, most=2**17, on_resume="fixed")
+    num_hidden_layers: int | None = setting(None, "Built-in shapes: layers.", least=1, most=2**10, on_resume="fixed")
+    num_attention_heads: int | None = setting(None, "Built-in shapes: attention heads.", least=1, most=2**10, on_resume="fixed")
+    num_key_value_heads: int | None = setting(
+        None, "Built-in shapes: key and value heads.", least=1, most=2**10, on_resume="fixed"
+    )
+    intermediate_size: int | None = setting(
+        None, "Built-in shapes: width of the feed-forward layer.", least=8, most=2**20, on_resume="fixed"
+    )
+    max_position_embeddings: int | None = setting(
+        None, "Built-in shapes: longest context in tokens.", least=8, most=2**24, on_resume="fixed"
+    )
     dropout: float | None = setting(
-        None, "Dropout, where the architecture has it. Default: the model's own.", least=0.0, below=1.0
+        None, "Dropout, where the architecture has it. Default: the model's own.", least=0.0, below=1.0, on_resume="fixed"
     )
     attention_dropout: float | None = setting(
-        None, "Dropout of attention weights alone. Default: as --dropout, else the model's own.", least=0.0, below=1.0
+        None, "Dropout of attention weights alone. Default: as --dropout, else the model's own.", least=0.0, below=1.0,
+        on_resume="fixed",
     )
-    hidden_act: str | None = setting(None, "Built-in shapes: activation function, by transformers' names.")
+    hidden_act: str | None = setting(None, "Built-in shapes: activation function, by transformers' names.", on_resume="fixed")
 
 
 @dataclass(frozen=True)
-class DataConfig(SeedConfig):
+class BatchConfig(Settings):
+    """Steps and batches"""
+
+    num_train_epochs: float = setting(1.0, "Passes over the training data.", above=0.0, most=1e6, on_resume="fixed")
+    max_steps: int | None = setting(
+        None, "Stop after so many steps; overrides the epochs.", least=1, most=10**9, on_resume="fixed"
+    )
+    per_device_train_batch_size: int = setting(
+        8, "Examples (rows, when packing) in a micro-batch.", least=1, most=2**16, on_resume="dropout"
+    )
+    per_device_eval_batch_size: int = setting(
+        8, "The same for evaluation. Changes no figure.", least=1, most=2**16, on_resume="free"
+    )
+    gradient_accumulation_steps: int = setting(
+        1, "Micro-batches in a step on each device.", least=1, most=2**16, on_resume="batches"
+    )
+    global_batch_size: int | None = setting(
+        None, "Examples in a step over all devices; derives the accumulation.", least=1, most=2**24, on_resume="batches"
+    )
+    auto_find_batch_size: bool = setting(
+        True, "Try the longest micro-batch before the first step; while it doesn't fit, halve it and double the accumulation.",
+        on_resume="free",
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig(BatchConfig, SeedConfig):
     """Data"""
 
     dataset: str = setting(
         "stdlib:sft",
         "stdlib:NAME, a Hub id (name:config@revision), a local file or folder, or a mixture a:0.7,b:0.3.",
-        aliases=("dataset_name",),
+        aliases=("dataset_name",), on_resume="fixed",
     )
-    train_split: str = setting("train", "Split to train on.", aliases=("dataset_train_split",))
+    train_split: str = setting("train", "Split to train on.", aliases=("dataset_train_split",), on_resume="fixed")
     eval_split: str | None = setting(
         None, "Split to evaluate on. Default: validation, else test, else rows held out by content hash.",
-        aliases=("dataset_test_split",),
+        aliases=("dataset_test_split",), on_resume="evaluation",
     )
     eval_fraction: float = setting(
-        0.05, "Share of rows held out when the source has no evaluation split.", least=0.0, below=1.0
+        0.05, "Share of rows held out when the source has no evaluation split.", least=0.0, below=1.0, on_resume="fixed"
     )
-    rename_columns: list[str] = setting([], "Columns to rename before anything else, as old=new.")
+    rename_columns: list[str] = setting([], "Columns to rename before anything else, as old=new.", on_resume="fixed")
     sample_by: str = setting(
-        "line", "What a row of a .txt file is; paragraphs are parted by blank lines.", choices=("line", "paragraph", "document")
+        "line", "What a row of a .txt file is; blank lines separate paragraphs.", choices=("line", "paragraph", "document"),
+        on_resume="fixed",
     )
-    streaming: bool = setting(False, "Read the source as a stream. Needs --max-steps.")
-    max_train_examples: int | None = setting(None, "Use at most so many training rows.", least=1, most=10**10)
-    max_eval_examples: int | None = setting(None, "Use at most so many evaluation rows.", least=1, most=10**10)
+    streaming: bool = setting(False, "Read the source as a stream. Needs --max-steps.", on_resume="fixed")
+    max_train_examples: int | None = setting(
+        None, "Use at most so many training rows.", least=1, most=10**10, on_resume="fixed"
+    )
+    max_eval_examples: int | None = setting(
+        None, "Use at most so many evaluation rows.", least=1, most=10**10, on_resume="evaluation"
+    )
     max_length: int = setting(
-        1024, "Longest example, and the length of a packed row, in tokens.", least=2, most=2**24, aliases=("max_seq_length",)
+        1024, "Longest example, and the length of a packed row, in tokens.", least=2, most=2**24, aliases=("max_seq_length",),
+        on_resume="fixed",
     )
     min_length: int | None = setting(
-        None, "Leave out examples with fewer tokens; each is counted. Default: none is left out.", least=1, most=2**24
+        None, "Leave out examples with fewer tokens; each is counted. Default: none is left out.", least=1, most=2**24,
+        on_resume="fixed",
     )
     overlong: str = setting(
-        "truncate", "What to do with longer examples; each is counted.", choices=("truncate", "drop", "split", "refuse")
+        "truncate", "What to do with longer examples; each is counted.", choices=("truncate", "drop", "split", "refuse"),
+        on_resume="fixed",
     )
-    packing: bool = setting(False, "Pack whole documents into rows of max_length.")
+    packing: bool = setting(False, "Pack whole documents into rows of max_length.", on_resume="fixed")
     packing_strategy: str = setting(
-        "bfd", "bfd: best fit, whole documents. wrapped: cut documents to fill rows.", choices=("bfd", "wrapped")
+        "bfd", "bfd: best fit, whole documents. wrapped: cut documents to fill rows.", choices=("bfd", "wrapped"),
+        on_resume="fixed",
     )
-    group_by_length: bool = setting(False, "Put examples of like length into one batch (within fixed windows of the order).")
+    group_by_length: bool = setting(
+        False, "Put examples of like length into one batch (within fixed windows of the order).", on_resume="fixed"
+    )
     completion_only_loss: bool | None = setting(
-        None, "Prompt/completion data: train on the completion only. Default: yes where there is one."
+        None, "Prompt/completion data: train on the completion only. Default: yes where there is one.", on_resume="fixed"
     )
-    assistant_only_loss: bool | None = setting(None, "Chat data: train on assistant turns only. Default: yes.")
-    num_train_epochs: float = setting(1.0, "Passes over the training data.", above=0.0, most=1e6)
-    max_steps: int | None = setting(None, "Stop after so many steps; overrides the epochs.", least=1, most=10**9)
-    per_device_train_batch_size: int = setting(8, "Examples (rows, when packing) in a micro-batch.", least=1, most=2**16)
-    per_device_eval_batch_size: int = setting(8, "The same for evaluation. Changes no figure.", least=1, most=2**16)
-    gradient_accumulation_steps: int = setting(1, "Micro-batches in a step on each device.", least=1, most=2**16)
-    global_batch_size: int | None = setting(
-        None, "Examples in a step over all devices; derives the accumulation.", least=1, most=2**24
-    )
-    auto_find_batch_size: bool = setting(
-        True, "Try the longest micro-batch before the first step; while it doesn't fit, halve it and accumulate twice as often."
+    assistant_only_loss: bool | None = setting(
+        None, "Chat data: train on assistant turns only. Default: yes.", on_resume="fixed"
     )
     preprocessing_num_workers: int | None = setting(
         None, "Processes that tokenize, which is done once and cached. Changes no result. Default: 1.", least=1, most=1024,
-        aliases=("dataset_num_proc",),
+        aliases=("dataset_num_proc",), on_resume="free",
     )
-    dataloader_num_workers: int = setting(0, "Processes that make batches ahead.", least=0, most=2**10)
+    dataloader_num_workers: int = setting(0, "Processes that make batches ahead.", least=0, most=2**10, on_resume="free")
 
 
 @dataclass(frozen=True)
@@ -143,83 +189,104 @@ class OptimConfig(Settings):
     optim: str = setting(
         "adamw_torch", "Optimizer. muon: Muon for matrices, AdamW for the rest.",
         choices=("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "nadam", "radam", "rmsprop", "adagrad", "muon",
-                 "adamw_bnb_8bit", "lion_32bit", "lion_8bit"),
+                 "adamw_bnb_8bit", "lion_32bit", "lion_8bit"), on_resume="fixed",
     )
-    learning_rate: float = setting(5e-5, "Highest learning rate.", above=0.0)
+    learning_rate: float = setting(5e-5, "Highest learning rate.", above=0.0, on_resume="fixed")
     lr_scheduler_type: str = setting(
         "cosine", "How the rate falls, as a function of progress.",
         choices=("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
                  "cosine_with_restarts", "polynomial", "inverse_sqrt", "exponential", "step", "warmup_stable_decay",
-                 "reduce_lr_on_plateau"),
+                 "reduce_lr_on_plateau"), on_resume="fixed",
     )
     warmup_steps: float = setting(
         0.0, "Steps of warm-up; a fraction of the run when below 1. The first step has rate 0, as in Trainer.",
-        least=0.0, most=1e9, aliases=("warmup_ratio",),
+        least=0.0, most=1e9, aliases=("warmup_ratio",), on_resume="fixed",
     )
-    warmup_type: str = setting("linear", "How the rate rises in warm-up.", choices=("linear", "cosine", "1-sqrt"))
+    warmup_type: str = setting(
+        "linear", "How the rate rises in warm-up.", choices=("linear", "cosine", "1-sqrt"), on_resume="fixed"
+    )
     min_lr_ratio: float = setting(
-        0.0, "Floor of the schedule, as a share of learning_rate.", least=0.0, most=1.0, aliases=("min_lr_rate",)
+        0.0, "Floor of the schedule, as a share of learning_rate.", least=0.0, most=1.0, aliases=("min_lr_rate",),
+        on_resume="fixed",
     )
-    min_lr: float | None = setting(None, "The same floor as a rate.", least=0.0)
-    lr_cycles: int = setting(1, "cosine_with_restarts: cycles. step: drops.", least=1, most=10**6)
-    lr_power: float = setting(1.0, "polynomial: the power.", above=0.0)
+    min_lr: float | None = setting(None, "The same floor as a rate.", least=0.0, on_resume="fixed")
+    lr_cycles: int = setting(1, "cosine_with_restarts: cycles. step: drops.", least=1, most=10**6, on_resume="fixed")
+    lr_power: float = setting(1.0, "polynomial: the power.", above=0.0, on_resume="fixed")
     lr_gamma: float = setting(
-        0.1, "step, reduce_lr_on_plateau: factor of each drop. exponential: share left at the end.", above=0.0, most=1.0
+        0.1, "step, reduce_lr_on_plateau: factor of each drop. exponential: share left at the end.", above=0.0, most=1.0,
+        on_resume="fixed",
     )
-    lr_decay_ratio: float = setting(0.2, "warmup_stable_decay: share of the run that decays.", above=0.0, most=1.0)
-    lr_decay_type: str = setting("cosine", "warmup_stable_decay: how the rate falls.", choices=("cosine", "linear", "1-sqrt"))
+    lr_decay_ratio: float = setting(
+        0.2, "warmup_stable_decay: share of the run that decays.", above=0.0, most=1.0, on_resume="fixed"
+    )
+    lr_decay_type: str = setting(
+        "cosine", "warmup_stable_decay: how the rate falls.", choices=("cosine", "linear", "1-sqrt"), on_resume="fixed"
+    )
     lr_patience: int = setting(
         10, "reduce_lr_on_plateau: evaluations in a row without improvement before the rate is reduced at the next.",
-        least=0, most=10**6,
+        least=0, most=10**6, on_resume="fixed",
     )
     lr_threshold: float = setting(
-        1e-4, "reduce_lr_on_plateau: what counts as improvement, as a share of the best value.", least=0.0, below=1.0
+        1e-4, "reduce_lr_on_plateau: what counts as improvement, as a share of the best value.", least=0.0, below=1.0,
+        on_resume="fixed",
     )
-    weight_decay: float = setting(0.0, "Decoupled weight decay; never on norms and biases.", least=0.0)
-    adam_beta1: float = setting(0.9, "Adam family: decay of the first moment.", least=0.0, below=1.0)
-    adam_beta2: float = setting(0.999, "Adam family: decay of the second moment.", least=0.0, below=1.0)
-    adam_epsilon: float = setting(1e-8, "Adam family: added to the denominator.", above=0.0)
+    weight_decay: float = setting(0.0, "Decoupled weight decay; never on norms and biases.", least=0.0, on_resume="fixed")
+    adam_beta1: float = setting(0.9, "Adam family: decay of the first moment.", least=0.0, below=1.0, on_resume="fixed")
+    adam_beta2: float = setting(0.999, "Adam family: decay of the second moment.", least=0.0, below=1.0, on_resume="fixed")
+    adam_epsilon: float = setting(1e-8, "Adam family: added to the denominator.", above=0.0, on_resume="fixed")
     momentum: float | None = setting(
-        None, "sgd, rmsprop and muon: momentum. Default: 0, as in Trainer; of muon 0.95.", least=0.0, below=1.0
+        None, "sgd, rmsprop and muon: momentum. Default: 0, as in Trainer; of muon 0.95.", least=0.0, below=1.0,
+        on_resume="fixed",
     )
-    max_grad_norm: float = setting(1.0, "Clip the global gradient norm here; 0 turns it off.", least=0.0)
-    layer_lr_decay: float = setting(1.0, "Factor on the rate for each layer below the top one.", above=0.0, most=1.0)
-    lr_patterns: list[str] = setting([], "Factors on the rate by parameter name, as regex=factor; the first match counts.")
-    label_smoothing_factor: float = setting(0.0, "Label smoothing.", least=0.0, below=1.0)
+    max_grad_norm: float = setting(1.0, "Clip the global gradient norm here; 0 turns it off.", least=0.0, on_resume="fixed")
+    layer_lr_decay: float = setting(
+        1.0, "Factor on the rate for each layer below the top one.", above=0.0, most=1.0, on_resume="fixed"
+    )
+    lr_patterns: list[str] = setting(
+        [], "Factors on the rate by parameter name, as regex=factor; the first match counts.", on_resume="fixed"
+    )
     nonfinite: str = setting(
-        "skip", "A step with a non-finite loss or gradient: skip it, or stop the run.", choices=("skip", "stop")
+        "skip", "A step with a non-finite loss or gradient: skip it, or stop the run.", choices=("skip", "stop"),
+        on_resume="free",
     )
-    max_nonfinite_steps: int = setting(3, "Stop after so many such steps in a row.", least=1, most=10**9)
+    max_nonfinite_steps: int = setting(3, "Stop after so many such steps in a row.", least=1, most=10**9, on_resume="free")
 
 
 @dataclass(frozen=True)
 class OutputConfig(Settings):
     """Output"""
 
-    output_dir: str = setting("runs/run", "Where everything of this run is written.", is_path=True)
-    overwrite_output_dir: bool = setting(False, "Throw away a run that is already in output_dir.")
-    logging_steps: int = setting(10, "Log every so many steps.", least=1, most=10**12)
-    eval_steps: int = setting(100, "Evaluate every so many steps.", least=1, most=10**12)
-    save_steps: int = setting(500, "Write a checkpoint every so many steps.", least=1, most=10**12)
-    use_cpu: bool = setting(False, "Stay on the CPU even where there is an accelerator.")
+    output_dir: str = setting("runs/run", "Where everything of this run is written.", is_path=True, on_resume="free")
+    overwrite_output_dir: bool = setting(False, "Throw away a run that is already in output_dir.", on_resume="free")
+    logging_steps: int = setting(10, "Log every so many steps.", least=1, most=10**12, on_resume="free")
+    eval_steps: int = setting(100, "Evaluate every so many steps.", least=1, most=10**12, on_resume="evaluation")
+    save_steps: int = setting(500, "Write a checkpoint every so many steps.", least=1, most=10**12, on_resume="free")
 
 
 @dataclass(frozen=True)
-class DevicesConfig(Settings):
+class DeviceConfig(Settings):
+    """Devices"""
+
+    use_cpu: bool = setting(False, "Stay on the CPU even where there is an accelerator.", on_resume="rounding")
+
+
+@dataclass(frozen=True)
+class DevicesConfig(DeviceConfig):
     """Devices"""
 
     zero_stage: int | None = setting(
         None, "DeepSpeed ZeRO over all ranks: 1 shards the optimizer's state, 2 gradients as well, 3 parameters as well.",
-        least=1, most=3,
+        least=1, most=3, on_resume="free",
     )
-    fsdp: bool = setting(False, "Shard parameters, gradients and optimizer state with torch's FSDP2.")
+    fsdp: bool = setting(False, "Shard parameters, gradients and optimizer state with torch's FSDP2.", on_resume="free")
     offload: str = setting(
         "none", "What of the shards waits in the CPU's memory. parameters: the optimizer's state as well.",
-        choices=("none", "optimizer", "parameters"),
+        choices=("none", "optimizer", "parameters"), on_resume="free",
     )
-    deepspeed: str | None = setting(None, "Your own DeepSpeed configuration, such as ds_config.json.")
+    deepspeed: str | None = setting(None, "Your own DeepSpeed configuration, such as ds_config.json.", on_resume="free")
     ddp_backend: str = setting(
-        "auto", "How ranks communicate. auto: nccl between GPUs, gloo between CPUs.", choices=("auto", "nccl", "gloo", "mpi")
+        "auto", "How ranks communicate. auto: nccl between GPUs, gloo between CPUs.", choices=("auto", "nccl", "gloo", "mpi"),
+        on_resume="rounding",
     )
 
 
@@ -227,75 +294,97 @@ class DevicesConfig(Settings):
 class HubConfig(Settings):
     """Hub"""
 
-    push_to_hub: bool = setting(False, "Send the model to the Hugging Face Hub. Needs HF_TOKEN or a login that may write.")
+    push_to_hub: bool = setting(
+        False, "Send the model to the Hugging Face Hub. Needs HF_TOKEN or a login that may write.", on_resume="free"
+    )
     hub_model_id: str | None = setting(
-        None, "Repository on the Hub, as user/name or name. Default: your user name and the output directory's name."
+        None, "Repository on the Hub, as user/name or name. Default: your user name and the output directory's name.",
+        on_resume="free",
     )
     hub_strategy: str = setting(
         "every_save",
         "What is sent: the final model (end); also the model of each checkpoint (every_save); also the newest checkpoint, to "
         "resume from (checkpoint); or the best model so far (best).",
-        choices=("end", "every_save", "checkpoint", "best"),
+        choices=("end", "every_save", "checkpoint", "best"), on_resume="free",
     )
     hub_private_repo: bool | None = setting(
-        None, "Make the repository private. Default: public, or as the organization has it."
+        None, "Make the repository private. Default: public, or as the organization has it.", on_resume="free"
     )
-    hub_revision: str | None = setting(None, "Branch of the repository; it is made when it isn't there. Default: main.")
+    hub_revision: str | None = setting(
+        None, "Branch of the repository; it is made when it isn't there. Default: main.", on_resume="free"
+    )
 
 
 @dataclass(frozen=True)
 class RunConfig(OutputConfig, DevicesConfig, HubConfig, SeedConfig):
     """Run"""
 
-    resume: bool = setting(False, "Continue from the newest valid checkpoint; start fresh where there is none.")
+    resume: bool = setting(
+        False, "Continue from the newest valid checkpoint; start fresh where there is none.", on_resume="free"
+    )
     resume_from: str | None = setting(
-        None, "Continue from this checkpoint.", aliases=("resume_from_checkpoint",), is_path=True
+        None, "Continue from this checkpoint.", aliases=("resume_from_checkpoint",), is_path=True, on_resume="free"
     )
     allow_change: list[str] = setting(
-        [], "With --resume: settings that may differ from the checkpoint's, though the result depends on them."
+        [], "With --resume: settings that may differ from the checkpoint's, though the result depends on them.",
+        on_resume="free",
     )
-    run_name: str | None = setting(None, "Name of the run in card, report and trackers. Default: the output directory's.")
+    run_name: str | None = setting(
+        None, "Name of the run in card, report and trackers. Default: the output directory's.", on_resume="free"
+    )
     report_to: list[str] = setting(
-        ["none"], "Trackers of the run.", choices=("wandb", "tensorboard", "trackio", "mlflow", "all", "none")
+        ["none"], "Trackers of the run.", choices=("wandb", "tensorboard", "trackio", "mlflow", "all", "none"),
+        on_resume="free",
     )
-    logging_strategy: str = setting("steps", "When to log.", choices=("no", "steps", "epoch"))
-    eval_strategy: str = setting("epoch", "When to evaluate; at the end always unless no.", choices=("no", "steps", "epoch"))
-    eval_on_start: bool = setting(False, "Evaluate before the first step as well.")
-    eval_delay: float = setting(0.0, "No evaluation before so many steps (epochs, with that strategy).", least=0.0, most=1e12)
+    logging_strategy: str = setting("steps", "When to log.", choices=("no", "steps", "epoch"), on_resume="free")
+    eval_strategy: str = setting(
+        "epoch", "When to evaluate; at the end always unless no.", choices=("no", "steps", "epoch"), on_resume="evaluation"
+    )
+    eval_on_start: bool = setting(False, "Evaluate before the first step as well.", on_resume="free")
+    eval_delay: float = setting(
+        0.0, "No evaluation before so many steps (epochs, with that strategy).", least=0.0, most=1e12, on_resume="evaluation"
+    )
     divergence: str = setting(
         "warn",
         "When training goes wrong without an error (no gradient left, a loss far above the first, most steps skipped, a final "
         "metric worse than the first): warn, or stop.",
-        choices=("warn", "stop"),
+        choices=("warn", "stop"), on_resume="free",
     )
-    save_strategy: str = setting("epoch", "When to write a checkpoint.", choices=("no", "steps", "epoch"))
-    save_total_limit: int | None = setting(2, "Checkpoints kept, beside the best one; none keeps all.", least=1, most=10**9)
+    save_strategy: str = setting("epoch", "When to write a checkpoint.", choices=("no", "steps", "epoch"), on_resume="free")
+    save_total_limit: int | None = setting(
+        2, "Checkpoints kept, beside the best one; none keeps all.", least=1, most=10**9, on_resume="free"
+    )
     save_error: str = setting(
-        "continue", "When a checkpoint can't be written: continue with a warning, or stop.", choices=("continue", "stop")
+        "continue", "When a checkpoint can't be written: continue with a warning, or stop.", choices=("continue", "stop"),
+        on_resume="free",
     )
-    async_save: bool = setting(False, "Write checkpoints in the background, from a copy in memory.")
+    async_save: bool = setting(False, "Write checkpoints in the background, from a copy in memory.", on_resume="free")
     stop_deadline: float | None = setting(
         None, "Seconds from a stop signal to the end of the process. Default: 120 in a SageMaker job, else no limit.",
-        above=0.0, most=A_YEAR,
+        above=0.0, most=A_YEAR, on_resume="free",
     )
     hang_timeout: float = setting(
-        300.0, "End the run when another rank has been silent for so many seconds.", above=0.0, most=A_YEAR
+        300.0, "End the run when another rank has been silent for so many seconds.", above=0.0, most=A_YEAR, on_resume="free"
     )
-    load_best_model_at_end: bool = setting(False, "Go back to the best evaluated weights before the model is saved.")
+    load_best_model_at_end: bool = setting(
+        False, "Go back to the best evaluated weights before the model is saved.", on_resume="free"
+    )
     save_best_limit: int = setting(
         1, "Best checkpoints kept next to the newest ones, by metric_for_best_model. Needs --load-best-model-at-end.",
-        least=1, most=10**9,
+        least=1, most=10**9, on_resume="free",
     )
-    metric_for_best_model: str = setting("eval_loss", "The evaluation figure that decides.")
+    metric_for_best_model: str = setting("eval_loss", "The evaluation figure that decides.", on_resume="evaluation")
     greater_is_better: bool | None = setting(
-        None, "Whether more is better in that figure. Default: no for losses, errors and perplexities, yes otherwise."
+        None, "Whether more is better in that figure. Default: no for losses, errors and perplexities, yes otherwise.",
+        on_resume="evaluation",
     )
     early_stopping_patience: int | None = setting(
-        None, "Stop after so many evaluations without a better figure.", least=1, most=10**9
+        None, "Stop after so many evaluations without a better figure.", least=1, most=10**9, on_resume="free"
     )
-    bf16: bool = setting(False, "Compute in bfloat16 (autocast).")
-    fp16: bool = setting(False, "Compute in float16 with loss scaling (autocast).")
-    tf32: bool | None = setting(None, "TF32 matrix products on CUDA. Default: torch's.")
+    bf16: bool = setting(False, "Compute in bfloat16 (autocast).", on_resume="rounding")
+    fp16: bool = setting(False, "Compute in float16 with loss scaling (autocast).", on_resume="rounding")
+    tf32: bool | None = setting(None, "TF32 matrix products on CUDA. Default: torch's.", on_resume="rounding")
     full_determinism: bool = setting(
-        False, "The same bits in every run on CUDA: deterministic algorithms, slower. On a CPU they are the same anyway."
+        False, "The same bits in every run on CUDA: deterministic algorithms, slower. On a CPU they are the same anyway.",
+        on_resume="rounding",
     )

@@ -17,14 +17,14 @@ from toolkit.config.reading import values_of
 from toolkit.config.setting import Refusal, Settings, settings_of, show_setting
 
 
-def check_together(config: Settings, given: frozenset[str] = frozenset()) -> None:
+def check_together(config: Settings, given: frozenset[str] | None = None) -> None:
     """Refuse settings that contradict each other, and given ones that have no effect with the others.
 
     Args:
         config: all settings of a recipe.
-        given: names of those that the user typed or wrote, in contrast to the recipe's defaults.
+        given: names of those that the user gave, in contrast to the recipe's defaults. Default: `config.given`.
     """
-    messages = list(broken_rules(config, given).values())
+    messages = list(broken_rules(config, frozenset(config.given or ()) if given is None else given).values())
     if messages:
         raise Refusal(messages[0] if len(messages) == 1 else "\n  - ".join(["these settings do not go together", *messages]))
 

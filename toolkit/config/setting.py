@@ -1,12 +1,10 @@
-"""What a setting is: a field of a frozen dataclass with its help text and its rules beside it, and the check of one value."""
+"""What a setting is: a field of a frozen dataclass with its help text and its rules next to it."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import itertools
-import math
-import numbers
 import os
 import shlex
 import sys
@@ -15,10 +13,11 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.config.reading import note_read, values_of
-from toolkit.system.console import holds_password
+
+OnResume = Literal["fixed", "free", "evaluation", "batches", "dropout", "rounding"]
 
 
 class Refusal(Exception):
@@ -40,17 +39,22 @@ def setting(
     below: float | None = None,
     aliases: tuple[str, ...] = (),
     is_path: bool = False,
+    on_resume: OnResume | None = None,
 ) -> Any:
     """A field of a settings group: its default, its help text, and the values it accepts (each item, of a list).
 
-    A whole number declares both ends of its range. `is_path`: a leading ~ is the home directory, wherever the text was
-    written: a shell expands it only at the beginning of a word.
+    Args:
+        least, most, above, below: the range; a whole number declares both ends.
+        is_path: a leading ~ is the home directory, also where no shell expands it.
+        on_resume: what a resumed run does when the value has changed. "fixed" (the default of a recipe's own): refuse, unless
+            --allow-change names it. "free": continue, because it changes no weight. "evaluation": free, but fixed where the
+            learning rate follows evaluations. "batches", "dropout", "rounding": continue, and log what differs from then on.
 
-    A recipe that redeclares a list leaves the help text out: what is not said here stays as the group declared it.
+    A recipe that redeclares a list leaves the help text out: what is not given here stays as the group declared it.
     """
     rules = {
         "help": help, "choices": choices, "least": least, "most": most, "above": above, "below": below, "aliases": aliases,
-        "is_path": is_path or None,
+        "is_path": is_path or None, "on_resume": on_resume,
     }
     metadata = {name: rule for name, rule in rules.items() if rule not in (None, (), "")}
     if isinstance(default, list):
@@ -65,15 +69,20 @@ class Settings:
     Which of them are read is noted (`toolkit.config.reading`).
     """
 
+    # Names of the settings that the user gave on the command line, in a file or in SM_HPS; None: the config was made in code.
+    given: tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True, repr=False, compare=False)
+
     def __new__(cls, *values: Any, **named: Any) -> Settings:
         """Before Python's own TypeError: a keyword that is no setting is refused with what it was probably meant for."""
         if unknown := named.keys() - cls.__dataclass_fields__.keys():
-            from toolkit.config.values import unknown_keywords
+            from toolkit.config.unknown_keys import unknown_keywords
 
             raise unknown_keywords(cls, {name: value for name, value in named.items() if name in unknown})
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        from toolkit.config.values import check_values
+
         for each in settings_of(type(self)).values():
             written = getattr(self, each.name)
             if each.is_path and isinstance(written, str) and written.startswith("~"):
@@ -106,10 +115,11 @@ class Setting:
     below: float | None = None
     aliases: tuple[str, ...] = ()
     is_path: bool = False
+    on_resume: OnResume = "fixed"
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def is_switch(self) -> bool:
@@ -134,7 +144,7 @@ def _find_settings(config_class: type[Settings]) -> dict[str, Setting]:
     hints = typing.get_type_hints(config_class)
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     found: dict[str, Setting] = {}
-    for group in config_class.__mro__:
+    for group in config_class.__mro__[: config_class.__mro__.index(Settings)]:
         for name in inspect.get_annotations(group):
             declarations = [owner for owner in config_class.__mro__ if name in inspect.get_annotations(owner)]
             if name not in fields or group is not declarations[-1]:
@@ -148,15 +158,29 @@ def _find_settings(config_class: type[Settings]) -> dict[str, Setting]:
     return found
 
 
-def check_values(config: Settings) -> None:
-    """Refuse the values outside the rules beside their fields, all of them at once."""
-    found, values = [], values_of(config)
-    for each in settings_of(type(config)).values():
-        try:
-            check_value(each, values[each.name])
-        except Refusal as refusal:
-            found.append(refusal)
-    refuse_all(found)
+def given_settings(config: Settings) -> frozenset[str]:
+    """Names of the settings that someone gave; of a config made in code, of those that are not their defaults."""
+    return frozenset(changed_settings(config)) if config.given is None else frozenset(config.given)
+
+
+def changed_settings(config: Settings) -> dict[str, Any]:
+    """The settings that differ from the defaults of the config's own class, in the order of its panels."""
+    values = values_of(config)
+    return {name: values[name] for name, setting in settings_of(type(config)).items() if values[name] != setting.default}
+
+
+def spellings_of(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """The settings by their names and aliases."""
+    return {spelling: each for each in settings.values() for spelling in (each.name, *each.aliases)}
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def free_on_resume(config_class: type[Settings]) -> frozenset[str]:
+    """The settings on which no weight depends, unless the learning rate follows evaluations."""
+    return frozenset(name for name, each in settings_of(config_class).items() if each.on_resume in ("free", "evaluation"))
 
 
 def refuse_all(found: list[Refusal]) -> None:
@@ -166,27 +190,6 @@ def refuse_all(found: list[Refusal]) -> None:
     if found:
         indented = (str(refusal).replace("\n", "\n    ") for refusal in found)
         raise Refusal("\n  - ".join(["these settings are wrong", *indented]))
-
-
-def check_value(setting: Setting, value: Any, source: str = "") -> None:
-    """Refuse a value of the wrong type or outside the rules of its setting; `source` says where it was written."""
-    if value is None and setting.takes_none:
-        return
-    needs_article = setting.is_list or setting.kind in (int, float)
-    must_be = f"must be {'a ' if needs_article else ''}{describe(setting)}"
-    if setting.is_list and not isinstance(value, list | tuple):
-        raise _refused(setting, value, source, must_be)
-    for item in value if setting.is_list else [value]:
-        if not _is_of_kind(item, setting.kind):
-            raise _refused(setting, value, source, must_be)
-        if setting.choices and item not in setting.choices:
-            near = nearest(str(item), setting.choices)
-            hint = f" Did you mean {near}?" if near else ""
-            raise _refused(setting, value, source, f"must be one of {', '.join(setting.choices)}", hint)
-        if setting.kind is not str and not _within(setting, item):
-            raise _refused(setting, value, source, f"must be {_range(setting, item)}")
-        if setting.kind is str:
-            _check_text(setting, item, source)
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:
@@ -199,17 +202,6 @@ def nearest(word: str, options: Iterable[str]) -> str | None:
 
     best = max(options, key=likeness, default=None) if word else None
     return best if best is not None and likeness(best) > 0.8 else None
-
-
-def describe(setting: Setting) -> str:
-    """The values a setting takes, in words: 'whole number', 'list of numbers'."""
-    one, many = {
-        str: ("text", "texts"),
-        bool: ("true or false", "true or false"),
-        int: ("whole number", "whole numbers"),
-        float: ("number", "numbers"),
-    }[setting.kind]
-    return f"list of {many}" if setting.is_list else one
 
 
 def show_value(value: Any) -> str:
@@ -253,36 +245,6 @@ def _shape(name: str, hint: Any) -> tuple[Any, bool, bool]:
     return kinds[0], is_list, takes_none
 
 
-def _is_of_kind(value: Any, kind: type) -> bool:
-    if kind is str:
-        return isinstance(value, str) and value != ""
-    if isinstance(value, bool) or kind is bool:  # bool is an int to Python, not to a person
-        return isinstance(value, bool) and kind is bool
-    if isinstance(value, numbers.Integral):
-        return True  # of any length; whether it is too large is for its range
-    return kind is float and isinstance(value, numbers.Real) and math.isfinite(value)
-
-
-# What 64 bits, and float32 on a device, can hold.
-_LARGEST = {bool: 1, int: 2**63 - 1, float: 3.4e38}
-
-
-def _check_text(setting: Setting, text: str, source: str) -> None:
-    """Refuse what no path and no name can hold, and what must not be written into config.yaml, a card or a tracker."""
-    shown = f"{setting.flag}{f' ({source})' if source else ''}"
-    if holds_password(text):
-        raise Refusal(
-            f"{shown}: holds a URL with a password or token, which would be written to config.yaml and shown to others. Log in "
-            "instead (hf auth login), or download the file first and name that."
-        )
-    if "\0" in text:
-        raise Refusal(f"{shown}: holds a NUL character, which no name can hold.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise Refusal(f"{shown}: character {error.start + 1} is not Unicode text. Rename what it names in UTF-8.") from None
-
-
 def _in_home(setting: Setting, path: str) -> str:
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
@@ -291,35 +253,3 @@ def _in_home(setting: Setting, path: str) -> str:
     return expanded
 
 
-def _within(setting: Setting, value: float) -> bool:
-    return (
-        abs(value) <= _LARGEST[setting.kind]
-        and (setting.least is None or value >= setting.least)
-        and (setting.most is None or value <= setting.most)
-        and (setting.above is None or value > setting.above)
-        and (setting.below is None or value < setting.below)
-    )
-
-
-def _range(setting: Setting, value: float) -> str:
-    """The rule in words; an upper end that nobody meets by chance is left out where it isn't what was broken."""
-    most = setting.most
-    if most is not None and most > 1000 and value <= most:
-        most = None
-    if abs(value) > _LARGEST[setting.kind] and most is None and setting.below is None:
-        most = _LARGEST[setting.kind]
-    bounds = [("at least", setting.least), ("above", setting.above), ("at most", most), ("below", setting.below)]
-    return " and ".join(f"{words} {_bound(bound)}" for words, bound in bounds if bound is not None)
-
-
-def _bound(bound: float) -> str:
-    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
-
-
-def _refused(setting: Setting, value: Any, source: str, rule: str, hint: str = "") -> Refusal:
-    try:
-        text, rule = ("''", "must not be empty") if isinstance(value, str) and value == "" else (show_value(value), rule)
-    except (ValueError, RecursionError):  # Python writes no whole number of more than 4,300 digits, and no list in itself
-        text = "..."
-    text = text if len(text) <= 200 else f"{text[:80]}... ({len(text):,} characters)"
-    return Refusal(f"{setting.flag} {text}{f' ({source})' if source else ''}: {rule}.{hint}")

@@ -1,22 +1,28 @@
-"""Values of settings as they are written: text on a command line, YAML of other trainers, JSON of a SageMaker job.
-
-One reader for all of them, so that the same setting means the same thing wherever it stands.
-"""
+"""Values of settings: read from text on a command line, YAML or JSON, by one reader for all of them, and checked."""
 
 from __future__ import annotations
 
 import ast
 import json
+import math
+import numbers
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from toolkit.config.foreign_names import is_foreign, passed_over, translate
-from toolkit.config.former_names import NO_SECRET, SECRETS, former_optimizer, former_packing
-from toolkit.config.other_trainers import counterpart
-from toolkit.config.setting import Refusal, Setting, Settings, check_value, nearest, refuse_all, settings_of, show_value
-from toolkit.system.console import as_typed, warn_once
+from toolkit.config.reading import values_of
+from toolkit.config.setting import (
+    Refusal,
+    Setting,
+    Settings,
+    flag_of,
+    nearest,
+    refuse_all,
+    settings_of,
+    show_value,
+    spellings_of,
+)
+from toolkit.system.console import holds_password, warn_once
 
 WORDS_FOR_TRUE = ("true", "yes", "on", "1")
 WORDS_FOR_FALSE = ("false", "no", "off", "0")
@@ -48,17 +54,19 @@ def read_values(config_class: type[Settings], written: Mapping[str, Any], source
 def read_what_can_be(config_class: type[Settings], written: Mapping[str, Any], source: str = "") -> Read:
     """The same, with the mistakes returned, for a message that names those of other places as well."""
     settings = settings_of(config_class)
-    spellings = {spelling: each for each in settings.values() for spelling in (each.name, *each.aliases)}
+    spellings = spellings_of(settings)
     named = {str(key).replace("-", "_"): raw for key, raw in written.items()}
-    named = {key: raw for key, raw in named.items() if key not in SECRETS or raw not in NO_SECRET}
     if named.get("packing_strategy") == "bfd_split" and "overlong" in spellings:  # TRL's, which splits overlong documents
         named = {"overlong": "split", **named, "packing_strategy": "bfd"}
-    meant, advice = foreign_settings(named, spellings)
-    unknown = [key for key in named if key not in spellings and not is_foreign(key)]
-    found = [unknown_settings(unknown, settings, source, advice)] if unknown or advice else []
+    written_here = [(key, key, raw) for key, raw in named.items() if key in spellings]
+    wrong, spelled, found = set[str](), dict[str, str](), list[Refusal]()
+    if len(written_here) < len(named):
+        from toolkit.config.unknown_keys import read_other_keys
+
+        meant, wrong, found = read_other_keys(named, settings, source)
+        written_here += meant
     values: dict[str, Any] = {}
-    wrong, spelled = probably_meant(unknown, spellings), dict[str, str]()
-    for spelling, name, raw in [*((key, key, raw) for key, raw in named.items() if key in spellings), *meant]:
+    for spelling, name, raw in written_here:
         setting = spellings[name]
         if setting.name in spelled:
             twice = f"{flag_of(spelled[setting.name])} and {flag_of(spelling)}{f' ({source})' if source else ''}"
@@ -73,52 +81,6 @@ def read_what_can_be(config_class: type[Settings], written: Mapping[str, Any], s
             found.append(refusal)
             wrong.add(setting.name)
     return Read(values, frozenset(wrong), found)
-
-
-def probably_meant(unknown: Iterable[str], spellings: Mapping[str, Setting]) -> set[str]:
-    """The settings whose names were probably misspelled as these."""
-    near = (nearest(name.lower().strip("_").removeprefix("no_"), spellings) for name in unknown)
-    return {spellings[spelling].name for spelling in near if spelling}
-
-
-def unknown_keywords(config_class: type[Settings], named: Mapping[str, Any]) -> Refusal:
-    """The refusal of keywords that `config_class` has no field for, aliases included, which only files and flags take."""
-    settings = settings_of(config_class)
-    spellings = {spelling: each for each in settings.values() for spelling in (each.name, *each.aliases)}
-    without = {key: why for key, raw in named.items() if key not in spellings and (why := passed_over(key, raw))}
-    meant, advice = foreign_settings({key: raw for key, raw in named.items() if key not in without}, spellings)
-    meant += [(key, spellings[key].name, raw) for key, raw in named.items() if key in spellings]
-    advice += [(key, named[key], f"in Python it is written {name}={value!r}.") for key, name, value in meant]
-    advice += [(key, named[key], f"leave it out: {why}") for key, why in without.items()]
-    unknown = [key for key in named if key not in spellings and not is_foreign(key)]
-    return unknown_settings(unknown, settings, f"{config_class.__name__}(...)", advice)
-
-
-def foreign_settings(
-    named: Mapping[str, Any], spellings: Mapping[str, Setting]
-) -> tuple[list[tuple[str, str, Any]], list[tuple[str, Any, str]]]:
-    """What the keys of Trainer and TRL among those written mean here.
-
-    Returns (key, setting's name, its value as written) for each setting that one of them says, and (key, value, what to do) for
-    those that can't be honored.
-    """
-    meant: list[tuple[str, str, Any]] = []
-    advice: list[tuple[str, Any, str]] = []
-    for key, raw in named.items():
-        if key in spellings or not is_foreign(key):
-            continue
-        found = translate(key, raw, named)
-        if (instead := passed_over(key, raw)) and os.environ.get("RANK", "0") == "0":  # one of a run's processes says it
-            warn_once(f"passed over: {key} {show_value(raw)}: {instead}")
-        if isinstance(found, str):
-            advice.append((key, "..." if key == "env" else raw, found))  # its values may be keys
-        elif missing := [name for name in found if name not in spellings]:
-            if all(found[name] in (False, None) for name in missing):
-                continue  # turned off, as the recipe has it anyway
-            advice.append((key, raw, "leave it out: this recipe has no such thing."))
-        else:
-            meant += [(key, name, value) for name, value in found.items()]
-    return meant, advice
 
 
 def read_value(setting: Setting, raw: Any, source: str = "") -> Any:
@@ -145,67 +107,6 @@ def split_list(text: str) -> list[Any]:
             except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
                 continue
     return [item.strip() for item in text.split(",") if item.strip()]
-
-
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def unknown_settings(
-    names: list[str], settings: Mapping[str, Setting], source: str = "", foreign: Sequence[tuple[str, Any, str]] = ()
-) -> Refusal:
-    """The refusal of keys that no setting has, each with what was probably meant. Never repeats their values: one may be a key.
-
-    `foreign`: keys of other trainers, their values, and what to do about each.
-    """
-    shown = str if source else flag_of
-    where = f"{source}: " if source else ""
-    lines = [f"{shown(name)}.{_suggestion(name, settings, shown)}" for name in names]
-    if foreign:
-        lines = [f"unknown: {line}" for line in lines]
-        lines = [f"{shown(key)} {show_value(value)}: {advice}" for key, value, advice in foreign] + lines
-        whose = "other trainers" if any(counterpart(name, frozenset()) for name in names) else "Trainer and TRL"
-        return Refusal("\n  - ".join([f"{where}settings of {whose} that can't be taken as they are", *lines]))
-    if len(lines) == 1:
-        return Refusal(f"{where}unknown setting {lines[0]}")
-    return Refusal("\n  - ".join([f"{where}unknown settings", *lines]))
-
-
-def _suggestion(name: str, settings: Mapping[str, Setting], shown: Callable[[str], str]) -> str:
-    plain = name.lower().strip("_")
-    if re.search(r"(^|_)(token|api_key|password|secret)$", plain):
-        return " Tokens and keys are never settings: log in (hf auth login, wandb login) or set an environment variable."
-    known = counterpart(plain, frozenset(settings))
-    if known:
-        names, note = known
-        if not names:
-            return f" Instead: {note}"
-        return f" Its counterpart here: {', '.join(map(shown, names))}{f' ({note[:-1]})' if note else ''}."
-    if recipe := recipe_with(plain.removeprefix("no_")):
-        return f" This recipe has no such setting; {recipe} has it (`{as_typed('toolkit', 'train', recipe)}`)."
-    spellings = [spelling for each in settings.values() for spelling in (each.name, *each.aliases)]
-    near = nearest(plain.removeprefix("no_"), spellings)
-    found = [near] if near else [other for other in spellings if plain in other.split("_")][:3]
-    return f" Did you mean {' or '.join(shown(other) for other in found)}?" if found else " --help lists them all."
-
-
-# For each group of settings that not every recipe has a recipe with it.
-RECIPES_WITH = {
-    "RunConfig": "accelerated", "CausalLMConfig": "sft", "AdapterConfig": "lora", "ClassificationConfig": "accelerated",
-    "SampleConfig": "sft", "PreferenceConfig": "dpo", "PairsConfig": "dpo", "ReferenceConfig": "dpo",
-    "RankedAnswersConfig": "dpo", "UnpairedConfig": "kto", "RewardConfig": "reward",
-}  # fmt: skip
-
-
-def recipe_with(name: str) -> str | None:
-    """A recipe that has the setting of this name, where a group declares it."""
-    import toolkit.config as groups
-
-    for group, recipe in RECIPES_WITH.items():
-        declared = settings_of(getattr(groups, group)).values()
-        if any(name in (each.name, *each.aliases) for each in declared):
-            return recipe
-    return None
 
 
 def _items(raw: Any) -> list[Any]:
@@ -279,6 +180,22 @@ def _ratio(raw: Any) -> Any:
     return raw
 
 
+def former_optimizer(name: str) -> str | None:
+    """The setting `optim` that makes the steps of one of Trainer's optimizers that differs in how it is computed; else None."""
+    return {
+        "adamw_hf": "adamw_torch", "adamw": "adamw_torch", "adamw_torch_xla": "adamw_torch", "paged_adamw": "adamw_torch",
+        "paged_adamw_32bit": "adamw_torch", "adamw_torch_npu_fused": "adamw_torch_fused",
+        "adamw_apex_fused": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw_8bit": "adamw_bnb_8bit",
+        "lion": "lion_32bit", "paged_lion_32bit": "lion_32bit", "paged_lion_8bit": "lion_8bit",
+    }.get(name)  # fmt: skip
+
+
+def former_packing(name: str) -> str | None:
+    """The packing strategy that whole documents stand for under their former and other names; else None."""
+    whole = ("greedy", "first_fit", "first_fit_decreasing", "ffd", "best_fit", "best_fit_decreasing")
+    return "bfd" if name.replace("-", "_") in whole else None
+
+
 # What transformers, TRL and their users write where the value here has another form; by the spelling it stands under.
 _OTHER_TRAINERS: dict[str, Callable[[Any], Any]] = {
     "max_steps": lambda raw: None if str(raw) in ("-1", "-1.0") else raw,
@@ -293,3 +210,110 @@ _OTHER_TRAINERS: dict[str, Callable[[Any], Any]] = {
     "dataset_name": _mixture,
     "warmup_ratio": _ratio,
 }
+
+
+def check_values(config: Settings) -> None:
+    """Refuse the values outside the rules beside their fields, all of them at once."""
+    found, values = [], values_of(config)
+    for each in settings_of(type(config)).values():
+        try:
+            check_value(each, values[each.name])
+        except Refusal as refusal:
+            found.append(refusal)
+    refuse_all(found)
+
+
+def check_value(setting: Setting, value: Any, source: str = "") -> None:
+    """Refuse a value of the wrong type or outside the rules of its setting; `source` says where it was written."""
+    if value is None and setting.takes_none:
+        return
+    needs_article = setting.is_list or setting.kind in (int, float)
+    must_be = f"must be {'a ' if needs_article else ''}{describe(setting)}"
+    if setting.is_list and not isinstance(value, list | tuple):
+        raise _refused(setting, value, source, must_be)
+    for item in value if setting.is_list else [value]:
+        if not _is_of_kind(item, setting.kind):
+            raise _refused(setting, value, source, must_be)
+        if setting.choices and item not in setting.choices:
+            near = nearest(str(item), setting.choices)
+            hint = f" Did you mean {near}?" if near else ""
+            raise _refused(setting, value, source, f"must be one of {', '.join(setting.choices)}", hint)
+        if setting.kind is not str and not _within(setting, item):
+            raise _refused(setting, value, source, f"must be {_range(setting, item)}")
+        if setting.kind is str:
+            _check_text(setting, item, source)
+
+
+def describe(setting: Setting) -> str:
+    """The values a setting takes, in words: 'whole number', 'list of numbers'."""
+    one, many = {
+        str: ("text", "texts"),
+        bool: ("true or false", "true or false"),
+        int: ("whole number", "whole numbers"),
+        float: ("number", "numbers"),
+    }[setting.kind]
+    return f"list of {many}" if setting.is_list else one
+
+
+def _is_of_kind(value: Any, kind: type) -> bool:
+    if kind is str:
+        return isinstance(value, str) and value != ""
+    if isinstance(value, bool) or kind is bool:  # bool is an int to Python, not to a person
+        return isinstance(value, bool) and kind is bool
+    if isinstance(value, numbers.Integral):
+        return True  # of any length; whether it is too large is for its range
+    return kind is float and isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+# What 64 bits, and float32 on a device, can hold.
+_LARGEST = {bool: 1, int: 2**63 - 1, float: 3.4e38}
+
+
+def _check_text(setting: Setting, text: str, source: str) -> None:
+    """Refuse what no path and no name can hold, and what must not be written into config.yaml, a card or a tracker."""
+    shown = f"{setting.flag}{f' ({source})' if source else ''}"
+    if holds_password(text):
+        raise Refusal(
+            f"{shown}: holds a URL with a password or token, which would be written to config.yaml and shown to others. Log in "
+            "instead (hf auth login), or download the file first and name that."
+        )
+    if "\0" in text:
+        raise Refusal(f"{shown}: holds a NUL character, which no name can hold.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Refusal(f"{shown}: character {error.start + 1} is not Unicode text. Rename what it names in UTF-8.") from None
+
+
+def _within(setting: Setting, value: float) -> bool:
+    return (
+        abs(value) <= _LARGEST[setting.kind]
+        and (setting.least is None or value >= setting.least)
+        and (setting.most is None or value <= setting.most)
+        and (setting.above is None or value > setting.above)
+        and (setting.below is None or value < setting.below)
+    )
+
+
+def _range(setting: Setting, value: float) -> str:
+    """The rule in words; an upper end that nobody meets by chance is left out where it isn't what was broken."""
+    most = setting.most
+    if most is not None and most > 1000 and value <= most:
+        most = None
+    if abs(value) > _LARGEST[setting.kind] and most is None and setting.below is None:
+        most = _LARGEST[setting.kind]
+    bounds = [("at least", setting.least), ("above", setting.above), ("at most", most), ("below", setting.below)]
+    return " and ".join(f"{words} {_bound(bound)}" for words, bound in bounds if bound is not None)
+
+
+def _bound(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+
+
+def _refused(setting: Setting, value: Any, source: str, rule: str, hint: str = "") -> Refusal:
+    try:
+        text, rule = ("''", "must not be empty") if isinstance(value, str) and value == "" else (show_value(value), rule)
+    except (ValueError, RecursionError):  # Python writes no whole number of more than 4,300 digits, and no list in itself
+        text = "..."
+    text = text if len(text) <= 200 else f"{text[:80]}... ({len(text):,} characters)"
+    return Refusal(f"{setting.flag} {text}{f' ({source})' if source else ''}: {rule}.{hint}")

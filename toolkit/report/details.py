@@ -48,14 +48,11 @@ def _sample_text(title: str, text: Any, kind: str) -> str:
 def show_settings(run: RunRecord) -> str:
     if not run.settings:
         return ""
-    given = run.card.get("changed")
-    named = given if isinstance(given, (list, dict)) else ()
-    changed = [line for line in run.settings if line.default is not None or line.name in named]
+    changed = [line for line in run.settings if line.default is not None]
     parts = []
     if changed:
-        has_defaults = any(line.default is not None for line in changed)
-        head = f"<tr><th>Changed</th><th>Value</th>{'<th>Default</th>' if has_defaults else ''}</tr>"
-        parts.append(f'<div class="scroll"><table class="settings">{head}{_setting_rows(changed, has_defaults)}</table></div>')
+        head = "<tr><th>Changed</th><th>Value</th><th>Default</th></tr>"
+        parts.append(f'<div class="scroll"><table class="settings">{head}{_setting_rows(changed, True)}</table></div>')
     panels: dict[str, list[SettingLine]] = {}
     for line in run.settings:
         panels.setdefault(line.panel, []).append(line)
@@ -79,7 +76,7 @@ def _setting_rows(lines: Iterable[SettingLine], with_default: bool) -> str:
 
 def show_environment(run: RunRecord) -> str:
     """run.json without its copy of the settings: what matters most in a line, one table a group below it."""
-    groups = {name: value for name, value in run.card.items() if name not in ("settings", "not_read", "changed")}
+    groups = {name: value for name, value in run.card.items() if name not in ("settings", "not_read")}
     loose = {name: value for name, value in groups.items() if not isinstance(value, dict)}
     tables = [(name.replace("_", " "), value) for name, value in groups.items() if isinstance(value, dict) and value]
     tables += [("run", loose)] if loose else []

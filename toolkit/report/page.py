@@ -16,12 +16,13 @@ from toolkit.report.style import SCRIPT, STYLE
 
 TITLES = {
     "loss": "Loss", "bits_per_byte": "Bits per byte", "perplexity": "Perplexity", "token_accuracy": "Token accuracy",
-    "accuracy": "Accuracy", "f1": "F1", "precision": "Precision", "recall": "Recall", "mcc": "Matthews correlation",
+    "accuracy": "Accuracy", "f1": "F1", "precision": "Precision", "recall": "Recall",
+    "matthews_correlation": "Matthews correlation",
     "learning_rate": "Learning rate", "grad_norm": "Gradient norm", "tokens_per_second": "Supervised tokens per second",
     "examples_per_second": "Examples per second", "mfu": "Model FLOPs utilization",
 }
 # A run is judged by the first of these that it has.
-TELLING = ("bits_per_byte", "accuracy", "f1", "mcc", "loss")
+MAIN_METRICS = ("bits_per_byte", "accuracy", "f1", "matthews_correlation", "loss")
 FROM_ZERO = ("learning_rate", "grad_norm", "tokens_per_second", "examples_per_second", "mfu")
 
 
@@ -81,7 +82,7 @@ def _overview(runs: list[RunRecord]) -> str:
     """One line a run."""
     lines = []
     for index, run in enumerate(runs):
-        name = _telling_metric(run)
+        name = _main_metric(run)
         first, last = first_and_last(run, f"eval_{name}") if name else (None, None)
         change = "–"
         if name and last is not None:
@@ -122,9 +123,10 @@ def _head(run: RunRecord) -> str:
 
 def _headline(run: RunRecord) -> str:
     """The metrics that show how it went, and the baselines to beat."""
-    telling = _telling_metric(run)
+    main = _main_metric(run)
     names = [name for name in metric_names(run) if any(f"eval_{name}" in event for event in run.events)]
-    names = sorted(names, key=lambda name: (name != telling, TELLING.index(name) if name in TELLING else len(TELLING)))
+    ranks = {name: rank for rank, name in enumerate(MAIN_METRICS)}
+    names = sorted(names, key=lambda name: (name != main, ranks.get(name, len(ranks))))
     tiles = []
     for name in names[:4]:
         first, last = first_and_last(run, f"eval_{name}")
@@ -138,7 +140,7 @@ def _headline(run: RunRecord) -> str:
     if speeds:
         usual = float(f"{speeds[len(speeds) // 2]:.3g}")  # the median; its last digits are noise
         tiles.append(f'<div class="tile"><dt>Supervised tokens per second</dt><dd>{show_number(usual)}</dd></div>')
-    board = _baseline_board(run, telling) if telling else ""
+    board = _baseline_board(run, main) if main else ""
     if not tiles and not board:
         return '<p class="empty">No metrics were logged yet.</p>'
     return f'<section class="headline"><dl class="tiles">{"".join(tiles)}</dl>{board}</section>'
@@ -153,16 +155,16 @@ def _tile(title: str, last: float, first: float | None, less_is_better: bool) ->
     return f'<div class="tile"><dt>{escape(title)}</dt><dd>{show_number(last)}</dd>{change}</div>'
 
 
-def _baseline_board(run: RunRecord, telling: str) -> str:
+def _baseline_board(run: RunRecord, main: str) -> str:
     """Bars from zero, the best on top: the model among its baselines, and a sentence that says whether it beat them."""
     baselines = baselines_of(run)
-    _, last = first_and_last(run, f"eval_{telling}")
+    _, last = first_and_last(run, f"eval_{main}")
     if not baselines or last is None:
         return ""
     rows = [(value, name, "") for name, value in baselines.items()] + [(last, "this model", "ours")]
-    is_less = _less_is_better(run, telling)
+    is_less = _less_is_better(run, main)
     rows.sort(key=lambda row: row[0], reverse=not is_less)
-    compared = compared_with_baselines({"figure": telling, **baselines}, {telling: last}, not is_less)
+    compared = compared_with_baselines({"figure": main, **baselines}, {main: last}, not is_less)
     verdict = ""
     if compared:
         kind = "worse" if compared.unbeaten else "better"
@@ -175,7 +177,7 @@ def _baseline_board(run: RunRecord, telling: str) -> str:
         for value, name, kind in rows
     )
     order = "lower is better" if is_less else "higher is better"
-    title = f"<h4>{escape(_title(telling))} <small>{order}</small></h4>"
+    title = f"<h4>{escape(_title(main))} <small>{order}</small></h4>"
     return f'<div class="board">{title}<table>{bars}</table>{verdict}</div>'
 
 
@@ -183,8 +185,8 @@ def _curves(run: RunRecord) -> str:
     names = metric_names(run)
     if "tokens_per_second" in names:  # the same curve at another scale
         names = [name for name in names if name != "examples_per_second"]
-    telling = _telling_metric(run)
-    first = [name for name in dict.fromkeys(("loss", telling)) if name in names]
+    main = _main_metric(run)
+    first = [name for name in dict.fromkeys(("loss", main)) if name in names]
     held_out = [name for name in names if any(f"eval_{name}" in event for event in run.events)]
     ordered = list(dict.fromkeys([*first, *held_out, *(name for name in TITLES if name in names), *names]))
     skipped = sum(event.get("nonfinite_steps") or 0 for event in run.events if isinstance(event.get("nonfinite_steps"), int))
@@ -197,7 +199,7 @@ def _curves(run: RunRecord) -> str:
             draw_plot(
                 Plot(
                     _title(name), series_of(run, name), series_of(run, f"eval_{name}"),
-                    marks=baselines_of(run) if name == telling else {},
+                    marks=baselines_of(run) if name == main else {},
                     from_zero=name in FROM_ZERO, is_noisy=name != "learning_rate", logarithmic=name == "perplexity", note=note,
                 )
             )
@@ -206,10 +208,10 @@ def _curves(run: RunRecord) -> str:
     return f'<section><h3>Curves</h3><div class="plots">{"".join(drawn)}</div></section>' if drawn else ""
 
 
-def _telling_metric(run: RunRecord) -> str | None:
+def _main_metric(run: RunRecord) -> str | None:
     names = [name for name in metric_names(run) if any(f"eval_{name}" in event for event in run.events)]
     of_baselines = str(_inside(run.summary, "baselines", "figure")).removeprefix("eval_")
-    return next((name for name in (of_baselines, *TELLING, *names) if name in names), None)
+    return next((name for name in (of_baselines, *MAIN_METRICS, *names) if name in names), None)
 
 
 def _less_is_better(run: RunRecord, name: str) -> bool:

@@ -4,10 +4,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.config import changed_settings, settings_of
-from toolkit.config.on_resume import FREE
+from toolkit.config import Settings, settings_of
 from toolkit.config.reading import settings_read, values_of
-from toolkit.config.setting import show_setting
+from toolkit.config.setting import free_on_resume, given_settings, show_setting
 from toolkit.metrics.baselines import compared_with_baselines, in_words
 from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.copies import copy_in_words
@@ -40,21 +39,15 @@ def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def given_settings(config: Any) -> frozenset[str]:
-    """Names of the settings that someone gave; of a config made in code, of those that are not their defaults."""
-    known = getattr(config, "given", None)
-    return frozenset(changed_settings(config)) if known is None else known
-
-
-def given_and_not_read(config: Any, names: frozenset[str]) -> str:
+def given_and_not_read(config: Settings, names: frozenset[str]) -> str:
     """Those of the named settings that nothing has read, as they would be typed; empty where there is none."""
     settings, values, read = settings_of(type(config)), values_of(config), settings_read(config)
     return " ".join(show_setting(settings[name], values[name]) for name in settings if name in names and name not in read)
 
 
-def unread_after_a_step(config: Any) -> str | None:
+def unread_after_a_step(config: Settings) -> str | None:
     """A line about settings that were given, that the weights depend on, and that nothing has read by the end of a step."""
-    unread = given_and_not_read(config, given_settings(config) - FREE)
+    unread = given_and_not_read(config, given_settings(config) - free_on_resume(type(config)))
     said = f"WARNING: given and not read so far: {unread}. Without effect, unless the recipe reads them later"
     return said if unread else None
 

@@ -16,6 +16,7 @@ import torch
 from toolkit.config import Refusal
 from toolkit.config.files import mark_not_read
 from toolkit.config.reading import forget_reads, is_made_of_settings, settings_read, values_of
+from toolkit.config.setting import given_settings
 from toolkit.config.shown import public_settings
 from toolkit.distributed.engines import element_count, engine_of
 from toolkit.distributed.launch import TRAIN_OPTIONS
@@ -23,7 +24,7 @@ from toolkit.models.adapter_files import base_of_adapter
 from toolkit.models.compat import attention_of, commit_of
 from toolkit.models.tokenizer import tokenizer_commit
 from toolkit.runs.copies import edited_copy
-from toolkit.runs.overview import given_and_not_read, given_settings, what_the_run_is
+from toolkit.runs.overview import given_and_not_read, what_the_run_is
 from toolkit.runs.provenance import digests_of_files, git_commit, processor_name, toolkit_identity, working_directory
 from toolkit.system.digests import digests_of_directories, sha256_of
 from toolkit.system.files import write_atomically

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import TYPE_CHECKING
 
 from toolkit.config import Refusal
-from toolkit.config.values import flag_of
+from toolkit.config.setting import flag_of
 from toolkit.sagemaker_jobs.job import SDK, SECRET, Job
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.container import channels_named
-from toolkit.cli.recipe import config_class_of, read_command_line
+from toolkit.cli.command_line import channels_named, read_command_line
+from toolkit.cli.recipe import config_class_of
 from toolkit.config import Refusal, Settings, check_together, settings_of
 from toolkit.config.conditions import OF_BITSANDBYTES
 from toolkit.config.parsing import parse_yaml, read_text_file
 from toolkit.config.reading import values_of
-from toolkit.config.values import flag_of
+from toolkit.config.setting import flag_of
 
 # The container decides these: they are places and circumstances of its own.
 _OF_THE_CONTAINER = {
@@ -32,12 +32,12 @@ def read_recipe_flags(recipe: Path, flags: Sequence[str]) -> tuple[dict[str, Any
         SystemExit: with code 0, after --help.
     """
     config_class = _config_class(recipe)
-    config, given = read_command_line(config_class, flags, {}, sys.modules[config_class.__module__].__doc__ or "")
-    check_together(config, given)
+    config = read_command_line(config_class, flags, {}, sys.modules[config_class.__module__].__doc__ or "")
+    check_together(config)
+    given, values = frozenset(config.given or ()), values_of(config)
     for name in sorted(given & _OF_THE_CONTAINER.keys()):
         raise Refusal(f"{flag_of(name)}: {_OF_THE_CONTAINER[name]}.")
-    settings = values_of(config)
-    return settings, {name: settings[name] for name in settings_of(config_class) if name in given}
+    return values, {name: values[name] for name in settings_of(config_class) if name in given}
 
 
 def check_places(

@@ -37,7 +37,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
     from toolkit.runs.directory import check_output_dir
     from toolkit.training.resume import check_settings_to_resume
 
-    if getattr(config, "given", None) is None:  # made in code: no command line has checked it
+    if config.given is None:  # made in code: no command line has checked it
         check_made_in_code(config)
     adopt_mpi_ranks()
     check_no_sharded_run_before()

@@ -6,39 +6,33 @@ Weights after a resume equal those of a run never stopped as long as nothing bel
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from toolkit.checkpoint import latest_checkpoint, list_checkpoints, verify_checkpoint
-from toolkit.config import DataConfig, ModelConfig, Refusal, RunConfig
+from toolkit.config import DataConfig, ModelConfig, Refusal, RunConfig, settings_of
 from toolkit.config.conditions import couples_a_micro_batch, follows_evaluations
-from toolkit.config.on_resume import FREE, OF_EVALUATION
+from toolkit.config.reading import values_of
+from toolkit.config.setting import given_settings
 from toolkit.config.shown import public_settings
 from toolkit.distributed.engines import engine_of
-from toolkit.runs.overview import given_settings
 
-_OF_DATA = {field.name for group in (DataConfig, ModelConfig) for field in fields(group)}
+_OF_DATA = settings_of(DataConfig).keys() | settings_of(ModelConfig).keys()
 ALLOWED = "allowed by --allow-change"
-_OTHER_MASKS = "dropout masks differ from here on; the examples of each step do not"
+# By `on_resume` of a setting: what differs after a change that is let through.
+DIFFERS = {
+    "batches": "steps hold other examples; none is lost",
+    "dropout": "dropout masks differ from here on; the examples of each step do not",
+    "rounding": "rounding differs from here on",
+}
 _OTHER_LOSS = "the loss compares other pairs from here on, allowed by --allow-change"
 _OF_THE_MICRO_BATCH = ("per_device_train_batch_size", "micro_batch_size")
-_OTHER_ROUNDING = "rounding differs from here on"
-# What changes random numbers or rounding, not the mathematics: the run goes on, and says so.
-SAID = {
-    "per_device_train_batch_size": _OTHER_MASKS, "gradient_accumulation_steps": "steps hold other examples; none is lost",
-    "global_batch_size": "steps hold other examples; none is lost", "torch_compile": _OTHER_MASKS,
-    "torch_compile_backend": _OTHER_MASKS,
-    "attn_implementation": _OTHER_ROUNDING, "gradient_checkpointing": _OTHER_ROUNDING, "bf16": _OTHER_ROUNDING,
-    "fp16": _OTHER_ROUNDING, "tf32": _OTHER_ROUNDING, "use_cpu": _OTHER_ROUNDING, "ddp_backend": _OTHER_ROUNDING,
-    "full_determinism": _OTHER_ROUNDING,
-    # of the layout, not of the settings
-    "micro_batch_size": _OTHER_MASKS, "engine": _OTHER_ROUNDING, "processes": _OTHER_ROUNDING, "threads": _OTHER_ROUNDING,
-    "device": _OTHER_ROUNDING, "torch": _OTHER_ROUNDING,
-}  # fmt: skip
-
+_OF_THE_LAYOUT = {
+    "micro_batch_size": DIFFERS["dropout"],
+    **dict.fromkeys(("engine", "processes", "threads", "device", "torch"), DIFFERS["rounding"]),
+}
 
 # The default of every optimizer in earlier checkpoints; muon still has it, and where it has no effect it may differ.
 FORMER_MOMENTUM = 0.95
@@ -56,7 +50,7 @@ def run_layout(accelerator: Any, train: Any) -> dict[str, Any]:
 def plain_settings(config: Any) -> dict[str, Any]:
     """A config as JSON has it, for checkpoints; of what may be a key (`public_settings`) a digest, which tells a change too."""
     public = public_settings(config)
-    values = {name: value if name in public else _digest(value) for name, value in asdict(config).items()}
+    values = {name: value if name in public else _digest(value) for name, value in values_of(config).items()}
     return json.loads(json.dumps(values, default=str))
 
 
@@ -133,8 +127,9 @@ def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: 
     told_already = {"micro_batch_size"} if "per_device_train_batch_size" in changed else set()
     of_world = [name for name in layout if name in old_layout and name not in told_already]
     pairs += [(name, old_layout[name], layout[name]) for name in of_world if old_layout[name] != layout[name]]
-    said = SAID | (dict.fromkeys(_OF_THE_MICRO_BATCH, _OTHER_LOSS) if is_another_loss else {})
-    told = {name: f"{name} was {old} and is {new}: {said.get(name, ALLOWED)}" for name, old, new in pairs}
+    reasons = {name: DIFFERS.get(each.on_resume, ALLOWED) for name, each in settings_of(type(config)).items()} | _OF_THE_LAYOUT
+    reasons |= (dict.fromkeys(_OF_THE_MICRO_BATCH, _OTHER_LOSS) if is_another_loss else {})
+    told = {name: f"{name} was {old} and is {new}: {reasons.get(name, ALLOWED)}" for name, old, new in pairs}
     if old_layout.get("global_batch_size", layout["global_batch_size"]) != layout["global_batch_size"]:
         told["global_batch_size"] += f" (--global-batch-size {old_layout['global_batch_size']} keeps the steps as they were)"
     if record["fingerprint"] != train.fingerprint and not _OF_DATA.intersection(changed):
@@ -157,10 +152,11 @@ def _changed_settings(
     }
     if before.get("momentum") == FORMER_MOMENTUM and now.get("momentum") is None and now.get("optim") not in ("sgd", "rmsprop"):
         before["momentum"] = None
-    free = FREE - OF_EVALUATION if follows_evaluations(config) else FREE
-    changed = [name for name in now if name in before and now[name] != before[name] and name not in free]
+    policy = {name: each.on_resume for name, each in settings_of(type(config)).items()}
+    free = ("free",) if follows_evaluations(config) else ("free", "evaluation")
+    changed = [name for name in now if name in before and now[name] != before[name] and policy[name] not in free]
     changed = [name for name in changed if given is None or name in given]
-    refused = [name for name in changed if name not in SAID and name not in config.allow_change]
+    refused = [name for name in changed if policy[name] not in DIFFERS and name not in config.allow_change]
     if refused:
         shown = "; ".join(f"{name} was {before[name]} and is {now[name]}" for name in refused)
         raise Refusal(

@@ -67,4 +67,4 @@ def how_to_continue(checkpoints: Path, config: RunConfig) -> str:
 
 def _has_command_line(config: RunConfig) -> bool:
     """Whether one was read; else it is a notebook, or someone's own program."""
-    return getattr(config, "given", None) is not None
+    return config.given is not None

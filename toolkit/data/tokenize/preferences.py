@@ -117,8 +117,6 @@ def _check_settings(splits: dict[str, Any], config: DataConfig) -> None:
     for flag, value in (("completion", config.completion_only_loss), ("assistant", config.assistant_only_loss)):
         if value is not None:
             raise Refusal(f"--{flag}-only-loss has no effect: answers count whole, and prompts never. Remove it.")
-    if getattr(config, "label_smoothing_factor", 0.0):
-        raise Refusal("--label-smoothing-factor is for the labels of tokens. Take --label-smoothing, where the loss has it.")
     if config.overlong == "split":
         raise Refusal("--overlong split: what is judged is a whole answer. Choose truncate, drop or refuse.")
     if is_wrapped(config):
