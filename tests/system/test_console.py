@@ -22,8 +22,8 @@ SEQUENCES = {
     "backspace": "a\bb", "bidi": "a\u202eb", "isolate": "\u2066a", "line separator": "a\u2028b", "NUL": "a\0b", "DEL": "a\x7f",
     "hidden tags": "\U000e0041",
 }  # fmt: skip
-# Where text is written to a stream: the function itself, a page of our own words, and numbers of the moving line.
-WRITERS = {"system/console.py": {"write"}, "cli/help_page.py": {"write"}, "tracking/console.py": {"write"}}
+# Where text is written to a stream: the function itself, and numbers of the moving line.
+WRITERS = {"system/console.py": {"write"}, "tracking/console.py": {"write"}}
 
 
 @pytest.mark.parametrize("kind", SEQUENCES)
