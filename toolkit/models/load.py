@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from toolkit.config import AdapterConfig, DataConfig, ModelConfig, OutputConfig, Refusal, RunConfig
+from toolkit.config import AdapterConfig, DataConfig, DeviceConfig, ModelConfig, Refusal, RunConfig
 from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.config.parsing import parse_json, read_text_file
 from toolkit.distributed.ranks import say_once
@@ -284,7 +284,7 @@ def _fit_to_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def _device(config: ModelConfig) -> str:
     """The kind of device that training will be on; --use-cpu is another group's setting."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if accelerator is None or (isinstance(config, OutputConfig) and config.use_cpu) else accelerator.type
+    return "cpu" if accelerator is None or (isinstance(config, DeviceConfig) and config.use_cpu) else accelerator.type
 
 
 def _name(config: ModelConfig) -> str:
