@@ -116,9 +116,9 @@ def main(config: Config) -> tk.Summary:
                 append_line(output_dir / "metrics.jsonl", {**where, **figures})
                 show(step, figures)
             if step % config.save_steps == 0:
-                tk.save_model(None, model, tokenizer, config, summary)
+                tk.save_model(None, model, tokenizer, output_dir, summary, dtype=config.dtype)
         warn(watch.after_last_step() + watch.of_metric("eval_loss", losses))
-        tk.save_model(None, model, tokenizer, config, summary)
+        tk.save_model(None, model, tokenizer, output_dir, summary, dtype=config.dtype)
         write_summary(output_dir, summary)
         end_run_card(output_dir / "run.json", "finished", time.monotonic() - started, summary.figures, config)
     print(verdict_of("finished", summary.figures, config) or "finished", flush=True)

@@ -80,7 +80,7 @@ def main(config: Config) -> tk.Summary:
                 if tk.stopped_improving(history, config.early_stopping_patience, run.greater_is_better):
                     break
         tk.load_best(run)
-        tk.save_model(accelerator, model, tokenizer, config, run.summary)
+        tk.save_model(accelerator, model, tokenizer, config.output_dir, run.summary, dtype=config.dtype)
         tk.save_to_hub(run)
 
     return run.summary

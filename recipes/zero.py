@@ -65,7 +65,7 @@ def main(config: Config) -> tk.Summary:
                     break
         run.say(tk.memory_table(accelerator, model, optimizer, config))
         tk.load_best(run)
-        tk.save_model(accelerator, model, tokenizer, config, run.summary)
+        tk.save_model(accelerator, model, tokenizer, config.output_dir, run.summary, dtype=config.dtype)
         tk.save_to_hub(run)
 
     return run.summary

@@ -46,7 +46,7 @@ def make_adapter(folder: Path, dtype: str = "float32", **settings: Any) -> Path:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
-    tk.save_model(None, model, tokenizer, config)
+    tk.save_model(None, model, tokenizer, config.output_dir)
     rows = [json.dumps({"messages": [{"role": "user", "content": f"one {i}"}, {"role": "assistant", "content": "two"}]}) for i in range(9)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     (folder / "run/config.yaml").write_text(f"dataset: {folder / 'rows.jsonl'}\n")
@@ -224,7 +224,7 @@ def test_a_classifier_is_merged_with_its_own_head(tmp_path: Path) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
-    tk.save_model(None, model, tk.load_tokenizer(config), config)
+    tk.save_model(None, model, tk.load_tokenizer(config), config.output_dir)
     done = merge(tmp_path / "classes/model", "--into", tmp_path / "merged", "--dataset", tmp_path / "rows.jsonl")
     assert done.exit_code == 0, done.output
     merged = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")

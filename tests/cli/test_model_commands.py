@@ -47,18 +47,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tk.load_model("AutoModelForCausalLM", config, tokenizer)
     for parameter in model.parameters():
         parameter.data *= 4  # so that answers differ
-    tk.save_model(None, model, tokenizer, config)
+    tk.save_model(None, model, tokenizer, config.output_dir)
     config = Config(model=str(folder / "run/model"), use_peft=True, lora_r=4, output_dir=str(folder / "lora"))
     adapted = tk.add_adapter(tk.load_model("AutoModelForCausalLM", config), config)
     torch.manual_seed(0)
     for parameter in adapted.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter) * parameter.requires_grad
-    tk.save_model(None, adapted, tokenizer, config)
+    tk.save_model(None, adapted, tokenizer, config.output_dir)
     names = {0: "bad", 1: "fair", 2: "good"}
     for kind, head in (("classes", {"id2label": names, "label2id": {v: k for k, v in names.items()}, "num_labels": 3}), ("rewards", {"num_labels": 1})):
         config = Config(model="tiny-llama", output_dir=str(folder / kind), **SHAPE)
         model = tk.load_model("AutoModelForSequenceClassification", config, tk.pad_apart_from_end(tokenizer), **head)
-        tk.save_model(None, model, tokenizer, config)
+        tk.save_model(None, model, tokenizer, config.output_dir)
     return folder
 
 

@@ -116,7 +116,7 @@ def main(config: Config) -> None:
         if config.spoiled:
             spoil(accelerator.unwrap_model(model))
         seen = watch_memory()
-        tk.save_model(accelerator, model, tokenizer, config, run.summary)
+        tk.save_model(accelerator, model, tokenizer, config.output_dir, run.summary, dtype=config.dtype)
         more = [size - seen[0] for size in seen]
         Path(config.output_dir, f"memory-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(more))
 

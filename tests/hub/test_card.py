@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 
 import toolkit as tk
 from toolkit.export.card import base_license, model_card, shown_path, with_name
+from toolkit.models.adapter_files import base_of_adapter
 from toolkit.system.console import printable
 
 RUN_CARD = {
@@ -96,11 +97,11 @@ def test_the_example_loads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = Config(use_peft=kind != "whole", output_dir=output_dir, **SHAPE)
     if kind == "adapter elsewhere":
         base = Config(output_dir="base", **SHAPE)
-        tk.save_model(None, tk.load_model("AutoModelForCausalLM", base, tokenizer), tokenizer, base)
+        tk.save_model(None, tk.load_model("AutoModelForCausalLM", base, tokenizer), tokenizer, base.output_dir)
         config = Config(use_peft=True, output_dir=output_dir, model=str(tmp_path / "base/model"))
     model: Any = tk.load_model("AutoModelForCausalLM", config, tokenizer)
     model = tk.add_adapter(model, config) if config.use_peft else model
-    directory = tk.save_model(None, model, tokenizer, config)
+    directory = tk.save_model(None, model, tokenizer, config.output_dir)
     card = (directory / "README.md").read_text()
     if absolute:
         assert f'"{tmp_path}' not in card
@@ -139,12 +140,14 @@ def test_the_card_of_an_adapter_that_was_trained_further_names_its_base(tmp_path
     monkeypatch.chdir(tmp_path)
     tokenizer = tk.train_tokenizer(["a cat and a dog"] * 9, 280)
     base = Config(output_dir="base", **SHAPE)
-    whole = tk.save_model(None, tk.load_model("AutoModelForCausalLM", base, tokenizer), tokenizer, base)
+    whole = tk.save_model(None, tk.load_model("AutoModelForCausalLM", base, tokenizer), tokenizer, base.output_dir)
     (whole / "README.md").write_text("---\nlicense: mit\n---\n")
     for model, output_dir in ((str(whole), "first"), ("first/model", "second")):
         config = Config(use_peft=True, output_dir=output_dir, model=model)
         adapted = tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer), config)
-        card = (tk.save_model(None, adapted, tokenizer, config) / "README.md").read_text()
+        Path(output_dir).mkdir()
+        (Path(output_dir) / "run.json").write_text(json.dumps({"model": {"name": model, "base": base_of_adapter(model)}}))
+        card = (tk.save_model(None, adapted, tokenizer, output_dir) / "README.md").read_text()
         assert ModelCard(card).data.license == "mit"
     assert "An adapter of `model`, whose license is `mit`, trained further from `first/model`." in card
     (whole.parent / "run.json").write_text("{}")

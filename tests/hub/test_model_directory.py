@@ -17,7 +17,7 @@ import torch
 import toolkit as tk
 from toolkit.distributed.engines.pieces import whole_state_dict
 from toolkit.export.merge import merge_adapter
-from toolkit.export.model_directory import write_model_directory
+from toolkit.export.model_directory import write_model
 from toolkit.hub.queue import Job, add_job, list_jobs
 
 _SPEC = importlib.util.spec_from_file_location("injection", Path(__file__).parents[1] / "faults/injection.py")
@@ -44,7 +44,7 @@ def tokenizer() -> Any:
 def save(folder: Path, tokenizer: Any, seed: int, **settings: Any) -> Path:
     config = Config(output_dir=str(folder), seed=seed, **settings)  # type: ignore[call-arg]
     model = tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer), config, tokenizer)
-    return tk.save_model(None, model, tokenizer, config)
+    return tk.save_model(None, model, tokenizer, config.output_dir)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -133,7 +133,7 @@ def test_every_file_of_a_model_is_readable_as_the_umask_says(tmp_path: Path, tok
     adapter = save(tmp_path / "adapter", tokenizer, 1, use_peft=True, lora_r=2)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "one {n}"}}\n' for n in range(9)))
     merged = merge_adapter(adapter, dataset=str(tmp_path / "rows.jsonl"))
-    write_model_directory(tmp_path / "merged", merged.model, whole_state_dict(None, merged.model) or {}, merged.tokenizer, "card", "float32")
+    write_model(tmp_path / "merged", merged.model, whole_state_dict(None, merged.model) or {}, merged.tokenizer, "card", "float32")
     model = torch.nn.Linear(3, 2)
     tk.checkpoint.save_checkpoint(tmp_path / "checkpoints", 1, tk.checkpoint.capture_state(model, torch.optim.AdamW(model.parameters()), {}))  # type: ignore[attr-defined]
     paths = [path for path in tmp_path.rglob("*") if path.suffix != ".lock"]

@@ -143,7 +143,7 @@ def test_a_run_goes_on_to_the_same_bits_from_the_checkpoint_on_the_hub(run_sft: 
 def test_a_recipe_may_send_its_model_after_its_run_is_closed(run_sft: Any, hub: Any, tmp_path: Path) -> None:
     """Fails when: what is added to the queue after the end is sent by nobody."""
     recipe = (Path(__file__).resolve().parents[2] / "recipes/sft.py").read_text()
-    last = "        tk.save_model(accelerator, model, tokenizer, config, run.summary)\n        tk.save_to_hub(run)\n"
+    last = "        tk.save_model(accelerator, model, tokenizer, config.output_dir, run.summary, dtype=config.dtype)\n        tk.save_to_hub(run)\n"
     assert last in recipe
     (tmp_path / "mine.py").write_text(recipe.replace(last, last.replace("        ", "    ")))
     code, out = run_sft(*PUSH, "--hub-strategy", "end", recipe=str(tmp_path / "mine"))

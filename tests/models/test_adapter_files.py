@@ -57,7 +57,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, parameter in adapted.named_parameters():
             if ".lora_B." in name:
                 parameter.normal_()
-    tk.save_model(None, adapted, tokenizer, config)
+    tk.save_model(None, adapted, tokenizer, config.output_dir)
     shutil.copytree(folder / "run/model", folder / "adapter")
     return folder
 

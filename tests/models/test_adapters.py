@@ -202,7 +202,7 @@ def test_the_chat_templates_tokens_learn_and_are_written(tmp_path: Path, capsys:
     config = on_directory(base, lora_trainable_tokens=["template"], output_dir=str(tmp_path / "run"))
     model = trained(load(config, tokenizer))
     assert "trains the embedding of <|im_start|>, <|im_end|> as well" in capsys.readouterr().out
-    tk.save_model(None, model, tokenizer, config)
+    tk.save_model(None, model, tokenizer, config.output_dir)
     read = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run/model")
     ids = torch.tensor([tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "a", "b"])])
     torch.testing.assert_close(logits(read, ids), logits(model, ids), rtol=0, atol=1e-6)
@@ -383,7 +383,7 @@ def test_the_directory_of_an_adapter_goes_on_the_published_base(tmp_path: Path, 
     config = on_directory(base_directory(tmp_path), output_dir=str(tmp_path / "run"), **settings)
     tokenizer = tk.load_tokenizer(config)
     model = trained(load(config, tokenizer))
-    tk.save_model(None, model, tokenizer, config)
+    tk.save_model(None, model, tokenizer, config.output_dir)
     assert {path.name for path in (tmp_path / "run/model").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
     assert not (tmp_path / "run/model/base").exists()
     found = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run/model")
@@ -401,7 +401,7 @@ def test_a_base_that_was_made_here_is_written_beside_its_adapter(tmp_path: Path,
     config = Config(output_dir=str(tmp_path / "run"), init_lora_weights=initialization)
     tokenizer = tk.train_tokenizer(["one two three four"] * 9, 300)
     model = trained(load(config, tokenizer))
-    tk.save_model(None, model, tokenizer, config)
+    tk.save_model(None, model, tokenizer, config.output_dir)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model/base")
     fresh = tk.load_model(CAUSAL, config, tokenizer)
     ids = IDS % len(tokenizer)
@@ -414,7 +414,7 @@ def test_the_same_adapter_is_written_as_the_same_file(tmp_path: Path) -> None:
     """Fails when: names that peft keeps in a set are written in the order of the process."""
     config = Config(output_dir=str(tmp_path / "run"))
     tokenizer = tk.train_tokenizer(["one two three four"] * 9, 300)
-    tk.save_model(None, load(config, tokenizer), tokenizer, config)
+    tk.save_model(None, load(config, tokenizer), tokenizer, config.output_dir)
     settings = json.loads((tmp_path / "run/model/adapter_config.json").read_text())
     assert len(settings["target_modules"]) >= 7
     assert settings["target_modules"] == sorted(settings["target_modules"])
@@ -440,7 +440,7 @@ def test_added_tokens_survive(tmp_path: Path, tied: bool) -> None:
     before = model.get_input_embeddings().weight.detach().clone()
     trained(model)
     assert not torch.equal(before, model.get_input_embeddings().weight)
-    tk.save_model(None, model, tokenizer, config)
+    tk.save_model(None, model, tokenizer, config.output_dir)
     found = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run/model")
     ids = torch.cat([IDS, torch.full((2, 1), 302)], dim=1)
     assert float((logits(found, ids) - logits(model, ids)).abs().max()) < 1e-5
@@ -454,13 +454,13 @@ def test_an_adapter_is_trained_further(tmp_path: Path) -> None:
     config = on_directory(base_directory(tmp_path), output_dir=str(tmp_path / "run"), init_lora_weights="pissa")
     tokenizer = tk.load_tokenizer(config)
     model = trained(load(config, tokenizer))
-    tk.save_model(None, model, tokenizer, config)
+    tk.save_model(None, model, tokenizer, config.output_dir)
     again = on_directory(tmp_path / "run/model", output_dir=str(tmp_path / "again"))
     further = load(again, tk.load_tokenizer(again))
     expected = logits(model)
     assert float((logits(further) - expected).abs().max()) < 1e-5
     assert {name.split(".lora_")[1][0] for name, p in further.named_parameters() if p.requires_grad} == {"A", "B"}
-    tk.save_model(None, trained(further), tokenizer, again)
+    tk.save_model(None, trained(further), tokenizer, again.output_dir)
     found = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "again/model")
     assert float((logits(found) - logits(further)).abs().max()) < 1e-5
     assert float((logits(found) - expected).abs().max()) > 1e-2
@@ -482,6 +482,6 @@ def test_only_what_was_trained_is_written(tmp_path: Path) -> None:
     """Fails when: frozen weights get into the file."""
     config = on_directory(base_directory(tmp_path), output_dir=str(tmp_path / "run"))
     model = load(config)
-    tk.save_model(None, model, tk.load_tokenizer(config), config)
+    tk.save_model(None, model, tk.load_tokenizer(config), config.output_dir)
     written = load_file(tmp_path / "run/model/adapter_model.safetensors")
     assert sum(t.numel() for t in written.values()) == sum(p.numel() for p in model.parameters() if p.requires_grad)

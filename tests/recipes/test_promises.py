@@ -48,7 +48,7 @@ def test_two_runs_give_bit_identical_weights_and_write_what_they_promise(run_rec
     assert first.summary["eval_loss"] > 0
     changed = first.out.split("settings that differ from the defaults")[1]
     assert "max_steps" in changed.split("\n\n")[0]
-    assert ("\nsaved: " in first.out) == (recipe != "basic")  # which has no Accelerator
+    assert ("\nSaved " in first.out) == (recipe != "basic")  # which has no Accelerator
 
 
 @pytest.mark.fast(2)

@@ -41,14 +41,14 @@ def merge(
 
     from toolkit.distributed.engines.pieces import whole_state_dict
     from toolkit.export.merge import NotTheSame, merge_adapter
-    from toolkit.export.model_directory import BadModel, write_model_directory
+    from toolkit.export.model_directory import BadModel, write_model
 
     try:
         merged = merge_adapter(adapter, dataset)
         into = into.absolute()
         dtype = str(merged.dtype).removeprefix("torch.")
         state = whole_state_dict(None, merged.model) or {}
-        write_model_directory(into, merged.model, state, merged.tokenizer, _card(adapter, merged, into.name), dtype)
+        write_model(into, merged.model, state, merged.tokenizer, _card(adapter, merged, into.name), dtype)
     except (NotTheSame, BadModel) as error:
         say(str(error), error=True)
         raise typer.Exit(1) from error

@@ -129,6 +129,8 @@ def _origin(base: str, of_model: Mapping[str, Any], license: str | None, adapter
     revision = of_model.get("commit") or (of_model.get("base") or of_model).get("revision")
     at = f" at {_code(revision)}" if revision else ""
     stated = f", whose license is {_code(license)}" if license else ""
+    if not base:
+        return f"{what} trained with the toolkit."
     if is_built_in(base):
         return f"{what} of the built-in shape {_code(base)}, trained from random weights."
     linked = f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else _code(_shown_model(base))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoint import read_pointer
-from toolkit.config import Refusal, RunConfig
+from toolkit.config import ModelConfig, Refusal, RunConfig
 from toolkit.distributed.engines import engine_of
 from toolkit.distributed.engines.pieces import whole_state_dict
 from toolkit.distributed.ranks import on_main
@@ -24,7 +24,7 @@ from toolkit.hub.queue import QUEUE, Job, add_job, clean_queue, leave_out_replac
 from toolkit.hub.sender import start_sender
 from toolkit.models.adapter_files import is_adapted, warning_of_base
 from toolkit.models.loaded import loaded
-from toolkit.runs.summary import evaluations_by_step
+from toolkit.runs.summary import Summary, evaluations_by_step, read_settings
 from toolkit.system.console import as_typed
 from toolkit.system.interruptions import OutOfTime
 
@@ -179,15 +179,16 @@ class Uploads:
         """Put the model of a checkpoint under `files`; where its weights are the checkpoint's file, that is linked."""
         directory = files.with_name("model")
         evaluated = evaluations_by_step(event for event in events if event["step"] <= step)
-        metrics = evaluated[max(evaluated)] if evaluated else {}
+        summary = Summary(evaluated[max(evaluated)] if evaluated else {}, read_settings(self.config))
+        card = card_of_run(self.model, self.output_dir, summary)
         if self.beside_weights is not None:
             for name, content in self.beside_weights.items():
                 (files / name).parent.mkdir(parents=True, exist_ok=True)
                 (files / name).write_bytes(content)
-            (files / "README.md").write_text(card_of_run(self.model, self.config, metrics), encoding="utf-8")
+            (files / "README.md").write_text(card, encoding="utf-8")
             collect({WEIGHTS: checkpoint / WEIGHTS}, files)
         else:
-            self._write_model(checkpoint, directory, metrics)
+            self._write_model(checkpoint, directory, card)
             written = model_files(directory)
             collect(written, files)
             if has_same_tensors(directory / WEIGHTS, checkpoint / WEIGHTS):
@@ -196,13 +197,16 @@ class Uploads:
             shutil.rmtree(directory)
         self._name_card(files)
 
-    def _write_model(self, checkpoint: Path, directory: Path, metrics: dict[str, Any]) -> None:
+    def _write_model(self, checkpoint: Path, directory: Path, card: str) -> None:
         from safetensors.torch import load_file
 
         state = load_file(checkpoint / WEIGHTS)
         if not self.shards:
             state = (whole_state_dict(None, self.model) or {}) | state  # what is frozen isn't in a checkpoint
-        write_model(directory, self.model, state, loaded(self.model).tokenizer, self.config, metrics)
+        dtype = self.config.dtype if isinstance(self.config, ModelConfig) else "auto"
+        tokenizer = loaded(self.model).tokenizer
+        assert tokenizer is not None  # checked before the first step
+        write_model(directory, self.model, state, tokenizer, card, dtype)
 
     def _name_card(self, files: Path) -> None:
         card = files / "README.md"

@@ -4,12 +4,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolkit.config import Settings
+from toolkit.config.reading import settings_read
+from toolkit.config.shown import public_settings
+
 
 @dataclass
 class Summary:
-    """The final figures of a run, as in summary.json."""
+    """The final metrics of a run, as in summary.json. `settings`: those that it has read, for the model card."""
 
     figures: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] | None = None
+
+
+def read_settings(config: Settings) -> dict[str, Any]:
+    """The public settings that the run has read so far."""
+    read = settings_read(config)
+    return {name: value for name, value in public_settings(config).items() if name in read}
 
 
 def evaluations_by_step(events: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -19,6 +19,7 @@ from toolkit.config.conditions import is_decided_by_a_metric
 from toolkit.config.reading import settings_read
 from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.overview import unread_after_a_step
+from toolkit.runs.summary import read_settings
 from toolkit.tracking.console import show_metrics
 from toolkit.tracking.step_metrics import Window
 from toolkit.tracking.throughput import peak_memory_gb
@@ -148,7 +149,8 @@ class Run:
     def summary(self) -> Summary:
         """What summary.json holds, as of now; its last values once the run is closed."""
         saver, memory_gb = self.saver, peak_memory_gb(self.accelerator.device)
-        return summarize(self.snapshot(), self.events, self.status, saver.model_step, saver.failed, memory_gb)
+        summary = summarize(self.snapshot(), self.events, self.status, saver.model_step, saver.failed, memory_gb)
+        return replace(summary, settings=read_settings(self.config))
 
     def snapshot(self) -> RunState:
         """The state as of now, with what live objects hold of it."""
