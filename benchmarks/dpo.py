@@ -97,12 +97,13 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
         return tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=None), config, tokenizer)
 
     model = make_model()
-    collate = partial(tk.collate_pairs, layout=tk.choose_pair_layout(model, config), pad_token_id=tokenizer.pad_token_id)
+    layout = tk.choose_pair_layout(model, config.pair_layout)
+    collate = partial(tk.collate_pairs, layout=layout, pad_token_id=tokenizer.pad_token_id)
     train, evaluation = tk.build_dataloaders(DatasetDict(train=task.rows()), collate, config, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
     with task.watch.running():
-        reference = tk.build_reference(accelerator, model, make_model, train, evaluation, config)
+        reference = tk.build_reference(accelerator, model, make_model, train, evaluation, config, config.ld_alpha)
 
     def loss_fn(model: Any, pairs: dict[str, Any], totals: dict[str, float]) -> Any:
         before = reference(model, pairs)

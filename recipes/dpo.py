@@ -38,11 +38,12 @@ def main(config: Config) -> tk.Summary:
         return tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=None), config, tokenizer)
 
     model = make_model()
-    collate = partial(tk.collate_pairs, layout=tk.choose_pair_layout(model, config), pad_token_id=tokenizer.pad_token_id)
+    layout = tk.choose_pair_layout(model, config.pair_layout)
+    collate = partial(tk.collate_pairs, layout=layout, pad_token_id=tokenizer.pad_token_id)
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     model, optimizer = accelerator.prepare(model, optimizer)
-    reference = tk.build_reference(accelerator, model, make_model, train, evaluation, config)
+    reference = tk.build_reference(accelerator, model, make_model, train, evaluation, config, config.ld_alpha)
 
     def logps(model: Any, pairs: dict[str, Any]) -> Any:
         """Log-probabilities of both answers: of the model as it is, and of the reference, as it was."""

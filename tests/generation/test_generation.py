@@ -2,7 +2,6 @@
 
 import json
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -231,7 +230,7 @@ def test_compiled_layers_are_not_compiled_again_for_each_length(recomputed, mode
     model.config._attn_implementation = DOCUMENTS
     register_attention()
     assert choose_answer_layout(model) == "packed"
-    assert choose_pair_layout(model, SimpleNamespace(pair_layout="auto")) == "shared"
+    assert choose_pair_layout(model, "auto") == "shared"
     assert not compilations
     model(input_ids=torch.tensor([[1, 2, 3, 4]]))
     assert compilations  # otherwise they are

@@ -1,7 +1,6 @@
 """Preference pairs in one row with a shared prompt, in one row without, and padded: one log-probability, one gradient."""
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -233,7 +232,7 @@ def test_the_varlen_kernel_aligns_queries_to_the_last_keys(rules: Rules) -> None
 
 
 def chosen_layout(model: Any, capsys: pytest.CaptureFixture[str], asked: str = "auto") -> tuple[str, str]:
-    layout = choose_pair_layout(model, SimpleNamespace(pair_layout=asked))
+    layout = choose_pair_layout(model, asked)
     return layout, capsys.readouterr().out.strip()
 
 
@@ -272,10 +271,10 @@ def test_a_layout_that_would_not_be_exact_is_refused_when_asked_for() -> None:
     """Fails when: the setting wins over the check."""
     config = transformers.LlamaConfig(**_BODY, attention_dropout=0.2)
     with pytest.raises(Refusal, match=r"--pair-layout shared: with a dropout of 0\.2 .* Take --pair-layout auto"):
-        choose_pair_layout(build("llama", config=config), SimpleNamespace(pair_layout="shared"))
+        choose_pair_layout(build("llama", config=config), "shared")
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](), attn_implementation="sdpa")
     with pytest.raises(Refusal, match="--pair-layout packed: attention 'sdpa' knows no documents"):
-        choose_pair_layout(model, SimpleNamespace(pair_layout="packed"))
+        choose_pair_layout(model, "packed")
 
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
@@ -328,10 +327,10 @@ def test_a_layout_that_is_asked_for_is_judged_by_itself() -> None:
     model.model.layers[0].register_forward_hook(lambda module, inputs, output: output + 0.05 * output.roll(1, dims=1))
     for layout in ("shared", "packed"):
         with pytest.raises(Refusal, match=f"--pair-layout {layout}: .*lets documents of one row see each other"):
-            choose_pair_layout(model, SimpleNamespace(pair_layout=layout))
-    assert choose_pair_layout(model, SimpleNamespace(pair_layout="padded")) == "padded"
+            choose_pair_layout(model, layout)
+    assert choose_pair_layout(model, "padded") == "padded"
     model.forward = None  # not even asked
-    assert choose_pair_layout(model, SimpleNamespace(pair_layout="padded")) == "padded"
+    assert choose_pair_layout(model, "padded") == "padded"
 
 
 def test_a_model_that_ignores_positions_is_found_by_trying(capsys: pytest.CaptureFixture[str]) -> None:

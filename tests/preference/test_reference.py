@@ -64,7 +64,7 @@ def built(config: Config, data: Any = None) -> SimpleNamespace:
 
     model = make_model()
     train, evaluation = tk.build_dataloaders(data or splits(), partial(tk.collate_pairs, layout="shared"), config)
-    reference = build_reference(accelerator, model, make_model, train, evaluation, config)
+    reference = build_reference(accelerator, model, make_model, train, evaluation, config, config.ld_alpha)
     return SimpleNamespace(accelerator=accelerator, model=model, reference=reference, train=train, evaluation=evaluation)
 
 

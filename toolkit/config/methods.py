@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from toolkit.config.groups import SeedConfig
 from toolkit.config.setting import Settings, setting
 
 
@@ -198,7 +199,7 @@ class ReferenceConfig(Settings):
 
 
 @dataclass(frozen=True)
-class SampleConfig(Settings):
+class SampleConfig(SeedConfig):
     """Samples"""
 
     num_samples: int = setting(3, "Text samples at each evaluation.", least=0, most=10**4, on_resume="free")

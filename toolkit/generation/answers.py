@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,9 @@ from toolkit.data.tokenize.encoder import build_encoder
 from toolkit.generation.samples import prompt_of, stop_ids
 from toolkit.system.console import quoted
 from toolkit.system.interruptions import TEMPLATE_SECONDS, time_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Message = dict[str, str]
 _CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # how a character decodes whose last bytes are yet to come
@@ -28,14 +31,14 @@ class Prompt(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen. None: as the model's generation_config says; temperature 0: the likeliest."""
+    """How the next token is chosen. None: as the model's generation_config says; temperature 0: greedy decoding."""
 
     max_new_tokens: int = 512
     temperature: float | None = None
     top_p: float | None = None
 
 
-def chat_prompt(messages: list[Message], tokenizer: Any) -> str:
+def chat_prompt(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     """Messages as the model reads them, up to where its answer begins.
 
     Raises:
@@ -50,7 +53,9 @@ def chat_prompt(messages: list[Message], tokenizer: Any) -> str:
         raise Refusal(f"The chat template refuses these messages: {error}") from error
 
 
-def read_prompts(lines: Iterable[str], name: str, tokenizer: Any, raw: bool, system: str | None = None) -> list[Prompt]:
+def read_prompts(
+    lines: Iterable[str], name: str, tokenizer: PreTrainedTokenizerBase, raw: bool, system: str | None = None
+) -> list[Prompt]:
     """A prompt for each line that isn't blank: of a .jsonl file what its row asks, else the line itself.
 
     Raises:
@@ -75,7 +80,7 @@ def read_prompts(lines: Iterable[str], name: str, tokenizer: Any, raw: bool, sys
     return prompts
 
 
-def text_prompt(text: str, tokenizer: Any, raw: bool, system: str | None = None) -> Prompt:
+def text_prompt(text: str, tokenizer: PreTrainedTokenizerBase, raw: bool, system: str | None = None) -> Prompt:
     """A text as a user's turn, where the model has a chat template and `raw` is not asked for; else as it is."""
     if raw or not tokenizer.chat_template:
         return Prompt(text, text)
@@ -83,7 +88,9 @@ def text_prompt(text: str, tokenizer: Any, raw: bool, system: str | None = None)
     return Prompt(text, chat_prompt(messages, tokenizer))
 
 
-def answer(model: Any, tokenizer: Any, prompt: str, sampling: Sampling, show: Callable[[str], None]) -> str:
+def answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, sampling: Sampling, show: Callable[[str], None]
+) -> str:
     """Continue a prompt until the model ends its turn; `show` gets the text piece by piece, and the whole is returned.
 
     Raises:
@@ -115,14 +122,17 @@ def answer(model: Any, tokenizer: Any, prompt: str, sampling: Sampling, show: Ca
         settings.update(temperature=None, top_p=None, top_k=None)
     input_ids = torch.tensor([ids], device=model.device)
     streamer, text = _streamer(tokenizer, len(ids), show)
+    generate: Any = model.generate  # GenerationMixin's, which the type of a model does not tell
     with torch.inference_mode():
-        model.generate(
+        generate(
             input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=settings, streamer=streamer
         )
     return text()
 
 
-def _streamer(tokenizer: Any, prompt_tokens: int, show: Callable[[str], None]) -> tuple[Any, Callable[[], str]]:
+def _streamer(
+    tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, show: Callable[[str], None]
+) -> tuple[Any, Callable[[], str]]:
     """What `generate` hands its tokens to, and the text so far. Shown is what no later token changes."""
     ids, shown, seen = list[int](), [0], [0]
 

@@ -1,12 +1,15 @@
 """Text samples while a model trains: held-out prompts, what the model makes of them, and what the data says."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from toolkit.config import SampleConfig
 from toolkit.data.tokenize.columns import alpaca_messages, alpaca_prompt, read_messages, read_options
@@ -16,13 +19,20 @@ from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.models.adapter_files import is_adapted
 from toolkit.models.layers import uncompiled
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 Prompt = dict[str, str]  # "prompt" as the model reads it, perhaps "reference": what follows in the data
 
 PROMPT_CHARACTERS = 200  # of a plain text's beginning
 SHOWN_CHARACTERS = 600
 
 
-def sample_prompts(splits: Any, tokenizer: Any, config: SampleConfig) -> list[Prompt]:
+def sample_prompts(
+    splits: Mapping[str, Dataset | IterableDataset], tokenizer: PreTrainedTokenizerBase, config: SampleConfig
+) -> list[Prompt]:
     """A few held-out prompts with their references, from the splits as `load_splits` returns them.
 
     They are spread evenly over the validation split (else test, else train), so they are the same at every evaluation and
@@ -37,13 +47,17 @@ def sample_prompts(splits: Any, tokenizer: Any, config: SampleConfig) -> list[Pr
 
 
 def sample_texts(
-    accelerator: Any, model: Any, tokenizer: Any, prompts: list[Prompt], config: SampleConfig
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Prompt],
+    config: SampleConfig,
 ) -> list[dict[str, str]]:
     """Continue each prompt; returns {"prompt", "text", perhaps "reference"} for each, cut for display.
 
     The same weights and the same seed give the same texts, whatever was drawn before; the global random state stays as it
-    was, and so does the model's mode. Each prompt draws from a generator of its own, so its draws do not hang on its
-    neighbors. Temperature 0 takes the likeliest token. Every rank makes the same texts, since each forward of a sharded
+    was, and so does the model's mode. Each prompt draws from a generator of its own, so its draws do not depend on its
+    neighbors. Temperature 0 is greedy decoding. Every rank makes the same texts, since each forward of a sharded
     model needs all of them.
     """
     if not prompts:
@@ -61,7 +75,7 @@ def sample_texts(
     settings = GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, use_cache=True, eos_token_id=stops or None, pad_token_id=padding
     )
-    draw = [_draw_with(config.sample_temperature, getattr(config, "seed", 0), len(ids))] if config.sample_temperature else []
+    draw = [_draw_with(config.sample_temperature, config.seed, len(ids))] if config.sample_temperature else []
     input_ids, attention_mask = _pad_left(ids, padding, accelerator.device)
     with _as_for_inference(inner), accelerator.autocast():
         output = inner.generate(
@@ -76,13 +90,13 @@ def sample_texts(
 
 
 def trim_for_display(text: str, most: int = SHOWN_CHARACTERS, keep: str = "start") -> str:
-    """At most so many characters: the start of a text, or the end (of a prompt, where its question is)."""
+    """At most `most` characters: the start of a text, or the end (of a prompt, where its question is)."""
     if len(text) <= most:
         return text
     return text[: most - 1] + "…" if keep == "start" else "…" + text[-(most - 1) :]
 
 
-def _spread(split: Any, count: int) -> Iterator[dict[str, Any]]:
+def _spread(split: Dataset | IterableDataset, count: int) -> Iterator[dict[str, Any]]:
     """Rows at the middles of `count` equal parts of a dataset; of a stream, the first ones."""
     if not hasattr(split, "__len__"):
         return itertools.islice(iter(split), count)
@@ -90,7 +104,7 @@ def _spread(split: Any, count: int) -> Iterator[dict[str, Any]]:
     return (split[(2 * part + 1) * len(split) // (2 * count)] for part in range(count))
 
 
-def prompt_of(row: dict[str, Any], tokenizer: Any) -> Prompt | None:
+def prompt_of(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt | None:
     """What a row asks, and what follows in the data; None where it holds neither prompt, messages nor text."""
     messages = row.get("messages") or row.get("conversations") or []
     if isinstance(row.get("prompt"), list):
@@ -139,30 +153,30 @@ def _beginning_of(text: str) -> Prompt:
     return {"prompt": text[: cut or limit], "reference": text[cut or limit :]}
 
 
-def _with_short_reference(prompt: Prompt, tokenizer: Any, config: SampleConfig) -> Prompt:
+def _with_short_reference(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: SampleConfig) -> Prompt:
     """The reference no longer than a sample may be."""
     if "reference" not in prompt:
         return prompt
     ids = tokenizer(prompt["reference"][: 20 * config.sample_max_new_tokens], add_special_tokens=False)["input_ids"]
-    words = tokenizer.decode(ids[: config.sample_max_new_tokens])
+    words = str(tokenizer.decode(ids[: config.sample_max_new_tokens]))
     return {**prompt, "reference": trim_for_display(words.rstrip("\N{REPLACEMENT CHARACTER}"))}
 
 
-def _lengths(model: Any, config: SampleConfig) -> tuple[int, int]:
+def _lengths(model: PreTrainedModel, config: SampleConfig) -> tuple[int, int]:
     """Tokens to make, and tokens of a prompt that leave room for them; a long prompt keeps its end."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
     new_tokens = min(config.sample_max_new_tokens, context - 1)
     return new_tokens, context - new_tokens
 
 
-def stop_ids(model: Any, tokenizer: Any) -> list[int]:
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end a text: the template's ends of a turn, the tokenizer's end of text, and the model's own."""
     own = model.generation_config.eos_token_id
     own = own if isinstance(own, list) else [own]
     return list(dict.fromkeys([*turn_end_ids(tokenizer), *(token for token in own if token is not None)]))
 
 
-def _draw_with(temperature: float, seed: int, count: int) -> Any:
+def _draw_with(temperature: float, seed: int, count: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """A logits processor under which the likeliest token is a draw from softmax(logits / temperature).
 
     The Gumbel-max trick: argmax(logits / T − log E), E from the exponential distribution. The noise is made on the CPU,
@@ -192,7 +206,7 @@ def _as_for_inference(model: Any) -> Iterator[None]:
 
     modes = [(module, module.training) for module in model.modules()]
     # An adapter's base has them: peft's generate (0.21.2) puts what its own model has there, and leaves it there.
-    owner = model.get_base_model() if is_adapted(model) else model
+    owner: Any = model.get_base_model() if is_adapted(model) else model
     own_settings = owner.generation_config
     owner.generation_config = GenerationConfig()  # what a call leaves open is filled from here: penalties, top-p ...
     model.eval()

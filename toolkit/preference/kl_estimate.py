@@ -1,16 +1,22 @@
 """KTO's reference point: how far the policy has gone from its reference, estimated before each step."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from toolkit.data.loading.batch import Batch
 from toolkit.losses.unpaired import LogpsOf
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.training.step import to_device
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
-def estimate_kl(accelerator: Any, model: Any, batch: Batch, logps_of_mismatched: LogpsOf) -> torch.Tensor:
+
+def estimate_kl(accelerator: Accelerator, model: nn.Module, batch: Batch, logps_of_mismatched: LogpsOf) -> torch.Tensor:
     """z of a step, 0-d, without gradient: max(0, mean of log π - log π_ref over mismatched answers), in nats per answer.
 
     The mean is over those of the global batch, one for each example, of all micro-batches and ranks: a collective. It takes a
@@ -24,7 +30,7 @@ def estimate_kl(accelerator: Any, model: Any, batch: Batch, logps_of_mismatched:
     with evaluation_mode(model):
         for micro_batch, is_real in zip(batch.micro_batches, batch.real, strict=True):
             policy, reference = logps_of_mismatched(model, to_device(micro_batch, accelerator.device))
-            if is_real:  # a filler is computed all the same: engines communicate in the forward pass
+            if is_real:  # a padding micro-batch is computed all the same: engines communicate in the forward pass
                 total += (policy - reference).sum(dtype=precise)
     if accelerator.num_processes > 1:
         torch.distributed.all_reduce(total)

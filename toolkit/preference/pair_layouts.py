@@ -1,7 +1,9 @@
-"""How pairs, or single answers, are laid out for a model: the fastest exact way, and said where it is not the fastest."""
+"""How pairs, or single answers, are laid out for a model: the fastest exact way, with a message where it is not the fastest."""
+
+from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,25 +20,27 @@ from toolkit.models.layers import uncompiled
 from toolkit.models.shapes import dropout_fields
 from toolkit.training.step import to_device
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _OF_A_HEAD = re.compile("classif|summary|qa_")  # a head's dropout is a module where the model has that head
 
 
-def choose_pair_layout(model: Any, config: Any) -> str:
+def choose_pair_layout(model: PreTrainedModel, pair_layout: str = "auto") -> str:
     """The layout of `collate_pairs` for a model, with its adapter, that is not prepared yet.
 
     `shared` encodes a prompt once for both answers. That is not what each answer has alone under dropout, whose mask would
     be one for both; then `packed`, which has no padding either. `padded` is for models whose packed rows would not be exact.
-    Says why where it takes another one than `shared`.
+    Prints why where it takes another one than `shared`.
 
     Raises:
-        Refusal: `--pair-layout` asks for one that would not be exact.
+        Refusal: `pair_layout` is one that would not be exact.
     """
-    asked = config.pair_layout
-    if asked != "auto":
-        problem = _problem(model, asked)
+    if pair_layout != "auto":
+        problem = _problem(model, pair_layout)
         if problem is not None:
-            raise Refusal(f"--pair-layout {asked}: {problem}. Take --pair-layout auto.")
-        return asked
+            raise Refusal(f"--pair-layout {pair_layout}: {problem}. Take --pair-layout auto.")
+        return pair_layout
     problems = {}
     for layout in PAIR_LAYOUTS:
         problems[layout] = _problem(model, layout)
@@ -47,7 +51,7 @@ def choose_pair_layout(model: Any, config: Any) -> str:
     return layout
 
 
-def choose_answer_layout(model: Any) -> str:
+def choose_answer_layout(model: PreTrainedModel) -> str:
     """The layout of `collate_answers` for a model: `packed`, or `padded`, and why, where packed rows would not be exact."""
     problem = _problem(model, "packed")
     if problem is not None:
@@ -55,7 +59,7 @@ def choose_answer_layout(model: Any) -> str:
     return "packed" if problem is None else "padded"
 
 
-def _problem(model: Any, layout: str) -> str | None:
+def _problem(model: PreTrainedModel, layout: str) -> str | None:
     """Why a layout would not be exact, or None."""
     if layout == "padded":
         return None
@@ -84,7 +88,7 @@ def _problem(model: Any, layout: str) -> str | None:
     return None
 
 
-def _highest_dropout(model: Any) -> float:
+def _highest_dropout(model: PreTrainedModel) -> float:
     """Of its modules, and of its config, where some models (OPT) keep the rate that they call the function with."""
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     fields = model.config.get_text_config().to_dict()
@@ -92,7 +96,7 @@ def _highest_dropout(model: Any) -> float:
     return float(max(rates, default=0.0))
 
 
-def _shares_exactly(model: Any) -> bool:
+def _shares_exactly(model: PreTrainedModel) -> bool:
     """Two small pairs through the model in both layouts: equal up to rounding."""
     vocabulary = model.config.get_text_config().vocab_size
     sizes = [(3, 4, 5), (6, 2, 1)]

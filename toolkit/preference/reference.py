@@ -1,4 +1,4 @@
-"""The reference of preference optimization: the model as training starts, asked in the cheapest way that is exact.
+"""The reference of preference optimization: the model as training starts, evaluated in the cheapest way that is exact.
 
 `cache`: its log-probabilities are computed once, before the first step, and kept on disk. `adapter`: it is the model with its
 adapter off. `model`: it is a second one, frozen, in memory; the only one that can move (`sync_reference`).
@@ -12,9 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from toolkit.config import Refusal, UnpairedConfig
+from toolkit.config import ReferenceConfig, Refusal
 from toolkit.config.conditions import STARTS_ON_THE_BASE, is_adapter
+from toolkit.data.loading.loaders import EvalLoader, TrainLoader
+from toolkit.data.loading.streams import StreamLoader
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import say_once
 from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
@@ -22,16 +25,19 @@ from toolkit.losses.pair_losses import PairLogps
 from toolkit.losses.preference import needs_reference
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.models.compat import commit_of
-from toolkit.preference.reference_cache import reference_table
+from toolkit.preference.reference_cache import ReferenceSettings, is_of_pairs, reference_table
 from toolkit.system.digests import digests_of_directories
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
     from toolkit.training.run import Run
 
-Ask = Callable[[Any, dict[str, Any]], Any]
+LogpsOf = Callable[[nn.Module, dict[str, Any]], Any]  # of (model, micro-batch): PairLogps, or a tensor `[answers]`
 
 
-def _of_pairs(model: Any, micro_batch: dict[str, Any]) -> Any:
+def _of_pairs(model: nn.Module, micro_batch: dict[str, Any]) -> Any:
     raise TypeError("mismatched answers are those of unpaired data: this reference is of pairs")
 
 
@@ -45,40 +51,48 @@ class Reference:
     """
 
     way: str
-    logps: Ask
-    mismatched: Ask = _of_pairs
-    frozen: Any = None
+    logps: LogpsOf
+    mismatched: LogpsOf = _of_pairs
+    frozen: nn.Module | None = None
     is_kept: bool = False  # whether the run's checkpoints have it
     made_of: dict[str, Any] | None = None  # commit and digests of the files it is made of, for `open_run`
 
-    def __call__(self, model: Any, micro_batch: dict[str, Any]) -> Any:
+    def __call__(self, model: nn.Module, micro_batch: dict[str, Any]) -> Any:
         return self.logps(model, micro_batch)
 
 
 def build_reference(
-    accelerator: Any, model: Any, make_model: Callable[[], Any], train: Any, evaluation: Any, config: Any
+    accelerator: Accelerator,
+    model: nn.Module,
+    make_model: Callable[[], PreTrainedModel],
+    train: TrainLoader | StreamLoader,
+    evaluation: EvalLoader | None,
+    config: ReferenceSettings,
+    ld_alpha: float | None = None,
 ) -> Reference:
-    """The reference of a run that has not begun, and says which way it takes.
+    """The reference of a run that has not begun; prints which way it takes.
 
     Args:
         model: the prepared one, with the weights that training starts from; also when a run is going to be resumed.
         make_model: makes the same model once more, for a second one.
         train, evaluation: the loaders of the pairs or answers; evaluation may be None.
-        config: `reference` (auto, cache, adapter, model), `loss_type`, `sync_ref_model` and the settings of the model.
+        config: ReferenceConfig with the settings of the model, of its adapter, and `loss_type`.
+        ld_alpha: that of the policy's `pair_logps`.
 
     Raises:
-        Refusal: the way that is asked for would not be exact.
+        Refusal: `reference` is a way that would not be exact.
     """
+    assert isinstance(train, TrainLoader), "pairs are numbered by their rows: a stream has none"
     ways = {"none": _none, "cache": _cached, "adapter": _adapter_off, "model": _second_model}
-    way = _choose_way(config)
-    reference = ways[way](accelerator, model, make_model, train, evaluation, config)
+    way = _choose_way(train, config)
+    reference = ways[way](accelerator, model, make_model, train, evaluation, config, ld_alpha)
     if way != "none":  # checkpoints keep it: a run that goes on must have the same reference
         reference.made_of = {"commit": commit_of(unwrapped(model).config), **digests_of_directories(config.model)}
     return reference
 
 
-def _choose_way(config: Any) -> str:
-    if not isinstance(config, UnpairedConfig) and not needs_reference(config.loss_type):
+def _choose_way(train: TrainLoader, config: ReferenceSettings) -> str:
+    if is_of_pairs(train) and not needs_reference(config.loss_type):
         return "none"
     if config.reference == "adapter" and (problem := _adapter_problem(config)):
         raise Refusal(f"--reference adapter: {problem}. Take --reference auto.")
@@ -87,9 +101,9 @@ def _choose_way(config: Any) -> str:
     return "model" if config.sync_ref_model else "cache"
 
 
-def _adapter_problem(config: Any) -> str | None:
+def _adapter_problem(config: ReferenceSettings) -> str | None:
     """Why the model with its adapter off is not the model as training starts, or None."""
-    if not getattr(config, "use_peft", False):
+    if not config.use_peft:
         return "there is no adapter to turn off"
     if is_adapter(config.model):
         return f"training starts from the adapter in {config.model}, not from the model under it"
@@ -102,70 +116,77 @@ def _none(*_: Any) -> Reference:
     return Reference("none", lambda model, micro_batch: None)
 
 
-def _cached(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
-    table = reference_table(accelerator, model, train, evaluation, config)
+def _cached(
+    accelerator: Accelerator, model: nn.Module, make_model: Callable[[], PreTrainedModel], train: TrainLoader,
+    evaluation: EvalLoader | None, config: ReferenceSettings, ld_alpha: float | None,
+) -> Reference:  # fmt: skip
+    table = reference_table(accelerator, model, train, evaluation, config, ld_alpha)
 
-    def of_pairs(model: Any, micro_batch: dict[str, Any]) -> PairLogps:
+    def of_pairs(model: nn.Module, micro_batch: dict[str, Any]) -> PairLogps:
         chosen, rejected = table[micro_batch["pair"]].unbind(1)
         return PairLogps(chosen, rejected, micro_batch["chosen_tokens"], micro_batch["rejected_tokens"])
 
-    def own(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+    def own(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
         return table[micro_batch["answer"], 0]
 
-    def mismatched(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+    def mismatched(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
         return table[micro_batch["answer"], 1]
 
-    return Reference("cache", own, mismatched) if isinstance(config, UnpairedConfig) else Reference("cache", of_pairs)
+    return Reference("cache", of_pairs) if is_of_pairs(train) else Reference("cache", own, mismatched)
 
 
-def _adapter_off(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
+def _adapter_off(
+    accelerator: Accelerator, model: nn.Module, make_model: Callable[[], PreTrainedModel], train: TrainLoader,
+    evaluation: EvalLoader | None, config: ReferenceSettings, ld_alpha: float | None,
+) -> Reference:  # fmt: skip
     say_once("reference: the model with its adapter off")
 
-    def asking(logps_of: Ask) -> Ask:
-        def logps(model: Any, micro_batch: dict[str, Any]) -> Any:
+    def asking(logps_of: LogpsOf) -> LogpsOf:
+        def logps(model: nn.Module, micro_batch: dict[str, Any]) -> Any:
             with evaluation_mode(model), unwrapped(model).disable_adapter():
                 return logps_of(model, micro_batch)
 
         return logps
 
-    own, mismatched = _what_is_asked(config)
+    own, mismatched = _logps_of(train, ld_alpha)
     return Reference("adapter", asking(own), asking(mismatched))
 
 
-def _second_model(accelerator: Any, model: Any, make_model: Any, train: Any, evaluation: Any, config: Any) -> Reference:
+def _second_model(
+    accelerator: Accelerator, model: nn.Module, make_model: Callable[[], PreTrainedModel], train: TrainLoader,
+    evaluation: EvalLoader | None, config: ReferenceSettings, ld_alpha: float | None,
+) -> Reference:  # fmt: skip
     engine = engine_of(accelerator)
     frozen = engine.place_frozen(accelerator, make_model().eval().requires_grad_(False))
     how = f"sharded by {engine.label(accelerator)}" if engine.shards_weights(accelerator) else "whole on every rank"
     say_once(f"reference: a second model, frozen, {how}")
 
-    def asking(logps_of: Ask) -> Ask:
-        def logps(model: Any, micro_batch: dict[str, Any]) -> Any:
+    def asking(logps_of: LogpsOf) -> LogpsOf:
+        def logps(model: nn.Module, micro_batch: dict[str, Any]) -> Any:
             with torch.no_grad(), accelerator.autocast():
                 return logps_of(frozen, micro_batch)
 
         return logps
 
-    own, mismatched = _what_is_asked(config)
+    own, mismatched = _logps_of(train, ld_alpha)
     return Reference("model", asking(own), asking(mismatched), frozen=frozen)
 
 
-def _what_is_asked(config: Any) -> tuple[Ask, Ask]:
+def _logps_of(train: TrainLoader, ld_alpha: float | None) -> tuple[LogpsOf, LogpsOf]:
     """Of pairs both answers; of single answers their own. And of mismatched ones, which only single answers have."""
-    if isinstance(config, UnpairedConfig):
-        return answer_logps, mismatched_logps
-    return partial(pair_logps, ld_alpha=config.ld_alpha), mismatched_logps
+    return partial(pair_logps, ld_alpha=ld_alpha) if is_of_pairs(train) else answer_logps, mismatched_logps
 
 
 @torch.no_grad()
-def sync_reference(run: Run, reference: Reference, model: Any, config: Any) -> None:
-    """TR-DPO (Gorbatovski et al. 2024, arXiv:2404.09656): draw the reference toward the model every so many steps.
+def sync_reference(run: Run, reference: Reference, model: nn.Module, config: ReferenceConfig) -> None:
+    """TR-DPO (Gorbatovski et al. 2024, arXiv:2404.09656): draw the reference toward the model every N steps.
 
         reference = alpha * model + (1 - alpha) * reference, alpha = `ref_model_mixup_alpha`, every `ref_model_sync_steps`
 
     An alpha of 1 is the hard update. Called before each step. What the reference has become is part of every checkpoint, and
     after a resume it is put back here.
     """
-    if not config.sync_ref_model:
+    if not config.sync_ref_model or reference.frozen is None:
         return
     frozen = dict(unwrapped(reference.frozen).named_parameters())
     if not reference.is_kept:

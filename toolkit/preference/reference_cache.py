@@ -1,22 +1,27 @@
 """A reference's log-probabilities on disk: each pair's or answer's computed once, under a key of all that they depend on."""
 
+from __future__ import annotations
+
 import hashlib
 import io
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
+from torch import nn
 
-from toolkit.config import AdapterConfig, ModelConfig, UnpairedConfig, settings_of
+from toolkit.config import AdapterConfig, ModelConfig, settings_of
 from toolkit.config.conditions import is_adapter, is_built_in
-from toolkit.data.loading.loaders import EvalLoader
+from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.order import plan_steps
-from toolkit.data.loading.rows import column
+from toolkit.data.loading.rows import PlainRows, Rows, column
 from toolkit.distributed.engines import unwrapped
 from toolkit.distributed.ranks import largest, on_main, say_once
 from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
@@ -26,6 +31,11 @@ from toolkit.models.compat import commit_of
 from toolkit.system.digests import read_sealed, seal, sha256_of
 from toolkit.system.files import make_folder, remove, sync, write_atomically
 from toolkit.training.step import to_device
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from datasets import Dataset
+    from transformers import PreTrainedModel
 
 FORMAT_VERSION = 1
 SECONDS_BETWEEN_WRITES = 60.0
@@ -38,7 +48,41 @@ _NOT_OF_THE_NUMBERS = {
 _DIGESTED = ("input_ids", "prompt_tokens", "chosen_tokens", "pair", "answer", "mismatched_row", "mismatched_tokens")
 
 
-def reference_table(accelerator: Any, model: Any, train: Any, evaluation: Any, config: Any) -> torch.Tensor:
+class ReferenceSettings(Protocol):
+    """What is read of a recipe's settings, next to those of ModelConfig and AdapterConfig, which are all in the cache's key."""
+
+    @property
+    def reference(self) -> str: ...
+    @property
+    def sync_ref_model(self) -> bool: ...
+    @property
+    def loss_type(self) -> Sequence[str]: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def use_peft(self) -> bool: ...
+    @property
+    def init_lora_weights(self) -> str: ...
+    @property
+    def bf16(self) -> bool: ...
+    @property
+    def fp16(self) -> bool: ...
+    @property
+    def tf32(self) -> bool | None: ...
+    @property
+    def eval_strategy(self) -> str: ...
+    @property
+    def per_device_eval_batch_size(self) -> int: ...
+
+
+def reference_table(
+    accelerator: Accelerator,
+    model: nn.Module,
+    train: TrainLoader,
+    evaluation: EvalLoader | None,
+    config: ReferenceSettings,
+    ld_alpha: float | None = None,
+) -> torch.Tensor:
     """Log-probabilities on the device: `[pairs, 2]` of the chosen and rejected answers, by the number of the pair.
 
     Or `[answers, 1]` of single answers by their number, with KTO `[answers, 2]`: of the mismatched ones too. Only those that
@@ -46,14 +90,14 @@ def reference_table(accelerator: Any, model: Any, train: Any, evaluation: Any, c
     precision has left on disk. What is done is written every minute, so that a killed run loses no more. Others are NaN. A
     collective: each rank computes its share.
     """
-    loaders = [train, *([evaluation] if evaluation is not None else [])]
-    kind = _kind(config)
-    pairs = 1 + max(int(column(loader.rows.dataset, kind).max()) for loader in loaders)
-    path = on_main(accelerator, lambda: _path_of(model, train, evaluation, config))
-    known = on_main(accelerator, lambda: _read(path, (pairs, 1 if config.loss_type == "apo_zero_unpaired" else 2)))
-    missing = [_Some(train.rows, _unknown(train.rows, kind, _seen_in_training(train), known))]
+    datasets = [_dataset(loader) for loader in (train, evaluation) if loader is not None]
+    kind, has_mismatched = "pair" if is_of_pairs(train) else "answer", "mismatched_row" in datasets[0].column_names
+    pairs = 1 + max(int(column(dataset, kind).max()) for dataset in datasets)
+    path = on_main(accelerator, lambda: _path_of(model, datasets, config, ld_alpha))
+    known = on_main(accelerator, lambda: _read(path, (pairs, 2 if kind == "pair" or has_mismatched else 1)))
+    missing = [_Some(train.rows, _unknown(datasets[0], kind, _seen_in_training(train), known))]
     if evaluation is not None and config.eval_strategy != "no":
-        missing.append(_Some(evaluation.rows, _unknown(evaluation.rows, kind, np.arange(len(evaluation.rows)), known)))
+        missing.append(_Some(evaluation.rows, _unknown(datasets[1], kind, np.arange(len(evaluation.rows)), known)))
     count = sum(map(len, missing))
     if not count:
         say_once(f"reference: log-probabilities read from {path}")
@@ -68,31 +112,37 @@ def reference_table(accelerator: Any, model: Any, train: Any, evaluation: Any, c
                 )
                 for batch in loader if len(some) else ():
                     on_device = to_device(batch.micro_batches[0], accelerator.device)
-                    work.add(batch, _answers_of(model, on_device, config))
+                    work.add(batch, _answers_of(model, on_device, kind, has_mismatched, ld_alpha))
         known = work.finished()
         say_once(f"reference: done in {time.monotonic() - began:.0f} s")
     return torch.from_numpy(known).to(accelerator.device)
 
 
-def _kind(config: Any) -> str:
-    """What the rows are; the column that numbers them."""
-    return "answer" if isinstance(config, UnpairedConfig) else "pair"
+def is_of_pairs(train: TrainLoader) -> bool:
+    """Whether the rows are pairs; else they are single answers. The column that numbers them is "pair" or "answer"."""
+    return "pair" in _dataset(train).column_names
 
 
-def _answers_of(model: Any, micro_batch: dict[str, Any], config: Any) -> torch.Tensor:
+def _dataset(loader: TrainLoader | EvalLoader) -> Dataset:
+    return cast(PlainRows, loader.rows).dataset
+
+
+def _answers_of(
+    model: nn.Module, micro_batch: dict[str, Any], kind: str, has_mismatched: bool, ld_alpha: float | None
+) -> torch.Tensor:
     """Log-probabilities of a micro-batch, in the columns of the table."""
-    if _kind(config) == "pair":
-        logps = pair_logps(model, micro_batch, config.ld_alpha)
+    if kind == "pair":
+        logps = pair_logps(model, micro_batch, ld_alpha)
         return torch.stack([logps.chosen, logps.rejected], dim=1)
     own = [answer_logps(model, micro_batch)]
-    return torch.stack([*own, mismatched_logps(model, micro_batch)] if config.loss_type == "kto" else own, dim=1)
+    return torch.stack([*own, mismatched_logps(model, micro_batch)] if has_mismatched else own, dim=1)
 
 
 @dataclass
 class _Some:
     """Some of the examples of a split."""
 
-    rows: Any
+    rows: Rows
     numbers: np.ndarray
 
     def __post_init__(self) -> None:
@@ -112,12 +162,12 @@ class _Some:
 class _Work:
     """Log-probabilities of all ranks, brought together and written now and then."""
 
-    def __init__(self, accelerator: Any, path: Path, known: np.ndarray, kind: str) -> None:
+    def __init__(self, accelerator: Accelerator, path: Path, known: np.ndarray, kind: str) -> None:
         self.accelerator, self.path, self.known, self.kind = accelerator, path, known, kind
         self.new = torch.zeros(len(known), known.shape[1] + 1)  # the answers, and 1 where this rank has computed them
         self.batches, self.written = 0, time.monotonic()
 
-    def add(self, batch: Any, logps: torch.Tensor) -> None:
+    def add(self, batch: Batch, logps: torch.Tensor) -> None:
         if batch.real[0]:
             values = torch.cat([logps, torch.ones_like(logps[:, :1])], dim=1)
             self.new[batch.micro_batches[0][self.kind]] = values.float().cpu()
@@ -141,7 +191,7 @@ class _Work:
         return self.known
 
 
-def _seen_in_training(train: Any) -> np.ndarray:
+def _seen_in_training(train: TrainLoader) -> np.ndarray:
     """The examples that a run from its beginning to its end trains on."""
     if train.examples_to_consume >= train.epoch_size:
         return np.arange(train.epoch_size)
@@ -152,29 +202,29 @@ def _seen_in_training(train: Any) -> np.ndarray:
     return np.array(sorted({example for plan in plans for example in plan.everyone}))
 
 
-def _unknown(rows: Any, kind: str, examples: np.ndarray, known: np.ndarray) -> np.ndarray:
-    pairs = column(rows.dataset, kind)[examples]
+def _unknown(dataset: Dataset, kind: str, examples: np.ndarray, known: np.ndarray) -> np.ndarray:
+    pairs = column(dataset, kind)[examples]
     return examples[np.isnan(known[pairs, 0])]
 
 
-def _path_of(model: Any, train: Any, evaluation: Any, config: Any) -> Path:
+def _path_of(model: nn.Module, datasets: Sequence[Dataset], config: ReferenceSettings, ld_alpha: float | None) -> Path:
     from datasets import config as datasets_config
 
-    groups = [ModelConfig, *([AdapterConfig] if getattr(config, "use_peft", False) else [])]
+    groups = [ModelConfig, *([AdapterConfig] if config.use_peft else [])]
     names = {name for group in groups for name in settings_of(group)} - _NOT_OF_THE_NUMBERS
     content = {
         "version": FORMAT_VERSION,
         "settings": {name: getattr(config, name) for name in sorted(names)},
         "precision": [config.bf16, config.fp16, config.tf32],
-        "ld_alpha": getattr(config, "ld_alpha", None),
+        "ld_alpha": ld_alpha,
         "weights": _weights(unwrapped(model), config.model),
-        "pairs": [_digest_of_pairs(loader.rows.dataset) for loader in (train, evaluation) if loader is not None],
+        "pairs": [_digest_of_pairs(dataset) for dataset in datasets],
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return Path(datasets_config.HF_DATASETS_CACHE) / f"reference-{key}.npy"
 
 
-def _weights(model: Any, name: str) -> Any:
+def _weights(model: PreTrainedModel, name: str) -> Any:
     """What tells weights apart: of a directory its files, of a Hub model its commit; a built-in one's follow from settings.
 
     Of the directory of an adapter its own files, and what tells the model under it apart.
@@ -188,7 +238,7 @@ def _weights(model: Any, name: str) -> Any:
     return None if is_built_in(name) else commit_of(model.config)
 
 
-def _digest_of_pairs(dataset: Any) -> str:
+def _digest_of_pairs(dataset: Dataset) -> str:
     digest = hashlib.sha256()
     read = [name for name in _DIGESTED if name in dataset.column_names]
     for batch in dataset.with_format("arrow", columns=read).iter(10_000):
