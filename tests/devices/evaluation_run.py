@@ -28,7 +28,7 @@ CLASSES, VOCABULARY, NUM_BYTES = 3, 260, 1234
 CUTS = [
     (1, 1, "map"), (1, 4, "stream"), (5, 1, "map"), (5, 3, "stream"), (5, 4, "map"), (11, 1, "map"), (11, 3, "map"), (11, 4, "stream"),
 ]  # fmt: skip
-CLASS_FIGURES = [
+CLASS_METRICS = [
     "accuracy", "balanced_accuracy", "f1", "f1_micro", "f1_weighted", "f1_per_class", "precision", "recall", "matthews_correlation",
 ]  # fmt: skip
 
@@ -142,7 +142,7 @@ def metrics_of(task: str, tokens: int) -> dict[str, tk.Metrics]:
     several = tk.classification_metrics(["accuracy", "f1", "f1_micro", "recall_per_class"], CLASSES, "multi_label")
     numbers = tk.classification_metrics(["mse", "rmse", "mae", "r2", "pearson"], 1, "regression")
     return {
-        "classes": tk.classification_metrics(CLASS_FIGURES, CLASSES),
+        "classes": tk.classification_metrics(CLASS_METRICS, CLASSES),
         "gathered classes": tk.classification_metrics(["f1", look], CLASSES),
         "several classes": with_other_labels(several, CLASSES, several_of),
         "numbers": with_other_labels(numbers, 1, number_of),

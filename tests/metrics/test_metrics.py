@@ -13,11 +13,11 @@ from sklearn import metrics as reference
 
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
-from toolkit.metrics.classes import CLASS_FIGURES, LABEL_FIGURES, class_sums, counts_of_classes, counts_of_labels, label_sums
+from toolkit.metrics.classes import CLASS_METRICS, LABEL_METRICS, class_sums, counts_of_classes, counts_of_labels, label_sums
 from toolkit.metrics.classification import classification_metrics
-from toolkit.metrics.external import flat_figures
+from toolkit.metrics.external import flat_metrics
 from toolkit.metrics.metric import Metrics
-from toolkit.metrics.numbers import NUMBER_FIGURES
+from toolkit.metrics.numbers import NUMBER_METRICS
 from toolkit.training.evaluation import eval_with_gather
 
 SCORES = {"precision": reference.precision_score, "recall": reference.recall_score, "f1": reference.f1_score}
@@ -62,9 +62,9 @@ def test_class_figures_are_those_of_scikit_learn(num_labels: int, examples: int,
             wanted[f"{name}_binary"] = quiet(score, y, p, average="binary", zero_division=0)
         each = quiet(score, y, p, average=None, labels=list(range(num_labels)), zero_division=0)
         wanted[f"{name}_per_class"] = {f"{name}_class_{c}": value for c, value in enumerate(each)}
-    assert wanted.keys() == {name for name in CLASS_FIGURES if num_labels == 2 or not name.endswith("_binary")}
+    assert wanted.keys() == {name for name in CLASS_METRICS if num_labels == 2 or not name.endswith("_binary")}
     for name, value in wanted.items():
-        assert CLASS_FIGURES[name](counts) == pytest.approx(value, abs=1e-12), name
+        assert CLASS_METRICS[name](counts) == pytest.approx(value, abs=1e-12), name
 
 
 @pytest.mark.parametrize("examples", [1, 7, 97])
@@ -80,9 +80,9 @@ def test_figures_of_several_classes_are_those_of_scikit_learn(examples: int) -> 
             wanted[f"{name}_{average}"] = quiet(score, y, p, average=average, zero_division=0)
         each = quiet(score, y, p, average=None, zero_division=0)
         wanted[f"{name}_per_class"] = {f"{name}_class_{c}": value for c, value in enumerate(each)}
-    assert wanted.keys() == LABEL_FIGURES.keys()
+    assert wanted.keys() == LABEL_METRICS.keys()
     for name, value in wanted.items():
-        assert LABEL_FIGURES[name](counts) == pytest.approx(value, abs=1e-12), name
+        assert LABEL_METRICS[name](counts) == pytest.approx(value, abs=1e-12), name
 
 
 class Told(torch.nn.Module):
@@ -99,7 +99,7 @@ def figures_of_numbers(p: np.ndarray, y: np.ndarray) -> dict[str, float]:
         Batch([{"values": torch.from_numpy(p[piece]), "labels": torch.from_numpy(y[piece])}], {}, [True], indices=[piece])
         for piece in pieces
     ]
-    metrics = classification_metrics(list(NUMBER_FIGURES), 1, "regression")
+    metrics = classification_metrics(list(NUMBER_METRICS), 1, "regression")
     return eval_with_gather(Accelerator(cpu=True), Told(), loader, metrics, prefix="")
 
 
@@ -120,7 +120,7 @@ def test_figures_of_numbers_are_those_of_scikit_learn(examples: int, mean: float
         "mse": reference.mean_squared_error(y, p), "rmse": reference.root_mean_squared_error(y, p),
         "mae": reference.mean_absolute_error(y, p), "r2": reference.r2_score(y, p), "pearson": np.corrcoef(y, p)[0, 1],
     }  # fmt: skip
-    assert wanted.keys() == NUMBER_FIGURES.keys() == found.keys() - {"loss"}
+    assert wanted.keys() == NUMBER_METRICS.keys() == found.keys() - {"loss"}
     for name, value in wanted.items():
         assert found[name] == pytest.approx(value, rel=1e-9), name
 
@@ -192,7 +192,7 @@ def finalized(metrics: Metrics) -> dict[str, float]:
 def test_a_metric_script_of_the_users_gets_all_predictions_beside_built_in_figures(tmp_path: Path) -> None:
     """A key that is taken does not overwrite the built-in figure.
 
-    Fails when: flat_figures ignores what is taken; the module gets references as predictions.
+    Fails when: flat_metrics ignores what is taken; the module gets references as predictions.
     """
     script = tmp_path / "hits.py"
     script.write_text(SCRIPT)
@@ -238,8 +238,8 @@ def test_functions_and_combinations_of_modules_may_be_given_in_place_of_a_name()
 def test_results_of_any_shape_become_numbers_by_name() -> None:
     """Fails when: arrays are dropped, or a note in words stops the evaluation."""
     result = {"each": np.array([0.5, 1.0]), "note": "words", "score": np.float32(2)}
-    assert flat_figures("mine", result, {"score"}) == {"each_0": 0.5, "each_1": 1.0, "mine_score": 2.0}
-    assert flat_figures("mine", 3, ()) == {"mine": 3.0}
+    assert flat_metrics("mine", result, {"score"}) == {"each_0": 0.5, "each_1": 1.0, "mine_score": 2.0}
+    assert flat_metrics("mine", 3, ()) == {"mine": 3.0}
 
 
 def test_metrics_observe_in_one_way() -> None:

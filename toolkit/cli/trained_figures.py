@@ -179,7 +179,7 @@ def _text_figures(
 
     from toolkit.generation.answers import Sampling, answer
     from toolkit.generation.samples import prompt_of
-    from toolkit.metrics.external import flat_figures
+    from toolkit.metrics.external import flat_metrics
 
     answers, references = list[str](), list[str]()
     for number, row in enumerate(tqdm(rows, desc="Answering", unit=" prompts", disable=None, leave=False)):
@@ -194,7 +194,7 @@ def _text_figures(
         references.append(asked["reference"].strip())
     figures: dict[str, float] = {}
     for name, compute in of_texts.items():
-        figures |= flat_figures(name, compute(answers, references), taken=figures)
+        figures |= flat_metrics(name, compute(answers, references), taken=figures)
     return figures
 
 

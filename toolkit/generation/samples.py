@@ -105,7 +105,7 @@ def _spread(split: Dataset | IterableDataset, count: int) -> Iterator[dict[str, 
 
 
 def prompt_of(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt | None:
-    """What a row asks, and what follows in the data; None where it holds neither prompt, messages nor text."""
+    """A row's prompt, and what follows in the data; None where it holds neither prompt, messages nor text."""
     messages = row.get("messages") or row.get("conversations") or []
     if isinstance(row.get("prompt"), list):
         answer = row.get("completion") or row.get("chosen")
@@ -139,9 +139,9 @@ def prompt_of(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt
 def _words_of(message: dict[str, Any]) -> str:
     """What an assistant's message says, and the calls of tools that it makes."""
     content = message.get("content") or ""
-    said = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
     calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls", ())]
-    return "\n".join([*([said] if said else []), *calls])
+    return "\n".join([*([text] if text else []), *calls])
 
 
 def _beginning_of(text: str) -> Prompt:
@@ -177,7 +177,7 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def _draw_with(temperature: float, seed: int, count: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A logits processor under which the likeliest token is a draw from softmax(logits / temperature).
+    """A logits processor under which the token of the highest logit is a draw from softmax(logits / temperature).
 
     The Gumbel-max trick: argmax(logits / T − log E), E from the exponential distribution. The noise is made on the CPU,
     one generator for each row, so no state outside is touched and every device draws the same.

@@ -87,8 +87,8 @@ causal_lm_metrics = Metrics(update=_update, finalize=_finalize)
 def causal_lm_metrics_with_bytes(num_bytes: int, num_tokens: int, vocab_size: int) -> Metrics:
     """The same and bits per byte: the information of the whole split over its size, whatever the tokenizer and the rows.
 
-    bits_per_byte = (nats of the predicted tokens / ln 2 + log2(vocab_size) for each other one) / num_bytes. A token that
-    nothing stands before, the first of each document, is predicted by nobody: it costs what it costs to name it.
+    bits_per_byte = (nats of the predicted tokens / ln 2 + log2(vocab_size) for each other one) / num_bytes. The first token
+    of each document, which nothing predicts, costs what it costs to name it.
 
     Args:
         num_bytes: UTF-8 bytes of the text that the split's tokens stand for.

@@ -1,1 +1,1 @@
-"""Metrics: what an evaluation adds up over micro-batches, and how a figure comes out of the sums."""
+"""Metrics: what an evaluation adds up over micro-batches, and how a metric is computed from the sums."""

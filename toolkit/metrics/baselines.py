@@ -18,7 +18,7 @@ class Comparison(NamedTuple):
 def compared_with_baselines(
     baselines: Mapping[str, Any], values: Mapping[str, Any], greater_better: bool | None = None
 ) -> Comparison | None:
-    """The final value of the metric that a run's baselines are of beside them; None without baselines or without that metric.
+    """The final value of the metric that a run's baselines are of, next to them; None without baselines or without that metric.
 
     A value that equals a baseline has not beaten it.
 

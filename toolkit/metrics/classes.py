@@ -1,6 +1,6 @@
-"""Figures about classes from counts: one class an example (a confusion matrix), or several (counts for each class).
+"""Metrics of classes from counts: one class an example (a confusion matrix), or several (counts for each class).
 
-Definitions are scikit-learn's, with its defaults, so that figures can be compared: a macro average is over the classes that
+Definitions are scikit-learn's, with its defaults, so that metrics can be compared: a macro average is over the classes that
 occur, as a reference or as a prediction; a precision or recall of nothing is 0.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-Figure = Callable[["Counts"], float | dict[str, float]]
+Metric = Callable[["Counts"], float | dict[str, float]]
 
 
 def class_sums(predictions: torch.Tensor, references: torch.Tensor, num_labels: int) -> dict[str, torch.Tensor]:
@@ -98,7 +98,7 @@ def _scores(score: Score, counts: Counts) -> np.ndarray:
     return score(counts.hits, counts.predicted, counts.actual)
 
 
-def _averages(name: str, score: Score) -> dict[str, Figure]:
+def _averages(name: str, score: Score) -> dict[str, Metric]:
     """The plain name is the macro average; `_binary` is the score of class 1 of two."""
 
     def macro(counts: Counts) -> float:
@@ -122,13 +122,13 @@ def _averages(name: str, score: Score) -> dict[str, Figure]:
     }  # fmt: skip
 
 
-_SHARED: dict[str, Figure] = {
+_SHARED: dict[str, Metric] = {
     "accuracy": accuracy, **_averages("precision", _precision), **_averages("recall", _recall), **_averages("f1", _f1),
 }  # fmt: skip
-CLASS_FIGURES: dict[str, Figure] = {
+CLASS_METRICS: dict[str, Metric] = {
     **_SHARED, "balanced_accuracy": balanced_accuracy, "matthews_correlation": matthews_correlation,
 }  # fmt: skip
-LABEL_FIGURES: dict[str, Figure] = {name: figure for name, figure in _SHARED.items() if not name.endswith("_binary")}
+LABEL_METRICS: dict[str, Metric] = {name: metric for name, metric in _SHARED.items() if not name.endswith("_binary")}
 
 
 def area_under_curve(scores: np.ndarray, positive: np.ndarray) -> float:

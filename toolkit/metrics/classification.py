@@ -2,22 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 
 from toolkit.config import Refusal
 from toolkit.config.conditions import USUAL_METRICS
-from toolkit.metrics.classes import CLASS_FIGURES, LABEL_FIGURES, class_sums, counts_of_classes, counts_of_labels, label_sums
-from toolkit.metrics.external import External, flat_figures, load_metric
+from toolkit.metrics.classes import CLASS_METRICS, LABEL_METRICS, class_sums, counts_of_classes, counts_of_labels, label_sums
+from toolkit.metrics.external import External, MetricName, flat_metrics, load_metric, title_of
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
-from toolkit.metrics.numbers import NUMBER_FIGURES, OF_ALL, number_sums
+from toolkit.metrics.numbers import NUMBER_METRICS, OF_ALL, number_sums
 
 
-def example_logits(model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
+def example_logits(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
     """The model's logits `[batch, classes]` in float32 (float64 stays)."""
     logits = model(**{name: value for name, value in micro_batch.items() if name not in ("labels", "weight")}).logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -30,17 +30,17 @@ class _Problem:
     losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits, labels -> [batch]
     predict: Callable[[torch.Tensor], torch.Tensor]  # logits -> predictions
     sums: Callable[[torch.Tensor, torch.Tensor, int], dict[str, torch.Tensor]]  # predictions, references, classes
-    read: Callable[[dict[str, np.ndarray]], Any]  # sums -> what the figures are made from
-    figures: Mapping[str, Callable[[Any], float | dict[str, float]]]
+    read: Callable[[dict[str, np.ndarray]], Any]  # sums -> what the metrics are made from
+    metrics: Mapping[str, Callable[[Any], float | dict[str, float]]]
     trial: Callable[[int], tuple[list[Any], list[Any]]]  # two predictions and their references, for a new metric
-    of_all: tuple[str, ...] = ()  # the figures that no sums tell: they read all predictions and references
+    of_all: tuple[str, ...] = ()  # metrics that need all predictions and references at once, not sums
 
 
 _PROBLEMS: dict[str, _Problem] = {
     "single_label": _Problem(
         losses=lambda logits, labels: functional.cross_entropy(logits, labels, reduction="none"),
         predict=lambda logits: logits.argmax(-1),
-        sums=class_sums, read=counts_of_classes, figures=CLASS_FIGURES,
+        sums=class_sums, read=counts_of_classes, metrics=CLASS_METRICS,
         trial=lambda classes: ([0, classes - 1], [0, classes - 1]),
     ),
     "multi_label": _Problem(
@@ -48,22 +48,22 @@ _PROBLEMS: dict[str, _Problem] = {
             functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(-1)
         ),
         predict=lambda logits: (logits > 0).long(),
-        sums=label_sums, read=counts_of_labels, figures=LABEL_FIGURES,
+        sums=label_sums, read=counts_of_labels, metrics=LABEL_METRICS,
         trial=lambda classes: ([[0] * classes, [1] * classes],) * 2,
     ),
     "regression": _Problem(
         losses=lambda logits, labels: (logits.squeeze(-1) - labels.to(logits.dtype)).square(),
         predict=lambda logits: logits.squeeze(-1),
-        sums=number_sums, read=lambda sums: sums, figures=NUMBER_FIGURES,
+        sums=number_sums, read=lambda sums: sums, metrics=NUMBER_METRICS,
         trial=lambda classes: ([0.0, 1.0], [0.0, 1.0]), of_all=OF_ALL,
     ),
 }  # fmt: skip
 
 
 def classification_metrics(
-    names: Sequence[Any], num_labels: int | None, problem_type: str = "single_label"
+    names: Sequence[MetricName], num_labels: int | None, problem_type: str = "single_label"
 ) -> Metrics:
-    """Metrics by name for examples with labels; "loss" is always among the figures. Without a name the usual ones
+    """Metrics by name for examples with labels; "loss" is always among them. Without a name the usual ones
     (`USUAL_METRICS`): accuracy and F1, of numbers mse, mae and r2.
 
     Built in, as sums: for one class `accuracy`, `balanced_accuracy`, `matthews_correlation` and `precision`, `recall`, `f1`
@@ -71,7 +71,7 @@ def classification_metrics(
     `balanced_accuracy`, `matthews_correlation` and `_binary`; for numbers `mse`, `rmse`, `mae`, `r2`, `pearson`.
     `r2` and `pearson` are of all predictions at once: sums would lose their digits where the mean is large.
     Any other name is a module of `evaluate`, by name or path; a module or combination, or a function
-    `f(predictions, references) -> dict` may stand in a name's place. Such a one gets all predictions at once too: then
+    `f(predictions, references) -> dict` may be given in place of a name. These get all predictions at once too: then
     they are gathered, one small row an example.
 
     The loss is the training loss without label smoothing, weighted where the rows are.
@@ -81,13 +81,13 @@ def classification_metrics(
     """
     assert num_labels is not None  # as transformers types it; a model with a head of classes has a number
     problem, names = _PROBLEMS[problem_type], names or USUAL_METRICS[problem_type]
-    built_in = [name for name in names if isinstance(name, str) and name in problem.figures]
+    built_in = [name for name in names if isinstance(name, str) and name in problem.metrics]
     for name in built_in:
         if name.endswith("_binary") and num_labels != 2:
             raise Refusal(f"--metrics {name}: for two classes, and here are {num_labels}. Type {name.removesuffix('_binary')}.")
-    external = [(_title(name), _external(name, num_labels, problem_type)) for name in names if name not in built_in]
+    external = [(title_of(name), _external(name, num_labels, problem_type)) for name in names if name not in built_in]
 
-    def rows(model: Any, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def rows(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         logits, labels = example_logits(model, micro_batch), micro_batch["labels"]
         losses = problem.losses(logits, labels)
         weight = micro_batch["weight"].to(losses.dtype) if "weight" in micro_batch else torch.ones_like(losses)
@@ -97,37 +97,33 @@ def classification_metrics(
         counted = problem.sums(rows["predictions"], rows["references"], num_labels)
         return {"loss": precise_sum(rows["loss"]), "weight": precise_sum(rows["weight"]), **counted}
 
-    def figures(sums: dict[str, Any]) -> dict[str, float]:
+    def from_sums(sums: dict[str, Any]) -> dict[str, float]:
         result, read = {"loss": ratio(sums["loss"], sums["weight"])}, problem.read(sums)
         for name in built_in:
-            value = problem.figures[name](read)
+            value = problem.metrics[name](read)
             result.update(value if isinstance(value, dict) else {name: value})
         return result
 
-    def figures_of_rows(observed: dict[str, np.ndarray]) -> dict[str, float]:
+    def from_rows(observed: dict[str, np.ndarray]) -> dict[str, float]:
         tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in observed.items()}
         sums = {name: value.numpy() for name, value in summed(tensors).items()}
         rows_too = {name: observed[name] for name in ("predictions", "references") if problem.of_all}
-        result = figures(sums | rows_too)
+        result = from_sums(sums | rows_too)
         for title, compute in external:
-            result.update(flat_figures(title, compute(observed["predictions"], observed["references"]), result))
+            result.update(flat_metrics(title, compute(observed["predictions"], observed["references"]), result))
         return result
 
     if external or set(problem.of_all).intersection(built_in):
-        return Metrics(update=None, finalize=figures_of_rows, gather=rows)
-    return Metrics(update=lambda model, micro_batch: summed(rows(model, micro_batch)), finalize=figures)
+        return Metrics(update=None, finalize=from_rows, gather=rows)
+    return Metrics(update=lambda model, micro_batch: summed(rows(model, micro_batch)), finalize=from_sums)
 
 
-def _title(name: Any) -> str:
-    return Path(name).stem if isinstance(name, str) else getattr(name, "name", getattr(name, "__name__", type(name).__name__))
-
-
-def _external(name: Any, num_labels: int, problem_type: str) -> External:
+def _external(name: MetricName, num_labels: int, problem_type: str) -> External:
     problem = _PROBLEMS[problem_type]
-    elsewhere = [kind for kind, other in _PROBLEMS.items() if isinstance(name, str) and name in other.figures]
+    elsewhere = [kind for kind, other in _PROBLEMS.items() if isinstance(name, str) and name in other.metrics]
     if elsewhere:
         raise Refusal(
             f"--metrics {name}: for --problem-type {' and '.join(elsewhere)}, and this is {problem_type}. "
-            f"Type one of: {', '.join(problem.figures)}."
+            f"Type one of: {', '.join(problem.metrics)}."
         )
-    return load_metric(name, problem.figures, problem.trial(num_labels))
+    return load_metric(name, problem.metrics, problem.trial(num_labels))

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+from torch import nn
 
 
 @contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """No dropout and no gradients; afterwards each module is in the mode it was in, also those frozen in evaluation mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()

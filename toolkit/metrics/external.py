@@ -5,7 +5,7 @@ import difflib
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,8 +14,19 @@ from toolkit.config import Refusal
 External = Callable[[np.ndarray, np.ndarray], dict[str, Any]]
 
 
-def load_metric(name: Any, known: Collection[str], trial: tuple[list[Any], list[Any]]) -> External:
-    """A function `(predictions, references) -> figures` for a module of `evaluate`, or the user's own function as it is.
+class Module(Protocol):
+    """A metric or a combination of metrics of `evaluate`."""
+
+    name: str
+
+    def compute(self, *, predictions: list[Any], references: list[Any]) -> dict[str, Any] | None: ...
+
+
+MetricName = str | Module | External
+
+
+def load_metric(name: MetricName, known: Collection[str], trial: tuple[list[Any], list[Any]]) -> External:
+    """A function `(predictions, references) -> metrics` for a module of `evaluate`, or the user's own function as it is.
 
     `name`: a Hub name ("rouge", "owner/space"), the path of a metric script, an `evaluate` module or combination, or a
     function. Each module is tried on the `trial` pair at once, so that it fails before training rather than after. (A
@@ -24,17 +35,17 @@ def load_metric(name: Any, known: Collection[str], trial: tuple[list[Any], list[
     Raises:
         Refusal: no such metric, or one that takes other inputs than predictions and references.
     """
-    if callable(name) and not hasattr(name, "compute"):
+    if not isinstance(name, str) and not hasattr(name, "compute"):
         return name
-    module = name if hasattr(name, "compute") else _load(str(name), known)
+    module = _load(name, known) if isinstance(name, str) else name
 
-    def compute(predictions: Any, references: Any) -> dict[str, Any]:
-        as_lists = [values.tolist() if hasattr(values, "tolist") else values for values in (predictions, references)]
-        return module.compute(predictions=as_lists[0], references=as_lists[1])
+    def compute(predictions: np.ndarray | list[Any], references: np.ndarray | list[Any]) -> dict[str, Any]:
+        as_lists = [values.tolist() if isinstance(values, np.ndarray) else values for values in (predictions, references)]
+        return module.compute(predictions=as_lists[0], references=as_lists[1]) or {}
 
-    title = str(name) if isinstance(name, str) else getattr(name, "name", type(name).__name__)
+    title = title_of(name)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about figures that two examples leave undefined
+        warnings.simplefilter("ignore")  # about metrics that two examples leave undefined
         try:
             compute(*trial)
         except Exception as error:
@@ -46,7 +57,14 @@ def load_metric(name: Any, known: Collection[str], trial: tuple[list[Any], list[
     return compute
 
 
-def _load(name: str, known: Collection[str]) -> Any:
+def title_of(name: MetricName) -> str:
+    """What a metric is called: the file's name of a path, the module's or the function's own name."""
+    if isinstance(name, str):
+        return Path(name).stem
+    return getattr(name, "name", getattr(name, "__name__", type(name).__name__))
+
+
+def _load(name: str, known: Collection[str]) -> Module:
     from evaluate import load
 
     local = Path(name).exists()
@@ -66,15 +84,15 @@ def _load(name: str, known: Collection[str]) -> Any:
         ) from error
 
 
-def flat_figures(name: str, result: Any, taken: Collection[str]) -> dict[str, float]:
+def flat_metrics(name: str, result: object, taken: Collection[str]) -> dict[str, float]:
     """A metric's result as numbers by name: an array becomes key_0, key_1 ...; a key that is taken gets the metric's name."""
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for key, value in (result if isinstance(result, dict) else {name: result}).items():
         key = f"{name}_{key}" if key in taken else key
         values = np.asarray(value)
         if values.ndim == 0:
-            with contextlib.suppress(TypeError, ValueError):  # a note in words is no figure
-                figures[key] = float(values)
+            with contextlib.suppress(TypeError, ValueError):  # a note in words is no metric
+                metrics[key] = float(values)
         else:
-            figures.update({f"{key}_{i}": float(part) for i, part in enumerate(values.ravel())})
-    return figures
+            metrics.update({f"{key}_{i}": float(part) for i, part in enumerate(values.ravel())})
+    return metrics

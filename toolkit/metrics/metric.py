@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
+from torch import nn
 
-Observe = Callable[[Any, dict[str, Any]], dict[str, torch.Tensor]]
+Observe = Callable[[nn.Module, dict[str, Any]], dict[str, torch.Tensor]]
 Finalize = Callable[[dict[str, np.ndarray]], dict[str, float]]
 
 
@@ -17,13 +18,13 @@ class Metrics:
     """How to evaluate a model. Exactly one of `update` and `gather` observes the micro-batches.
 
     `update(model, micro_batch)`: sums over the micro-batch, each a tensor of fixed shape, float64 or integer, such as a
-    confusion matrix `[classes, classes]`. They are added over micro-batches and ranks, so that no figure depends on how
+    confusion matrix `[classes, classes]`. They are added over micro-batches and ranks, so that no metric depends on how
     the examples were cut.
 
-    `gather(model, micro_batch)`: small rows, one for each example (first dimension), for a figure that needs all
+    `gather(model, micro_batch)`: small rows, one for each example (first dimension), for a metric that needs all
     predictions at once. They are collected in the order of the examples' indices.
 
-    `finalize(observed)`: figures by name, "loss" always among them, from the sums or from all rows, as arrays.
+    `finalize(observed)`: metrics by name, "loss" always among them, from the sums or from all rows, as arrays.
     """
 
     update: Observe | None
@@ -40,6 +41,6 @@ def precise_sum(values: torch.Tensor) -> torch.Tensor:
     return values.sum(dtype=torch.float32 if values.device.type == "mps" else torch.float64)
 
 
-def ratio(part: Any, whole: Any) -> float:
+def ratio(part: SupportsFloat, whole: SupportsFloat) -> float:
     """part / whole; not a number where there was nothing to count."""
     return float(part) / float(whole) if float(whole) else math.nan

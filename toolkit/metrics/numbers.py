@@ -50,7 +50,7 @@ def pearson(observed: Observed) -> float:
     return float(p @ r) / lengths if lengths else math.nan
 
 
-NUMBER_FIGURES: dict[str, Callable[[Observed], float]] = {
+NUMBER_METRICS: dict[str, Callable[[Observed], float]] = {
     "mse": _mean("squared"), "rmse": lambda sums: math.sqrt(_mean("squared")(sums)), "mae": _mean("absolute"),
     "r2": r2, "pearson": pearson,
 }  # fmt: skip
