@@ -43,7 +43,7 @@ def load_metric(name: MetricName, known: Collection[str], trial: tuple[list[Any]
         as_lists = [values.tolist() if isinstance(values, np.ndarray) else values for values in (predictions, references)]
         return module.compute(predictions=as_lists[0], references=as_lists[1]) or {}
 
-    title = title_of(name)
+    title = name if isinstance(name, str) else title_of(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about metrics that two examples leave undefined
         try:
