@@ -143,3 +143,25 @@ def test_a_name_means_the_copy_in_this_folder_and_no_other_file(folder: Path) ->
     assert find_recipe("sft") == "sft.py"
     assert Path(find_recipe("reward")).resolve() == ROOT / "recipes/reward.py"
     assert toolkit("recipes").startswith("Your recipes\n  sft  Supervised")
+
+
+def test_lines_that_use_a_changed_public_name_are_listed_with_what_to_write(folder: Path) -> None:
+    """Fails when: `renamed_names` skips rows with arguments, or lists a line that the installed recipe has."""
+    toolkit("copy", "sft", "mine.py")
+    assert "Names that have changed" not in toolkit("diff", "mine.py")
+    old = ["stop = tk.stopped_improving(values, config)", "groups = tk.OptimConfig(label_smoothing_factor=0.1)", "done = tk.unrelated(values)"]
+    lines = len((folder / "mine.py").read_text().splitlines())
+    with open(folder / "mine.py", "a") as file:
+        file.write("\n".join(old) + "\n")
+    shown = toolkit("diff", "mine.py").partition("Names that have changed, in mine.py:")[2]
+    assert re.findall(r"^  (\d+): (.*)$", shown, re.M) == [(str(lines + 1), old[0]), (str(lines + 2), old[1])]
+    assert "config.early_stopping_patience" in shown
+    assert "tk.LossConfig" in shown
+
+
+def test_the_changelog_has_every_changed_public_name() -> None:
+    """Fails when: a row of toolkit/runs/renamed.md is not in CHANGELOG.md."""
+    rows = (ROOT / "toolkit/runs/renamed.md").read_text().splitlines()
+    changelog = {line.strip() for line in (ROOT / "CHANGELOG.md").read_text().splitlines()}
+    assert [row for row in rows if row not in changelog] == []
+    assert all(len(row.strip("| ").split(" | ", 1)) == 2 for row in rows)

@@ -8,7 +8,18 @@ import typer
 
 from toolkit.cli.recipe_file import complete_own_file
 from toolkit.config.places import place_to_write
-from toolkit.runs.copies import KINDS, changes_of, find_own_file, first_line, is_copy, make_copy, own_files, recipes_folder
+from toolkit.runs.copies import (
+    KINDS,
+    Changes,
+    changes_of,
+    find_own_file,
+    first_line,
+    is_copy,
+    make_copy,
+    own_files,
+    recipes_folder,
+    renamed_names,
+)
 from toolkit.system.console import BOLD, CYAN, GREEN, RED, as_typed, say
 
 _STYLES = {"+": GREEN, "-": RED, "@": CYAN}
@@ -69,10 +80,18 @@ def diff(
 ) -> None:
     """Show what you changed in a copy, and what upstream changed since it was made.
 
-    What was copied is found in .toolkit/originals beside the file or in a folder above it, or is what is installed where that
-    has not changed since.
+    What was copied is found in .toolkit/originals next to the file or in a folder above it, or is what is installed where that
+    has not changed since. Lines that use a public name which has changed are listed, with what to write.
     """
     changes = changes_of(file)
+    _show_changes(file, changes)
+    if found := renamed_names(file):
+        say(f"\nNames that have changed, in {file}:", style=BOLD)
+    for number, line, before, now in found:
+        say(f"  {number}: {line}\n      {before} -> {now}")
+
+
+def _show_changes(file: Path, changes: Changes) -> None:
     origin = changes.origin
     if not changes.original_found:
         say(

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 _READ: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+_MADE_OF: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 _OF_ANY_CONFIG = frozenset({"__post_init__", "__eq__", "__hash__", "__repr__"})  # the last three are made by dataclasses
 _OF_THE_RECORDS = frozenset({"run_name"})  # its use is to be in them
 _COPYING = frozenset({"asdict", "astuple"})  # of dataclasses: whoever calls them may use every value
@@ -60,17 +61,17 @@ def read_apart(config: Any) -> Iterator[set[str]]:
 
 def note_made_of(made: Any, names: Any) -> None:
     """Let these settings count as read by a run that uses the object which was made of them (`add_reads_of`)."""
-    made.settings_read = frozenset(names)
+    _MADE_OF[made] = frozenset(names)
 
 
 def is_made_of_settings(made: Any) -> bool:
     """Whether an object was made of settings, and not by the recipe itself."""
-    return hasattr(made, "settings_read")
+    return made in _MADE_OF
 
 
 def add_reads_of(config: Any, made: Any) -> None:
     """Note as read the settings that an object in use was made of; none where the recipe made it itself."""
-    add_reads(config, getattr(made, "settings_read", ()))
+    add_reads(config, _MADE_OF.get(made, ()))
 
 
 def forget_reads(config: Any) -> None:

@@ -151,6 +151,38 @@ def changes_of(path: Path) -> Changes:
     )
 
 
+class Renamed(NamedTuple):
+    """A line of a copy that uses a public name which has changed, and the row of `renamed.md` about it."""
+
+    number: int
+    line: str
+    before: str
+    now: str
+
+
+def renamed_names(path: Path) -> list[Renamed]:
+    """The lines of a copy that use a public name in its old form; a line that the installed recipe has too is up to date."""
+    rows = Path(__file__).with_name("renamed.md").read_text(encoding="utf-8").splitlines()[2:]
+    patterns = []
+    for before, now in ([cell.strip() for cell in row.strip("| ").split(" | ", 1)] for row in rows):
+        for old in re.findall(r"`([a-z]\w*(?:\.\w+)+\*?)", before):
+            parts = [re.escape(part).replace(r"\*", r"\w*") for part in old.split(".")]
+            is_field = len(parts) == 3 and parts[0] == "tk"  # of a group of settings
+            pattern = rf"\b{parts[0]}\.{parts[1]}\(.*\b{parts[2]}\b" if is_field else rf"\b{'[.]'.join(parts)}\b"
+            patterns.append((re.compile(pattern), before, now))
+    text = path.read_text(encoding="utf-8")
+    origin = origin_of(text)
+    installed = recipes_folder() / origin.name if origin else path
+    current = set(installed.read_text(encoding="utf-8").splitlines()) if origin and installed.is_file() else set()
+    return [
+        Renamed(number, line.strip(), before, now)
+        for number, line in enumerate(text.splitlines(), start=1)
+        if line not in current
+        for pattern, before, now in patterns
+        if pattern.search(line)
+    ]
+
+
 def changed_lines(diff: Sequence[str]) -> int:
     """The number of lines that a unified diff changes; one that is replaced by another counts once."""
     blocks = (list(block) for is_change, block in groupby(diff, key=_is_change) if is_change)
