@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from toolkit.cli.main import app
@@ -134,6 +135,12 @@ def test_a_file_that_was_not_copied_has_nothing_to_compare(folder: Path) -> None
     (folder / "sft.py").write_text("print()\n")
     with pytest.raises(Refusal, match="is no copy of the toolkit's"):
         toolkit("diff", "sft.py")
+
+
+def test_a_folder_in_place_of_a_recipe_is_named_as_one(folder: Path) -> None:
+    """As in `toolkit verify-resume runs/sft`. Fails when: it is said that there is no such file."""
+    with pytest.raises(typer.BadParameter, match=r"is a folder; give a recipe"):
+        find_recipe(str(folder))
 
 
 def test_a_name_means_the_copy_in_this_folder_and_no_other_file(folder: Path) -> None:

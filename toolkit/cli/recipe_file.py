@@ -129,6 +129,8 @@ def _find(written: str, pattern: str, kind: str, hint: str, folders: list[Path])
     named: Mapping[str, Path] = {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob(pattern))}
     if written in named:
         return os.path.relpath(named[written])
+    if Path(written).is_dir():
+        raise typer.BadParameter(f"{written}: is a folder; give a {kind}: its name, or the path of its file.", param_hint=hint)
     near = nearest(Path(written).stem, named)
     if Path(written).suffix in (".py", ".yaml", ".yml", ".json") or os.sep in written:
         meant = f" Did you mean {near}, which is {os.path.relpath(named[near])}?" if near else ""

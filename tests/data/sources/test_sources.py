@@ -286,6 +286,14 @@ def test_columns_are_renamed_before_anything_else_and_may_swap(streaming: bool) 
     assert without_origin(rows["train"]) == [{"prompt": "p", "completion": "c"}]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_with_blanks_around_its_name_is_renamed(streaming: bool) -> None:
+    """As a header "prompt, completion" makes it. Fails when: only the exact name is looked for."""
+    write("data/a.jsonl", [{"prompt": "p", " answer": "c"}])
+    rows = load("data/a.jsonl", rename_columns=["answer=completion"], eval_fraction=0.0, streaming=streaming)
+    assert without_origin(rows["train"]) == [{"prompt": "p", "completion": "c"}]
+
+
 def test_a_stream_has_the_splits_of_the_file() -> None:
     """Fails when: a stream holds out other rows, or `max_eval_examples` is not applied to it."""
     path = write("data/a.jsonl", [{"text": f"row {number}"} for number in range(300)])

@@ -229,6 +229,8 @@ def _rename(entry: str) -> tuple[str, str]:
 
 def _renamed(rows: Rows, renames: dict[str, str], dataset: str) -> Rows:
     columns = column_names(rows)
+    written = {name.strip(): name for name in columns}  # a list of settings has lost the blanks around its entries
+    renames = {old if old in columns else written.get(old, old): new for old, new in renames.items()}
     for old, new in renames.items():
         if old not in columns:
             there = ", ".join(name for name in columns if name != "origin")
