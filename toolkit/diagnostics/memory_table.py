@@ -4,10 +4,12 @@ Bytes of the *model states*: weights, gradients, float32 masters, the optimizer'
 communication come on top.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +19,9 @@ from toolkit.config.conditions import momentum_of
 from toolkit.distributed.engines import element_count, engine_of, unwrapped
 from toolkit.distributed.engines.engine import local_part
 from toolkit.optim.parameter_groups import parameter_groups
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # State of the optimizers that can be sharded: float32 values for an element.
 _MOMENTS = {"adamw_torch": 2, "adamw_torch_fused": 2, "nadam": 2, "radam": 2, "sgd": 0, "rmsprop": 1}
@@ -118,7 +123,7 @@ def count_elements(model: nn.Module, config: OptimConfig) -> Elements:
     return Elements(sum(parameters), trained, moments, sum(count for count in parameters if count <= _STAYS_WHOLE))
 
 
-def used_memory(accelerator: Any, model: nn.Module, optimizer: Any) -> Memory:
+def used_memory(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
     """What this rank holds now, by the storage of the live tensors; one that several share counts once.
 
     Between two steps the gradients have been freed: what counts as such then is memory that the engine keeps for them.
@@ -139,7 +144,7 @@ def used_memory(accelerator: Any, model: nn.Module, optimizer: Any) -> Memory:
     return Memory(held[0], held[1], held[2], held[3], on_cpu, _new_bytes(gathered, {}))
 
 
-def _deepspeed_engine(accelerator: Any) -> Any:
+def _deepspeed_engine(accelerator: Accelerator) -> Any:
     """DeepSpeed's engine of a prepared model, or None: an Accelerator has the attribute only under DeepSpeed."""
     return getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
 
@@ -157,7 +162,7 @@ def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
             yield local.untyped_storage()
 
 
-def memory_table(accelerator: Any, model: nn.Module, optimizer: Any, config: OptimConfig) -> str:
+def memory_table(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimConfig) -> str:
     """Both side by side, for people: the table of the stages, and what this rank holds."""
     engine = _deepspeed_engine(accelerator)
     zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"] if engine else {}

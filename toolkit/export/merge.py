@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -26,6 +26,10 @@ from toolkit.models.load import check_finite
 from toolkit.models.quantization import as_trained, keep_gradients
 from toolkit.models.trained import settings_of_the_task
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+
 # How far a logit may be from the adapted model's, as a share of the largest, by the type that the weights are written in:
 # the order of sums in float32; in the others a rounding of each weight, 2^-11 and 2^-8, through all layers.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -40,8 +44,8 @@ _CLASSES = {
 class Merged(NamedTuple):
     """A model without an adapter, its tokenizer, and how far its logits are from the adapted one's (a share of the largest)."""
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     base: str
     difference: float
     dtype: torch.dtype
@@ -83,7 +87,7 @@ def _merge(adapter: Path, dataset: str | None) -> Merged:
         tokenizer(text, truncation=True, max_length=TOKENS, return_tensors="pt") for text in _texts(adapter, dataset, tokenizer)
     ]
     model, dtype = _load_base(adapter, base, revision)
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+    if len(tokenizer) > cast("nn.Embedding", model.get_input_embeddings()).num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
     with _explained(adapter, "can't be put on its base"):
         adapted = put_adapter(model, adapter).eval()
@@ -103,7 +107,7 @@ def _merge(adapter: Path, dataset: str | None) -> Merged:
     return Merged(merged, tokenizer, base, difference, dtype)
 
 
-def _load_base(adapter: Path, base: str, revision: str | None) -> tuple[Any, torch.dtype]:
+def _load_base(adapter: Path, base: str, revision: str | None) -> tuple[PreTrainedModel, torch.dtype]:
     """The base in float32, or in the 4 bits that the adapter was trained on, and the type in which it was published."""
     import transformers
 
@@ -136,7 +140,7 @@ def _rounding(adapter: Path) -> dict[str, Any]:
     return as_trained(settings) if settings and settings.get("load_in_4bit") else {}
 
 
-def _texts(adapter: Path, dataset: str | None, tokenizer: Any) -> list[str]:
+def _texts(adapter: Path, dataset: str | None, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     from toolkit.data.sources.load import load_splits
 
     settings = adapter.resolve().parent / "config.yaml"
@@ -146,7 +150,7 @@ def _texts(adapter: Path, dataset: str | None, tokenizer: Any) -> list[str]:
     return [_text(row, tokenizer) for row, _ in zip(split, range(ROWS), strict=False)]
 
 
-def _text(row: dict[str, Any], tokenizer: Any) -> str:
+def _text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
     parts = [row.get(name) for name in ("messages", "prompt", "chosen", "completion")]
     chat = [message for part in parts if isinstance(part, list) for message in part if isinstance(message, dict)]
     if chat and tokenizer.chat_template:
@@ -155,7 +159,7 @@ def _text(row: dict[str, Any], tokenizer: Any) -> str:
 
 
 @torch.no_grad()
-def _logits(model: Any, rows: list[Any]) -> list[torch.Tensor]:
+def _logits(model: nn.Module, rows: list[BatchEncoding]) -> list[torch.Tensor]:
     return [model.eval()(input_ids=row["input_ids"], attention_mask=row["attention_mask"]).logits for row in rows]
 
 

@@ -123,7 +123,7 @@ def directory_digest(directory: str | Path) -> str:
     return digest.hexdigest()
 
 
-def add_file(digest: Any, name: str, path: Path) -> None:
+def add_file(digest: hashlib._Hash, name: str, path: Path) -> None:
     """Let a digest know of a file: its name, its size, and its content or pieces of it, as `directory_digest` says."""
     size = path.stat().st_size
     digest.update(f"{name}\0{size}\0".encode())
