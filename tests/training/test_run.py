@@ -245,6 +245,7 @@ def test_a_crash_between_saves_is_resumed_from_the_last_one_without_a_step_twice
 
 
 def test_an_output_directory_with_a_run_is_not_overwritten_unless_told(tmp_path: Path) -> None:
+    """Fails when: nobody looks whether a run is there."""
     config = Config(output_dir=str(tmp_path / "run"))
     train(config)
     with pytest.raises(tk.Refusal, match="--overwrite-output-dir"):
@@ -256,6 +257,7 @@ def test_an_output_directory_with_a_run_is_not_overwritten_unless_told(tmp_path:
 
 
 def test_a_directory_that_another_run_writes_is_refused(tmp_path: Path) -> None:
+    """Fails when: the lock is not taken."""
     config = Config(output_dir=str(tmp_path / "run"))
 
     def second_writer(run: tk.Run) -> None:
@@ -266,6 +268,7 @@ def test_a_directory_that_another_run_writes_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small_is_refused_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the free space is not compared with what is needed."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(tk.Refusal, match="free"):
         train(Config(output_dir=str(tmp_path / "run"), save_strategy="epoch"))
@@ -421,6 +424,7 @@ def test_steps_that_are_not_finite_are_skipped_named_and_end_the_run_in_a_row(tm
 
 
 def test_memory_and_kept_tensors_of_user_code_survive_a_resume(tmp_path: Path) -> None:
+    """Fails when: what `run.keep` was given is not in the checkpoint."""
     config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2)
 
     def remember(run: tk.Run) -> bool:
