@@ -408,6 +408,7 @@ def test_schedule_scales_each_group_by_its_own_rate():
     ],
 )
 def test_setting_that_cannot_mean_what_was_meant_is_refused(settings, words):
+    """Fails when: a pattern that matches nothing is let through."""
     with pytest.raises(Refusal, match=words):
         build_optimizer(tiny_llama(), OptimConfig(**settings), 10)
 

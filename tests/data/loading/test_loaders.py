@@ -152,6 +152,7 @@ def test_a_stream_is_read_alike_by_every_rank_and_continued_where_it_was(packing
 
 
 def test_an_endless_stream_needs_an_end() -> None:
+    """Fails when: nobody asks for max_steps."""
     stream = {"train": IterableDataset.from_generator(lambda: iter(token_dataset()))}
     with pytest.raises(Refusal, match="--max-steps"):
         build_dataloaders(stream, collate_padded, DataConfig())
