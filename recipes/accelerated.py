@@ -33,6 +33,7 @@ def main(config: Config) -> tk.Summary:
     tokenizer = tk.pad_apart_from_end(tk.load_tokenizer(config))  # a decoder is read at its last token before padding
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_classification(raw, tokenizer, config)
+    tk.print_data_report(splits.report)
     model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, **tk.label_settings(raw, config))
 
     collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id)

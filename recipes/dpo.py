@@ -32,7 +32,10 @@ def main(config: Config) -> tk.Summary:
     accelerator = tk.build_accelerator(config)
     tokenizer = tk.load_tokenizer(config)
     raw = tk.load_splits(config)
-    splits = tk.tokenize_for_preference(raw, tokenizer, config)
+    splits = tk.tokenize_for_preference(
+        raw, tokenizer, config, pairs_per_prompt=config.pairs_per_prompt, max_pairs_per_prompt=config.max_pairs_per_prompt
+    )
+    tk.print_data_report(splits.report)
 
     def make_model() -> Any:
         return tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=None), config, tokenizer)

@@ -34,9 +34,12 @@ def main(config: Config) -> tk.Summary:
     accelerator = tk.build_accelerator(config)
     tokenizer = tk.load_tokenizer(config)
     raw = tk.load_splits(config)
-    splits = tk.tokenize_for_unpaired(raw, tokenizer, config)
+    splits = tk.tokenize_for_unpaired(
+        raw, tokenizer, config, desirable_weight=config.desirable_weight, undesirable_weight=config.undesirable_weight
+    )
+    tk.print_data_report(splits.report)
     if config.loss_type == "kto":
-        splits = tk.mismatch_answers(splits, config)
+        splits.update(tk.mismatch_answers(splits, config.max_length))
 
     def make_model() -> Any:
         return tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=None), config, tokenizer)

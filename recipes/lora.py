@@ -37,6 +37,7 @@ def main(config: Config) -> tk.Summary:
     tokenizer = tk.load_tokenizer(config)
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_sft(raw, tokenizer, config)
+    tk.print_data_report(splits.report)
     model = tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing)
     model = tk.add_adapter(model, config, tokenizer)
 

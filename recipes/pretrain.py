@@ -38,6 +38,7 @@ def main(config: Config) -> tk.Summary:
     else:
         tokenizer = tk.load_tokenizer(config)
     splits = tk.tokenize_for_lm(raw, tokenizer, config)
+    tk.print_data_report(splits.report)
     model = tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing)
 
     collate = tk.collate_packed if config.packing else tk.collate_padded

@@ -32,7 +32,11 @@ class Config(
 def main(config: Config) -> tk.Summary:
     accelerator = tk.build_accelerator(config)
     tokenizer = tk.pad_apart_from_end(tk.load_tokenizer(config))  # the model reads its score at the last token before padding
-    splits = tk.tokenize_for_preference(tk.load_splits(config), tokenizer, config)
+    splits = tk.tokenize_for_preference(
+        tk.load_splits(config), tokenizer, config, pairs_per_prompt=config.pairs_per_prompt,
+        max_pairs_per_prompt=config.max_pairs_per_prompt,
+    )  # fmt: skip
+    tk.print_data_report(splits.report)
     model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, num_labels=1)
     model = tk.add_adapter(model, config, tokenizer)
 

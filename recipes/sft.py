@@ -29,6 +29,7 @@ def main(config: Config) -> tk.Summary:
     tokenizer = tk.load_tokenizer(config)
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_sft(raw, tokenizer, config)
+    tk.print_data_report(splits.report)
     model = tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing)
 
     collate = tk.collate_packed if config.packing else tk.collate_padded

@@ -42,6 +42,7 @@ from .data.loading.loaders import build_dataloaders as build_dataloaders
 from .data.loading.mismatched import mismatch_answers as mismatch_answers
 from .data.loading.order import epoch_order as epoch_order, seed_micro_batch as seed_micro_batch
 from .data.loading.packing import pack_best_fit as pack_best_fit, pack_wrapped as pack_wrapped
+from .data.report import print_data_report as print_data_report
 from .data.sources.load import load_splits as load_splits
 from .data.texts import text_size as text_size, texts_of as texts_of
 from .data.tokenize.labels import label_settings as label_settings

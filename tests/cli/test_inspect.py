@@ -21,7 +21,7 @@ from toolkit.cli.main import app
 from toolkit.cli.refusals import print_refusal
 from toolkit.cli.trained_figures import EvaluationConfig
 from toolkit.config import Refusal
-from toolkit.data.preflight.inspection import guess_task
+from toolkit.data.inspection import guess_task
 
 pytestmark = pytest.mark.warm
 
@@ -157,10 +157,9 @@ def test_supervised_text_is_marked_and_colored_on_a_terminal_alone(tmp_path: Pat
     _, output = inspect(path, "--eval-fraction", "0", "--examples", "1")
     assert "[[3.<|im_end|>]]" in output
     assert "\x1b" not in output
-    from toolkit.data.preflight import preflight
 
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(preflight, "marks_for", lambda stream: ("\x1b[4;32m", "\x1b[0m"))
+    monkeypatch.setattr("toolkit.data.report.marks_for", lambda stream: ("\x1b[4;32m", "\x1b[0m"))
     assert "\x1b[4;32m3.<|im_end|>\x1b[0m" in inspect(path, "--eval-fraction", "0", "--examples", "1")[1]
 
 

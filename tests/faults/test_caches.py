@@ -16,9 +16,9 @@ from datasets import Dataset
 
 import toolkit as tk
 from toolkit.config import Refusal
-from toolkit.data.loading.rows import PlainRows
+from toolkit.data.loading.packing import PlainRows
 from toolkit.data.sources import arrow_cache
-from toolkit.data.tokenize.encoder import tokenizer_digest
+from toolkit.data.tokenize.documents import tokenizer_digest
 from toolkit.demo_corpus import stdlib as corpus
 from toolkit.system.digests import damage_in
 

@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from toolkit.config import ModelConfig, Refusal
-from toolkit.data.tokenize.encoder import tokenizer_digest
+from toolkit.data.tokenize.documents import tokenizer_digest
 from toolkit.models.tokenizer import hub_problem, load_tokenizer, train_tokenizer
 
 TEXTS = [inspect.getsource(textwrap), inspect.getsource(json)]
@@ -80,7 +80,7 @@ def test_an_encoder_gets_tokens_around_its_texts():
 def test_the_same_texts_give_the_same_tokenizer_in_any_process():
     """With other hash seeds and numbers of threads. Fails when merges of equal counts are left to chance."""
     program = (
-        "import inspect, textwrap, json\nfrom toolkit.data.tokenize.encoder import tokenizer_digest\nfrom toolkit.models.tokenizer import "
+        "import inspect, textwrap, json\nfrom toolkit.data.tokenize.documents import tokenizer_digest\nfrom toolkit.models.tokenizer import "
         "train_tokenizer\nprint(tokenizer_digest(train_tokenizer([inspect.getsource(textwrap), inspect.getsource(json)], 600)))"
     )
     digests = set()

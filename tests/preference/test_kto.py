@@ -67,7 +67,7 @@ def splits(config: Config, rows: int = 8, held_out: int = 7) -> DatasetDict:
             "answer": i, "prompt_key": hash(tuple(prompt)), "length": len(prompt + answer), "supervised_tokens": len(answer),
         })  # fmt: skip
     whole = DatasetDict(train=Dataset.from_list(made[:rows]), validation=Dataset.from_list(made[rows:]))
-    return tk.mismatch_answers(whole, config) if config.loss_type == "kto" else whole
+    return tk.mismatch_answers(whole, config.max_length) if config.loss_type == "kto" else whole
 
 
 def load(config: Config, dtype: torch.dtype = torch.float32) -> Any:

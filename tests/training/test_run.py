@@ -411,7 +411,7 @@ def test_steps_that_are_not_finite_are_skipped_named_and_end_the_run_in_a_row(tm
     row = incidents[0]["rows"][0]
     example = row["example"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("toolkit.data.sources.given_paths._GIVEN", {"rows.jsonl": "data/rows.jsonl"})
+        patch.setattr("toolkit.data.sources.find_files._GIVEN", {"rows.jsonl": "data/rows.jsonl"})
         assert describe_row(run.train, example)["origin"] == [f"data/rows.jsonl:{example + 1}"]
     assert row["origin"] == [f"rows.jsonl:{row['example'] + 1}"]
     assert row["input_ids"] == [rows()["train"][row["example"]]["input_ids"]]

@@ -128,11 +128,11 @@ def evaluate(
     split = split or ("validation" if holds_out else None)  # whoever names a run's settings means what that run evaluates on
     names = [name.strip() for name in (metrics or "").split(",") if name.strip()]
 
-    from toolkit.data.preflight.preflight import print_preflight
+    from toolkit.data.report import print_data_report
 
     found = evaluate_model(
         settings, names, task, split, device, is_length_given=max_length is not None or file is not None,
-        show=lambda preflight: print_preflight(preflight, sys.stderr), trained=trained,
+        show=lambda report: print_data_report(report, sys.stderr), trained=trained,
         max_new_tokens=max_new_tokens,
     )  # fmt: skip
     if as_json:

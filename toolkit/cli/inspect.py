@@ -11,12 +11,12 @@ import typer
 
 from toolkit.cli.setting_options import option, read_options
 from toolkit.config import ClassificationConfig, DataConfig, ModelConfig, Refusal
-from toolkit.system.console import printable, say
+from toolkit.system.console import printable, say, write
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from toolkit.data.preflight.inspection import Inspection, Problem
+    from toolkit.data.inspection import Inspection, Problem
 
 _TASKS = "sft|lm|preference|unpaired|classification"
 _BAR = 30  # columns
@@ -82,9 +82,9 @@ def inspect(
     if task is not None and task not in _TASKS.split("|"):
         raise typer.BadParameter(f"{task}: is none of {_TASKS.replace('|', ', ')}.", param_hint="--task")
 
-    from toolkit.data.preflight.inspection import guess_task, inspect_splits
+    from toolkit.data.inspection import guess_task, inspect_splits
     from toolkit.data.sources.load import load_splits
-    from toolkit.data.tokenize.plans import columns_of
+    from toolkit.data.tokenize.columns import columns_of
     from toolkit.models.tokenizer import load_tokenizer
 
     try:
@@ -107,11 +107,11 @@ def inspect(
 
 
 def _show(found: "Inspection", task: str, splits: Any, settings: _Config) -> None:
-    from toolkit.data.preflight.preflight import example_lines, marks_for, preflight_lines, print_lines
-    from toolkit.data.sources.given_paths import with_given_paths
+    from toolkit.data.report import example_lines, marks_for, report_lines
+    from toolkit.data.sources.find_files import with_given_paths
 
     marks = marks_for(sys.stdout)
-    first, *rest = preflight_lines(found.preflight, marks)
+    first, *rest = report_lines(found.report, marks)
     tokenizer = settings.tokenizer or settings.model
     lines = [
         printable(f"{splits['train'].info.description}"),
@@ -123,9 +123,9 @@ def _show(found: "Inspection", task: str, splits: Any, settings: _Config) -> Non
     if task in ("sft", "lm") and len(found.kept.get("train", ())):
         lines += [_packing(found.kept["train"], settings), ""]
     for origin, pieces in found.examples:
-        lines += [*example_lines(pieces, origin, found.preflight.example_names, marks), ""]
+        lines += [*example_lines(pieces, origin, found.report.example_names, marks), ""]
     lines += [printable(with_given_paths(line)) for line in _problems(found.problems)]
-    print_lines(lines, sys.stdout)
+    write("\n".join(lines) + "\n", sys.stdout)
 
 
 def _histogram(lengths: "np.ndarray", settings: _Config) -> list[str]:
@@ -162,7 +162,7 @@ def _steps() -> Any:
 
 
 def _packing(lengths: "np.ndarray", settings: _Config) -> str:
-    from toolkit.data.preflight.inspection import packed, padded_fill
+    from toolkit.data.inspection import packed, padded_fill
 
     packing, size = packed(lengths, settings), settings.per_device_train_batch_size
     return (
@@ -230,7 +230,7 @@ def _unreadable_lines(settings: _Config) -> list[str]:
 def _odd_rows(settings: _Config, refusal: str) -> list[str]:
     """All rows of these files that don't fit the others, where the refusal names one of them."""
     from toolkit.data.sources.files import odd_rows
-    from toolkit.data.sources.given_paths import with_given_paths
+    from toolkit.data.sources.find_files import with_given_paths
 
     for split in _line_files(settings):
         try:

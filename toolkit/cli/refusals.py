@@ -7,7 +7,7 @@ import textwrap
 from typing import Any
 
 from toolkit.config import Refusal
-from toolkit.data.sources.given_paths import with_given_paths
+from toolkit.data.sources.find_files import with_given_paths
 from toolkit.system.console import BOLD, RED, printable, styled, write
 
 

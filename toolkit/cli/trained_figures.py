@@ -59,7 +59,7 @@ def evaluate_model(
             validation, else test, else all of the only one.
         is_length_given: False: `config.max_length` gives way to the model's positions, where these are fewer.
         max_new_tokens: the longest answer that is generated for a module which compares texts.
-        show: gets the preflight of the rows before the model is loaded.
+        show: gets the report of the rows before the model is loaded.
         trained: the settings of the run that trained the model, whose rows are looked for among those evaluated.
 
     Raises:
@@ -67,9 +67,9 @@ def evaluate_model(
     """
     from accelerate import Accelerator
 
+    from toolkit.data.inspection import guess_task
     from toolkit.data.loading.loaders import EvalLoader
-    from toolkit.data.loading.rows import PlainRows
-    from toolkit.data.preflight.inspection import guess_task
+    from toolkit.data.loading.packing import PlainRows
     from toolkit.data.sources.trained_rows import count_trained_on
     from toolkit.data.tokenize.tasks import prepare
     from toolkit.export.model_directory import no_progress_bar
@@ -98,10 +98,10 @@ def evaluate_model(
         model, tokenizer = load_trained(auto_class, config, target)
     if task == "preference" and not is_language:
         tokenizer = pad_apart_from_end(tokenizer)
-    prepared = prepare(task, {"evaluation": rows}, tokenizer, config, class_names=_class_names(model, config, task))
+    splits = prepare(task, {"evaluation": rows}, tokenizer, config, class_names=_class_names(model, config, task))
     if show is not None:
-        show(prepared.preflight)
-    tokenized = prepared.splits["evaluation"]
+        show(splits.report)
+    tokenized = splits["evaluation"]
     loader = EvalLoader(PlainRows(tokenized), _collate(task, tokenizer), config.per_device_eval_batch_size)
     accelerator = Accelerator(cpu=target.type == "cpu")
     wanted = likelihoods[0] if likelihoods else _METRICS[task](

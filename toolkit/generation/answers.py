@@ -11,7 +11,7 @@ import torch
 
 from toolkit.config import Refusal
 from toolkit.data.sources.readers import read_json_line
-from toolkit.data.tokenize.encoder import build_encoder
+from toolkit.data.tokenize.documents import build_encoder
 from toolkit.generation.samples import prompt_of, stop_ids
 from toolkit.system.console import quoted
 from toolkit.system.interruptions import TEMPLATE_SECONDS, time_limit

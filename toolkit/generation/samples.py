@@ -13,7 +13,7 @@ from torch import nn
 
 from toolkit.config import SampleConfig
 from toolkit.data.tokenize.columns import alpaca_messages, alpaca_prompt, read_messages, read_options
-from toolkit.data.tokenize.encoder import build_encoder
+from toolkit.data.tokenize.documents import build_encoder
 from toolkit.data.tokenize.masks import read_chat_template, turn_end_ids
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.models.adapter_files import is_adapted

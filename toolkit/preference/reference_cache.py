@@ -21,7 +21,7 @@ from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.order import plan_steps
-from toolkit.data.loading.rows import PlainRows, Rows, column
+from toolkit.data.loading.packing import PlainRows, Rows, column
 from toolkit.distributed.engines import unwrapped
 from toolkit.distributed.ranks import largest, on_main, say_once
 from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps

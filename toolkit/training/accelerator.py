@@ -65,6 +65,8 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
     if on_cpu:  # DeepSpeed, which transformers imports where it is installed, would say that it looked for others
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         keep_freed_memory()
+    # Its default. Without it `tokenizers` warns in each process that is forked after the first text was tokenized.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if several and not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 cards: Accelerate asks for these two
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1")
     timeout = timedelta(seconds=max(10 * config.hang_timeout, 1800))

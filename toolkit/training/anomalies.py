@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.sources.given_paths import with_given_paths
+from toolkit.data.sources.find_files import with_given_paths
 from toolkit.metrics.direction import greater_is_better
 from toolkit.system.json_lines import append_line
 

@@ -5,6 +5,7 @@ Weights after a resume equal those of a run never stopped as long as nothing bel
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,9 @@ def check_settings_to_resume(config: Any) -> None:
     if refused:
         raise refused[0]
 
+# Of 0.1.0, which named the code that read the rows too; `content-` names the tokens alone.
+_EARLIER_FINGERPRINT = re.compile(r"(tokenized-[0-9a-f]{24}|[0-9a-f]{16}|)-")
+
 
 def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: Any) -> list[str]:
     """What to say about changes since the checkpoint whose `run` record this is.
@@ -118,7 +122,9 @@ def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: 
             "--allow-change per_device_train_batch_size"
         )
     of_data = {"dataset", *_OF_DATA.intersection(changed)}
-    if record["fingerprint"] != train.fingerprint and not of_data.intersection(config.allow_change):
+    is_comparable = not _EARLIER_FINGERPRINT.match(record["fingerprint"])
+    is_other = is_comparable and record["fingerprint"] != train.fingerprint
+    if is_other and not of_data.intersection(config.allow_change):
         raise Refusal(
             "--resume: the training data are not those the run was begun with: their content changed, or they are cut or "
             "packed otherwise. Bring them back, begin a new run in another --output-dir, or allow it: --allow-change dataset"
@@ -132,8 +138,10 @@ def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: 
     told = {name: f"{name} was {old} and is {new}: {reasons.get(name, ALLOWED)}" for name, old, new in pairs}
     if old_layout.get("global_batch_size", layout["global_batch_size"]) != layout["global_batch_size"]:
         told["global_batch_size"] += f" (--global-batch-size {old_layout['global_batch_size']} keeps the steps as they were)"
-    if record["fingerprint"] != train.fingerprint and not _OF_DATA.intersection(changed):
+    if is_other and not _OF_DATA.intersection(changed):
         told["data"] = f"the training data are others: {ALLOWED}"
+    elif not is_comparable:
+        told["data"] = "the data can't be compared: the checkpoint has an earlier version's fingerprint of them"
     return list(told.values())
 
 

@@ -8,9 +8,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 import toolkit as tk
+from toolkit.data.inspection import guess_task, inspect_splits
 from toolkit.data.loading.mismatched import rows_of_other_prompts
-from toolkit.data.preflight.inspection import guess_task, inspect_splits
-from toolkit.data.preflight.preflight import print_preflight
+from toolkit.data.report import print_data_report
 from toolkit.data.sources.load import load_splits
 from toolkit.data.tokenize.tasks import prepare
 
@@ -60,7 +60,7 @@ def parts_of(row: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 def shown(rows: list[dict[str, Any]], tokenizer: Any, config: Any = None) -> str:
     stream = io.StringIO()
-    print_preflight(prepare("unpaired", splits_of(rows), tokenizer, config or tk.DataConfig()).preflight, stream)
+    print_data_report(prepare("unpaired", splits_of(rows), tokenizer, config or tk.DataConfig()).report, stream)
     return stream.getvalue()
 
 
@@ -182,13 +182,10 @@ def test_counts_of_both_kinds_and_of_contradictions_are_shown(tokenizer):
 ], ids=str)  # fmt: skip
 def test_weights_out_of_the_papers_range_are_hinted_at(tokenizer, desirable: int, weights: dict[str, float], hint: str | None) -> None:
     """n_D w_D / (n_U w_U) must be 1 to 4/3. Fails when: the two weights are swapped, or a fraction is turned over."""
-    from dataclasses import dataclass
-
-    @dataclass(frozen=True)
-    class Config(tk.DataConfig, tk.UnpairedConfig): ...
-
     rows = [{**row, "label": i < desirable} for i, row in enumerate(text_rows(20))]
-    text = shown(rows, tokenizer, Config(**weights))
+    stream = io.StringIO()
+    tk.print_data_report(tk.tokenize_for_unpaired(splits_of(rows), tokenizer, tk.DataConfig(), **weights).report, stream)
+    text = stream.getvalue()
     assert (f"KTO's authors advise 1 to 1.33: {hint}\n" in text) if hint else ("authors" not in text)
 
 
@@ -222,7 +219,7 @@ def test_each_answer_meets_another_prompt_and_is_taken_once_where_prompts_differ
 def test_a_mismatched_answer_is_that_of_its_row_cut_to_the_room_there_is(tokenizer):
     """Fails when: it is cut at its own prompt's room, or read with its prompt."""
     config = tk.DataConfig(max_length=24, num_train_epochs=1)
-    splits = tk.mismatch_answers(tk.tokenize_for_unpaired(splits_of(pair_rows()), tokenizer, config), config)
+    splits = tk.mismatch_answers(tk.tokenize_for_unpaired(splits_of(pair_rows()), tokenizer, config), 24)
     train, _ = tk.build_dataloaders(splits, list, config)
     rows, cut = splits["train"].to_list(), 0
     for i, (row, document) in enumerate(zip(rows, train.rows.documents(list(range(len(rows)))), strict=True)):
@@ -239,4 +236,4 @@ def test_a_split_of_one_prompt_is_refused_and_what_needs_no_mismatch_named(token
     config = tk.DataConfig()
     splits = tk.tokenize_for_unpaired(splits_of([GOOD, BAD]), tokenizer, config)
     with pytest.raises(tk.Refusal, match=r"The train split has a single prompt.*--loss-type apo_zero_unpaired"):
-        tk.mismatch_answers(splits, config)
+        tk.mismatch_answers(splits, config.max_length)

@@ -216,12 +216,12 @@ def test_alpacas_columns_are_a_prompt_and_its_completion(tokenizer, has_template
 
 
 @pytest.mark.parametrize(("row", "is_said"), [({"prompt": "a b", "completion": "c d"}, True), ({"instruction": "a", "output": "b"}, False)])
-def test_plain_prompts_beside_a_chat_template_are_noted(tokenizer, capsys, row, is_said):
+def test_plain_prompts_beside_a_chat_template_are_noted(tokenizer, row, is_said):
     """Fails when: nothing is said of prompts that a chat model never sees so."""
     for template in (CHATML, None):
         tokenizer.chat_template = template
-        tokenize_for_sft(DatasetDict(train=Dataset.from_list([row])), tokenizer, DataConfig())
-        assert ("without the tokenizer's chat template" in capsys.readouterr().out) == (is_said and template is not None)
+        notes = tokenize_for_sft(DatasetDict(train=Dataset.from_list([row])), tokenizer, DataConfig()).report.notes
+        assert any("without the tokenizer's chat template" in note for note in notes) == (is_said and template is not None)
 
 
 def test_sharegpt_conversations_are_read_as_messages(tokenizer):
@@ -259,11 +259,11 @@ def test_overlong_documents_are_cut_as_in_a_plain_loop_and_counted(tokenizer, ov
         cut_tokens += row["length"] - sum(len(ids) for ids, _ in kept)
         pieces = 1 if overlong == "truncate" or row["length"] <= 31 else 0 if overlong == "drop" else -(-row["length"] // 31)
         unsupervised += pieces - len(kept)
-    found = prepared.splits["train"].to_list()
+    found = prepared["train"].to_list()
     assert [(row["input_ids"], row.get("labels", row["input_ids"]), row["origin"]) for row in found] == expected
     assert [row["length"] for row in found] == [len(ids) for ids, _, _ in expected]
     assert [row["supervised_tokens"] for row in found] == [sum(x != -100 for x in labels[1:]) for _, labels, _ in expected]
-    figures = prepared.preflight.splits[0]
+    figures = prepared.report.splits[0]
     assert figures.overlong == sum(row["length"] > 31 for row in whole)
     assert (figures.cut_tokens, figures.unsupervised) == (cut_tokens, unsupervised)
     assert figures.dropped == (figures.overlong if overlong == "drop" else 0)
@@ -306,8 +306,8 @@ def test_a_stream_gives_the_rows_of_the_map_style_dataset(tokenizer):
 def test_rows_are_tokenized_once_for_the_same_content(tokenizer, monkeypatch):
     """Using the tokenizer changes its state and its pickle, not its content. Fails when the key takes in its padding."""
     built = []
-    build = tokenizing._build
-    monkeypatch.setattr(tokenizing, "_build", lambda *args, **kwargs: (built.append(1), build(*args, **kwargs)))
+    build = tokenizing._write
+    monkeypatch.setattr(tokenizing, "_write", lambda *args, **kwargs: (built.append(1), build(*args, **kwargs)))
 
     def rows_built(rows, tokenizer, **settings):
         built.clear()
@@ -356,8 +356,8 @@ def test_an_evaluation_split_without_rows_is_left_out_and_said(tokenizer):
     splits = splits_of(pairs())
     splits["validation"] = splits["train"].select([])
     prepared = prepare("sft", splits, tokenizer, DataConfig())
-    assert list(prepared.splits) == ["train"]
-    assert any("validation" in note for note in prepared.preflight.notes)
+    assert list(prepared) == ["train"]
+    assert any("validation" in note for note in prepared.report.notes)
 
 
 # ------------------------------------------------------------------------------------------------------- classification
@@ -442,8 +442,8 @@ def test_a_test_split_with_withheld_labels_is_left_out_and_said(encoder_tokenize
         train=Dataset.from_list(labeled([0, 1]), features=features), test=Dataset.from_list(labeled([-1]), features=features)
     )
     prepared = prepare("classification", splits, encoder_tokenizer, ClassifyConfig())
-    assert list(prepared.splits) == ["train"]
-    assert "test: left out, as its labels are withheld" in prepared.preflight.notes
+    assert list(prepared) == ["train"]
+    assert "test: left out, as its labels are withheld" in prepared.report.notes
 
 
 REFUSED_LABELS = {

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import processors
 
 from toolkit.config import Refusal
-from toolkit.data.tokenize.encoder import build_encoder
+from toolkit.data.tokenize.documents import build_encoder
 from toolkit.data.tokenize.masks import mask_chat, mask_completion, read_chat_template, supervised_tokens, turn_end_ids
 from toolkit.models.tokenizer import CHATML, train_tokenizer
 

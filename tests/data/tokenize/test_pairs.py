@@ -3,7 +3,6 @@
 import inspect
 import io
 import textwrap
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +10,8 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from tokenizers import processors
 
-from toolkit.config import DataConfig, RankedAnswersConfig, Refusal
-from toolkit.data.preflight.preflight import print_preflight
+from toolkit.config import DataConfig, Refusal
+from toolkit.data.report import print_data_report
 from toolkit.data.sources.load import load_splits
 from toolkit.data.tokenize.tasks import prepare, tokenize_for_preference
 from toolkit.demo_corpus.baselines import preference_baselines, shared_tokens_accuracy
@@ -199,11 +198,11 @@ def test_options_of_a_row_reach_the_template(tokenizer):
     tokenizer.chat_template = "{{ mood }}{{ tools | length if tools else 0 }} " + CHATML
     row = {**chat_rows(2)[1], "chat_template_kwargs": {"mood": "merry"}, "tools": '[{"type": "function"}]'}
     prepared = prepare("preference", splits_of([row]), tokenizer, DataConfig())
-    found = prepared.splits["train"][0]
+    found = prepared["train"][0]
     options = {"mood": "merry", "tools": [{"type": "function"}]}
     assert parts_of(found) == plain_chat(tokenizer, row["prompt"], row["chosen"], row["rejected"], **options)
     assert tokenizer.decode(found["input_ids"]).startswith("merry1")
-    assert prepared.preflight.splits[0].pairs == {}
+    assert prepared.report.splits[0].pairs == {}
 
 
 ARRANGED = {
@@ -264,11 +263,11 @@ def test_a_prompt_that_the_template_writes_otherwise_ends_where_the_answers_begi
     tokenizer.chat_template = CHATML_BARE.replace("assistant\\n' }}", "assistant\\n<think>' }}")
     row = chat_rows(2)[1]
     prepared = prepare("preference", splits_of([row]), tokenizer, DataConfig())
-    prompt, *answers = parts_of(prepared.splits["train"][0])
+    prompt, *answers = parts_of(prepared["train"][0])
     assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n")
     for answer, name in zip(answers, ("chosen", "rejected"), strict=True):
         assert tokenizer.decode(answer) == row[name][0]["content"] + TURN_END
-    assert prepared.preflight.splits[0].pairs == {"rewritten_prompts": 1}
+    assert prepared.report.splits[0].pairs == {"rewritten_prompts": 1}
 
 
 # ------------------------------------------------------------------------------------------------------ scores and ranks
@@ -311,20 +310,16 @@ def test_the_best_answer_of_a_list_is_paired_with_the_worst_and_ties_are_counted
             continue
         sides = [row["prompt"] + given[end] for end in ends]
         expected.append((plain_parts(tokenizer, *sides, len(row["prompt"])), row["number"][ends[0]] - row["number"][ends[1]]))
-    found = prepared.splits["train"].to_list()
+    found = prepared["train"].to_list()
     assert [parts_of(row) for row in found] == [parts for parts, _ in expected]
     assert [row["pair"] for row in found] == list(range(len(expected)))
     if "ranks" in beside:
         assert "margin" not in found[0]
     else:
         assert [row["margin"] for row in found] == [margin for _, margin in expected]
-    assert prepared.preflight.splits[0].pairs == {"ties": ties}
+    assert prepared.report.splits[0].pairs == {"ties": ties}
     assert ties >= 2
 
-
-@dataclass(frozen=True)
-class ListsConfig(DataConfig, RankedAnswersConfig):
-    """What recipes of pairs read of lists."""
 
 
 def plain_couples(numbers, given, sign, which):
@@ -348,8 +343,10 @@ def test_a_list_makes_the_pairs_that_are_asked_for_those_furthest_apart_first(to
     numbers[3], numbers[4] = [2, 2, 2, 2], [None, 3, None, 1]
     answers = np.array(texts(48, 40, seed=6)).reshape(12, 4).tolist()
     rows = [{"prompt": f"Question {i}:\n", "responses": answers[i], beside: numbers[i]} for i in range(12)]
-    prepared = prepare("preference", splits_of(rows), tokenizer, ListsConfig(pairs_per_prompt=which, max_pairs_per_prompt=most))
-    found = prepared.splits["train"].to_list()
+    prepared = tokenize_for_preference(
+        splits_of(rows), tokenizer, DataConfig(), pairs_per_prompt=which, max_pairs_per_prompt=most
+    )
+    found = prepared["train"].to_list()
     assert [row["pair"] for row in found] == list(range(len(found)))
     capped = 0
     for i, row in enumerate(rows):
@@ -365,23 +362,23 @@ def test_a_list_makes_the_pairs_that_are_asked_for_those_furthest_apart_first(to
         assert leads == sorted((lead for lead, *_ in couples), reverse=True)[:most]
         if beside == "scores":
             assert [made["margin"] for made in mine] == leads
-    assert prepared.preflight.splits[0].pairs == {"ties": 1} | ({"capped": capped} if capped else {})
+    assert prepared.report.splits[0].pairs == {"ties": 1} | ({"capped": capped} if capped else {})
     assert (capped > 0) is (most < 5)
     by = "scores (the highest" if beside == "scores" else "ranks (the lowest"
     words = {"best_others": "the best with each worse one", "all": "each with each worse one"}[which]
-    assert prepared.preflight.layout.startswith(f"pairs of text: of each row's responses {words} by {by} is the best)")
+    assert prepared.report.layout.startswith(f"pairs of text: of each row's responses {words} by {by} is the best)")
 
 
 def test_more_pairs_of_rows_that_are_pairs_are_refused(tokenizer):
     """Fails when: the setting is ignored where there are no lists."""
     with pytest.raises(Refusal, match="--pairs-per-prompt all has no effect: the rows are pairs"):
-        tokenize_for_preference(splits_of([GOOD]), tokenizer, ListsConfig(pairs_per_prompt="all"))
+        tokenize_for_preference(splits_of([GOOD]), tokenizer, DataConfig(), pairs_per_prompt="all")
 
 
 def test_other_pairs_of_the_same_lists_are_tokenized_anew(tokenizer):
     """And an answer that stands there twice counts once. Fails when: the setting is left out of the cache's key."""
     rows = [{"prompt": "Is it?\n", "responses": ["a", "b", "c", "c"], "scores": [1, 2, 3, 3]}]
-    counts = [len(tokenize_for_preference(splits_of(rows), tokenizer, ListsConfig(pairs_per_prompt=which))["train"])
+    counts = [len(tokenize_for_preference(splits_of(rows), tokenizer, DataConfig(), pairs_per_prompt=which)["train"])
               for which in ("best_worst", "best_others", "all")]  # fmt: skip
     assert counts == [1, 2, 3]
 
@@ -404,13 +401,14 @@ def test_an_answer_with_two_scores_is_left_out_of_its_list_and_counted(tokenizer
         return [{"prompt": prompt, "responses": [[turn] for turn in turns] if is_chat else answers, "scores": scores}
                 for turns, (answers, scores) in zip(said, given, strict=True)]  # fmt: skip
 
-    settings = ListsConfig(pairs_per_prompt=which)
-    found = prepare("preference", splits_of(rows_of(lists)), tokenizer, settings)
-    plain = prepare("preference", splits_of(rows_of([each for each in without if each])), tokenizer, settings)
-    made, expected = (each.splits["train"].to_list() for each in (found, plain))
+    found, plain = (
+        tokenize_for_preference(splits_of(rows_of(given)), tokenizer, DataConfig(), pairs_per_prompt=which)
+        for given in (lists, [each for each in without if each])
+    )
+    made, expected = (each["train"].to_list() for each in (found, plain))
     assert [(parts_of(row), row["margin"]) for row in made] == [(parts_of(row), row["margin"]) for row in expected]
     assert {row["origin"] for row in made} == {"train.jsonl:1", "train.jsonl:3"}
-    assert found.preflight.splits[0].pairs == {"ties": 1, "contradicted": 2, "undecided": 1}
+    assert found.report.splits[0].pairs == {"ties": 1, "contradicted": 2, "undecided": 1}
 
 
 @pytest.mark.parametrize("columns", [("score_chosen", "score_rejected"), ("chosen-rating", "rejected-rating"), ("margin",)])
@@ -422,8 +420,8 @@ def test_a_margin_is_the_difference_of_the_scores(tokenizer, columns):
         for row, score in zip(text_rows(3), scores, strict=True)
     ]
     prepared = prepare("preference", splits_of(rows), tokenizer, DataConfig())
-    assert prepared.splits["train"]["margin"][:] == [2.5, 0.0, -3.0]
-    assert prepared.preflight.splits[0].pairs == {"not_higher": 2}
+    assert prepared["train"]["margin"][:] == [2.5, 0.0, -3.0]
+    assert prepared.report.splits[0].pairs == {"not_higher": 2}
 
 
 # ------------------------------------------------------------------------------------------------------------- truncation
@@ -456,10 +454,10 @@ def test_truncation_takes_the_same_from_both_sides_and_is_counted(tokenizer, beg
         return
     prepared = prepare("preference", splits_of(rows), tokenizer, DataConfig(max_length=most))
     left = [parts for parts in cut if parts[1] != parts[2]]
-    found = prepared.splits["train"].to_list()
+    found = prepared["train"].to_list()
     assert [parts_of(row) for row in found] == left
     assert all(len(prompt) + max(len(chosen), len(rejected)) <= most for prompt, chosen, rejected in left)
-    figures = prepared.preflight.splits[0]
+    figures = prepared.report.splits[0]
     lengths = [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in whole]
     assert figures.overlong == sum(length > most for length in lengths) > 0
     assert figures.longest == max(lengths)
@@ -577,9 +575,9 @@ def test_the_preflight_names_the_parts_of_its_example_and_what_is_peculiar(token
     """Fails when: chosen and rejected are swapped in `part_pieces`, or a count of PAIR_REMARKS isn't printed."""
     more = {"role": "user", "content": "Sure?"}
     rows = [{**CHAT, "rejected": [NO, more, YES], "margin": 0.0}]
-    preflight = prepare("preference", splits_of(rows), tokenizer, DataConfig()).preflight
+    preflight = prepare("preference", splits_of(rows), tokenizer, DataConfig()).report
     stream = io.StringIO()
-    print_preflight(preflight, stream)
+    print_data_report(preflight, stream)
     shown = stream.getvalue()
     assert "Data: pairs of chats: chosen and rejected; both answers supervised\n" in shown
     assert shown.endswith(
@@ -592,22 +590,22 @@ def test_the_preflight_names_the_parts_of_its_example_and_what_is_peculiar(token
     assert "median, 95 % and longest are of a prompt with its longer answer" in shown
     for key, by in (("rating", "scores in them (the highest"), ("rank", "ranks in them (the lowest")):
         rows = [{"prompt": "Is it?\n", "answers": [{"text": "Yes.", key: 1}, {"text": "No.", key: 2}]}]
-        layout = prepare("preference", splits_of(rows), tokenizer, DataConfig()).preflight.layout
+        layout = prepare("preference", splits_of(rows), tokenizer, DataConfig()).report.layout
         assert (
             layout
             == f"pairs of text: of each row's answers the best and the worst by the {by} is the best); both answers supervised"
         )
 
 
-def test_figures_and_rows_are_the_same_from_the_cache(tokenizer, capsys):
-    """Fails when: the counts of pairs are not kept in figures.json."""
+def test_counts_and_rows_are_the_same_from_the_cache(tokenizer):
+    """Fails when: the counts of pairs are not kept in counts.json."""
     rows = [*text_rows(), {"prompt": "x = ", "chosen": "a " * 99 + "c", "rejected": "a " * 99 + "b"}]
     outputs = []
     for _ in range(2):
-        found = tokenize_for_preference(splits_of(rows), tokenizer, DataConfig(max_length=40))["train"]
-        outputs.append((found.to_list(), found._fingerprint, capsys.readouterr().out))
+        found = tokenize_for_preference(splits_of(rows), tokenizer, DataConfig(max_length=40))
+        outputs.append((found["train"].to_list(), found["train"]._fingerprint, found.report))
     assert outputs[0] == outputs[1]
-    assert "1 pair dropped, as truncation made its answers the same" in outputs[0][2]
+    assert outputs[0][2].splits[0].pairs["identical"] == 1
 
 
 def test_pairs_are_numbered_through_all_batches_and_splits(tokenizer):

@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict
 
 from toolkit.config import ClassificationConfig, DataConfig, Refusal
 from toolkit.data.tokenize import prepare as preparing
-from toolkit.data.tokenize.parallel import read_in_order
+from toolkit.data.tokenize.prepare import read_in_order
 from toolkit.data.tokenize.tasks import prepare
 from toolkit.models.tokenizer import train_tokenizer
 
@@ -60,7 +60,7 @@ def written(tokenizer, task, processes, cache, monkeypatch, **more):
     config = settings(max_length=48, preprocessing_num_workers=processes, **more)
     found = prepare(task, rows_for(task), tokenizer, config)
     files = {str(path.relative_to(cache)): hashlib.sha256(path.read_bytes()).hexdigest() for path in cache.rglob("*") if path.is_file()}
-    return {name: digest for name, digest in files.items() if not name.endswith(".lock")}, found.preflight.splits
+    return {name: digest for name, digest in files.items() if not name.endswith(".lock")}, found.report.splits
 
 
 @pytest.mark.parametrize("task", ["lm", "sft", "preference", "unpaired", "classification"])
@@ -113,7 +113,7 @@ def test_examples_shorter_than_min_length_are_left_out_and_counted(tokenizer, ta
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     settings = Classification if task == "classification" else DataConfig
     whole = prepare(task, rows_for(task), tokenizer, settings(max_length=400))
-    names = [name for name in ("pair", "answer") if name in whole.splits["train"].column_names]
+    names = [name for name in ("pair", "answer") if name in whole["train"].column_names]
 
     def rows_of(split):
         return [{key: value for key, value in row.items() if key not in names} for row in split]
@@ -123,11 +123,11 @@ def test_examples_shorter_than_min_length_are_left_out_and_counted(tokenizer, ta
             return row["prompt_tokens"] + max(row["chosen_tokens"], row["rejected_tokens"])
         return row["length"]
 
-    least = sorted(map(length, whole.splits["train"]))[20]
+    least = sorted(map(length, whole["train"]))[20]
     found = prepare(task, rows_for(task), tokenizer, settings(max_length=400, min_length=least))
-    for split, figures in zip(("train", "validation"), found.preflight.splits, strict=True):
-        kept = [row for row in rows_of(whole.splits[split]) if length(row) >= least]
-        assert rows_of(found.splits[split]) == kept
-        assert figures.short == len(whole.splits[split]) - len(kept) > 0
+    for split, figures in zip(("train", "validation"), found.report.splits, strict=True):
+        kept = [row for row in rows_of(whole[split]) if length(row) >= least]
+        assert rows_of(found[split]) == kept
+        assert figures.short == len(whole[split]) - len(kept) > 0
     with pytest.raises(Refusal, match=r"each of its .* examples has fewer tokens than --min-length"):
         prepare(task, rows_for(task), tokenizer, settings(max_length=400, min_length=400))

@@ -19,8 +19,7 @@ from toolkit.data.loading.collate import collate_padded
 from toolkit.data.loading.collate_answers import collate_answers
 from toolkit.data.loading.collate_pairs import collate_pairs
 from toolkit.data.loading.order import StepPlan, cut_step, hash_numbers, plan_steps
-from toolkit.data.loading.packing import Packing, pack_best_fit, pack_wrapped
-from toolkit.data.loading.rows import Document, PackedRows, PlainRows, Rows, column
+from toolkit.data.loading.packing import Document, PackedRows, Packing, PlainRows, Rows, column, pack_best_fit, pack_wrapped
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.data.sources.load import commits_of_sources
 
@@ -167,7 +166,7 @@ def build_dataloaders(
     common: dict[str, Any] = {
         "collate": collate, "seed": config.seed, "micro_batch_size": config.per_device_train_batch_size,
         "global_batch_size": global_batch_size, "rank": rank, "world_size": world_size,
-        "fingerprint": f"{getattr(train_split, '_fingerprint', '')}-{packing_name(config)}",
+        "fingerprint": f"content-{getattr(train_split, '_fingerprint', '')}-{packing_name(config)}",
         "commits": commits_of_sources(config),
     }  # fmt: skip
     evaluation = None

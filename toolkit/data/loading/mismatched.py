@@ -1,15 +1,21 @@
 """Answers put behind prompts that they don't belong to: what KTO estimates its divergence on."""
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.config import DataConfig, Refusal
+from toolkit.config import Refusal
 from toolkit.data.loading.order import epoch_order
-from toolkit.data.loading.rows import column
+from toolkit.data.loading.packing import column
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
-def mismatch_answers(tokenized: Any, config: DataConfig) -> Any:
+def mismatch_answers(tokenized: Mapping[str, Dataset], max_length: int) -> dict[str, Dataset]:
     """The splits of `tokenize_for_unpaired` with an answer of another prompt named in each row.
 
     `mismatched_row` is the row of the same split whose answer it is, `mismatched_tokens` how many tokens of it there is
@@ -23,7 +29,7 @@ def mismatch_answers(tokenized: Any, config: DataConfig) -> Any:
     Raises:
         Refusal: a split with a single prompt.
     """
-    return type(tokenized)({name: _with_mismatched(split, name, config) for name, split in tokenized.items()})
+    return {name: _with_mismatched(split, name, max_length) for name, split in tokenized.items()}
 
 
 def rows_of_other_prompts(prompt_keys: np.ndarray) -> np.ndarray | None:
@@ -45,13 +51,13 @@ def rows_of_other_prompts(prompt_keys: np.ndarray) -> np.ndarray | None:
     return found
 
 
-def _with_mismatched(split: Any, name: str, config: DataConfig) -> Any:
+def _with_mismatched(split: Dataset, name: str, max_length: int) -> Dataset:
     rows = rows_of_other_prompts(column(split, "prompt_key"))
     if rows is None:
         raise Refusal(
             f"The {name} split has a single prompt, and KTO compares with answers that belong to others. Take more rows, or "
             "--loss-type apo_zero_unpaired, which needs none."
         )
-    room = config.max_length - column(split, "prompt_tokens")
+    room = max_length - column(split, "prompt_tokens")
     tokens = np.minimum(column(split, "completion_tokens")[rows], room)
     return split.add_column("mismatched_row", rows).add_column("mismatched_tokens", tokens.astype(np.int64))

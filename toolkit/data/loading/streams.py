@@ -16,8 +16,7 @@ from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate import IGNORED
 from toolkit.data.loading.order import cut_step, epoch_order, hash_numbers
-from toolkit.data.loading.packing import Packing
-from toolkit.data.loading.rows import MODEL_COLUMNS, Document, cut_document
+from toolkit.data.loading.packing import MODEL_COLUMNS, Document, Packing, cut_document
 
 STREAM_BUFFER = 1024  # documents of a stream that are mixed, and packed, together
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,8 @@ import pyarrow.compute as compute
 from toolkit.config import Refusal
 from toolkit.data.sources import readers
 from toolkit.data.sources.arrow_cache import cached_splits, write_tables
-from toolkit.data.sources.readers import TEXT_READERS, Row, number_columns, read_rows, what_is, with_numbers
+from toolkit.data.sources.find_files import COLUMNAR, DataFile
+from toolkit.data.sources.readers import Row, number_columns, read_rows, what_is, with_numbers
 from toolkit.system.console import quoted
 
 if TYPE_CHECKING:
@@ -28,24 +28,6 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 2000  # rows that become Arrow at once
 STREAM_SAMPLE = 1000  # first rows of a stream, which decide its columns
-COLUMNAR = (".parquet", ".arrow", ".feather")
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """A file to read, and what its rows are called in messages: `<shown>:<line>`. `sample_by`: what a row of a .txt is."""
-
-    path: str
-    shown: str
-    sample_by: str = "line"
-
-    @property
-    def ending(self) -> str:
-        """What says how to read it, without a compression's ending; empty where it is unknown."""
-        suffixes = [suffix.lower() for suffix in Path(self.path).suffixes]
-        compressed = len(suffixes) > 1 and suffixes[-1] in readers.COMPRESSIONS
-        ending = suffixes[-2 if compressed else -1] if suffixes else ""
-        return ending if ending in TEXT_READERS or (ending in COLUMNAR and not compressed) else ""
 
 
 def read_files(files: list[DataFile]) -> Dataset:
@@ -83,10 +65,6 @@ def stream_rows(files: list[DataFile]) -> Iterator[Row]:
             raise Refusal(f"{row['origin']}: {error}, {where}.") from None
 
 
-def known_endings() -> str:
-    return f"{', '.join((*TEXT_READERS, *COLUMNAR))}; text also compressed as {', '.join(readers.COMPRESSIONS)}"
-
-
 def _text_rows(files: list[DataFile]) -> Iterator[Row]:
     for file in files:
         for line, row in read_rows(file.path, file.ending, file.sample_by):
@@ -121,7 +99,7 @@ def _is_csv(files: list[DataFile]) -> bool:
     return files[0].ending in (".csv", ".tsv")
 
 
-def _without_origin(rows: Any) -> Iterator[Row]:
+def _without_origin(rows: Iterable[Row]) -> Iterator[Row]:
     return ({name: value for name, value in row.items() if name != "origin"} for row in rows)
 
 

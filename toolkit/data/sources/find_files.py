@@ -1,4 +1,7 @@
-"""Which local files a path, a folder or a pattern names, and which split each belongs to."""
+"""Which local files a path, a folder or a pattern names, which split each belongs to, and how messages name their rows.
+
+Rows are named by a path that is the same wherever their folder is; people are shown the path that they gave.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,14 @@ import glob
 import os
 import re
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.config import Refusal
 from toolkit.config.parsing import is_special, parse_json, read_text_file
-from toolkit.data.sources.files import DataFile, known_endings
-from toolkit.data.sources.given_paths import remember_path
+from toolkit.data.sources.readers import COMPRESSIONS, TEXT_READERS
 
-Splits = dict[str, list[DataFile]]
-
+COLUMNAR = (".parquet", ".arrow", ".feather")
 # the words by which datasets, too, finds splits in file names
 _SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -23,7 +25,30 @@ _SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 _ABOUT_THE_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_ENDINGS = f"{', '.join((*TEXT_READERS, *COLUMNAR))}; text also compressed as {', '.join(COMPRESSIONS)}"
 _FAMILIES = ((".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".txt",), (".parquet",), (".arrow", ".feather"))
+# Of the files that this process has looked for, by the name of their rows: the path that was given; None: two have that name.
+_GIVEN: dict[str, str | None] = {}
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file to read, and the name of its rows in messages: `<shown>:<line>`. `sample_by`: what a row of a .txt is."""
+
+    path: str
+    shown: str
+    sample_by: str = "line"
+
+    @property
+    def ending(self) -> str:
+        """What says how to read it, without a compression's ending; empty where it is unknown."""
+        suffixes = [suffix.lower() for suffix in Path(self.path).suffixes]
+        compressed = len(suffixes) > 1 and suffixes[-1] in COMPRESSIONS
+        ending = suffixes[-2 if compressed else -1] if suffixes else ""
+        return ending if ending in TEXT_READERS or (ending in COLUMNAR and not compressed) else ""
+
+
+Splits = dict[str, list[DataFile]]
 
 
 def find_files(source: str) -> Splits | None:
@@ -54,6 +79,15 @@ def find_files(source: str) -> Splits | None:
     return None
 
 
+def with_given_paths(text: str) -> str:
+    """A text about rows, such as `folder/train.jsonl:7: text is empty`, with the paths that can be opened from here."""
+    names = sorted((shown for shown, path in _GIVEN.items() if path), key=len, reverse=True)
+    if not names:
+        return text
+    pattern = rf"(?<![^\s(])(?:{'|'.join(map(re.escape, names))})(?=:\d)"
+    return re.sub(pattern, lambda found: _GIVEN[found[0]] or found[0], text)
+
+
 def _files_below(folder: str) -> list[str]:
     """Data files of a folder and its subfolders, but for hidden ones and those that describe the data."""
     found = []
@@ -66,7 +100,7 @@ def _files_below(folder: str) -> list[str]:
 def _by_split(source: str, root: str, paths: list[str]) -> Splits:
     if not paths:
         there = ", ".join(sorted(os.listdir(root))[:5]) or "it is empty"
-        raise Refusal(f"--dataset {source}: no data files in this folder ({there}). Data files end in {known_endings()}.")
+        raise Refusal(f"--dataset {source}: no data files in this folder ({there}). Data files end in {_ENDINGS}.")
     splits: dict[str | None, list[DataFile]] = defaultdict(list)
     for path in sorted(paths):
         splits[_split_of(os.path.relpath(path, root))].append(_known(_named(path, os.path.abspath(root))))
@@ -129,13 +163,14 @@ def _split_of(path: str) -> str | None:
 def _named(path: str, root: str) -> DataFile:
     """Named by the path from the given folder's name on: the same wherever that lies, for it is part of the data's key."""
     shown = Path(os.path.relpath(os.path.abspath(path), os.path.dirname(root))).as_posix()
-    remember_path(shown, path)
+    known = _GIVEN.get(shown, path)
+    _GIVEN[shown] = path if known is not None and os.path.realpath(known) == os.path.realpath(path) else None
     return DataFile(path, shown)
 
 
 def _known(file: DataFile) -> DataFile:
     if not file.ending:
-        raise Refusal(f"--dataset {file.path}: unknown kind of file. Data files end in {known_endings()}.")
+        raise Refusal(f"--dataset {file.path}: unknown kind of file. Data files end in {_ENDINGS}.")
     return file
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.config import Refusal
 from toolkit.system.network import stay_offline_without_network
@@ -13,16 +13,12 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_commits_read: dict[str, str] = {}  # of this process, by dataset as the settings name it
 
 
-def commit_read(dataset: str) -> str | None:
-    """The commit at which this process has read a dataset of the Hub; None where that isn't known."""
-    return _commits_read.get(dataset)
+def load_from_hub(dataset: str, streaming: bool) -> tuple[dict[str, Dataset | IterableDataset], str | None]:
+    """The splits of `name`, `name:config` or `name:config@revision`, and their commit where it is known.
 
-
-def load_from_hub(dataset: str, streaming: bool) -> dict[str, Dataset | IterableDataset]:
-    """The splits of `name`, `name:config` or `name:config@revision`. Code in a dataset's repository is never run.
+    Code in a dataset's repository is never run.
 
     Raises:
         Refusal: no network, no such dataset, configuration or revision, no access, or data that can't be read.
@@ -64,13 +60,10 @@ def load_from_hub(dataset: str, streaming: bool) -> dict[str, Dataset | Iterable
         if type(error).__module__.split(".")[0] in ("httpx", "httpcore", "requests", "aiohttp"):
             raise Refusal(_unreachable(dataset, error)) from None
         raise
-    commit = _commit_of(next(iter(splits.values())), name, revision)
-    if commit is not None:
-        _commits_read[dataset] = commit
-    return dict(splits)
+    return dict(splits), _commit_of(next(iter(splits.values())), name, revision)
 
 
-def _commit_of(rows: Any, name: str, revision: str | None) -> str | None:
+def _commit_of(rows: Dataset | IterableDataset, name: str, revision: str | None) -> str | None:
     """datasets (5.2) keeps rows in a folder that bears the commit's name; of a stream the Hub is asked."""
     for file in getattr(rows, "cache_files", None) or []:
         if _COMMIT.fullmatch(folder := Path(file["filename"]).parent.name):

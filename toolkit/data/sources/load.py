@@ -29,6 +29,7 @@ Splits = dict[str, Rows]
 # Sources that a module makes (`load_corpus(task)`, `describe_corpus(task)`), by the prefix of their names. Imported by name, so
 # that no room of the core depends on one.
 BUILT_IN = {"stdlib": "toolkit.demo_corpus.stdlib"}
+_commits_read: dict[str, str] = {}  # of this process, by dataset of the Hub as the settings name it
 
 
 def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
@@ -44,7 +45,7 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
     from datasets import DatasetDict, IterableDatasetDict
 
     config = DataConfig(dataset=config) if isinstance(config, str) else config
-    sources = as_mixture(config.dataset) or [Source(config.dataset)]
+    sources = _sources(config.dataset)
     chosen = [_choose(load_source(source, config), source, config) for source in sources]
     if len(sources) > 1:
         shared_columns([part["train"] for part in chosen], sources)
@@ -83,8 +84,8 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
 def describe_source(config: DataConfig | str) -> str:
     """One line on what a run reads; for the embedded corpus with the interpreter's version and a digest of the text."""
     dataset = config if isinstance(config, str) else config.dataset
-    parts = as_mixture(dataset)
-    if parts:
+    parts = _sources(dataset)
+    if parts != [Source(dataset)]:
         return "; ".join(f"{part.weight:.3g} of {describe_source(part.dataset)}" for part in parts)
     if (found := _built_in(dataset)) is not None:
         built_in, task = found
@@ -99,10 +100,14 @@ def describe_source(config: DataConfig | str) -> str:
 
 def commits_of_sources(config: DataConfig) -> dict[str, str]:
     """The commits at which this process has read the sources that are datasets of the Hub, by the sources' names."""
-    from toolkit.data.sources.hub_datasets import commit_read
+    names = [source.dataset for source in _sources(config.dataset)]
+    return {name: _commits_read[name] for name in names if name in _commits_read}
 
-    names = [source.dataset for source in as_mixture(config.dataset) or [Source(config.dataset)]]
-    return {name: commit for name in names if (commit := commit_read(name))}
+
+def _sources(dataset: str) -> list[Source]:
+    """The weighted sources of a mixture, or the one that is named."""
+    may_be_mixed = "," in dataset or dataset.lower().endswith((".yaml", ".yml"))
+    return (as_mixture(dataset) if may_be_mixed else None) or [Source(dataset)]
 
 
 def load_source(source: Source, config: DataConfig) -> Splits:
@@ -127,7 +132,10 @@ def _load(dataset: str, config: DataConfig) -> Splits:
     if files is None:
         from toolkit.data.sources.hub_datasets import load_from_hub
 
-        return load_from_hub(dataset, streaming)
+        from_hub, commit = load_from_hub(dataset, streaming)
+        if commit is not None:
+            _commits_read[dataset] = commit
+        return from_hub
     from toolkit.data.sources.files import read_files, stream_rows
 
     files = {split: [dataclasses.replace(file, sample_by=config.sample_by) for file in files[split]] for split in files}

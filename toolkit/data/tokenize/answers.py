@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from toolkit.config import Refusal
-from toolkit.data.tokenize.columns import check_texts, describe, read_messages
+from toolkit.data.tokenize.columns import Batch, check_texts, describe, read_messages, with_origin
 from toolkit.data.tokenize.documents import Cut, Documents, join_documents
-from toolkit.data.tokenize.language import with_origin
 from toolkit.data.tokenize.masks import Message
-from toolkit.data.tokenize.pair_cuts import PARTS, PARTS_OF_AN_ANSWER, cut_pairs
-from toolkit.data.tokenize.pairs import PairRows, PairText, answer_messages, chat_sides, split_sides
+from toolkit.data.tokenize.pairs import PairRows, PairText, answer_messages, chat_sides, cut_pairs, split_sides
+from toolkit.data.tokenize.preferences import PARTS, PARTS_OF_AN_ANSWER
 
 # What a tokenized row holds beside its tokens, and Arrow's names of the types.
 ANSWER_COLUMNS = {
@@ -35,7 +34,7 @@ class AnswerRows:
 
     pairs: PairRows
 
-    def read(self, batch: dict[str, list[Any]], origins: list[str]) -> tuple[Documents, Counter[str]]:
+    def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
         """Whole answers, and counts of what is peculiar about them."""
         if self.pairs.plan.layout.endswith("answers"):
             documents, remarks = self._answers(batch, origins)
@@ -58,7 +57,7 @@ class AnswerRows:
         found |= {"prompt_tokens": kept.columns["prompt_tokens"], "completion_tokens": kept.columns["chosen_tokens"]}
         return replace(kept, columns=found | {"prompt_key": _prompt_keys(kept, found["prompt_tokens"])}), cut
 
-    def _answers(self, batch: dict[str, list[Any]], origins: list[str]) -> tuple[Documents, Counter[str]]:
+    def _answers(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
         texts, marks, remarks = list[PairText](), list[bool](), Counter[str]()
         for values, origin in zip(zip(*batch.values(), strict=True), origins, strict=True):
             row = dict(zip(batch, values, strict=True))
@@ -135,3 +134,20 @@ def _prompt_keys(documents: Documents, prompt_tokens: list[int]) -> list[int]:
         prompt = np.ascontiguousarray(documents.values[start : start + count])
         keys.append(int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little", signed=True))
     return keys
+
+
+def weight_notes(counts: dict[str, int], desirable_weight: float, undesirable_weight: float) -> list[str]:
+    """A hint where desirable answers together don't weigh as much as undesirable ones, or up to a third more.
+
+    That is the range of KTO, arXiv:2402.01306, section 4.2: n_D λ_D / (n_U λ_U) between 1 and 4/3.
+    """
+    desirable, undesirable = counts["desirable"], counts["undesirable"]
+    share = desirable * desirable_weight / (undesirable * undesirable_weight)
+    if 1 <= round(share, 2) <= 1.34:
+        return []
+    flag = "desirable" if share < 1 else "undesirable"
+    least = desirable_weight / share if share < 1 else undesirable_weight * share * 3 / 4
+    return [
+        f"with {desirable:,} desirable and {undesirable:,} undesirable answers the desirable ones weigh {share:.3g} times as "
+        f"much; KTO's authors advise 1 to 1.33: --{flag}-weight {least:.3g} to {least * 4 / 3:.3g}"
+    ]

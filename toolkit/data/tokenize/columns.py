@@ -1,26 +1,27 @@
-"""Which columns of a dataset are read, and whether what stands in them can be trained on."""
+"""Which columns of a split are read, and whether the values in them can be trained on."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.config import Refusal
+from toolkit.config import DataConfig, Refusal
 from toolkit.config.parsing import parse_json
 from toolkit.data.tokenize.tool_calls import read_calls
 from toolkit.system.console import quoted
 
-LAYOUTS = {  # in the order in which they are looked for, with the columns each needs
-    "tokenized": ("input_ids",),
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-    "alpaca": ("instruction", "output"),
-}
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+    from toolkit.data.tokenize.labels import Classes
+
+Batch = dict[str, list[Any]]
+Read = TypeVar("Read")
+MASKS = ("labels", "completion_mask", "assistant_masks")  # of tokenized rows; the latter two are TRL's
+CHATS = ("chat", "prompted_chat")
 ALPACA = ("instruction", "input", "output", "system")
-_TEXT_LAYOUTS = "text; or prompt and completion; or messages (a chat); or instruction, input and output; or input_ids"
 _OTHER_NAMES = {
     "text": ("content", "sentence", "document", "body", "article", "story", "code", "review", "raw", "texts"),
     "prompt": ("instruction", "question", "query", "input", "inputs", "source", "user", "problem"),
@@ -34,21 +35,37 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython")
 
 
-def text_layout(columns: list[str], split: str) -> str:
-    """The layout of a dataset for language modeling: one of LAYOUTS.
+@dataclass(frozen=True)
+class Plan:
+    """How one split is read.
 
-    Raises:
-        Refusal: no layout fits, or two do that differ.
+    `layout` is text, prompt_completion, chat, prompted_chat (prompt and completion are lists of messages), alpaca or tokenized;
+    `supervise` is all, completion, assistant (its turns), answers (its turns in the completion), labels (as the rows say),
+    class, pair (both answers of a preference) or answer (a single one).
     """
-    layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(columns)), None)
-    if layout is None:
-        raise Refusal(wrong_columns(columns, split, _TEXT_LAYOUTS, (("prompt", "completion"), ("messages",), ("text",))))
-    if layout in ("messages", "conversations") and set(LAYOUTS["prompt_completion"]) <= set(columns):
-        raise Refusal(
-            f"The {split} split has {layout} and also prompt and completion: which to train on is not clear. Rename what is "
-            f"not meant, such as --rename-columns {layout}=unused"
-        )
-    return layout
+
+    layout: str
+    supervise: str
+    columns: tuple[str, ...]  # that are read
+    classes: Classes | None = None
+    margin: bool = False  # a pair tells by how much its chosen answer is the better one
+
+    @property
+    def is_masked(self) -> bool:
+        return self.supervise not in ("all", "class")
+
+
+def columns_of(split: Dataset | IterableDataset, name: str) -> list[str]:
+    """Names of the columns; those of the first row where a stream has no names."""
+    try:
+        return list(split.column_names or next(iter(split)))
+    except StopIteration:
+        raise Refusal(f"The {name} split has no rows. Look at the source, and at --train-split and --eval-split") from None
+
+
+def is_wrapped(config: DataConfig) -> bool:
+    """Whether packing cuts documents to fill rows, so that none is too long."""
+    return config.packing and config.packing_strategy == "wrapped" and config.overlong in ("truncate", "split")
 
 
 def label_column(columns: list[str], split: str) -> str:
@@ -57,6 +74,16 @@ def label_column(columns: list[str], split: str) -> str:
     if label is None or not {"text", "input_ids"} & set(columns):
         raise Refusal(wrong_columns(columns, split, "text (and text_pair, for two texts) and label", (("text", "label"),)))
     return label
+
+
+def with_origin(origin: str, read: Callable[..., Read], *arguments: Any) -> Read:
+    """What `read` returns; its refusals name the row."""
+    try:
+        return read(*arguments)
+    except Refusal as refusal:
+        if str(refusal).startswith(origin):
+            raise
+        raise Refusal(f"{origin}: {refusal}") from refusal
 
 
 def check_texts(values: list[Any], column: str, origins: list[str]) -> None:
@@ -176,7 +203,7 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
     content = message.get("content")
     if content is not None and not isinstance(content, (str, list)):
         raise Refusal(f"{where}: content is {describe(content)}, and must be text. Correct or remove the row.")
-    if role == "assistant":
+    if role == "assistant" and {"tool_calls", "function_call"} & message.keys():
         message = read_calls(message, where)
     said = [content, message.get("tool_calls"), message.get("reasoning_content"), message.get("thinking")]
     if role == "assistant" and not any(part.strip() if isinstance(part, str) else part for part in said):

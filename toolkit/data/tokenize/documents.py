@@ -1,16 +1,88 @@
-"""Tokenized documents of a batch, one behind the other in flat arrays, and what is done with those that are too long."""
+"""Texts to token ids, and documents: the tokens of a batch of rows one behind the other in flat arrays, checked and cut."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.config import Refusal
 
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
 IGNORED = -100  # label of a token that is not supervised
+CHUNK_CHARACTERS = 1_000_000  # text encoded at a time: an encoding takes some 150 bytes a token while it lives
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What it takes to turn text into documents.
+
+    `plain` is the tokenizer without its post-processor. That one only adds the special tokens, which are here as `prefix`
+    and `suffix`, and trims white space off the positions of tokens (Llama 3's does), which would move a mask.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    plain: Tokenizer
+    prefix: list[int]  # what the tokenizer puts before a text, such as BOS
+    suffix: list[int]  # and after it
+    end: int | None  # end-of-text token
+    vocabulary: int
+
+    def encode(self, texts: list[str], positions: bool = False) -> Iterator[Encoding]:
+        """Encodings without special tokens, in the order of `texts`; character positions only where asked for."""
+        encode = self.plain.encode_batch if positions else self.plain.encode_batch_fast
+        start, size = 0, 0
+        for i, text in enumerate(texts):
+            size += len(text)
+            if size >= CHUNK_CHARACTERS or i == len(texts) - 1:
+                yield from encode(texts[start : i + 1], add_special_tokens=False)
+                start, size = i + 1, 0
+
+    def add_start(self, ids: list[int]) -> list[int]:
+        """With what the tokenizer puts first, unless the text began with it: a BOS is never doubled."""
+        return ids if ids[: len(self.prefix)] == self.prefix else self.prefix + ids
+
+    def add_end(self, ids: list[int]) -> list[int]:
+        """With what the tokenizer puts last and an end of text, unless it is there already."""
+        if self.suffix and ids[-len(self.suffix) :] != self.suffix:
+            ids = ids + self.suffix
+        return ids if self.end is None or ids[-1:] == [self.end] else [*ids, self.end]
+
+
+def build_encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """Costs a copy of the tokenizer (half a second for a large vocabulary), so that the caller's own stays as it is."""
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    plain.no_truncation()
+    plain.no_padding()
+    plain.post_processor = None
+    plain.encode_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens
+    prefix, suffix = _special_tokens_around(tokenizer)
+    return Encoder(tokenizer, plain, prefix, suffix, tokenizer.eos_token_id, len(tokenizer))
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of all that decides how texts and chats become ids. Truncation and padding, which use changes, are left out."""
+    content = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')[2]  # they stand before it
+    rest = [tokenizer.chat_template, tokenizer.special_tokens_map, list(_special_tokens_around(tokenizer))]
+    return hashlib.sha256((content + json.dumps(rest, sort_keys=True, default=str)).encode()).hexdigest()
+
+
+def _special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The ids a tokenizer puts before and after one text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    at = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+    return full[:at], full[at + len(bare) :]
 
 
 @dataclass(frozen=True)
@@ -130,3 +202,43 @@ def _split(documents: Documents, max_length: int) -> Documents:
         origins=[documents.origins[row] for row in rows],
         columns={name: [column[row] for row in rows] for name, column in documents.columns.items()},
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the checks need to know of a tokenizer."""
+
+    vocabulary: int
+    bos: int | None
+    turn_ends: tuple[int, ...]  # ids that end a text or a turn
+
+
+def check_tokens(documents: Documents, rules: Rules) -> None:
+    """Refuse a document without tokens, with a doubled BOS, or with an id that the tokenizer doesn't have."""
+    lengths, starts, values = documents.lengths, documents.bounds[:-1], documents.values
+    _refuse(documents, lengths == 0, "no tokens at all. Remove the row.")
+    if rules.bos is not None:
+        second = np.minimum(starts + 1, len(values) - 1)
+        doubled = (lengths > 1) & (values[starts] == rules.bos) & (values[second] == rules.bos)
+        where = "Take it out of the text, or out of the chat template (--chat-template FILE)."
+        _refuse(documents, doubled, f"begins with BOS (token {rules.bos}) twice. {where}")
+    outside = (values < 0) | (values >= rules.vocabulary)
+    if outside.any():
+        at = int(np.argmax(outside))
+        row = int(np.searchsorted(documents.bounds, at, side="right")) - 1
+        raise Refusal(
+            f"{documents.origins[row]}: token id {values[at]} is outside the vocabulary of {rules.vocabulary:,}. The data were "
+            "tokenized with another tokenizer: name it with --tokenizer"
+        )
+
+
+def check_supervision(documents: Documents) -> None:
+    """Refuse a document with nothing to learn."""
+    nothing = "no token is supervised: there is nothing to learn from it. Remove the row, or correct its mask."
+    single = "a single token: there is nothing to predict. Remove the row."
+    _refuse(documents, documents.supervised() == 0, single if documents.labels is None else nothing)
+
+
+def _refuse(documents: Documents, wrong: np.ndarray, what: str) -> None:
+    if wrong.any():
+        raise Refusal(f"{documents.origins[int(np.argmax(wrong))]}: {what}")

@@ -1,27 +1,130 @@
-"""Rows of text, of prompt and completion, of chats or of token ids, to tokenized documents with their supervised tokens."""
+"""Language modeling and supervised fine-tuning: rows of text, prompts with completions, chats or token ids to documents.
+
+`plan_text` says which columns are read and what of them is supervised, `TextRows.read` turns a batch of rows into text with its
+supervised spans, and those into tokens and labels.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.config import Refusal
-from toolkit.data.tokenize.columns import alpaca_messages, alpaca_prompt, check_texts, describe, read_messages, read_options
-from toolkit.data.tokenize.documents import IGNORED, Cut, Documents, cut_documents, join_documents
-from toolkit.data.tokenize.encoder import Encoder
-from toolkit.data.tokenize.masks import ChatTemplate, ChatText, Message, mask_chat, mask_completion, supervised_tokens
-from toolkit.data.tokenize.tool_calls import check_supervised, check_tools, odd_tool_turns
+from toolkit.config import DataConfig, Refusal
+from toolkit.data.tokenize.columns import (
+    ALPACA,
+    CHATS,
+    MASKS,
+    Batch,
+    Plan,
+    alpaca_messages,
+    alpaca_prompt,
+    check_texts,
+    columns_of,
+    describe,
+    read_messages,
+    read_options,
+    with_origin,
+    wrong_columns,
+)
+from toolkit.data.tokenize.documents import IGNORED, Cut, Documents, Encoder, cut_documents, join_documents
+from toolkit.data.tokenize.masks import (
+    ChatTemplate,
+    ChatText,
+    Message,
+    check_rendered,
+    mask_chat,
+    mask_completion,
+    read_chat_template,
+    supervised_tokens,
+    uses_tools,
+)
+from toolkit.data.tokenize.tool_calls import check_supervised, odd_tool_turns
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+LAYOUTS = {  # in the order in which they are looked for, with the columns each needs
+    "tokenized": ("input_ids",),
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+    "alpaca": ("instruction", "output"),
+}
+_TEXT_LAYOUTS = "text; or prompt and completion; or messages (a chat); or instruction, input and output; or input_ids"
 _ALL_SUPERVISED = (
     "every token is supervised, so the mask has no effect. Give the row a prompt; to train on all tokens of "
     "all rows: --no-completion-only-loss (prompt and completion) or --no-assistant-only-loss (chats)"
 )
-Batch = dict[str, list[Any]]
-Read = TypeVar("Read")
+
+
+def plan_text(splits: Mapping[str, Dataset | IterableDataset], config: DataConfig, task: str) -> dict[str, Plan]:
+    """Plans for language modeling (`task` lm, all tokens supervised) and for supervised fine-tuning (sft).
+
+    The labels of tokenized rows are respected by both.
+
+    Raises:
+        Refusal: columns that can't be trained on, or a setting that has no effect on them.
+    """
+    if task == "lm" and (config.completion_only_loss or config.assistant_only_loss):
+        flag = "--completion-only-loss" if config.completion_only_loss else "--assistant-only-loss"
+        raise Refusal(f"{flag} has no effect here: language modeling supervises every token. For answers only: recipes/sft.py")
+    plans = {}
+    for name, split in splits.items():
+        present = columns_of(split, name)
+        layout = text_layout(present, name)
+        several = {"tokenized": ("input_ids", "attention_mask", *MASKS), "alpaca": ALPACA,
+                   "prompt_completion": ("prompt", "completion")}  # fmt: skip
+        read: tuple[str, ...] = several.get(layout, (layout,))
+        if layout in ("messages", "conversations"):
+            layout = "chat"
+        elif layout == "prompt_completion" and isinstance(next((row["prompt"] for row in split), None), list):
+            layout = "prompted_chat"
+        read += (*(("tools", "chat_template_kwargs") if layout in CHATS else ()), "origin")
+        supervise = "all" if task == "lm" and layout != "tokenized" else supervised_part(layout, present, config)
+        plans[name] = Plan(layout, supervise, tuple(column for column in read if column in present))
+    return plans
+
+
+def text_layout(columns: list[str], split: str) -> str:
+    """The layout of a dataset for language modeling: one of LAYOUTS.
+
+    Raises:
+        Refusal: no layout fits, or two do that differ.
+    """
+    layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(columns)), None)
+    if layout is None:
+        raise Refusal(wrong_columns(columns, split, _TEXT_LAYOUTS, (("prompt", "completion"), ("messages",), ("text",))))
+    if layout in ("messages", "conversations") and set(LAYOUTS["prompt_completion"]) <= set(columns):
+        raise Refusal(
+            f"The {split} split has {layout} and also prompt and completion: which to train on is not clear. Rename what is "
+            f"not meant, such as --rename-columns {layout}=unused"
+        )
+    return layout
+
+
+def supervised_part(layout: str, columns: list[str], config: DataConfig) -> str:
+    """What fine-tuning supervises; a setting that has no effect is refused."""
+    completion, assistant = config.completion_only_loss, config.assistant_only_loss
+    if completion and layout not in ("prompt_completion", "prompted_chat", "alpaca"):
+        raise Refusal("--completion-only-loss has no effect: the data have no prompt and completion. Remove it.")
+    if assistant and layout not in CHATS:
+        raise Refusal("--assistant-only-loss has no effect: the data are no chats. Remove it.")
+    if layout == "tokenized":
+        return "labels" if set(MASKS) & set(columns) else "all"
+    if layout in ("prompt_completion", "alpaca"):
+        return "all" if completion is False else "completion"
+    if layout == "chat":
+        return "all" if assistant is False else "assistant"
+    if layout == "prompted_chat" and completion is False:
+        return "assistant" if assistant else "all"
+    return {"text": "all", "prompted_chat": "completion" if assistant is False else "answers"}[layout]
 
 
 @dataclass(frozen=True)
@@ -79,13 +182,14 @@ class TextRows:
         """The chat as text, and what `supervise` says of it, from message `first` on."""
         assert self.template is not None
         text = self.template.render(messages, options)
-        calls = check_tools(self.template, messages, options, text)
-        odd = tuple(odd_tool_turns(messages, options))
+        calls = check_rendered(self.template, messages, options, text)
+        odd = tuple(odd_tool_turns(messages, options)) if uses_tools(messages, options) else ()
         if self.supervise == "all":
             return ChatText(text, [], odd=odd)
         mask = mask_completion if self.supervise == "completion" and self.layout != "alpaca" else mask_chat
         chat = mask(self.template, messages, options, first)
-        check_supervised(calls, chat.spans, first)
+        if calls:
+            check_supervised(calls, chat.spans, first)
         return replace(chat, odd=odd)
 
     def _documents(self, texts: list[ChatText], origins: list[str]) -> tuple[Documents, Counter[str]]:
@@ -169,16 +273,6 @@ def tokenized_rows(batch: Batch, origins: list[str], column: str = "input_ids") 
     return rows
 
 
-def with_origin(origin: str, read: Callable[..., Read], *arguments: Any) -> Read:
-    """What `read` gives; a refusal of it tells the row, where it doesn't yet."""
-    try:
-        return read(*arguments)
-    except Refusal as refusal:
-        if str(refusal).startswith(origin):
-            raise
-        raise Refusal(f"{origin}: {refusal}") from refusal
-
-
 def _is_all_supervised(text: ChatText) -> bool:
     """Whether the spans leave nothing out. Asked of the text: one token may join a short prompt with the answer's start."""
     end = 0
@@ -205,3 +299,20 @@ def _prompts_and_completions(batch: Batch, origins: list[str]) -> list[ChatText]
         check_texts(batch[column], column, origins)
     pairs = zip(batch["prompt"], batch["completion"], strict=True)
     return [ChatText(prompt + completion, [(len(prompt), len(prompt) + len(completion))]) for prompt, completion in pairs]
+
+
+def describe_text(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The plan in words."""
+    layouts = {"text": "text", "prompt_completion": "prompt and completion", "chat": "chats",
+               "prompted_chat": "prompt and completion, as chats", "tokenized": "token ids",
+               "alpaca": "instruction, input and output" + (", as chats" if tokenizer.chat_template else "")}  # fmt: skip
+    supervised = {"all": "every token supervised", "completion": "the completion supervised",
+                  "assistant": "the assistant's turns supervised", "labels": "supervised as labeled",
+                  "answers": "the assistant's turns in the completion supervised"}  # fmt: skip
+    if plan.layout == "alpaca" and plan.is_masked:
+        return f"{layouts['alpaca']}; the output supervised"
+    source = ""
+    if plan.supervise in ("assistant", "answers"):
+        marked = read_chat_template(tokenizer).marked
+        source = ", found by " + ("the chat template's generation marks" if marked else "rendering each chat up to its turns")
+    return f"{layouts[plan.layout]}, {supervised[plan.supervise]}{source}"

@@ -16,11 +16,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
-from toolkit.data.tokenize.tool_calls import CallForm, find_call_form, with_name, write_calls
+from toolkit.data.tokenize.tool_calls import RESULTS, CallForm, check_tools, find_call_form, lost, with_name, write_calls
 from toolkit.system.interruptions import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters, the end not included
@@ -35,7 +36,7 @@ class ChatText:
 
     text: str
     spans: list[Span]
-    rewritten: bool = False  # an earlier assistant turn stands there otherwise than when it was generated
+    rewritten: bool = False  # the template writes an earlier assistant turn otherwise than when it was generated
     odd: tuple[str, ...] = ()  # what of its calls of tools belongs to nothing (`tool_calls.odd_tool_turns`)
 
 
@@ -43,7 +44,7 @@ class ChatText:
 class ChatTemplate:
     """A tokenizer's chat template and what masks need to know of it."""
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     marked: bool  # has {% generation %} marks
     closing: str  # what it writes after an assistant turn, whether or not the chat goes on
     turn_ends: tuple[str, ...]  # special tokens that end a turn; empty when it has none
@@ -65,7 +66,7 @@ class ChatTemplate:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
-            return str(_within_limits(text))
+            return _within_limits(str(text))
 
 
 @contextlib.contextmanager
@@ -84,7 +85,7 @@ def _within_limits(text: str) -> str:
     return text
 
 
-def read_chat_template(tokenizer: Any) -> ChatTemplate:
+def read_chat_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     """Learn from a chat of four made-up messages how the template closes a turn."""
     if not tokenizer.chat_template:
         raise Refusal(
@@ -113,7 +114,7 @@ def read_chat_template(tokenizer: Any) -> ChatTemplate:
     return ChatTemplate(tokenizer, marked, "".join(closing), tuple(dict.fromkeys(turn_ends)))
 
 
-def turn_end_ids(tokenizer: Any) -> list[int]:
+def turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a text or an assistant turn: where generation should stop."""
     ends = list(read_chat_template(tokenizer).turn_ends) if tokenizer.chat_template else []
     ids = [tokenizer.convert_tokens_to_ids(end) for end in ends]
@@ -131,7 +132,7 @@ def mask_chat(template: ChatTemplate, messages: list[Message], options: dict[str
         if first:
             start = turn_start(template, messages, options, first, text)
             spans = [span for span in spans if span[1] > start]
-        _check_written(template, messages, options, first, text)
+        _check_answers(template, messages, options, first, text)
         return ChatText(text, spans)
     text = template.render(messages, options)
     spans, rewritten = [], False
@@ -142,11 +143,35 @@ def mask_chat(template: ChatTemplate, messages: list[Message], options: dict[str
         rewritten |= not as_generated
         if i >= first:
             spans.append((turn_start(template, messages, options, i, text), end))
-    _check_written(template, messages, options, first, text)
+    _check_answers(template, messages, options, first, text)
     return ChatText(text, spans, rewritten)
 
 
-def _check_written(template: ChatTemplate, messages: list[Message], options: dict[str, Any], first: int, text: str) -> None:
+def uses_tools(messages: list[Message], options: dict[str, Any]) -> bool:
+    """Whether a chat has tools, calls of them, or results."""
+    return bool(options.get("tools")) or any(message["role"] in RESULTS or message.get("tool_calls") for message in messages)
+
+
+def check_rendered(
+    template: ChatTemplate, messages: list[Message], options: dict[str, Any], text: str
+) -> list[tuple[int, int]]:
+    """Refuse a chat of which the template leaves out the system message, a turn's reasoning, or anything about tools.
+
+    Each is changed, and `text`, the chat as the template renders it, must change with it. Returns for each call of a tool its
+    message and where in the text its arguments begin.
+    """
+    for i, message in enumerate(messages):
+        changed = None
+        if message["role"] in ("system", "developer") and message.get("content"):
+            changed, what = {**message, "content": _PROBES[0]}, f"the {message['role']} message"
+        elif message["role"] == "assistant" and not message.get("tool_calls") and not message.get("content"):
+            changed, what = {"role": "assistant", "content": ""}, "the reasoning, which is all that a turn has,"
+        if changed and _beginning(template, [*messages[:i], changed, *messages[i + 1 :]], options) == text:
+            raise Refusal(lost(f"{what} (message {i + 1})", "remove the row"))
+    return check_tools(template, messages, options, text) if uses_tools(messages, options) else []
+
+
+def _check_answers(template: ChatTemplate, messages: list[Message], options: dict[str, Any], first: int, text: str) -> None:
     """Refuse an answer that the template leaves out: only the end of its turn would be trained."""
     for i, message in enumerate(messages[first:], first):
         said = message.get("content")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config import DataConfig, Refusal
-from toolkit.data.tokenize.columns import describe, wrong_columns
-from toolkit.data.tokenize.plans import Plan, columns_of, is_wrapped
+from toolkit.data.tokenize.columns import Plan, columns_of, describe, is_wrapped, wrong_columns
 
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+Splits = Mapping[str, "Dataset | IterableDataset"]
 PAIR = "pair"  # what a plan supervises: both answers of a pair
 ANSWER = "answer"  # or a single one
+PARTS = ("prompt_tokens", "chosen_tokens", "rejected_tokens")  # columns of a pair, in the order of its tokens
+PARTS_OF_AN_ANSWER = ("prompt_tokens", "completion_tokens")
 ANSWER_LISTS = ("responses", "completions", "answers", "generations")
 SCORE_LISTS = ("scores", "ratings", "rating", "rewards")  # one number an answer, the highest the best
 RANK_LISTS = ("ranks", "ranking", "rank")  # one number an answer, the lowest the best
@@ -36,7 +42,7 @@ class Preference:
     margin: float | None  # by how much chosen scores higher
 
 
-def plan_preference(splits: dict[str, Any], config: DataConfig) -> dict[str, Plan]:
+def plan_preference(splits: Splits, config: DataConfig, pairs_per_prompt: str = "best_worst") -> dict[str, Plan]:
     """Plans for preference data. `layout` is text_pairs or chat_pairs, or text_lists or chat_lists (several answers a row).
 
     Raises:
@@ -44,13 +50,12 @@ def plan_preference(splits: dict[str, Any], config: DataConfig) -> dict[str, Pla
     """
     _check_settings(splits, config)
     plans = {name: _plan(split, name) for name, split in splits.items()}
-    asked = getattr(config, "pairs_per_prompt", "best_worst")
-    if asked != "best_worst" and not any(plan.layout.endswith("lists") for plan in plans.values()):
-        raise Refusal(f"--pairs-per-prompt {asked} has no effect: the rows are pairs, and no lists of answers. Remove it.")
+    if pairs_per_prompt != "best_worst" and not any(plan.layout.endswith("lists") for plan in plans.values()):
+        raise Refusal(f"--pairs-per-prompt {pairs_per_prompt} has no effect: the rows are pairs, not lists. Remove it.")
     return plans
 
 
-def plan_unpaired(splits: dict[str, Any], config: DataConfig) -> dict[str, Plan]:
+def plan_unpaired(splits: Splits, config: DataConfig) -> dict[str, Plan]:
     """Plans for single answers that are marked desirable or not. `layout` is text_answers or chat_answers; or that of the
     pairs of which each makes two answers.
 
@@ -111,7 +116,7 @@ def read_preferences(
     return [Preference(row.get("prompt"), row["chosen"], row["rejected"], margin)], 0
 
 
-def _check_settings(splits: dict[str, Any], config: DataConfig) -> None:
+def _check_settings(splits: Splits, config: DataConfig) -> None:
     from datasets import Dataset
 
     for flag, value in (("completion", config.completion_only_loss), ("assistant", config.assistant_only_loss)):
@@ -125,7 +130,7 @@ def _check_settings(splits: dict[str, Any], config: DataConfig) -> None:
         raise Refusal("Preference data can't be read as a stream: each pair has its number in the split. Remove --streaming.")
 
 
-def _plan(split: Any, name: str) -> Plan:
+def _plan(split: Dataset | IterableDataset, name: str) -> Plan:
     present = columns_of(split, name)
     first: dict[str, Any] = next(iter(split), {})
     if {"chosen", "rejected"} <= set(present):
@@ -156,13 +161,13 @@ def _is_chat(value: Any) -> bool:
     return isinstance(value, (list, dict))
 
 
-def _list_columns(columns: Any) -> tuple[str, str | None]:
+def _list_columns(columns: Collection[str]) -> tuple[str, str | None]:
     """The column of the answers, and that of their scores or else ranks; None where these stand in the answers."""
     answers = next(column for column in ANSWER_LISTS if column in columns)
     return answers, next((column for column in (*SCORE_LISTS, *RANK_LISTS) if column in columns), None)
 
 
-def _margin_columns(columns: Any) -> tuple[str, ...]:
+def _margin_columns(columns: Collection[str]) -> tuple[str, ...]:
     """The columns that tell by how much chosen is better: outright, or as the scores of both."""
     pairs = (pair for pair in SCORE_PAIRS if set(pair) <= set(columns))
     return ("margin",) if "margin" in columns else next(pairs, ())

@@ -1,53 +1,65 @@
-"""Splits to tokenized splits: read, checked, counted and cut batch by batch, and kept on disk.
+"""Splits to tokenized splits as their plans say: read, checked, counted and cut batch by batch, and kept on disk.
 
-The key of what is kept is its content: the rows, the tokenizer, the settings that matter. So a second run finds it there,
-and so does every process but the first, which the others wait for at a file lock.
+The key of what is kept is what decides its content: the rows, the tokenizer, the settings that matter. So a second run finds
+it, and so does every process but the first, which the others wait for at a file lock. A stream is tokenized as it is read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from toolkit.config import ClassificationConfig, DataConfig, Refusal
-from toolkit.data.compat import fingerprint_of
-from toolkit.data.preflight.checks import Rules, check_supervision, check_tokens
-from toolkit.data.preflight.preflight import ANSWER_CLASSES, Measures, SplitFigures, measure, summarize
+from toolkit.config import ClassificationConfig, DataConfig, RankedAnswersConfig, Refusal
+from toolkit.data.compat import fingerprint_of, set_fingerprint
+from toolkit.data.report import ANSWER_CLASSES, Measures, SplitCounts, measure, summarize
 from toolkit.data.sources.arrow_cache import cache_folder, check_uncut, mapped_files, open_splits, write_tables
 from toolkit.data.tokenize.answers import ANSWER_COLUMNS, AnswerRows
-from toolkit.data.tokenize.classify import LabelledTexts
-from toolkit.data.tokenize.documents import Documents
-from toolkit.data.tokenize.encoder import build_encoder, pair_frame, tokenizer_digest
+from toolkit.data.tokenize.classification import LabelledTexts, pair_frame
+from toolkit.data.tokenize.columns import CHATS, Batch, Plan, is_wrapped
+from toolkit.data.tokenize.documents import (
+    Cut,
+    Documents,
+    Rules,
+    build_encoder,
+    check_supervision,
+    check_tokens,
+    tokenizer_digest,
+)
 from toolkit.data.tokenize.language import TextRows
 from toolkit.data.tokenize.masks import read_chat_template, turn_end_ids
-from toolkit.data.tokenize.pair_cuts import PARTS
 from toolkit.data.tokenize.pairs import PairRows
-from toolkit.data.tokenize.parallel import read_in_order
-from toolkit.data.tokenize.plans import CHATS, Plan, is_wrapped
-from toolkit.data.tokenize.preferences import ANSWER, PAIR
+from toolkit.data.tokenize.preferences import ANSWER, PAIR, PARTS
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 5  # raise it when the same rows and settings give other tokens, labels or figures, or a refusal
+FORMAT_VERSION = 6  # raise it when the same rows and settings give other tokens, labels or counts, or a refusal
 BATCH_ROWS = 512
 STREAM_ROWS = 256  # of a stream: what is counted before training
 
-Batch = dict[str, list[Any]]
-Tokenized = tuple[Any, list[SplitFigures]]
+Splits = Mapping[str, "Dataset | IterableDataset"]
+Read = TypeVar("Read")
+Work = tuple[dict[str, Any], list[SplitCounts]]
 
 
-def tokenize(splits: dict[str, Any], plans: dict[str, Plan], tokenizer: Any, config: DataConfig) -> Tokenized:
-    """Tokenized splits and their figures, from the cache where they are in it.
+def tokenize_splits(
+    splits: Mapping[str, Dataset], plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase, config: DataConfig,
+    ranked: RankedAnswersConfig | None,
+) -> Work:  # fmt: skip
+    """Tokenized splits and their counts, from the cache where they are in it.
 
     Raises:
         Refusal: a row that can't be trained on, or a split of which nothing is left.
@@ -55,33 +67,49 @@ def tokenize(splits: dict[str, Any], plans: dict[str, Plan], tokenizer: Any, con
     full = {name: split for name, split in splits.items() if len(split)}
     full = {name: full[name] for name in sorted(full, key=lambda name: name != "train")}  # the others are compared with it
     if not full or ("train" in splits and "train" not in full):
-        name = "train" if "train" in splits else next(iter(splits))
-        raise Refusal(f"The {name} split has no rows. Look at the source, and at --train-split and --eval-split")
-    key = _content_key(full, plans, tokenizer, config)
-    build = partial(_build, splits=full, plans=plans, tokenizer=tokenizer, config=config)
-    folder = cache_folder(key, build)
-    figures = json.loads((folder / "figures.json").read_text())
-    return open_splits(folder), [SplitFigures(**split) for split in figures]
+        raise _no_rows("train" if "train" in splits else next(iter(splits)))
+    settings = [config.max_length, config.overlong, is_wrapped(config), config.min_length]
+    if isinstance(config, ClassificationConfig):
+        settings += [config.problem_type, config.class_weights]
+    if ranked and any(plan.layout.endswith("lists") for plan in plans.values()):
+        settings += [ranked.pairs_per_prompt, ranked.max_pairs_per_prompt]
+    rows = {name: [fingerprint_of(split), repr(plans[name])] for name, split in full.items()}
+    content = json.dumps([FORMAT_VERSION, rows, tokenizer_digest(tokenizer), settings], sort_keys=True)
+    key = f"tokenized-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
+    folder = cache_folder(key, partial(_write, splits=full, plans=plans, tokenizer=tokenizer, config=config, ranked=ranked))
+    found = json.loads((folder / "counts.json").read_text())
+    tokenized = open_splits(folder)
+    for name, digest in found["digests"].items():
+        set_fingerprint(tokenized[name], digest)  # of the tokens: a resume compares their content
+    return tokenized, [SplitCounts(**split) for split in found["splits"]]
 
 
-def tokenize_stream(splits: dict[str, Any], plans: dict[str, Plan], tokenizer: Any, config: DataConfig) -> Tokenized:
-    """Streams that are tokenized as they are read, and the figures of their first rows."""
-    from datasets import IterableDatasetDict
-
-    tokenized, figures = IterableDatasetDict(), []
+def tokenize_streams(
+    splits: Splits, plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase, config: DataConfig,
+    ranked: RankedAnswersConfig | None,
+) -> Work:  # fmt: skip
+    """Streams that are tokenized as they are read, and the counts of their first rows."""
+    tokenized, counts = dict[str, Any](), list[SplitCounts]()
     for name, split in splits.items():
-        reader = build_reader(name, plans[name], tokenizer, config)
-        first = list(islice(split, STREAM_ROWS))
+        reader, first = build_reader(name, plans[name], tokenizer, config, ranked), list(islice(split, STREAM_ROWS))
         if not first:
-            raise Refusal(f"The {name} split has no rows. Look at the source, and at --train-split and --eval-split")
-        batch = {column: [row.get(column) for row in first] for column in plans[name].columns}
-        _, measures = reader.read(batch, 0)
-        names = class_names(plans[name], config)
-        figures.append(summarize(name, [measures], plans[name].is_masked, config.max_length, names))
+            raise _no_rows(name)
+        _, measures = reader.read({column: [row.get(column) for row in first] for column in reader.plan.columns}, 0)
+        counts.append(reader.summarize([measures], config.max_length, set()))
         columns = list(split.column_names or first[0])
         work = partial(_stream_batch, reader=reader)
         tokenized[name] = split.map(work, batched=True, batch_size=STREAM_ROWS, with_indices=True, remove_columns=columns)
-    return tokenized, figures
+    return tokenized, counts
+
+
+class FormatRows(Protocol):
+    """How the rows of a format become documents."""
+
+    def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
+        """Whole documents, and counts of what is unusual about them."""
+
+    def cut(self, documents: Documents) -> tuple[Documents, Cut]:
+        """Bring over-long documents within the longest length."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +119,9 @@ class Reader:
     name: str
     plan: Plan
     rules: Rules
-    rows: TextRows | LabelledTexts | PairRows | AnswerRows
-    least: int | None = None  # tokens of an example; shorter ones are left out
+    rows: FormatRows
+    class_names: tuple[str, ...]  # under which examples are counted; none where labels are no classes
+    least: int | None  # tokens of an example; shorter ones are left out
 
     def read(self, batch: Batch, at: int) -> tuple[Documents, Measures]:
         """One batch, whose first row is row `at` of the split: tokenized, checked, cut, counted."""
@@ -108,25 +137,68 @@ class Reader:
         kept, cut = self.rows.cut(whole)
         return kept, measure(whole, kept, cut, self.rules, remarks)
 
+    def summarize(self, measures: list[Measures], max_length: int, train_rows: set[int]) -> SplitCounts:
+        """The counts of all batches of the split; `train_rows` are hashes of those of the training split."""
+        return summarize(self.name, measures, self.plan.is_masked, max_length, [*self.class_names], train_rows)
 
-def _build(folder: Path, splits: dict[str, Any], plans: dict[str, Plan], tokenizer: Any, config: DataConfig) -> None:
-    """Write each split as an Arrow file, and the figures of all beside them."""
-    figures, train_rows, pairs = [], set[int](), count()  # pairs and answers are numbered through all splits
+
+def build_reader(
+    name: str, plan: Plan, tokenizer: PreTrainedTokenizerBase, config: DataConfig, ranked: RankedAnswersConfig | None = None
+) -> Reader:
+    """What reads the rows of a split as its plan says."""
+    encoder = build_encoder(tokenizer)
+    rows: FormatRows
+    class_names, ends = tuple[str, ...](), list[int]()
+    if plan.classes is not None:
+        assert isinstance(config, ClassificationConfig)
+        rows = LabelledTexts(
+            None if plan.layout == "tokenized" else encoder, pair_frame(tokenizer) if "text_pair" in plan.columns else None,
+            plan.classes, next(column for column in ("label", "labels") if column in plan.columns), config.problem_type,
+            config.class_weights, config.max_length, config.overlong,
+        )  # fmt: skip
+        class_names = tuple(plan.classes.names) if config.problem_type == "single_label" else ()
+    elif plan.supervise in (PAIR, ANSWER):
+        template = read_chat_template(tokenizer) if plan.layout.startswith("chat") else None
+        of_lists = (ranked.pairs_per_prompt, ranked.max_pairs_per_prompt) if ranked else ("best_worst", 1)
+        pairs = PairRows(plan, encoder, template, config.max_length, config.overlong, *of_lists)
+        rows = pairs if plan.supervise == PAIR else AnswerRows(pairs)
+        class_names = ANSWER_CLASSES if plan.supervise == ANSWER else ()
+    else:
+        is_chat = plan.layout in CHATS or (plan.layout == "alpaca" and tokenizer.chat_template)
+        template = read_chat_template(tokenizer) if is_chat else None
+        overlong = None if is_wrapped(config) else config.overlong
+        rows = TextRows(plan.layout, plan.supervise, encoder, template, config.max_length, overlong)
+    if plan.is_masked:
+        try:
+            ends = turn_end_ids(tokenizer)
+        except Refusal:  # a template that can't render a plain chat; whether that matters shows when it renders the data
+            ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return Reader(name, plan, Rules(len(tokenizer), tokenizer.bos_token_id, tuple(ends)), rows, class_names, config.min_length)
+
+
+def _write(
+    folder: Path, splits: Mapping[str, Dataset], plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig, ranked: RankedAnswersConfig | None,
+) -> None:  # fmt: skip
+    """Write each split as an Arrow file, with the counts of all next to them."""
+    counts, digests, train_rows, numbers = [], dict[str, str](), set[int](), count()  # pairs are numbered through all splits
     for name, split in splits.items():
-        reader, measures = build_reader(name, plans[name], tokenizer, config), list[Measures]()
-        schema = _schema(plans[name], tokenizer, config)
-        processes = config.preprocessing_num_workers or 1
-        write_tables(folder / f"{name}.arrow", schema, _tables(split, reader, schema, measures, pairs, processes))
-        names = class_names(plans[name], config)
-        figures.append(vars(summarize(name, measures, plans[name].is_masked, config.max_length, names, train_rows)))
+        reader = build_reader(name, plans[name], tokenizer, config, ranked)
+        measures, digest = list[Measures](), hashlib.blake2b(digest_size=12)
+        schema = _schema(reader.plan, tokenizer, config)
+        tables = _tables(split, reader, schema, measures, digest, numbers, config.preprocessing_num_workers or 1)
+        write_tables(folder / f"{name}.arrow", schema, tables)
+        counts.append(vars(reader.summarize(measures, config.max_length, train_rows)))
+        digests[name] = f"tokens-{digest.hexdigest()}-{name}"
         if name == "train":
             train_rows.update(row for part in measures for row in part.rows)
-    (folder / "figures.json").write_text(json.dumps(figures))
+    (folder / "counts.json").write_text(json.dumps({"splits": counts, "digests": digests}))
 
 
 def _tables(
-    split: Any, reader: Reader, schema: pa.Schema, measures: list[Measures], pairs: Iterator[int], processes: int
-) -> Iterator[pa.Table]:
+    split: Dataset, reader: Reader, schema: pa.Schema, measures: list[Measures], digest: hashlib.blake2b,
+    numbers: Iterator[int], processes: int,
+) -> Iterator[pa.Table]:  # fmt: skip
     import pyarrow as pa
     from tqdm.auto import tqdm
 
@@ -135,19 +207,21 @@ def _tables(
     with tqdm(total=len(split), desc=f"Tokenizing {reader.name}", unit=" rows", disable=None, leave=False) as bar:
         for documents, part, number in read_in_order(rows, reader.read, BATCH_ROWS, processes):
             measures.append(part)
-            bounds = pa.array(documents.bounds, pa.int32())
             columns = _columns(documents, reader.plan)
             if reader.plan.supervise in (PAIR, ANSWER):
-                columns[reader.plan.supervise] = list(islice(pairs, len(documents)))
+                columns[reader.plan.supervise] = list(islice(numbers, len(documents)))
+            digest.update(json.dumps(columns, default=lambda value: value.tolist()).encode())
+            bounds = pa.array(documents.bounds, pa.int32())
             for name, flat in (("input_ids", documents.values), ("labels", documents.labels)):
-                if name in schema.names and name not in columns:
+                if name in schema.names and name not in columns and flat is not None:
                     columns[name] = pa.ListArray.from_arrays(bounds, pa.array(flat, pa.int32()))
+                    digest.update(flat.tobytes())
             yield pa.table(columns, schema=schema)
             bar.update(number)
             check_uncut(files)
 
 
-def _stream_batch(batch: Batch, indices: list[int], reader: Reader) -> dict[str, list[Any]]:
+def _stream_batch(batch: Batch, indices: list[int], reader: Reader) -> Batch:
     documents, _ = reader.read({name: batch[name] for name in reader.plan.columns if name in batch}, indices[0])
     columns = {name: list(values) for name, values in _columns(documents, reader.plan).items()}
     columns["input_ids"] = documents.lists(documents.values)
@@ -162,50 +236,7 @@ def _columns(documents: Documents, plan: Plan) -> dict[str, Any]:
     return columns | ({"origin": documents.origins} if "origin" in plan.columns else {})
 
 
-def build_reader(name: str, plan: Plan, tokenizer: Any, config: DataConfig) -> Reader:
-    """What reads the rows of a split as its plan says."""
-    encoder = build_encoder(tokenizer)
-    rows: TextRows | LabelledTexts | PairRows | AnswerRows
-    if plan.classes is not None:
-        assert isinstance(config, ClassificationConfig)
-        rows = LabelledTexts(
-            None if plan.layout == "tokenized" else encoder, pair_frame(tokenizer) if "text_pair" in plan.columns else None,
-            plan.classes, _label_column(plan), config.problem_type, config.class_weights, config.max_length, config.overlong,
-        )  # fmt: skip
-    elif plan.supervise in (PAIR, ANSWER):
-        template = read_chat_template(tokenizer) if plan.layout.startswith("chat") else None
-        pairs = PairRows(plan, encoder, template, config.max_length, config.overlong, *_pairs_of_a_list(config))
-        rows = pairs if plan.supervise == PAIR else AnswerRows(pairs)
-    else:
-        is_chat = plan.layout in CHATS or (plan.layout == "alpaca" and tokenizer.chat_template)
-        template = read_chat_template(tokenizer) if is_chat else None
-        overlong = None if is_wrapped(config) else config.overlong
-        rows = TextRows(plan.layout, plan.supervise, encoder, template, config.max_length, overlong)
-    try:
-        ends = turn_end_ids(tokenizer)
-    except Refusal:  # a template that can't render a plain chat; whether that matters shows when it renders the data
-        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return Reader(name, plan, Rules(len(tokenizer), tokenizer.bos_token_id, tuple(ends)), rows, config.min_length)
-
-
-def _pairs_of_a_list(config: DataConfig) -> tuple[str, int]:
-    """Which pairs a list of answers makes, and how many at most, where the recipe has the settings."""
-    return getattr(config, "pairs_per_prompt", "best_worst"), getattr(config, "max_pairs_per_prompt", 1)
-
-
-def _label_column(plan: Plan) -> str:
-    return next(column for column in ("label", "labels") if column in plan.columns)
-
-
-def class_names(plan: Plan, config: DataConfig) -> list[str]:
-    """The names under which examples are counted by class; none where labels are no classes."""
-    if plan.supervise == ANSWER:
-        return [*ANSWER_CLASSES]
-    is_single = isinstance(config, ClassificationConfig) and config.problem_type == "single_label"
-    return plan.classes.names if plan.classes and is_single else []
-
-
-def _schema(plan: Plan, tokenizer: Any, config: DataConfig) -> pa.Schema:
+def _schema(plan: Plan, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> pa.Schema:
     import pyarrow as pa
 
     ids = pa.list_(pa.int32())
@@ -229,13 +260,47 @@ def _schema(plan: Plan, tokenizer: Any, config: DataConfig) -> pa.Schema:
     return pa.schema(list((fields | ({"origin": pa.string()} if "origin" in plan.columns else {})).items()))
 
 
-def _content_key(splits: dict[str, Any], plans: dict[str, Plan], tokenizer: Any, config: DataConfig) -> str:
-    settings = [config.max_length, config.overlong, is_wrapped(config)]
-    settings += [] if config.min_length is None else [f"at least {config.min_length}"]
-    if isinstance(config, ClassificationConfig):
-        settings += [config.problem_type, config.class_weights]
-    if any(plan.layout.endswith("lists") for plan in plans.values()):
-        settings += _pairs_of_a_list(config)
-    rows = {name: [fingerprint_of(split), repr(plans[name])] for name, split in splits.items()}
-    content = json.dumps([FORMAT_VERSION, rows, tokenizer_digest(tokenizer), settings], sort_keys=True)
-    return f"tokenized-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
+def _no_rows(name: str) -> Refusal:
+    return Refusal(f"The {name} split has no rows. Look at the source, and at --train-split and --eval-split")
+
+
+def read_in_order(
+    rows: Dataset, read: Callable[[Batch, int], tuple[Any, Read]], size: int, processes: int
+) -> Iterator[tuple[Any, Read, int]]:
+    """`(*read(batch, at), rows in the batch)` for every `size` rows of a dataset, where `at` is the number of the first one.
+
+    An exception is raised where its batch would have come, the same one for any number of processes. They are forked: what
+    `read` holds needs no copy, and Python's hashes of texts and bytes, which differ between programs, are the same in all.
+    torch's DataLoader keeps the order, reads a few batches ahead, and notices a process that dies, this one too.
+    """
+
+    def work(at: int) -> Any:
+        batch = rows[at : at + size]
+        try:
+            return *read(batch, at), len(next(iter(batch.values())))
+        except Exception as error:  # as a result: a worker would change its message
+            return error
+
+    starts = range(0, len(rows), size)
+    results = map(work, starts)
+    if (processes := min(processes, len(starts))) > 1:
+        import torch
+        from torch.utils.data import DataLoader
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="This DataLoader will create")  # more than cores, if that was asked for
+            results = iter(DataLoader(
+                starts,  # type: ignore[arg-type]  # a sequence is all it needs of a dataset
+                batch_size=None, collate_fn=work,  # type: ignore[arg-type]  # of one item, without a batch size
+                num_workers=processes, multiprocessing_context="fork",
+                worker_init_fn=_use_one_thread, generator=torch.Generator(),  # its own: the global random state must not move
+            ))  # fmt: skip
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+        yield result
+
+
+def _use_one_thread(worker: int) -> None:
+    """In a process that tokenizes next to others; `build_accelerator` sets this variable for the process that starts them."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 _PROBE = "zqargumentqz"  # a word that no chat holds
 UNKNOWN_TOOL, UNKNOWN_CALL = "unknown_tool", "unknown_call"
-_RESULTS = ("tool", "function", "ipython")
+RESULTS = ("tool", "function", "ipython")
 
 
 class CallForm(NamedTuple):
@@ -78,7 +78,7 @@ def write_calls(messages: list[Message], form: CallForm) -> list[Message]:
 
 
 def check_tools(template: ChatTemplate, messages: list[Message], options: dict[str, Any], text: str) -> list[tuple[int, int]]:
-    """Refuse a chat of which the template leaves out tools, their calls or results, or the system message.
+    """Refuse a chat of which the template leaves out tools, their calls or results.
 
     Each is taken away or changed, and the text must change with it. Returns for each call its message and where in the text
     its arguments begin.
@@ -92,17 +92,13 @@ def check_tools(template: ChatTemplate, messages: list[Message], options: dict[s
     if options.get("tools"):
         without = {name: value for name, value in options.items() if name != "tools"}
         if _rendered(template, messages, without) == text:
-            raise Refusal(_lost("the tools (their schemas)", "leave out their column (--rename-columns tools=unused)"))
+            raise Refusal(lost("the tools (their schemas)", "leave out their column (--rename-columns tools=unused)"))
     places = []
     for i, message in enumerate(messages):
         changed, named, what = list[Message](), list[Message](), "a call of a tool"
         calls = message.get("tool_calls", [])
-        if message["role"] in _RESULTS:
+        if message["role"] in RESULTS:
             changed, what = [{**message, "content": _PROBE}], "the result of a tool"
-        elif message["role"] in ("system", "developer") and message.get("content"):
-            changed, what = [{**message, "content": _PROBE}], f"the {message['role']} message"
-        elif message["role"] == "assistant" and not calls and not message.get("content"):
-            changed, what = [{"role": "assistant", "content": ""}], "the reasoning, which is all that a turn has,"
         for number, call in enumerate(calls):
             other = _with_function(call, {**_function(call), "arguments": {"look": _PROBE}})
             changed.append({**message, "tool_calls": [*calls[:number], other, *calls[number + 1 :]]})
@@ -111,12 +107,12 @@ def check_tools(template: ChatTemplate, messages: list[Message], options: dict[s
         for each in changed:
             found = _rendered(template, [*messages[:i], each, *messages[i + 1 :]], options)
             if found == text:
-                raise Refusal(_lost(f"{what} (message {i + 1})", "remove the row"))
+                raise Refusal(lost(f"{what} (message {i + 1})", "remove the row"))
             if calls and found is not None:  # None: the template looks at it, and does not like it changed
                 places.append((i, next(at for at, (a, b) in enumerate(zip(text, found + "\0", strict=False)) if a != b)))
         for each in named:
             if _rendered(template, [*messages[:i], each, *messages[i + 1 :]], options) == text:
-                raise Refusal(_lost(f"the name of a tool that is called (message {i + 1})", "remove the row"))
+                raise Refusal(lost(f"the name of a tool that is called (message {i + 1})", "remove the row"))
     return places
 
 
@@ -128,7 +124,7 @@ def odd_tool_turns(messages: list[Message], options: dict[str, Any]) -> list[str
     tools = {_function(tool).get("name") for tool in options.get("tools") or [] if isinstance(_function(tool), dict)} - {None}
     calls = [call for message in messages for call in message.get("tool_calls") or []]
     ids = {call.get("id") for call in calls}
-    answered = {message.get("tool_call_id") for message in messages if message["role"] in _RESULTS} - {None}
+    answered = {message.get("tool_call_id") for message in messages if message["role"] in RESULTS} - {None}
     unknown = {UNKNOWN_TOOL: tools and any(_function(call)["name"] not in tools for call in calls),
                UNKNOWN_CALL: answered - ids}  # fmt: skip
     return [name for name, found in unknown.items() if found]
@@ -155,7 +151,8 @@ def with_name(message: Message, name: str) -> Message:
     return {**message, "tool_calls": [*calls, _with_function(last, {**_function(last), "name": name})]}
 
 
-def _lost(what: str, otherwise: str) -> str:
+def lost(what: str, otherwise: str) -> str:
+    """What to say of a part of a chat that its template does not write."""
     return (
         f"the chat template does not write {what}: the model would be trained without. Give a template that does "
         f"(--chat-template FILE), or {otherwise}."

@@ -1,27 +1,30 @@
 """A dataset as training would see it, looked at whole: every row that training would refuse, not only the first.
 
-Reading, checking, counting and cutting are those of the preflight; a batch in which a row is refused is read again row by row.
+Rows are read, checked, counted and cut as for training; a batch in which a row is refused is read again row by row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.loading.packing import Packing, pack_best_fit, pack_wrapped
-from toolkit.data.preflight.preflight import Measures, NeedsBothKinds, Piece, Preflight, SplitFigures, summarize
-from toolkit.data.tokenize.columns import label_column, likely_renames
+from toolkit.data.report import DataReport, Measures, NeedsBothKinds, Piece, SplitCounts
+from toolkit.data.tokenize.columns import Plan, label_column, likely_renames
 from toolkit.data.tokenize.documents import Documents
 from toolkit.data.tokenize.labels import missing_label
-from toolkit.data.tokenize.plans import Plan
 from toolkit.data.tokenize.preferences import ANSWER_LISTS
-from toolkit.data.tokenize.prepare import BATCH_ROWS, STREAM_ROWS, Reader, build_reader, class_names
-from toolkit.data.tokenize.tasks import describe_rows, example_of, names_of_pieces, plan_splits
+from toolkit.data.tokenize.prepare import BATCH_ROWS, STREAM_ROWS, Reader, build_reader
+from toolkit.data.tokenize.tasks import describe_plan, example_of, part_names, plan_splits
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
 
 # What columns of other names are probably meant for, the surest first.
 _LIKELY = (("chosen", "rejected"), ("text", "label"), ("prompt", "completion"), ("messages",), ("text",))
@@ -41,7 +44,7 @@ class Problem:
 class Inspection:
     """What was found. `whole` and `kept`: lengths of each split's documents in tokens before and after cutting."""
 
-    preflight: Preflight
+    report: DataReport
     problems: list[Problem]
     whole: dict[str, np.ndarray]
     kept: dict[str, np.ndarray]
@@ -79,7 +82,10 @@ def guess_task(columns: list[str]) -> str:
     )
 
 
-def inspect_splits(task: str, splits: Any, tokenizer: Any, config: DataConfig, num_examples: int = 3) -> Inspection:
+def inspect_splits(
+    task: str, splits: Mapping[str, Dataset | IterableDataset], tokenizer: PreTrainedTokenizerBase, config: DataConfig,
+    num_examples: int = 3,
+) -> Inspection:  # fmt: skip
     """Read, check, count and cut all splits for a task, without keeping the tokens.
 
     Of a stream the first `config.max_train_examples` rows, or 256.
@@ -97,7 +103,7 @@ def inspect_splits(task: str, splits: Any, tokenizer: Any, config: DataConfig, n
     except Refusal as refusal:
         raise Refusal("\n".join([str(refusal), *(f"{problem.origin}: {problem.what}" for problem in problems)])) from refusal
     is_stream = not all(isinstance(given[name], Dataset) for name in plans)
-    figures, whole, kept = list[SplitFigures](), dict[str, np.ndarray](), dict[str, np.ndarray]()
+    counts, whole, kept = list[SplitCounts](), dict[str, np.ndarray](), dict[str, np.ndarray]()
     train_rows, candidates = set[int](), list[Documents]()
     for name in sorted(plans, key=lambda name: name != "train"):
         plan = plans[name]
@@ -115,7 +121,7 @@ def inspect_splits(task: str, splits: Any, tokenizer: Any, config: DataConfig, n
         if refused and not len(whole[name]):
             continue  # of rows that were all refused nothing more can be said
         try:
-            figures.append(summarize(name, measures, plan.is_masked, config.max_length, class_names(plan, config), train_rows))
+            counts.append(reader.summarize(measures, config.max_length, train_rows))
         except NeedsBothKinds as refusal:
             if not any(what.startswith("label is ") for what in refused):  # which kind those are is not known
                 problems.append(Problem(name, "", str(refusal)))
@@ -124,13 +130,13 @@ def inspect_splits(task: str, splits: Any, tokenizer: Any, config: DataConfig, n
         if name == "train":
             train_rows.update(row for part in measures for row in part.rows)
     first = next(iter(plans.values()))
-    preflight = Preflight(
-        describe_rows(first, tokenizer, config), config.max_length, config.overlong, figures, notes,
-        example_names=names_of_pieces(first), first_rows=_stream_rows(config) if is_stream else None,
+    report = DataReport(
+        describe_plan(first, tokenizer, None), config.max_length, config.overlong, counts, notes,
+        example_names=part_names(first), first_rows=_stream_rows(config) if is_stream else None,
     )  # fmt: skip
     rows = [row for documents in candidates for row in _rows(documents)]
     chosen: list[int] = np.unique(np.linspace(0, len(rows) - 1, num_examples).astype(int)).tolist() if rows else []
-    return Inspection(preflight, problems, whole, kept, [example_of(rows[i], first, tokenizer) for i in chosen])
+    return Inspection(report, problems, whole, kept, [example_of(rows[i], first, tokenizer) for i in chosen])
 
 
 def packed(lengths: np.ndarray, config: DataConfig) -> Packing:

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from toolkit.config import DataConfig, Refusal
-from toolkit.data.preflight.preflight import example_pieces, print_preflight
+from toolkit.data.report import example_pieces, print_data_report
 from toolkit.data.tokenize.documents import IGNORED
 from toolkit.data.tokenize.tasks import prepare, tokenize_for_lm, tokenize_for_sft
 from toolkit.models.tokenizer import train_tokenizer
@@ -37,7 +37,7 @@ def pairs(count=50):
 
 def printed(preflight, stream=None):
     stream = stream or io.StringIO()
-    print_preflight(preflight, stream)
+    print_data_report(preflight, stream)
     return stream.getvalue()
 
 
@@ -47,8 +47,8 @@ def test_figures_are_those_of_a_plain_loop(tokenizer):
     lengths = sorted(len(tokenizer(row["prompt"] + row["completion"])["input_ids"]) + 1 for row in rows)
     held_out = [*pairs(5), {"prompt": "of its", "completion": "own"}]
     prepared = prepare("sft", splits_of(rows, validation=held_out), tokenizer, DataConfig(max_length=60))
-    figures, validation = prepared.preflight.splits
-    left = prepared.splits["train"].to_list()
+    figures, validation = prepared.report.splits
+    left = prepared["train"].to_list()
     assert figures.examples == len(left)
     assert figures.tokens == sum(len(row["input_ids"]) for row in left)
     assert figures.supervised_tokens == sum(label != -100 for row in left for label in row["labels"][1:])
@@ -70,30 +70,29 @@ def test_tokens_that_join_prompt_and_completion_are_counted(tokenizer):
         ends = {end for _, end in tokenizer(row["prompt"] + row["completion"], return_offsets_mapping=True)["offset_mapping"]}
         joined += len(row["prompt"]) not in ends
     assert 0 < joined < len(rows)
-    figures = prepare("sft", splits_of(rows), tokenizer, DataConfig()).preflight.splits[0]
+    figures = prepare("sft", splits_of(rows), tokenizer, DataConfig()).report.splits[0]
     assert figures.merged == joined
 
 
-def test_the_figures_are_printed_on_every_run_also_from_the_cache(tokenizer, capsys):
-    """Fails when only the run that tokenizes prints."""
-    outputs = []
-    for _ in range(2):
-        tokenize_for_sft(splits_of(pairs()), tokenizer, DataConfig(max_length=60))
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1]
-    assert "longer than 60 tokens, truncated" in outputs[0]
+def test_tokenizing_prints_nothing_and_its_report_is_the_same_from_the_cache(tokenizer, capsys):
+    """Fails when only the run that tokenizes counts, or tokenizing prints the report itself."""
+    reports = [tokenize_for_sft(splits_of(pairs()), tokenizer, DataConfig(max_length=60)).report for _ in range(2)]
+    assert reports[0] == reports[1]
+    assert capsys.readouterr().out == ""
+    print_data_report(reports[0])
+    assert "longer than 60 tokens, truncated" in capsys.readouterr().out
 
 
 def test_only_the_main_process_prints(tokenizer, capsys, monkeypatch):
     """Fails without the look at RANK."""
     monkeypatch.setenv("RANK", "1")
-    tokenize_for_lm(splits_of([{"text": "some text"}]), tokenizer, DataConfig())
+    print_data_report(tokenize_for_lm(splits_of([{"text": "some text"}]), tokenizer, DataConfig()).report)
     assert capsys.readouterr().out == ""
 
 
 def test_the_example_shows_what_is_supervised(tokenizer):
     """In brackets in a file, underlined on a terminal. Fails when a piece's mark is that of its neighbor."""
-    preflight = prepare("sft", splits_of([{"messages": CHAT}]), tokenizer, DataConfig()).preflight
+    preflight = prepare("sft", splits_of([{"messages": CHAT}]), tokenizer, DataConfig()).report
     shown = "<|im_start|>user\nWhat is two?<|im_end|>\n<|im_start|>assistant\n{}Two is 2.<|im_end|>{}\n"
     indented = "\n".join("  | " + line for line in shown.split("\n"))
     assert printed(preflight).endswith(indented.format("[[", "]]") + "\n")
@@ -119,7 +118,7 @@ def test_pieces_of_an_example_join_to_its_text_and_carry_its_marks(tokenizer):
 def test_an_example_fits_the_screen_and_commands_no_terminal(tokenizer):
     """Fails when the middle isn't left out, or control characters are printed as they are."""
     rows = [{"prompt": "\x1b[2J" + "long " * 2000, "completion": "words " * 2000}]
-    preflight = prepare("sft", splits_of(rows), tokenizer, DataConfig(max_length=8192)).preflight
+    preflight = prepare("sft", splits_of(rows), tokenizer, DataConfig(max_length=8192)).report
     text = printed(preflight)
     assert len(text) < 2500
     assert "characters ..." in text
@@ -136,7 +135,7 @@ def test_rewritten_history_is_told(tokenizer):
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     thinking = [CHAT[0], {"role": "assistant", "content": "<think>1 + 1</think>Two."}]
-    preflight = prepare("sft", splits_of([{"messages": thinking + CHAT}, {"messages": thinking}]), own, DataConfig()).preflight
+    preflight = prepare("sft", splits_of([{"messages": thinking + CHAT}, {"messages": thinking}]), own, DataConfig()).report
     assert preflight.splits[0].rewritten == 1
     assert "train: 1 chat has earlier turns that the template writes otherwise" in printed(preflight)
 
@@ -145,11 +144,11 @@ def test_the_first_rows_of_a_stream_are_counted_and_all_are_checked_as_they_come
     """Fails when the whole stream is read first, when nothing of it is, or when a later row goes unchecked."""
     rows = Dataset.from_list([{"text": f"text number {i}" if i != 600 else ""} for i in range(1000)])
     prepared = prepare("lm", IterableDatasetDict(train=rows.to_iterable_dataset()), tokenizer, DataConfig())
-    assert prepared.preflight.splits[0].examples == prepared.preflight.first_rows == 256
-    assert "the first 256 rows of a stream" in printed(prepared.preflight)
-    assert tokenizer.decode(next(iter(prepared.splits["train"]))["input_ids"]) == "text number 0<|endoftext|>"
+    assert prepared.report.splits[0].examples == prepared.report.first_rows == 256
+    assert "the first 256 rows of a stream" in printed(prepared.report)
+    assert tokenizer.decode(next(iter(prepared["train"]))["input_ids"]) == "text number 0<|endoftext|>"
     with pytest.raises(Refusal, match="row 600 of the train split: text is empty"):
-        list(prepared.splits["train"])
+        list(prepared["train"])
 
 
 GOOD_PAIR = {"prompt": "What is two?\n", "completion": "Two."}
@@ -273,17 +272,17 @@ def test_a_prompt_that_is_joined_with_its_answer_in_one_token_is_a_prompt():
     own = train_tokenizer(["ab cd ef gh"] * 99, 300)
     rows = [{"prompt": a, "completion": b} for a, b in ("ab", "cd", "ef", "gh")]
     prepared = prepare("sft", splits_of(rows), own, DataConfig())
-    labels = [row["labels"] for row in prepared.splits["train"]]
+    labels = [row["labels"] for row in prepared["train"]]
     assert all(IGNORED not in row for row in labels), "each row is one token of both letters, and the end"
-    assert "train: 4 have a token that joins the prompt's end" in printed(prepared.preflight)
-    assert prepared.preflight.splits[0].supervised_tokens == 4, "the ends: nothing comes before the first tokens"
+    assert "train: 4 have a token that joins the prompt's end" in printed(prepared.report)
+    assert prepared.report.splits[0].supervised_tokens == 4, "the ends: nothing comes before the first tokens"
 
 
 @pytest.mark.parametrize(("count", "said"), [(1, "1 row is too few"), (2, "2 rows are too few")])
 def test_a_count_of_one_is_told_in_the_singular(tokenizer, count, said):
     """Fails when: `_counted` takes the plural always."""
     train = [{"prompt": f"{number} b", "completion": "c"} for number in range(30)]
-    shown = printed(prepare("sft", splits_of(train, validation=train[:count]), tokenizer, DataConfig()).preflight)
+    shown = printed(prepare("sft", splits_of(train, validation=train[:count]), tokenizer, DataConfig()).report)
     assert f"validation: {said} to tell one model from another" in shown
     assert f"validation: {'1 is' if count == 1 else '2 are'} in train too" in shown
 
@@ -292,7 +291,7 @@ def test_what_may_surprise_is_noted(tokenizer):
     """Fails when a note is dropped."""
     own = train_tokenizer([inspect.getsource(textwrap)], 500)
     own.model_max_length = 32
-    notes = prepare("sft", splits_of([{**GOOD_PAIR, "id": 3, "source": "x"}]), own, DataConfig(max_length=64)).preflight.notes
+    notes = prepare("sft", splits_of([{**GOOD_PAIR, "id": 3, "source": "x"}]), own, DataConfig(max_length=64)).report.notes
     assert "columns not read: id, source" in notes
     assert any("--max-length 64 is above the limit of 32 tokens" in note for note in notes)
 

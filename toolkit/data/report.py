@@ -1,12 +1,13 @@
-"""What training is about to see: counted, checked, and one example shown with its supervised text marked.
+"""The report of tokenized data: what was counted, what is unusual, and one example with its supervised text marked.
 
-Every row is checked while it is tokenized; the figures are kept beside the tokenized rows, so that they are printed on
-every run, also when those come from the cache.
+Every row is counted while it is tokenized. The counts are kept with the tokenized rows, so that a report is the same when those
+come from the cache. Nothing is printed here but by `print_data_report`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Set
@@ -17,9 +18,8 @@ from typing import TextIO
 import numpy as np
 
 from toolkit.config import Refusal
-from toolkit.data.preflight.checks import Rules, count_turn_ends
-from toolkit.data.sources.given_paths import with_given_paths
-from toolkit.data.tokenize.documents import IGNORED, Cut, Documents
+from toolkit.data.sources.find_files import with_given_paths
+from toolkit.data.tokenize.documents import IGNORED, Cut, Documents, Rules
 from toolkit.data.tokenize.tool_calls import UNKNOWN_CALL, UNKNOWN_TOOL
 from toolkit.system.console import MARKED, printable, shows_color, write
 
@@ -27,65 +27,29 @@ FEW_ROWS = 20  # with fewer one row moves an accuracy by more than 5 %
 SHOWN_CHARACTERS = 1000  # of the example; what is longer has its middle left out
 ANSWER_CLASSES = ("desirable", "undesirable")  # of single answers
 Piece = tuple[str, bool]  # text, and whether it is supervised
-PAIR_REMARKS = {  # of one, and of several
-    "ties": (
-        "1 row makes no pair: none of its answers is better than another",
-        "{:,} rows make no pair: none of their answers is better than another",
-    ),
-    "contradicted": (
-        "1 answer stands in one list with different scores or ranks, and is left out of it",
-        "{:,} answers stand in one list with different scores or ranks, and are left out of it",
-    ),
-    "undecided": (
-        "1 row makes no pair once these answers are left out",
-        "{:,} rows make no pair once these answers are left out",
-    ),
-    "capped": (
-        "1 list makes more pairs than --max-pairs-per-prompt: those whose answers lie furthest apart are kept",
-        "{:,} lists make more pairs than --max-pairs-per-prompt: those whose answers lie furthest apart are kept",
-    ),
-    "both_labels": (
-        "1 answer is marked desirable in one row and undesirable in another",
-        "{:,} answers are marked desirable in one row and undesirable in another",
-    ),
-    "identical": (
-        "1 pair dropped, as truncation made its answers the same",
-        "{:,} pairs dropped, as truncation made their answers the same",
-    ),
-    "clipped": (
-        "1 prompt was cut on the left to leave room for the answers",
-        "{:,} prompts were cut on the left to leave room for the answers",
-    ),
-    "not_higher": (
-        "1 pair has a chosen answer that scores no higher than the rejected one",
-        "{:,} pairs have a chosen answer that scores no higher than the rejected one",
-    ),
-    "turns": (
-        "1 pair has turns of others than the assistant in its answers; these count as the answers do",
-        "{:,} pairs have turns of others than the assistant in their answers; these count as the answers do",
-    ),
-    "rewritten_prompts": (
-        "1 prompt is written otherwise by the template once an answer follows; it is trained on so",
-        "{:,} prompts are written otherwise by the template once an answer follows; they are trained on so",
-    ),
+# What may be unusual about preferences, by how often: {of one|of several}.
+PAIR_REMARKS = {
+    "ties": "{row makes|rows make} no pair: none of {its|their} answers is better than another",
+    "contradicted": "{answer stands|answers stand} in one list with different scores or ranks, and {is|are} left out of it",
+    "undecided": "{row makes|rows make} no pair once these answers are left out",
+    "capped": "{list makes|lists make} more pairs than --max-pairs-per-prompt: those whose answers lie furthest apart are kept",
+    "both_labels": "{answer is|answers are} marked desirable in one row and undesirable in another",
+    "identical": "{pair|pairs} dropped, as truncation made {its|their} answers the same",
+    "clipped": "{prompt was|prompts were} cut on the left to leave room for the answers",
+    "not_higher": "{pair has|pairs have} a chosen answer that scores no higher than the rejected one",
+    "turns": "{pair has|pairs have} turns of others than the assistant in {its|their} answers; these count as the answers do",
+    "rewritten_prompts": "{prompt is|prompts are} written otherwise by the template once an answer follows; "
+    "{it is|they are} trained on so",
 }
-
-
 TOOL_REMARKS = {
-    UNKNOWN_TOOL: (
-        "1 chat calls a function that is not among its tools",
-        "{:,} chats call a function that is not among their tools",
-    ),
-    UNKNOWN_CALL: (
-        "1 chat has the result of a call that it does not hold (tool_call_id)",
-        "{:,} chats have the result of a call that they do not hold (tool_call_id)",
-    ),
+    UNKNOWN_TOOL: "{chat calls|chats call} a function that is not among {its|their} tools",
+    UNKNOWN_CALL: "{chat has|chats have} the result of a call that {it does|they do} not hold (tool_call_id)",
 }
 
 
 @dataclass(frozen=True)
-class SplitFigures:
-    """One split in numbers. Lengths are in tokens, of whole examples; the rest is what is left after cutting."""
+class SplitCounts:
+    """Counts of one split. Lengths are in tokens, of whole examples; the rest is what is left after cutting."""
 
     name: str
     examples: int
@@ -109,18 +73,18 @@ class SplitFigures:
 
 
 @dataclass(frozen=True)
-class Preflight:
-    """The figures of all splits, what is worth knowing beside them, and one example in pieces."""
+class DataReport:
+    """Counts of all splits, notes, and one example in pieces."""
 
     layout: str
     max_length: int
     overlong: str
-    splits: list[SplitFigures]
+    splits: list[SplitCounts]
     notes: list[str]
     example: list[Piece] = field(default_factory=list)
     example_origin: str = ""
     example_names: tuple[str, ...] = ()  # of the pieces, where each is shown by itself
-    first_rows: int | None = None  # of a stream: so many rows were looked at
+    first_rows: int | None = None  # of a stream: how many rows were counted
 
 
 @dataclass(frozen=True)
@@ -136,11 +100,11 @@ class Measures:
 
 def measure(whole: Documents, kept: Documents, cut: Cut, rules: Rules, remarks: Counter[str]) -> Measures:
     """Count a batch before and after cutting; `remarks` are counts that only tokenizing knows."""
-    ends, supervised_ends = count_turn_ends(whole, rules)
+    ends, supervised_ends = _count_turn_ends(whole, rules)
     sums = Counter(
         examples=len(kept), tokens=len(kept.values), supervised_tokens=int(kept.supervised().sum()), overlong=cut.overlong,
         cut_tokens=cut.tokens, dropped=cut.dropped, unsupervised=cut.unsupervised, ends=ends, supervised_ends=supervised_ends,
-        kept_ends=count_turn_ends(kept, rules)[1], identical=cut.identical, clipped=cut.clipped,
+        kept_ends=_count_turn_ends(kept, rules)[1], identical=cut.identical, clipped=cut.clipped,
     )  # fmt: skip
     rows = [hash(whole.values[a:b].tobytes()) for a, b in pairwise(whole.bounds.tolist())]
     marks = whole.columns.get("desirable", [])
@@ -148,11 +112,18 @@ def measure(whole: Documents, kept: Documents, cut: Cut, rules: Rules, remarks: 
     return Measures(whole.whole, rows, wanted, sums + remarks, whole.origins[0] if whole.origins else "")
 
 
+def _count_turn_ends(documents: Documents, rules: Rules) -> tuple[int, int]:
+    """How many tokens end a text or a turn, and how many of these are supervised."""
+    is_end = np.isin(documents.values, rules.turn_ends)
+    supervised = is_end if documents.labels is None else is_end & (documents.labels != IGNORED)
+    return int(is_end.sum()), int(supervised.sum())
+
+
 def summarize(
     name: str, measures: list[Measures], is_masked: bool, max_length: int, classes: list[str],
     train_rows: Set[int] = frozenset(),
-) -> SplitFigures:  # fmt: skip
-    """The figures of a split; `train_rows` are the hashes of the training split's rows, for another split.
+) -> SplitCounts:  # fmt: skip
+    """Counts of a split; `train_rows` are the hashes of the training split's rows, for another split.
 
     Raises:
         Refusal: nothing is left of it, or its mask leaves out every end of a turn.
@@ -188,7 +159,7 @@ def summarize(
     median, percentile_95 = np.percentile(whole, [50, 95], method="inverted_cdf") if len(whole) else (0, 0)
     rows = [row for part in measures for row in part.rows]
     counted = ("examples", "tokens", "overlong", "cut_tokens", "dropped", "unsupervised", "merged", "rewritten", "short")
-    return SplitFigures(
+    return SplitCounts(
         name=name, supervised_tokens=sums["supervised_tokens"] if is_masked else None, median=int(median),
         percentile_95=int(percentile_95), longest=int(whole.max(initial=0)), duplicates=len(rows) - len(set(rows)),
         also_in_train=sum(row in train_rows for row in rows),
@@ -247,24 +218,18 @@ def part_pieces(parts: list[list[int]], decode: Callable[[list[int]], str]) -> l
     return [(_shorten(printable(text), SHOWN_CHARACTERS // 2), i > 0) for i, text in enumerate(texts)]
 
 
-def print_preflight(preflight: Preflight, stream: TextIO | None = None) -> None:
-    """Print it as a table, notes and the example; from the main process only."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    stream = stream or sys.stdout
-    print_lines(preflight_lines(preflight, marks_for(stream)), stream)
+def print_data_report(report: DataReport, stream: TextIO | None = None) -> None:
+    """Print the counts as a table, what is unusual, and the example; from the main process only."""
+    if os.environ.get("RANK", "0") == "0":
+        stream = stream or sys.stdout
+        write("\n".join(report_lines(report, marks_for(stream))) + "\n", stream)
 
 
-def print_lines(lines: list[str], stream: TextIO) -> None:
-    """Print lines that hold marks of `marks_for`, and text of the data that `printable` has made safe."""
-    write("\n".join(lines) + "\n", stream)
-
-
-def preflight_lines(preflight: Preflight, marks: tuple[str, str]) -> list[str]:
-    """The preflight as text; `marks` stand around supervised text."""
-    seen = f" (the first {preflight.first_rows:,} rows of a stream)" if preflight.first_rows else ""
-    lines = [f"Data: {preflight.layout}{seen}"]
-    has_mask = any(split.supervised_tokens is not None for split in preflight.splits)
+def report_lines(report: DataReport, marks: tuple[str, str]) -> list[str]:
+    """The report as text; `marks` stand around supervised text."""
+    seen = f" (the first {report.first_rows:,} rows of a stream)" if report.first_rows else ""
+    lines = [f"Data: {report.layout}{seen}"]
+    has_mask = any(split.supervised_tokens is not None for split in report.splits)
     header = ["", "examples", "tokens", *(["supervised"] if has_mask else []), "median", "95 %", "longest"]
     rows = [
         [
@@ -272,17 +237,17 @@ def preflight_lines(preflight: Preflight, marks: tuple[str, str]) -> list[str]:
             *([f"{(split.supervised_tokens or 0) / max(split.tokens, 1):.1%}"] if has_mask else []),
             f"{split.median:,}", f"{split.percentile_95:,}", f"{split.longest:,}",
         ]
-        for split in preflight.splits
+        for split in report.splits
     ]  # fmt: skip
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows] if rows else []:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  " + "  ".join(cells).rstrip())
-    lines += [f"  {note}" for split in preflight.splits for note in _remarks(split, preflight)]
-    lines += [f"  {note}" for note in preflight.notes]
+    lines += [f"  {note}" for split in report.splits for note in _remarks(split, report)]
+    lines += [f"  {note}" for note in report.notes]
     lines = [printable(line) for line in lines]
-    if preflight.example:
-        lines += example_lines(preflight.example, preflight.example_origin, preflight.example_names, marks)
+    if report.example:
+        lines += example_lines(report.example, report.example_origin, report.example_names, marks)
     return lines
 
 
@@ -304,48 +269,47 @@ def example_lines(pieces: list[Piece], origin: str, names: tuple[str, ...], mark
     return lines
 
 
-def _remarks(split: SplitFigures, preflight: Preflight) -> list[str]:
+def _remarks(split: SplitCounts, report: DataReport) -> list[str]:
     """What the split lost and what is peculiar about it, in words."""
     lines = []
     if split.short:
-        lines.append(_counted(split.short, "1 shorter than --min-length, left out", "{:,} shorter than --min-length, left out"))
+        lines.append(f"{split.short:,} shorter than --min-length, left out")
     if split.overlong:
-        what = {"truncate": "truncated", "drop": "dropped", "split": "split"}[preflight.overlong]
+        what = {"truncate": "truncated", "drop": "dropped", "split": "split"}[report.overlong]
         share = split.cut_tokens / (split.tokens + split.cut_tokens)
         lost = f"; {split.cut_tokens:,} tokens ({share:.1%}) are lost" if split.cut_tokens else ""
-        lines.append(f"{split.overlong:,} longer than {preflight.max_length:,} tokens, {what}{lost}")
+        lines.append(f"{split.overlong:,} longer than {report.max_length:,} tokens, {what}{lost}")
     if split.unsupervised:
         lines.append(f"{split.unsupervised:,} of these dropped, as no supervised token was left")
     if split.duplicates:
-        lines.append(_counted(split.duplicates, "1 is an exact duplicate of another", "{:,} are exact duplicates of others"))
+        lines.append(_counted(split.duplicates, "{is an exact duplicate of another|are exact duplicates of others}"))
     if split.also_in_train:
-        is_there = _counted(split.also_in_train, "1 is", "{:,} are")
-        lines.append(f"{is_there} in train too, so that its figures will flatter the model")
+        lines.append(_counted(split.also_in_train, "{is|are} in train too, so that its metrics will flatter the model"))
     if split.merged:
-        have = _counted(split.merged, "1 has", "{:,} have")
-        lines.append(f"{have} a token that joins the prompt's end with the answer's start; it is supervised")
+        joins = "{has|have} a token that joins the prompt's end with the answer's start; it is supervised"
+        lines.append(_counted(split.merged, joins))
     if split.rewritten:
-        have = _counted(split.rewritten, "1 chat has", "{:,} chats have")
-        lines.append(
-            f"{have} earlier turns that the template writes otherwise than when they were the last, such as without their "
-            "thinking; they are trained on as written"
-        )
-    lines += [_counted(count, *PAIR_REMARKS[remark]) for remark, count in split.pairs.items()]
+        lines.append(_counted(
+            split.rewritten, "{chat has|chats have} earlier turns that the template writes otherwise than when they were the "
+            "last, such as without their thinking; they are trained on as written",
+        ))  # fmt: skip
+    lines += [_counted(count, PAIR_REMARKS[remark]) for remark, count in split.pairs.items()]
     lines += [
-        f"WARNING: {_counted(count, *TOOL_REMARKS[remark])}: {'first at ' if count > 1 else ''}{with_given_paths(first)}"
+        f"WARNING: {_counted(count, TOOL_REMARKS[remark])}: {'first at ' if count > 1 else ''}{with_given_paths(first)}"
         for remark, (count, first) in split.odd_tools.items()
     ]
     if split.name != "train" and split.examples < FEW_ROWS:
-        few = _counted(split.examples, "1 row is", "{:,} rows are") if split.examples else "no rows are left, which is"
-        lines.append(f"{few} too few to tell one model from another; its figures say little")
+        few = _counted(split.examples, "{row is|rows are}") if split.examples else "no rows are left, which is"
+        lines.append(f"{few} too few to tell one model from another; its metrics say little")
     if split.classes:
         shares = [f"{label} {count / max(split.examples, 1):.1%}" for label, count in split.classes.items()]
         lines.append("classes: " + ", ".join(shares[:12]) + (f" and {len(shares) - 12} more" if len(shares) > 12 else ""))
     return [f"{split.name}: {line}" for line in lines]
 
 
-def _counted(count: int, one: str, several: str) -> str:
-    return one if count == 1 else several.format(count)
+def _counted(count: int, what: str) -> str:
+    """`1 row is`, `2 rows are`: `what` has {of one|of several}."""
+    return f"{count:,} " + re.sub(r"\{([^|{}]*)\|([^|{}]*)\}", r"\1" if count == 1 else r"\2", what)
 
 
 def marks_for(stream: TextIO) -> tuple[str, str]:

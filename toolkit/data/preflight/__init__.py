@@ -1,1 +1,0 @@
-"""What is counted, shown and refused before training starts."""

@@ -1,0 +1,157 @@
+"""Classification and regression: texts, alone or in pairs, with a label, to documents."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.config import ClassificationConfig, DataConfig, Refusal
+from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, label_column
+from toolkit.data.tokenize.documents import Cut, Documents, Encoder, cut_documents, join_documents
+from toolkit.data.tokenize.labels import Classes, check_label_settings, declared_names, find_classes, read_labels
+from toolkit.data.tokenize.language import tokenized_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+
+def plan_classification(
+    splits: Mapping[str, Dataset | IterableDataset], config: DataConfig, class_names: list[str] | None = None
+) -> tuple[dict[str, Plan], list[str]]:
+    """Plans for classification and regression; splits whose labels are withheld are left out, as the notes say.
+
+    The classes are those of the data, or `class_names`, where a model has learned them already: then a label that is a number
+    and no name is the place of one.
+    """
+    if not isinstance(config, ClassificationConfig):
+        raise TypeError("classification needs the settings of ClassificationConfig beside those of DataConfig")
+    if config.overlong == "split":
+        raise Refusal("--overlong split: the label of an example can't be split. Choose truncate, drop or refuse.")
+    labels = {name: label_column(columns_of(split, name), name) for name, split in splits.items()}
+    classes = Classes([]) if config.problem_type == "regression" else find_classes(splits)
+    if class_names:
+        classes = replace(classes, names=class_names)
+    places = class_names if class_names and not any(name.isdecimal() for name in class_names) else None
+    check_label_settings(classes, config.problem_type, config.class_weights)
+    plans, notes = {}, []
+    for name, split in splits.items():
+        if name != "train" and _is_withheld(split, labels[name]):
+            notes.append(f"{name}: left out, as its labels are withheld")
+            continue
+        present = columns_of(split, name)
+        layout = "tokenized" if "input_ids" in present else "text"
+        texts = ("input_ids", "attention_mask") if layout == "tokenized" else ("text", "text_pair")
+        columns = tuple(column for column in (*texts, labels[name], "origin") if column in present)
+        plans[name] = Plan(layout, "class", columns, replace(classes, numbered=declared_names(split, labels[name]) or places))
+    return plans, notes
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Reads batches of rows: all that it needs beside them."""
+
+    encoder: Encoder | None  # None: the rows are tokenized
+    frame: PairFrame | None  # of a second text
+    classes: Classes
+    label: str  # column
+    problem_type: str
+    class_weights: list[float]
+    max_length: int
+    overlong: str
+
+    def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
+        """Whole documents, or shortened ones where over-long texts are truncated: what stands after a text must stay."""
+        labels = read_labels(batch[self.label], self.classes, self.problem_type, origins)
+        columns: dict[str, list[Any]] = {"labels": labels}
+        if self.class_weights:
+            columns["weight"] = [self.class_weights[label] for label in labels]
+        room = self.max_length if self.overlong == "truncate" else None
+        ids, whole = self._ids(batch, origins, columns, room)
+        documents = join_documents(ids, None, origins, columns)
+        counted = labels if self.problem_type == "single_label" else []
+        remarks = Counter(f"class {self.classes.names[label]}" for label in counted)
+        return Documents(documents.values, documents.bounds, None, origins, np.asarray(whole, dtype=np.int64), columns), remarks
+
+    def cut(self, documents: Documents) -> tuple[Documents, Cut]:
+        """Drop or refuse what is too long, or count what was truncated."""
+        if self.overlong != "truncate":
+            return cut_documents(documents, self.max_length, self.overlong)
+        lost = int(documents.whole.sum() - len(documents.values))
+        return documents, Cut(overlong=int((documents.whole > self.max_length).sum()), tokens=lost)
+
+    def _ids(
+        self, batch: Batch, origins: list[str], columns: dict[str, list[Any]], room: int | None
+    ) -> tuple[list[list[int]], list[int]]:
+        """Ids of each row within `room`, and how many there were."""
+        if self.encoder is None:
+            ids = tokenized_rows(batch, origins)
+            return [row[:room] for row in ids], list(map(len, ids))
+        check_texts(batch["text"], "text", origins)
+        first = [encoding.ids for encoding in self.encoder.encode(batch["text"])]
+        if self.frame is None:
+            around = len(self.encoder.prefix) + len(self.encoder.suffix)
+            kept = None if room is None else max(room - around, 0)
+            return (
+                [[*self.encoder.prefix, *ids[:kept], *self.encoder.suffix] for ids in first],
+                [len(ids) + around for ids in first],
+            )
+        check_texts(batch["text_pair"], "text_pair", origins)
+        second = [encoding.ids for encoding in self.encoder.encode(batch["text_pair"])]
+        joined = [self.frame.join(one, two, room) for one, two in zip(first, second, strict=True)]
+        if "token_type_ids" in self.encoder.tokenizer.model_input_names:
+            columns["token_type_ids"] = [types for _, types in joined]
+        frame = len(self.frame.before) + len(self.frame.between) + len(self.frame.after)
+        return [ids for ids, _ in joined], [len(one) + len(two) + frame for one, two in zip(first, second, strict=True)]
+
+
+def describe_classification(plan: Plan) -> str:
+    """The plan in words."""
+    number = len(plan.classes.names) if plan.classes else 0
+    kind = "token ids" if plan.layout == "tokenized" else "text"
+    return f"{kind}, labeled with " + (f"{number} classes" if number else "numbers")
+
+
+@dataclass(frozen=True)
+class PairFrame:
+    """What a tokenizer puts before, between and after two texts, and the token types of all five parts."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    types: tuple[int, int, int, int, int]
+
+    def join(self, first: list[int], second: list[int], room: int | None) -> tuple[list[int], list[int]]:
+        """Ids and token types of a pair; to fit `room` tokens, the longer text is shortened first."""
+        if room is not None:
+            room -= len(self.before) + len(self.between) + len(self.after)
+            kept = min(len(first), max(room - len(second), (room + 1) // 2))
+            first, second = first[:kept], second[: room - kept] if kept < len(first) else second[: max(room - len(first), 0)]
+        parts = (self.before, first, self.between, second, self.after)
+        ids = [token for part in parts for token in part]
+        return ids, [kind for part, kind in zip(parts, self.types, strict=True) for _ in part]
+
+
+def pair_frame(tokenizer: PreTrainedTokenizerBase) -> PairFrame:
+    """Found by tokenizing two short texts."""
+    one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a", "b"))
+    full = tokenizer("a", "b", return_token_type_ids=True)
+    ids, types = full["input_ids"], full["token_type_ids"]
+    at = next(i for i in range(len(ids)) if ids[i : i + len(one)] == one)
+    then = next(i for i in range(at + len(one), len(ids)) if ids[i : i + len(two)] == two)
+    middle, end = at + len(one), then + len(two)
+    kinds = [types[min(place, len(types) - 1)] for place in (0, at, middle, then, end)]
+    return PairFrame(ids[:at], ids[middle:then], ids[end:], (kinds[0], kinds[1], kinds[2], kinds[3], kinds[4]))
+
+
+def _is_withheld(split: Dataset | IterableDataset, label: str) -> bool:
+    """Whether all labels are -1 or missing, as in the test splits of benchmarks."""
+    from datasets import Dataset
+
+    if not isinstance(split, Dataset) or not hasattr(split.features[label], "dtype"):
+        return False
+    return set(split.unique(label)) <= {-1, None}
