@@ -1,0 +1,454 @@
+"""Every public name has an example that needs nothing but what its docstring says, as a notebook would call it.
+
+The examples are the functions below; `@shows` lists the names that one is about. They run in one process, with a model of one layer.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict
+
+import toolkit as tk
+
+EXAMPLES: dict[str, Callable[[], None]] = {}
+
+
+def shows(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def note(example: Callable[[], None]) -> Callable[[], None]:
+        EXAMPLES.update(dict.fromkeys(names, example))
+        return example
+
+    return note
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.SampleConfig, tk.RunConfig):
+    hidden_size: int | None = 32
+    num_hidden_layers: int | None = 1
+    max_length: int = 64
+    max_train_examples: int | None = 16
+    max_eval_examples: int | None = 4
+    per_device_train_batch_size: int = 4
+    max_steps: int = 2
+    max_new_tokens: int = 2
+    num_samples: int = 1
+    optim: str = "adamw_torch"
+    use_cpu: bool = True
+
+
+TEXTS = [f"Number {n} is {'even' if n % 2 == 0 else 'odd'}." for n in range(20)]
+
+
+def rows(**columns: list[Any]) -> DatasetDict:
+    """Training rows and four validation rows, each with its origin, as load_splits gives them."""
+    data = Dataset.from_dict({**columns, "origin": [f"made.jsonl:{n + 1}" for n in range(len(TEXTS))]})
+    return DatasetDict(train=data.select(range(16)), validation=data.select(range(16, 20)))
+
+
+def chats() -> DatasetDict:
+    return rows(prompt=[f"What is {n}?" for n in range(20)], completion=TEXTS)
+
+
+def preferences() -> DatasetDict:
+    return rows(prompt=[f"What is {n}?" for n in range(20)], chosen=TEXTS, rejected=["No."] * 20)
+
+
+def marked() -> DatasetDict:
+    return rows(prompt=[f"What is {n}?" for n in range(20)], completion=TEXTS, label=[n % 2 == 0 for n in range(20)])
+
+
+def classes() -> DatasetDict:
+    return rows(text=TEXTS, label=[["even", "odd"][n % 2] for n in range(20)])
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return tk.train_tokenizer(TEXTS, vocab_size=300)
+
+
+@functools.cache
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+def language_model() -> Any:
+    return tk.load_model("AutoModelForCausalLM", tk.ModelConfig(hidden_size=32, num_hidden_layers=1), tokenizer())
+
+
+def classifier(num_labels: int) -> Any:
+    config = tk.ModelConfig(hidden_size=32, num_hidden_layers=1)
+    return tk.load_model("AutoModelForSequenceClassification", config, tokenizer(), num_labels=num_labels)
+
+
+def documents(splits: DatasetDict) -> list[dict[str, Any]]:
+    return [splits["train"][n] for n in range(3)]
+
+
+@shows("__version__")
+def version() -> None:
+    assert tk.__version__.count(".") == 2
+
+
+@shows("ModelConfig", "DataConfig", "OptimConfig", "RunConfig", "OutputConfig", "BatchConfig", "DeviceConfig", "DevicesConfig", "HubConfig", "SeedConfig", "Settings", "setting", "Refusal")
+def settings() -> None:
+    @dataclass(frozen=True)
+    class Mine(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
+        gamma: float = tk.setting(2.0, "How much less a certain example counts.", least=0.0)
+
+    groups = (tk.SeedConfig, tk.OutputConfig, tk.BatchConfig, tk.DeviceConfig, tk.DevicesConfig, tk.HubConfig, tk.Settings)
+    assert all(isinstance(Mine(), group) for group in groups)
+    with pytest.raises(tk.Refusal, match="gamma"):
+        Mine(gamma=-1.0)
+
+
+@shows(
+    "AdapterConfig", "CausalLMConfig", "LossConfig", "ClassificationConfig", "PairsConfig", "PreferenceConfig", "RankedAnswersConfig",
+    "ReferenceConfig", "RewardConfig", "SampleConfig", "UnpairedConfig",
+)  # fmt: skip
+def settings_of_methods() -> None:
+    assert tk.AdapterConfig().lora_r > 0
+    assert tk.LossConfig().label_smoothing_factor == 0
+    assert tk.CausalLMConfig().z_loss == 0
+    assert tk.ClassificationConfig(problem_type="regression").problem_type == "regression"
+    assert tk.PairsConfig().pair_layout == "auto"
+    assert tk.PreferenceConfig(loss_type=["simpo"]).loss_type == ["simpo"]
+    assert tk.RankedAnswersConfig().pairs_per_prompt
+    assert tk.ReferenceConfig().reference == "auto"
+    assert tk.RewardConfig()
+    assert tk.SampleConfig(num_samples=2).num_samples == 2
+    assert tk.UnpairedConfig(beta=0.2).beta == 0.2
+
+
+@shows("trained_model")
+def a_model_trained_before() -> None:
+    assert tk.trained_model("no/such/folder", "tiny-llama") == "tiny-llama"
+
+
+@shows("load_splits")
+def splits_of_a_file() -> None:
+    Path("rows.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS))
+    splits = tk.load_splits(tk.DataConfig(dataset="rows.jsonl", eval_fraction=0.2))
+    assert sum(len(split) for split in splits.values()) == 20
+
+
+@shows("train_tokenizer", "load_tokenizer", "is_built_in", "pad_apart_from_end")
+def tokenizers() -> None:
+    trained = tk.train_tokenizer(TEXTS, vocab_size=300)
+    trained.save_pretrained("tokenizer")
+    assert tk.load_tokenizer(tk.ModelConfig(tokenizer="tokenizer"))("odd").input_ids == trained("odd").input_ids
+    assert tk.is_built_in("tiny-llama")
+    assert tk.pad_apart_from_end(trained).pad_token_id != trained.eos_token_id
+
+
+@shows("load_model", "add_adapter")
+def models() -> None:
+    model = tk.load_model("AutoModelForCausalLM", tk.ModelConfig(hidden_size=32, num_hidden_layers=1), tokenizer())
+    adapted = tk.add_adapter(model, tk.AdapterConfig(use_peft=True, lora_r=2), tokenizer())
+    assert sum(weight.requires_grad for weight in adapted.parameters()) < sum(1 for _ in adapted.parameters())
+
+
+@shows("tokenize_for_lm", "texts_of", "text_size", "text_baselines", "collate_packed", "pack_best_fit", "pack_wrapped")
+def text() -> None:
+    raw = rows(text=TEXTS)
+    assert list(tk.texts_of(raw["train"])) == TEXTS[:16]
+    splits = tk.tokenize_for_lm(raw, tokenizer(), tk.DataConfig(max_length=64))
+    assert tk.text_size(splits, tokenizer())["num_bytes"] == sum(len(text) for text in TEXTS[16:])
+    assert tk.text_baselines(splits, tokenizer())
+    assert tk.collate_packed(documents(splits))["input_ids"].shape[0] == 1
+    lengths = splits["train"].with_format("numpy")["length"][:]
+    assert tk.pack_best_fit(lengths, 64) is not None
+    assert tk.pack_wrapped(lengths, 64) is not None
+
+
+@shows("tokenize_for_sft", "answer_baselines", "collate_padded", "build_dataloaders", "Batch", "sample_prompts")
+def prompts_and_completions() -> None:
+    splits = tk.tokenize_for_sft(chats(), tokenizer(), tk.DataConfig(max_length=64))
+    assert tk.answer_baselines(splits, len(tokenizer()))
+    assert tk.collate_padded(documents(splits), tokenizer().pad_token_id)["input_ids"].shape[0] == 3
+    train, evaluation = tk.build_dataloaders(splits, tk.collate_padded, tk.DataConfig(per_device_train_batch_size=4, num_train_epochs=1.0))
+    batches = list(train.batches())
+    assert len(batches) == train.num_steps == 4
+    assert isinstance(batches[0], tk.Batch)
+    assert evaluation is not None
+    assert len(tk.sample_prompts(chats(), tokenizer(), tk.SampleConfig(num_samples=2))) == 2
+
+
+@shows("epoch_order", "seed_micro_batch")
+def order() -> None:
+    assert sorted(tk.epoch_order(10, seed=1, epoch=0)) == list(range(10))
+    tk.seed_micro_batch(7)
+    first = torch.rand(1)
+    tk.seed_micro_batch(7)
+    assert torch.rand(1) == first
+
+
+def a_batch() -> tuple[dict[str, Any], dict[str, float]]:
+    splits = tk.tokenize_for_lm(rows(text=TEXTS), tokenizer(), tk.DataConfig(max_length=64))
+    train, _ = tk.build_dataloaders(splits, tk.collate_padded, tk.DataConfig(per_device_train_batch_size=4, max_steps=2))
+    return train, next(iter(train.batches()))
+
+
+@shows("causal_lm_loss", "causal_lm_metrics", "causal_lm_metrics_with_bytes", "Metrics", "to_device", "eval_with_gather")
+def language_modeling() -> None:
+    model, splits = language_model(), tk.tokenize_for_lm(rows(text=TEXTS), tokenizer(), tk.DataConfig(max_length=64))
+    train, evaluation = tk.build_dataloaders(splits, tk.collate_padded, tk.DataConfig(max_steps=1))
+    batch = next(iter(train.batches()))
+    loss, metrics = tk.causal_lm_loss(model, tk.to_device(batch.micro_batches[0], torch.device("cpu")), batch.totals)
+    assert loss.requires_grad
+    assert 0 <= metrics["token_accuracy"] <= 1
+    found = tk.eval_with_gather(accelerator(), model, evaluation, tk.causal_lm_metrics)
+    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
+    with_bytes = tk.causal_lm_metrics_with_bytes(**tk.text_size(splits, tokenizer()))
+    assert tk.eval_with_gather(accelerator(), model, evaluation, with_bytes)["eval_bits_per_byte"] > 0
+    tokens = tk.Metrics(lambda model, micro_batch: {"tokens": torch.tensor(micro_batch["input_ids"].numel())}, lambda sums: {"tokens": float(sums["tokens"])})
+    assert tk.eval_with_gather(accelerator(), model, evaluation, tokens)["eval_tokens"] > 0
+
+
+@shows("build_optimizer", "build_schedule", "train_step", "accumulate_micro_batch", "accumulate_gradients", "clip_and_update", "sum_over_ranks", "fit_micro_batch")
+def a_step() -> None:
+    model, (train, batch) = language_model(), a_batch()
+    optimizer, schedule = tk.build_optimizer(model, tk.OptimConfig(optim="adamw_torch", learning_rate=1e-2), num_steps=2)
+    assert tk.build_schedule(tk.OptimConfig(warmup_steps=0), num_steps=2)(0.0) == 1.0
+    model, optimizer = accelerator().prepare(model, optimizer)
+    train = tk.fit_micro_batch(accelerator(), model, optimizer, train, tk.causal_lm_loss, tk.DataConfig())
+    metrics = tk.train_step(accelerator(), model, optimizer, batch, tk.causal_lm_loss, schedule(0.0))
+    assert metrics["loss"] > 0
+    metrics = tk.accumulate_gradients(accelerator(), model, batch, tk.causal_lm_loss)
+    metrics |= tk.clip_and_update(accelerator(), model, optimizer, metrics["loss"], schedule(0.5), max_grad_norm=1.0)
+    assert metrics["grad_norm"] > 0
+    part = tk.accumulate_micro_batch(accelerator(), model, batch, 0, tk.causal_lm_loss)
+    assert tk.sum_over_ranks(accelerator(), part)["loss"] > 0
+
+
+@shows(
+    "tokenize_for_classification", "label_settings", "class_baselines", "classification_task", "classification_loss",
+    "classification_metrics",
+)  # fmt: skip
+def classification() -> None:
+    assert tk.label_settings(classes(), tk.ClassificationConfig())["num_labels"] == 2
+    assert tk.class_baselines(classes())
+    splits = tk.tokenize_for_classification(classes(), tokenizer(), Classes())
+    micro_batch, model = tk.collate_padded(documents(splits), tokenizer().pad_token_id), classifier(2)
+    loss, _ = tk.classification_loss(model, micro_batch, {"examples": 3.0})
+    loss_fn, metrics = tk.classification_task("single_label", num_labels=2)
+    assert loss_fn(model, micro_batch, {"examples": 3.0})[0] == loss
+    _, evaluation = tk.build_dataloaders(splits, tk.collate_padded, tk.DataConfig())
+    assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_loss"] > 0
+    assert "eval_f1" in tk.eval_with_gather(accelerator(), model, evaluation, tk.classification_metrics(["f1"], num_labels=2))
+
+
+@dataclass(frozen=True)
+class Classes(tk.DataConfig, tk.ClassificationConfig):
+    max_length: int = 64
+
+
+@shows("multi_label_loss", "regression_loss")
+def numbers_and_sets() -> None:
+    micro_batch = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    loss, _ = tk.multi_label_loss(classifier(2), {**micro_batch, "labels": torch.tensor([[1.0, 0.0]])}, {"examples": 1.0})
+    assert loss > 0
+    loss, _ = tk.regression_loss(classifier(1), {**micro_batch, "labels": torch.tensor([3.0])}, {"examples": 1.0})
+    assert loss > 0
+
+
+def logps() -> tuple[tk.PairLogps, tk.PairLogps]:
+    """Of three pairs, by the policy and by the reference."""
+    tokens = torch.tensor([4.0, 5.0, 6.0])
+    policy = tk.PairLogps(torch.tensor([-3.0, -4.0, -5.0]), torch.tensor([-4.0, -5.0, -6.0]), tokens, tokens)
+    return policy, tk.PairLogps(torch.tensor([-3.5, -4.0, -5.5]), torch.tensor([-4.0, -4.5, -6.0]), tokens, tokens)
+
+
+@shows(
+    "PairLogps", "sigmoid_loss", "sigmoid_norm_loss", "robust_loss", "hinge_loss", "ipo_loss", "exo_pair_loss", "discopop_loss",
+    "nca_pair_loss", "bco_pair_loss", "sppo_hard_loss", "apo_zero_loss", "apo_down_loss", "aot_loss", "aot_unpaired_loss",
+    "simpo_loss", "cpo_loss", "orpo_loss", "sft_loss", "desensitized_weights",
+)  # fmt: skip
+def losses_of_pairs() -> None:
+    policy, reference = logps()
+    losses = [
+        tk.sigmoid_loss(policy, reference, beta=0.1),
+        tk.sigmoid_norm_loss(policy, reference, beta=0.1),
+        tk.robust_loss(policy, reference, beta=0.1, label_smoothing=0.1),
+        tk.hinge_loss(policy, reference, beta=0.1),
+        tk.ipo_loss(policy, reference, beta=0.1),
+        tk.exo_pair_loss(policy, reference, beta=0.1, label_smoothing=0.1),
+        tk.discopop_loss(policy, reference, beta=0.1),
+        tk.nca_pair_loss(policy, reference, beta=0.1),
+        tk.bco_pair_loss(policy, reference, beta=0.1),
+        tk.sppo_hard_loss(policy, reference, beta=0.1),
+        tk.apo_zero_loss(policy, reference, beta=0.1),
+        tk.apo_down_loss(policy, reference, beta=0.1),
+        tk.aot_loss(policy, reference, beta=0.1),
+        tk.aot_unpaired_loss(policy, reference, beta=0.1),
+        tk.simpo_loss(policy, beta=2.0, gamma=1.0),
+        tk.cpo_loss(policy, beta=0.1),
+        tk.orpo_loss(policy, beta=0.1),
+        tk.sft_loss(policy),
+    ]
+    assert all(torch.isfinite(loss).all() for loss in losses)
+    weights = tk.desensitized_weights(torch.tensor([3]), torch.tensor([2]), length=4, ld_alpha=0.5)
+    assert weights is not None
+
+
+@shows("kto_kl", "kto_loss", "apo_zero_unpaired_loss", "unpaired_loss")
+def losses_of_single_answers() -> None:
+    policy, reference, desirable = torch.tensor([-3.0, -4.0]), torch.tensor([-3.5, -3.5]), torch.tensor([True, False])
+    kl = tk.kto_kl(policy, reference)
+    assert kl >= 0
+    assert torch.isfinite(tk.kto_loss(policy, reference, desirable, kl, beta=0.1)).all()
+    assert torch.isfinite(tk.apo_zero_unpaired_loss(policy, reference, desirable, beta=0.1)).all()
+    totals = {"examples": 2.0, "desirable": 1.0, "undesirable": 1.0}
+    loss, _ = tk.unpaired_loss(policy, reference, desirable, kl, totals, beta=0.2)
+    assert torch.isfinite(loss)
+
+
+@shows("tokenize_for_preference", "preference_baselines", "collate_pairs", "choose_pair_layout", "pair_logps", "preference_loss", "preference_metrics")
+def pairs() -> None:
+    splits, model = tk.tokenize_for_preference(preferences(), tokenizer(), tk.DataConfig(max_length=64)), language_model()
+    assert tk.preference_baselines(splits)
+    collate = functools.partial(tk.collate_pairs, layout=tk.choose_pair_layout(model, "auto"), pad_token_id=tokenizer().pad_token_id)
+    policy = tk.pair_logps(model, collate(documents(splits)))
+    loss, _ = tk.preference_loss(policy, policy, {"pairs": 3.0}, beta=0.1)
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-5)
+    _, evaluation = tk.build_dataloaders(splits, collate, tk.DataConfig())
+    metrics = tk.preference_metrics(lambda model, micro_batch: (tk.pair_logps(model, micro_batch),) * 2)
+    assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_reward_margin"] == 0
+
+
+@shows("reward_loss", "reward_metrics", "pair_rewards")
+def rewards() -> None:
+    splits, model = tk.tokenize_for_preference(preferences(), tokenizer(), tk.DataConfig(max_length=64)), classifier(1)
+    collate = functools.partial(tk.collate_pairs, layout="padded", pad_token_id=tokenizer().pad_token_id)
+    chosen, rejected = tk.pair_rewards(model, collate(documents(splits)))
+    assert chosen.shape == rejected.shape == (3,)
+    loss, _ = tk.reward_loss(model, collate(documents(splits)), {"pairs": 3.0}, margin_coefficient=0.0)
+    assert loss > 0
+    _, evaluation = tk.build_dataloaders(splits, collate, tk.DataConfig())
+    assert "eval_reward_accuracy" in tk.eval_with_gather(accelerator(), model, evaluation, tk.reward_metrics())
+
+
+@shows(
+    "tokenize_for_unpaired", "unpaired_baselines", "mismatch_answers", "collate_answers", "choose_answer_layout", "answer_logps",
+    "mismatched_logps", "estimate_kl", "unpaired_metrics",
+)  # fmt: skip
+def single_answers() -> None:
+    splits, model = tk.tokenize_for_unpaired(marked(), tokenizer(), tk.DataConfig(max_length=64)), language_model()
+    assert tk.unpaired_baselines(splits)
+    splits = tk.mismatch_answers(splits, tk.DataConfig(max_length=64))
+    collate = functools.partial(tk.collate_answers, layout=tk.choose_answer_layout(model), pad_token_id=tokenizer().pad_token_id)
+    assert tk.answer_logps(model, collate(documents(splits))).shape == (3,)
+
+    def logps(model: Any, answers: dict[str, Any]) -> Any:
+        return (tk.answer_logps(model, answers),) * 2
+
+    def logps_of_mismatched(model: Any, answers: dict[str, Any]) -> Any:
+        return (tk.mismatched_logps(model, answers),) * 2
+
+    train, evaluation = tk.build_dataloaders(splits, collate, tk.DataConfig(max_steps=1))
+    assert tk.estimate_kl(accelerator(), model, next(iter(train.batches())), logps_of_mismatched) == 0
+    metrics = tk.unpaired_metrics(logps, logps_of_mismatched)
+    assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_kl"] == 0
+
+
+@dataclass(frozen=True)
+class Preferring(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.PreferenceConfig, tk.ReferenceConfig, tk.AdapterConfig, tk.RunConfig):
+    reference: str = "model"
+    max_length: int = 64
+    max_steps: int = 1
+    use_cpu: bool = True
+
+
+@shows("Reference", "build_reference", "sync_reference")
+def a_reference() -> None:
+    config = Preferring(output_dir="runs/dpo")
+    splits = tk.tokenize_for_preference(preferences(), tokenizer(), config)
+    train, evaluation = tk.build_dataloaders(splits, tk.collate_pairs, config, accelerator())
+    model = language_model()
+    reference = tk.build_reference(accelerator(), model, language_model, train, evaluation, config)
+    assert isinstance(reference, tk.Reference)
+    optimizer, _ = tk.build_optimizer(model, tk.OptimConfig(optim="adamw_torch"), num_steps=1)
+    model, optimizer = accelerator().prepare(model, optimizer)
+    with tk.open_run(accelerator(), config, model, optimizer, train) as run:
+        for batch in run:
+            tk.sync_reference(run, reference, model, config)
+            assert reference(model, batch.micro_batches[0]).chosen.shape == (len(batch.examples),)
+            break
+
+
+@shows("build_accelerator", "open_run", "Run", "load_best", "stopped_improving", "sample_texts", "save_model", "save_to_hub", "Summary", "write_report")
+def a_run() -> None:
+    config = Config(output_dir="runs/tiny")
+    accelerator = tk.build_accelerator(config)
+    splits, model = tk.tokenize_for_sft(chats(), tokenizer(), config), language_model()
+    train, evaluation = tk.build_dataloaders(splits, tk.collate_padded, config, accelerator)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    prompts = tk.sample_prompts(chats(), tokenizer(), config)
+    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+        assert isinstance(run, tk.Run)
+        for batch in run:
+            rates = schedule(run.progress, run.objective)
+            run.log(tk.train_step(accelerator, model, optimizer, batch, tk.causal_lm_loss, rates))
+            if run.due("eval"):
+                run.log(tk.eval_with_gather(accelerator, model, evaluation, tk.causal_lm_metrics))
+                run.add_samples(tk.sample_texts(accelerator, model, tokenizer(), prompts, config))
+                assert not tk.stopped_improving(run.history("eval_loss"), patience=2)
+        tk.load_best(run)
+        assert tk.save_model(accelerator, model, tokenizer(), config.output_dir, run.summary).name == "model"
+        tk.save_to_hub(run)  # nothing without --push-to-hub
+    assert isinstance(run.summary, tk.Summary)
+    assert tk.write_report(["runs/tiny"], "report.html").exists()
+
+
+@shows("run_recipe")
+def a_recipe() -> None:
+    seen = []
+
+    def main(config: Config) -> None:
+        seen.append(config.learning_rate)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["recipe.py", "--learning-rate", "0.5"])
+        tk.run_recipe(main)
+    assert seen == [0.5]
+
+
+@shows("verify_checkpoint", "latest_checkpoint")
+def checkpoints() -> None:
+    Path("checkpoints/step-2").mkdir(parents=True)  # what a run writes has a manifest
+    assert tk.verify_checkpoint("checkpoints/step-2")
+    assert tk.latest_checkpoint("checkpoints") is None
+
+
+@shows("Interrupted")
+def ends_of_a_run() -> None:
+    assert not issubclass(tk.Interrupted, Exception)
+
+
+@shows("memory_table")
+def memory() -> None:
+    model = language_model()
+    optimizer, _ = tk.build_optimizer(model, tk.OptimConfig(optim="adamw_torch"), num_steps=1)
+    assert "ZeRO-3" in tk.memory_table(accelerator(), model, optimizer, tk.OptimConfig(optim="adamw_torch"))
+
+
+def test_every_public_name_has_an_example_that_uses_it() -> None:
+    """Fails when: a line is added to toolkit/__init__.pyi, or an example no longer uses what it is said to show."""
+    assert sorted(EXAMPLES) == sorted({*tk.__all__, "__version__"})
+    assert [name for name, example in EXAMPLES.items() if f"tk.{name}" not in inspect.getsource(example)] == []
+
+
+@pytest.mark.parametrize("example", dict.fromkeys(EXAMPLES.values()), ids=lambda example: example.__name__)
+def test_an_example_runs(example: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: a public function needs more than its docstring says, such as a field of a whole recipe's config."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    example()
