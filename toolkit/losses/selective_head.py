@@ -2,20 +2,22 @@
 
 A head of V tokens over N positions makes N x V logits, often more memory than all the rest of the model. Most of them may be
 unsupervised, and none is needed once its cross-entropy and gradient are known. So for the length of one forward pass the
-head's own `forward` is replaced by a function that picks the supervised ones of the hidden states it is given and
-walks over them in chunks. What the head returns, and so the model's `logits`, are two sums, or the log-probability of each
-supervised token. Wrappers (DDP, FSDP, ZeRO,
-adapters, autocast) see an ordinary forward and backward.
+head's own `forward` is replaced by a function that picks the supervised ones of the hidden states it is given and goes over
+them in chunks. What the head returns, and so the model's `logits`, are two sums, or the log-probability of each supervised
+token. Wrappers (DDP, FSDP, ZeRO, adapters, autocast) see an ordinary forward and backward. Why there is no
+simpler way: docs/design.md.
 
 A model that changes its logits after the head (soft-capping, scaling) cannot be served so. It is recognized once, by a
 head that returns a pattern which the model ought to return untouched, and gets its logits at supervised positions whole.
 """
 
+from __future__ import annotations
+
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,15 +30,18 @@ from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.models.compat import is_compiled
 from toolkit.models.layers import uncompiled
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 logger = logging.getLogger(__name__)
 
 Compute = Callable[[Logits, Sequence[nn.Parameter], torch.Tensor, int], torch.Tensor]
 
-_HEAD_COMES_LAST: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_HEAD_COMES_LAST: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # what the trial with two tokens found
 
 
 def supervised_sums(
-    model: Any,
+    model: nn.Module,
     inputs: dict[str, Any],
     positions: torch.Tensor,
     targets: torch.Tensor,
@@ -56,7 +61,7 @@ def supervised_sums(
     return loss, correct.detach()
 
 
-def at_positions(model: Any, inputs: dict[str, Any], positions: torch.Tensor, compute: Compute) -> torch.Tensor:
+def at_positions(model: nn.Module, inputs: dict[str, Any], positions: torch.Tensor, compute: Compute) -> torch.Tensor:
     """One forward pass, and of its logits at some positions what `compute` makes of them.
 
     `compute(logits_of, parameters, rows, vocabulary)` returns a tensor `[n]` from `rows` `[P, width]`, of which `logits_of`
@@ -85,7 +90,7 @@ def at_positions(model: Any, inputs: dict[str, Any], positions: torch.Tensor, co
         return model(**inputs).logits.flatten()
 
 
-def _logits_at(model: Any, base: Any, inputs: dict[str, Any], positions: torch.Tensor) -> torch.Tensor:
+def _logits_at(model: nn.Module, base: PreTrainedModel, inputs: dict[str, Any], positions: torch.Tensor) -> torch.Tensor:
     """Logits `[P, V]` at flat positions, as the model itself makes them."""
     length = inputs["input_ids"].shape[1]
     if "logits_to_keep" in _forward_parameters(base):
@@ -96,12 +101,13 @@ def _logits_at(model: Any, base: Any, inputs: dict[str, Any], positions: torch.T
     return logits.reshape(-1, logits.shape[-1]).index_select(0, positions.to(logits.device))
 
 
-def _forward_parameters(base: Any) -> Mapping[str, Any]:
-    inner = base.get_base_model() if hasattr(base, "get_base_model") else base  # an adapter's own forward takes anything
+def _forward_parameters(base: PreTrainedModel) -> Mapping[str, Any]:
+    body: Any = base  # an adapter's own forward takes anything
+    inner = body.get_base_model() if hasattr(body, "get_base_model") else body
     return inspect.signature(inner.forward).parameters
 
 
-def head_comes_last(model: Any, base: Any, input_ids: torch.Tensor) -> bool:
+def head_comes_last(model: nn.Module, base: PreTrainedModel, input_ids: torch.Tensor) -> bool:
     """Whether the model returns what its head returns, untouched, and the head works with parameters of its own.
 
     Tried with two tokens, in evaluation mode. The head returns whole numbers up to 127, which survive a cast to bfloat16
@@ -133,7 +139,7 @@ def head_comes_last(model: Any, base: Any, input_ids: torch.Tensor) -> bool:
     return _not_last(base, "changes its logits after the head")
 
 
-def _not_last(base: Any, reason: str) -> bool:
+def _not_last(base: PreTrainedModel, reason: str) -> bool:
     if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         logger.warning("%s %s: logits at supervised positions are held in memory as a whole.", type(base).__name__, reason)
     return False
