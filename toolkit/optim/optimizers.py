@@ -12,7 +12,7 @@ from toolkit.config.conditions import OF_BITSANDBYTES, momentum_of
 from toolkit.config.reading import add_reads, note_made_of, read_apart
 from toolkit.distributed.engines.engine import Piece
 from toolkit.optim.compat import devices_of_fused_kernels
-from toolkit.optim.muon import muon_step, sharded_muon_step
+from toolkit.optim.muon import COEFFICIENTS, ITERATIONS, muon_step, sharded_muon_step
 from toolkit.optim.parameter_groups import Group, parameter_groups
 from toolkit.optim.schedules import build_schedule
 
@@ -63,7 +63,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[Group], config: OptimConfig) -> None:
-        muon = [{**group, "momentum": momentum_of(config)} for group in groups if group["rule"] == "muon"]
+        # The keys of torch.optim.Muon's groups, which checkpoints hold and compare.
+        of_torch = {
+            "momentum": momentum_of(config), "nesterov": True, "ns_coefficients": COEFFICIENTS, "eps": 1e-7,
+            "ns_steps": ITERATIONS, "adjust_lr_fn": "match_rms_adamw",
+        }  # fmt: skip
+        muon = [{**group, **of_torch} for group in groups if group["rule"] == "muon"]
         rest = [group for group in groups if group["rule"] == "adamw"]
         self.adamw = _adamw(rest, config, fused=_can_fuse(rest)) if rest else None
         super().__init__([*muon, *(self.adamw.param_groups if self.adamw else ())], {"lr": config.learning_rate})
