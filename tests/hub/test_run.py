@@ -4,12 +4,14 @@ import json
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.torch import load
+
+import toolkit as tk
 
 PUSH = ["--push-to-hub", "--hub-model-id", "model"]
 OF_A_MODEL = {
@@ -18,6 +20,11 @@ OF_A_MODEL = {
 }  # fmt: skip
 NAME = "alice/model"
 FOR_EVER = 10**9
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.DataConfig, tk.RunConfig):
+    pass
 
 
 def contents(folder: Path, prefix: str = "") -> dict[str, bytes]:
@@ -74,6 +81,7 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
     from toolkit.hub import uploads
     from toolkit.models.loaded import Loaded, loaded, note_loaded
     from toolkit.models.tokenizer import train_tokenizer
+    from toolkit.runs.summary import Summary, read_settings
 
     for tied in (False, True):
         folder = tmp_path / f"tied-{tied}"
@@ -81,8 +89,8 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
         shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
         model = LlamaForCausalLM(LlamaConfig(vocab_size=300, tie_word_embeddings=tied, **shape))
         note_loaded(model, Loaded(tokenizer=train_tokenizer(["a few words"] * 9, 270)))
-        settings = {"output_dir": str(folder), "dtype": "auto", "model": "tiny-llama", "dataset": "stdlib:sft", "push_to_hub": False}
-        config = SimpleNamespace(**settings)
+        config = Config(output_dir=str(folder), dtype="auto", model="tiny-llama", dataset="stdlib:sft")
+        assert config.dtype == "auto"  # read, as loading a model does: the card shows settings that were read
         folder.mkdir()
         (folder / "run.json").write_text(json.dumps({"model": {"name": "tiny-llama"}, "data": {"dataset": "stdlib:sft"}}))
         sent = uploads.Uploads("alice/model", config, model, shards=False, say=print)
@@ -95,7 +103,8 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
             files, directory = folder / f"{step}/files", folder / f"{step}/reference"
             files.mkdir(parents=True)
             sent._add_model(checkpoint, step, files, [])
-            uploads.write_model(directory, model, whole_state_dict(None, model), loaded(model).tokenizer, config, {})
+            card = uploads.card_of_run(model, folder, Summary({}, read_settings(config)))
+            uploads.write_model(directory, model, whole_state_dict(None, model), loaded(model).tokenizer, card)
             expected = {**contents(directory), "README.md": contents(directory)["README.md"].replace(f'"tied-{tied}/model"'.encode(), b'"alice/model"')}
             assert contents(files)["README.md"].decode().splitlines() == expected["README.md"].decode().splitlines()
             assert contents(files) == expected
