@@ -146,7 +146,7 @@ def test_what_stands_for_python_runs_in_a_folder_with_a_space(client_script: Cal
     (programs / "python").symlink_to(sys.executable)
     (tmp_path / "python").write_text(client_script(programs, "no socket"))
     (tmp_path / "python").chmod(0o755)
-    done = subprocess.run([tmp_path / "python", "-c", "print('it runs')"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([tmp_path / "python", "-S", "-c", "print('it runs')"], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("it runs\n", "")
 
 
