@@ -130,7 +130,7 @@ def wait_for(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def resumed_from(finished: Finished) -> int:
     """The step a run was resumed from; 0 when it began anew."""
-    found = re.search(r"resumed from .*: step (\d+) of", finished.out)
+    found = re.search(r"Resumed from .* at step (\d+)", finished.out)
     return int(found[1]) if found else 0
 
 

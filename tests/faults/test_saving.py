@@ -103,7 +103,7 @@ def check_failed_save(tiny, whole, flags: list[str], plan: dict, output_dir: str
     assert [path.name for path in whole_checkpoints(killed.folder)] == ["step-4"]
     resumed = tiny(*flags, "--resume", output_dir=output_dir)
     assert resumed.code == 0, resumed.out
-    assert "resumed from" in resumed.out
+    assert "Resumed from" in resumed.out
     assert resumed.outcome == whole.outcome
 
 

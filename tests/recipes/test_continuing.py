@@ -86,7 +86,7 @@ def test_a_run_continued_from_an_older_checkpoint_begins_a_new_timeline_there(ru
     longer = [*new, "--max-steps", "10", "--resume", "--allow-change", "max_steps"]  # the rate is that of the new checkpoints
     further = run_recipe("accelerated", *longer)
     assert further.code == 0, further.err
-    assert "resumed from out/checkpoints/step-8" in further.out
+    assert "Resumed from out/checkpoints/step-8" in further.out
     assert checkpoints(further.output_dir) == {*expected, "step-10"}
     assert same(further.weights(), run_recipe("accelerated", *longer, output_dir="other").weights())
 

@@ -248,7 +248,7 @@ def test_a_job_whose_machines_are_taken_away_ends_with_the_weights_of_an_uninter
             assert found.keys() == expected.keys()
             assert all(found[name].equal(tensor) for name, tensor in expected.items())
             assert curve(tmp_path / folder) == curve(whole)
-            resumed = re.search(r"resumed from .*: step (\d+)", ran.out)
+            resumed = re.search(r"Resumed from .* at step (\d+)", ran.out)
             steps.append(int(resumed[1]) if resumed else 0)
             in_part += ran.out.count("came back from S3 in part")
         if line.tried == trials:

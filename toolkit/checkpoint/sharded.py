@@ -4,7 +4,10 @@ Whole tensors go to the main process, one at a time, in the optimizer's own prec
 file and keeps its pieces.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,10 +18,15 @@ from toolkit.distributed.engines import engine_of
 from toolkit.distributed.engines.engine import Piece
 from toolkit.distributed.engines.pieces import whole_tensor
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+
 
 def capture_sharded_state(
-    accelerator: Any, model: Any, optimizer: Any, run: dict[str, Any], kept: Any = None, base: dict[str, Any] | None = None
-) -> State | None:
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any],
+    kept: Mapping[str, Any] | None = None, base: dict[str, Any] | None = None,
+) -> State | None:  # fmt: skip
     """The state of live objects (unwrapped): on the main process, None on the others. A collective.
 
     `base`: what `sharded_base_identity` found on every rank, for a model with frozen parameters.
@@ -51,7 +59,9 @@ def capture_sharded_state(
 
 
 @torch.no_grad()
-def apply_sharded_state(accelerator: Any, state: State, model: Any, optimizer: Any, *, only_model: bool = False) -> None:
+def apply_sharded_state(
+    accelerator: Accelerator, state: State, model: nn.Module, optimizer: torch.optim.Optimizer, *, only_model: bool = False
+) -> None:
     """Put a loaded state, which every rank has whole, into live objects; everything is compared first.
 
     Raises:
@@ -77,7 +87,7 @@ def apply_sharded_state(accelerator: Any, state: State, model: Any, optimizer: A
         buffer.copy_(state.model[name])
 
 
-def sharded_base_identity(accelerator: Any, model: Any) -> dict[str, Any]:
+def sharded_base_identity(accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
     """`base_identity` of frozen parameters that are sharded, the same on every rank. A collective."""
     engine = engine_of(accelerator)
     assert engine.whole_parameters is not None
@@ -86,7 +96,7 @@ def sharded_base_identity(accelerator: Any, model: Any) -> dict[str, Any]:
     return identity_of(model, {name: digest_of(name, whole) for name, whole in parameters if name in frozen})
 
 
-def _torch_optimizer(optimizer: Any) -> Any:
+def _torch_optimizer(optimizer: torch.optim.Optimizer) -> Any:
     """The optimizer that steps: inside Accelerate's and DeepSpeed's wrappers."""
     while not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
@@ -94,7 +104,7 @@ def _torch_optimizer(optimizer: Any) -> Any:
     return _torch_optimizer(inner) if inner is not None else optimizer
 
 
-def _pieces(accelerator: Any, model: Any, optimizer: Any) -> list[Piece]:
+def _pieces(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Piece]:
     engine = engine_of(accelerator)
     assert engine.pieces is not None
     return engine.pieces(accelerator, model, optimizer)
@@ -143,7 +153,7 @@ def _scalar(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _buffers(model: Any) -> dict[str, torch.Tensor]:
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Persistent ones: the same on every rank."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}

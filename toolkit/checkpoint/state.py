@@ -1,9 +1,12 @@
 """The state of a run as a value: taken from live objects, and put back into them all at once or not at all."""
 
+from __future__ import annotations
+
 import copy
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +15,9 @@ from toolkit.checkpoint.random_state import capture_random_state
 from toolkit.checkpoint.trees import flatten, unflatten
 from toolkit.config import Refusal
 from toolkit.system.nonfinite import has_nonfinite
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,9 @@ class State:
 
 
 def capture_state(
-    model: Any, optimizer: Any, run: dict[str, Any], scaler: Any = None, kept: Any = None, base: dict[str, Any] | None = None
-) -> State:
+    model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any], scaler: torch.amp.GradScaler | None = None,
+    kept: Mapping[str, Any] | None = None, base: dict[str, Any] | None = None,
+) -> State:  # fmt: skip
     """The state of live objects (unwrapped), without copying it. `base`: of `base_identity`, if that is known already."""
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
     return State(
@@ -86,7 +93,9 @@ def copy_state(state: State, into: dict[str, torch.Tensor] | None = None) -> Sta
     )
 
 
-def apply_state(state: State, model: Any, optimizer: Any, scaler: Any = None) -> None:
+def apply_state(
+    state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler | None = None
+) -> None:
     """Put a loaded state into live objects; everything is compared first, so that on an error they are as they were.
 
     Raises:
@@ -111,16 +120,17 @@ def apply_state(state: State, model: Any, optimizer: Any, scaler: Any = None) ->
             tensor.copy_(state.model[name])
 
 
-def base_identity(model: Any) -> dict[str, Any]:
+def base_identity(model: nn.Module) -> dict[str, Any]:
     """Name, commit and SHA-256 of the frozen parameters of a model: what an adapter's checkpoint is worthless without."""
     frozen = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return identity_of(model, {name: digest_of(name, parameter) for name, parameter in frozen})
 
 
-def identity_of(model: Any, digests: dict[str, str]) -> dict[str, Any]:
+def identity_of(model: nn.Module, digests: dict[str, str]) -> dict[str, Any]:
     """The identity that the digests of a model's frozen parameters make."""
     name, commit = origin_of(getattr(model, "config", None))
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    get_base = getattr(model, "get_base_model", None)  # of peft
+    inner = get_base() if get_base else model
     return {
         "model": name or type(inner).__name__,
         "revision": commit,
@@ -150,7 +160,7 @@ def nonfinite_parameter(state: State) -> str | None:
     return next((name for name, tensor in state.model.items() if has_nonfinite(tensor)), None)
 
 
-def _saved_tensors(model: Any) -> dict[str, torch.Tensor]:
+def _saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Trained parameters and persistent buffers, each storage under its first name only: tied weights are stored once."""
     frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
     seen: set[tuple[int, int]] = set()
@@ -164,7 +174,7 @@ def _saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _parameter_names(model: Any, optimizer: Any) -> list[list[str]]:
+def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     name = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[name[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 

@@ -1,5 +1,7 @@
 """A run's output directory: whether it is free, who writes it, and the files of figures in it."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
@@ -8,13 +10,16 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config import OutputConfig, Refusal, write_config_file
 from toolkit.config.places import check_place, unwritable
 from toolkit.runs.summary import Summary
 from toolkit.system.files import make_folder, write_atomically
 from toolkit.system.json_lines import strict_json
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "run.json")
 FOLDERS = ("checkpoints", "model", "incidents", "trackers", "hub_queue")
@@ -39,7 +44,7 @@ def check_output_dir(config: OutputConfig) -> None:
 
 
 @contextlib.contextmanager
-def claimed(config: OutputConfig, accelerator: Any = None) -> Iterator[Path]:
+def claimed(config: OutputConfig, accelerator: Accelerator | None = None) -> Iterator[Path]:
     """Hold the output directory for as long as the block runs; without an accelerator, with config.yaml in it.
 
     The lock is the operating system's: it falls when its process dies, so a dead run blocks nobody. A refusal inside the

@@ -52,7 +52,7 @@ def unread_after_a_step(config: Settings) -> str | None:
     return said if unread else None
 
 
-def verdict_of(status: str, values: Mapping[str, Any], config: Any) -> str | None:
+def verdict_of(status: str, values: Mapping[str, Any], config: Settings) -> str | None:
     """The last line of a run that came to its end: whether it beat its baselines, and its own first evaluation."""
     if status not in ("finished", "stopped early"):
         return None

@@ -1,5 +1,7 @@
 """run.json: what a run was made of, so that it can be understood, and repeated, later."""
 
+from __future__ import annotations
+
 import importlib.metadata
 import json
 import os
@@ -9,11 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.config import Refusal
+from toolkit.config import Refusal, Settings
 from toolkit.config.files import mark_not_read
 from toolkit.config.reading import forget_reads, is_made_of_settings, settings_read, values_of
 from toolkit.config.setting import given_settings
@@ -30,6 +32,12 @@ from toolkit.system.digests import digests_of_directories, sha256_of
 from toolkit.system.files import write_atomically
 from toolkit.system.json_lines import strict_json
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+    from toolkit.data.loading.loaders import StreamLoader, TrainLoader
+
 LIBRARIES = (
     "torch", "accelerate", "transformers", "datasets", "evaluate", "peft", "safetensors", "tokenizers", "numpy",
     "huggingface_hub", "deepspeed",
@@ -38,9 +46,9 @@ REPLAYED_DATA = "TOOLKIT_REPLAYED_DATA"  # the variable that tells a replay's ru
 
 
 def write_run_card(
-    path: Path, accelerator: Any, config: Any, model: Any, train: Any, optimizer: Any = None, continued: Sequence[str] = (),
-    say: Callable[[str], None] = print,
-) -> None:
+    path: Path, accelerator: Accelerator | None, config: Settings, model: PreTrainedModel, train: TrainLoader | StreamLoader,
+    optimizer: torch.optim.Optimizer | None = None, continued: Sequence[str] = (), say: Callable[[str], None] = print,
+) -> None:  # fmt: skip
     """Write settings, recipe, data, model, libraries, hardware and layout of a run as JSON. What is in it is listed here.
 
     The most of it is said in a line or two. `end_run_card` adds how it ended, and leaves of the settings those that were read.
@@ -63,7 +71,7 @@ def write_run_card(
     settings, values = public_settings(config), values_of(config)
     named = ("dataset", "model", "model_revision", "tokenizer", "chat_template", "deepspeed")
     names = {name: values.get(name) for name in named}
-    described = describe_optimizer(optimizer)
+    described, get_base = describe_optimizer(optimizer), getattr(model, "get_base_model", None)  # of peft
     card = {
         "settings": settings,
         "started": {"date": datetime.now(UTC).isoformat(timespec="seconds"), "directory": working_directory()},
@@ -85,7 +93,7 @@ def write_run_card(
             "tokenizer": names["tokenizer"] or names["model"],
             "tokenizer_commit": tokenizer_commit(names["tokenizer"], names["model"], names["model_revision"]),
             "directories": digests_of_directories(names["model"], names["tokenizer"]),
-            "architecture": type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__,
+            "architecture": type(get_base() if get_base else model).__name__,
             "dtype": str(getattr(model, "dtype", None) or next(model.parameters()).dtype).removeprefix("torch."),
             "attention": attention_of(model.config),
             "parameters": sum(element_count(p) for p in model.parameters()),
@@ -117,8 +125,9 @@ def write_run_card(
 
 
 def end_run_card(
-    path: Path, status: str, seconds: float, figures: dict[str, Any], config: Any = None, say: Callable[[str], None] = print
-) -> None:
+    path: Path, status: str, seconds: float, figures: dict[str, Any], config: Settings | None = None,
+    say: Callable[[str], None] = print,
+) -> None:  # fmt: skip
     """Add how a run ended, how long it took (seconds on the wall) and its last figures.
 
     With the config of a run that came to its end, the card's settings are those that the run has read. The others are listed
@@ -141,7 +150,7 @@ def end_run_card(
         write_atomically(path, json.dumps(card, indent=1, default=str) + "\n")
 
 
-def describe_optimizer(optimizer: Any) -> dict[str, Any] | None:
+def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
     """The class of an optimizer object and the defaults of its parameter groups; of what an engine has wrapped around it."""
     optimizer = unwrapped_optimizer(optimizer)
     if optimizer is None:
@@ -151,11 +160,10 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any] | None:
     return {"class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", "defaults": defaults}
 
 
-def unwrapped_optimizer(optimizer: Any) -> Any:
+def unwrapped_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
     """The optimizer inside of what an engine has wrapped around it."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def device_name(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from toolkit.tracking.throughput import model_work, peak_flops, training_flops
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch import nn
+    from transformers import PreTrainedModel
 
 WORK = ("model_tokens", "head_positions", "pairs")  # of this rank's model, for its FLOPs
 FLAGS = ("applied", "nonfinite")  # of a step, not metrics to average
@@ -70,7 +70,7 @@ class Window:
         self.steps += fresh
         return fresh
 
-    def event(self, optimizer: torch.optim.Optimizer, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+    def event(self, optimizer: torch.optim.Optimizer, model: PreTrainedModel, accelerator: Accelerator) -> dict[str, float]:
         """One logging event for the read steps: means over those that count, and rates. Empties the window.
 
         A step that was not finite is counted in `nonfinite_steps` and enters no mean. Nor does a metric that is not a number,

@@ -1,12 +1,17 @@
 """How fast a run is, and on how much: FLOPs of a token, the device's peak, memory in use."""
 
+from __future__ import annotations
+
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from toolkit.distributed.engines import element_count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Dense bf16 products without sparsity, in FLOP/s, from the makers' data sheets; longest name first, so that
 # "H100 PCIe" is found before "H100".
@@ -25,7 +30,7 @@ def peak_flops(device: torch.device) -> float | None:
     return next((PEAK_FLOPS[part] for part in by_length if re.search(rf"{part}(?![0-9A-Za-z])", name)), None)  # an L40 is no L4
 
 
-def training_flops(model: Any, tokens: float, head_positions: float, pairs: float) -> float:
+def training_flops(model: PreTrainedModel, tokens: float, head_positions: float, pairs: float) -> float:
     """FLOPs of forward and backward (PaLM, https://arxiv.org/abs/2204.02311, appendix B), recomputation left out.
 
     A number in a matrix takes 2 forward, 2 for the gradient of what goes in, and 2 for its own where it is trained, with each

@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config import RunConfig
 from toolkit.system.files import write_atomically
 from toolkit.tracking.logged_before import told_to_mlflow, told_to_trackio
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 PROJECT = "toolkit"
 WAITING = 10_000  # records that wait for a tracker before further ones are lost
@@ -93,7 +96,9 @@ class Trackers:
                 self._say(f"WARNING: {sender.name}: {sender.news.pop(0)}")
 
 
-def open_trackers(accelerator: Any, config: RunConfig, ids: dict[str, str], step: int, say: Callable[[str], None]) -> Trackers:
+def open_trackers(
+    accelerator: Accelerator, config: RunConfig, ids: dict[str, str], step: int, say: Callable[[str], None]
+) -> Trackers:
     """Start the trackers that the settings ask for, with settings that are safe to send and never the environment.
 
     Args:

@@ -1,7 +1,9 @@
 """Evaluation: every example of a split once, figures that do not depend on how it was cut."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,11 +14,15 @@ from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.metrics.metric import Metrics
 from toolkit.training.step import to_device
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+
 __all__ = ["Metrics", "eval_with_gather"]
 
 
 def eval_with_gather(
-    accelerator: Any, model: Any, loader: Iterable[Batch] | None, metrics: Metrics, prefix: str = "eval_"
+    accelerator: Accelerator, model: nn.Module, loader: Iterable[Batch] | None, metrics: Metrics, prefix: str = "eval_"
 ) -> dict[str, float]:
     """Figures over all examples of the loader, the same on every rank, with `prefix` before each name.
 
@@ -35,7 +41,9 @@ def eval_with_gather(
     return {f"{prefix}{name}": value for name, value in _finalized(accelerator, metrics, observed).items()}
 
 
-def _observe_sums(accelerator: Any, model: Any, loader: Iterable[Batch], metrics: Metrics) -> dict[str, np.ndarray]:
+def _observe_sums(
+    accelerator: Accelerator, model: nn.Module, loader: Iterable[Batch], metrics: Metrics
+) -> dict[str, np.ndarray]:
     assert metrics.update is not None
     totals: dict[str, torch.Tensor] = {}
     for batch in loader:
@@ -51,7 +59,9 @@ def _observe_sums(accelerator: Any, model: Any, loader: Iterable[Batch], metrics
     return {name: piece.reshape(value.shape).numpy() for (name, value), piece in zip(totals.items(), pieces, strict=True)}
 
 
-def _observe_rows(accelerator: Any, model: Any, loader: Iterable[Batch], metrics: Metrics) -> dict[str, np.ndarray]:
+def _observe_rows(
+    accelerator: Accelerator, model: nn.Module, loader: Iterable[Batch], metrics: Metrics
+) -> dict[str, np.ndarray]:
     assert metrics.gather is not None
     collected: dict[str, list[torch.Tensor]] = {}
     for batch in loader:
@@ -66,7 +76,7 @@ def _observe_rows(accelerator: Any, model: Any, loader: Iterable[Batch], metrics
     return {name: values[order] for name, values in whole.items()}
 
 
-def _from_all_ranks(accelerator: Any, rows: torch.Tensor) -> np.ndarray:
+def _from_all_ranks(accelerator: Accelerator, rows: torch.Tensor) -> np.ndarray:
     """Rows of all ranks, one behind the other; ranks may have different numbers of them, also none."""
     if _ranks(accelerator):
         width = rows.shape[1:].numel()
@@ -80,7 +90,7 @@ def _from_all_ranks(accelerator: Any, rows: torch.Tensor) -> np.ndarray:
     return rows.cpu().numpy()
 
 
-def _finalized(accelerator: Any, metrics: Metrics, observed: dict[str, np.ndarray]) -> dict[str, float]:
+def _finalized(accelerator: Accelerator, metrics: Metrics, observed: dict[str, np.ndarray]) -> dict[str, float]:
     """Figures from what was observed. Worked out once, since a user's function need not repeat itself exactly."""
     if not _ranks(accelerator):
         return metrics.finalize(observed)
@@ -105,7 +115,7 @@ def _in_float64(value: torch.Tensor) -> torch.Tensor:
     return (value.cpu() if value.device.type == "mps" else value).double()
 
 
-def _ranks(accelerator: Any) -> bool:
+def _ranks(accelerator: Accelerator) -> bool:
     return accelerator.num_processes > 1
 
 

@@ -1,11 +1,13 @@
 """The micro-batch that fits: tried before the first step, halved until it does. The mathematics stays as it was."""
 
+from __future__ import annotations
+
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from toolkit.config import Refusal
+from toolkit.config import DataConfig, PreferenceConfig, Refusal
 from toolkit.config.conditions import couples_a_micro_batch
 from toolkit.data.loading.order import seed_micro_batch
 from toolkit.distributed.engines import engine_of, unwrapped
@@ -13,6 +15,12 @@ from toolkit.distributed.ranks import largest
 from toolkit.optim.muon import workspace
 from toolkit.system.console import say
 from toolkit.training.step import LossFn, to_device
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+
+    from toolkit.data.loading.loaders import StreamLoader, TrainLoader
 
 WHAT_HELPS = "Lower --max-length, take --gradient-checkpointing, --bf16, another --optim, or a smaller model."
 
@@ -26,7 +34,10 @@ class OutOfMemory(Exception):
     on_every_rank = True  # it may be the only one that knows
 
 
-def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, loss_fn: LossFn, config: Any) -> Any:
+def fit_micro_batch(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, train: TrainLoader | StreamLoader,
+    loss_fn: LossFn, config: DataConfig,
+) -> TrainLoader | StreamLoader:  # fmt: skip
     """The training loader with a micro-batch that fits into memory: as given, or halved as often as need be.
 
     The longest micro-batch goes forward and backward once, beside memory for the optimizer's moments, and then what Muon's step
@@ -55,7 +66,7 @@ def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, lo
         raise Refusal(f"out of memory: not even one example of the longest fits. {WHAT_HELPS}")
     if size == asked:
         return train
-    if couples_a_micro_batch(config):
+    if isinstance(config, PreferenceConfig) and couples_a_micro_batch(config):
         raise Refusal(
             f"out of memory with {asked} examples in a micro-batch, and --loss-type {','.join(config.loss_type)} compares the "
             f"pairs of a micro-batch with each other: a smaller one is another loss. {size} would fit: take "
@@ -70,9 +81,12 @@ def fit_micro_batch(accelerator: Any, model: Any, optimizer: Any, train: Any, lo
     return dataclasses.replace(train, micro_batch_size=size)
 
 
-def _fits(accelerator: Any, model: Any, optimizer: Any, train: Any, loss_fn: LossFn, totals: dict[str, float]) -> bool:
+def _fits(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, train: TrainLoader | StreamLoader,
+    loss_fn: LossFn, totals: dict[str, float],
+) -> bool:  # fmt: skip
     reserved: list[torch.Tensor] = []
-    plain = getattr(optimizer, "optimizer", optimizer)
+    plain: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     matrices = [p for group in plain.param_groups if group.get("rule") == "muon" for p in group["params"]]
     with_one = {id(matrix) for matrix in matrices}
     try:
@@ -81,7 +95,7 @@ def _fits(accelerator: Any, model: Any, optimizer: Any, train: Any, loss_fn: Los
             reserved = [torch.empty_like(p) for p in trained for _ in range(1 if id(p) in with_one else 2)]
         seed_micro_batch(0)
         with accelerator.autocast():
-            loss, _ = loss_fn(model, to_device(train.longest_micro_batch(), accelerator.device), totals)
+            loss, _ = loss_fn(model, to_device(train.longest_micro_batch() or {}, accelerator.device), totals)
         loss.backward()
         del loss  # its graph, and with it the activations
         reserved.append(torch.empty(workspace(matrices), dtype=torch.uint8, device=accelerator.device))

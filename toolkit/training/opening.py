@@ -135,7 +135,7 @@ def _begin(
         display.resume(state.num_steps(train.global_batch_size), state.step)
         _show_resume(source, state, notes, state.events - len(events) if own else 0, say)
         if not is_over:  # else the files say what the weights were made with
-            came = [] if own else [f"resumed from a checkpoint of another run, {source}"]
+            came = [] if own else [f"went on from a checkpoint of another run, {source}"]
             state.continued = [*state.continued, *(f"step {state.step}: {note}" for note in [*came, *notes])]
         add_reads(config, state.settings_read)
         ckpt.restore_random_state(saved.random)

@@ -29,7 +29,7 @@ from toolkit.training.stopping import how_to_continue, interruption
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch import nn
+    from transformers import PreTrainedModel
 
     from toolkit.data.loading.batch import Batch
     from toolkit.data.loading.loaders import StreamLoader, TrainLoader
@@ -52,7 +52,7 @@ class Run:
 
     accelerator: Accelerator
     config: Any
-    model: nn.Module  # unwrapped, like the optimizer
+    model: PreTrainedModel  # unwrapped, like the optimizer
     optimizer: torch.optim.Optimizer
     train: TrainLoader | StreamLoader
     state: RunState

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from torch import nn
+    from transformers import PreTrainedModel
 
     from toolkit.config import RunConfig
     from toolkit.data.loading.loaders import StreamLoader, TrainLoader
@@ -45,7 +46,7 @@ class Saver:
     """Writes the checkpoints of a run, and knows how that went."""
 
     def __init__(
-        self, accelerator: Accelerator, config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer,
+        self, accelerator: Accelerator, config: RunConfig, model: PreTrainedModel, optimizer: torch.optim.Optimizer,
         stop: StopSignal, say: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.accelerator, self.config, self.model, self.optimizer = accelerator, config, model, optimizer

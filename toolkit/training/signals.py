@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from toolkit.distributed.launch import TRAIN_OPTIONS
@@ -67,7 +68,7 @@ def signals_noted(stop: StopSignal) -> Iterator[None]:
     """
     deadline = stop.deadline
 
-    def note(number: int, frame: Any) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         stop.number = number
         message = f"\n{signal.Signals(number).name}: finishing this step, then saving; once more to leave at once\n"
         if os.environ.get("LOCAL_RANK", "0") == "0":  # a launcher sends it to each rank
@@ -80,7 +81,7 @@ def signals_noted(stop: StopSignal) -> Iterator[None]:
             leaving = min(3.0, deadline / 3)  # what is left after a save: to tell other ranks, and to end
             signal.setitimer(signal.ITIMER_REAL, max(deadline - 2 * stop.seconds_to_save - leaving, 0.01))
 
-    def late(number: int, frame: Any) -> None:
+    def late(number: int, frame: FrameType | None) -> None:
         if stop.closed:
             return
         if stop.busy_saving:

@@ -1,7 +1,9 @@
 """One training step: the exact gradient of the global batch, clipped, guarded, applied."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -9,13 +11,17 @@ from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.order import seed_micro_batch
 from toolkit.distributed.engines import engine_of
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+
 LossFn = Callable[[Any, dict[str, Any], dict[str, float]], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 def train_step(
-    accelerator: Any,
-    model: Any,
-    optimizer: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     batch: Batch,
     loss_fn: LossFn,
     learning_rates: list[float],
@@ -37,7 +43,7 @@ def train_step(
     return metrics | clip_and_update(accelerator, model, optimizer, loss, learning_rates, max_grad_norm=max_grad_norm)
 
 
-def accumulate_gradients(accelerator: Any, model: Any, batch: Batch, loss_fn: LossFn) -> dict[str, torch.Tensor]:
+def accumulate_gradients(accelerator: Accelerator, model: nn.Module, batch: Batch, loss_fn: LossFn) -> dict[str, torch.Tensor]:
     """Add the gradient of the global batch's mean loss to `.grad`, and return the loss and the loss function's metrics.
 
     `loss_fn(model, micro_batch, totals)` returns its part of the mean, already divided by the total of its unit; the parts
@@ -52,7 +58,9 @@ def accumulate_gradients(accelerator: Any, model: Any, batch: Batch, loss_fn: Lo
     return sum_over_ranks(accelerator, sums)
 
 
-def accumulate_micro_batch(accelerator: Any, model: Any, batch: Batch, index: int, loss_fn: LossFn) -> dict[str, torch.Tensor]:
+def accumulate_micro_batch(
+    accelerator: Accelerator, model: nn.Module, batch: Batch, index: int, loss_fn: LossFn
+) -> dict[str, torch.Tensor]:
     """Forward and backward of one micro-batch: adds its part of the gradient to `.grad`.
 
     Returns this rank's parts of the loss and of the loss function's metrics, zero for a filler. Micro-batches are taken in
@@ -71,9 +79,9 @@ def accumulate_micro_batch(accelerator: Any, model: Any, batch: Batch, index: in
 
 
 def clip_and_update(
-    accelerator: Any,
-    model: Any,
-    optimizer: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     loss: torch.Tensor,
     learning_rates: list[float],
     *,
@@ -88,7 +96,7 @@ def clip_and_update(
     return engine_of(accelerator).clip_and_update(accelerator, model, optimizer, loss, max_grad_norm)
 
 
-def set_learning_rates(optimizer: Any, learning_rates: list[float]) -> None:
+def set_learning_rates(optimizer: torch.optim.Optimizer, learning_rates: list[float]) -> None:
     """The rate of each parameter group, in the order of `optimizer.param_groups`."""
     if len(learning_rates) != len(optimizer.param_groups):
         raise ValueError(
@@ -107,7 +115,7 @@ def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, An
     }
 
 
-def sum_over_ranks(accelerator: Any, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def sum_over_ranks(accelerator: Accelerator, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Sums of 0-d tensors over the ranks, in one reduction for all of them together. Every rank calls it."""
     if accelerator.num_processes == 1:
         return parts
