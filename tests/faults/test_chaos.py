@@ -24,6 +24,7 @@ RECIPES = {
     "kto": LANGUAGE,
     "reward": ["--model", "tiny-llama"],
     "accelerated": [],
+    "zero": [],
 }
 
 
@@ -39,7 +40,7 @@ def _rows(recipe: str) -> list[dict]:
         asked = f"{i}: {_sentence(numbers, numbers.randrange(2, 8))}"
         if recipe == "pretrain":
             rows.append({"text": f"{asked}. {said}"})
-        elif recipe == "accelerated":
+        elif recipe in ("accelerated", "zero"):
             rows.append({"text": f"{asked}. {said}", "label": WORDS[i % 3]})
         elif recipe in ("sft", "lora"):
             rows.append({"prompt": asked, "completion": said})
