@@ -66,8 +66,8 @@ def main(config: Config) -> tk.Summary:
         observed = {name: combine([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
         return {f"eval_{name}": value for name, value in metrics.finalize(observed).items()}
 
-    def show(step: int, figures: dict[str, float]) -> None:
-        print(f"step {step}/{train.num_steps}  " + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
+    def show(step: int, values: dict[str, float]) -> None:
+        print(f"step {step}/{train.num_steps}  " + "  ".join(f"{k} {v:.4g}" for k, v in values.items()), flush=True)
 
     baselines = tk.class_baselines(raw, config.problem_type)
     if baselines:
@@ -107,22 +107,22 @@ def main(config: Config) -> tk.Summary:
             epoch = end / (train.epoch_size or end)
             where = {"step": step, "epoch": epoch, "examples": end, "time": time.monotonic() - started}
             if step % config.logging_steps == 0 or last:
-                figures = {"loss": loss, "grad_norm": norm.item(), "learning_rate": rate}
-                append_line(output_dir / "metrics.jsonl", {**where, **figures})
-                show(step, figures)
+                values = {"loss": loss, "grad_norm": norm.item(), "learning_rate": rate}
+                append_line(output_dir / "metrics.jsonl", {**where, **values})
+                show(step, values)
             if evaluation and (step % config.eval_steps == 0 or last):
-                figures = evaluate()
-                summary.figures.update(figures)
-                losses.append(figures["eval_loss"])
-                append_line(output_dir / "metrics.jsonl", {**where, **figures})
-                show(step, figures)
+                values = evaluate()
+                summary.metrics.update(values)
+                losses.append(values["eval_loss"])
+                append_line(output_dir / "metrics.jsonl", {**where, **values})
+                show(step, values)
             if step % config.save_steps == 0:
                 tk.save_model(None, model, tokenizer, output_dir, summary, dtype=config.dtype)
         warn(watch.after_last_step() + watch.of_metric("eval_loss", losses))
         tk.save_model(None, model, tokenizer, output_dir, summary, dtype=config.dtype)
         write_summary(output_dir, summary)
-        end_run_card(output_dir / "run.json", "finished", time.monotonic() - started, summary.figures, config)
-    print(verdict_of("finished", summary.figures, config) or "finished", flush=True)
+        end_run_card(output_dir / "run.json", "finished", time.monotonic() - started, summary.metrics, config)
+    print(verdict_of("finished", summary.metrics, config) or "finished", flush=True)
     return summary
 
 

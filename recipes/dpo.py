@@ -3,7 +3,7 @@
     python recipes/dpo.py
     accelerate launch recipes/dpo.py --config recipes/configs/qwen3_0.6b_dpo.yaml
 
-Without an argument it goes on from the model that `make demo` has fine-tuned. A random one, which it takes where that is not
+Without an argument it resumes from the model that `make demo` has fine-tuned. A random one, which it takes where that is not
 there, learns nothing from pairs in minutes.
 """
 

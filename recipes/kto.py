@@ -5,7 +5,7 @@
 
 `dpo.py` needs two answers to each prompt, this one a thumb up or down; a pair makes one of each. What differs is what the loss
 measures from: a mean over answers that belong to other prompts, taken over the global batch before each step. Without an
-argument it goes on from the model that `make demo` has fine-tuned.
+argument it resumes from the model that `make demo` has fine-tuned.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@
     accelerate launch recipes/lora.py --config recipes/configs/qwen3_4b_lora.yaml
 
 What is written is the adapter alone; `toolkit merge` makes a model of it. Without an argument it adapts the model that `make
-demo` has pretrained; where that is not there, a random one, whose embedding learns as well. That model has never seen a chat:
+demo` has pretrained; where that is missing, a random one, whose embedding learns as well. That model has never seen a chat:
 the rows of the template's tokens learn too. A model that knows its chats needs `--lora-trainable-tokens '[]'`.
 """
 

@@ -4,7 +4,7 @@
     accelerate launch recipes/reward.py --model Qwen/Qwen3-0.6B --dataset trl-lib/ultrafeedback_binarized --use-peft
 
 `dpo.py` teaches a language model from the same pairs: the difference between the two files is model and loss. Without an
-argument it goes on from the model that `make demo` has fine-tuned; a random one learns nothing from pairs in minutes.
+argument it resumes from the model that `make demo` has fine-tuned; a random one learns nothing from pairs in minutes.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """What Python does with its arguments, in a process that was forked: `-m module`, `-c code` or a script.
 
-Run with the path that stands for this Python, and then that Python's arguments.
+Run with the path of the script in place of Python, and then that Python's arguments.
 """
 
 import os

@@ -50,7 +50,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(tryfirst=True)  # before the cases are chosen with -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`@pytest.mark.fast(2)`: two of a test's cases, the first and one in the middle, stand for all in `make test`; the others are slow."""
+    """`@pytest.mark.fast(2)`: two of a test's cases, the first and one in the middle, mean all in `make test`; the others are slow."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("fast"):
@@ -129,7 +129,7 @@ def wait_for(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def resumed_from(finished: Finished) -> int:
-    """The step a run was resumed from; 0 when it began anew."""
+    """The step a run was resumed from; 0 when it began again."""
     found = re.search(r"Resumed from .* at step (\d+)", finished.out)
     return int(found[1]) if found else 0
 
@@ -211,7 +211,7 @@ class Runner:
         while_running: Callable[[list[int]], None] | None = None, timeout: float = 120, script: str = TINY_RUN,
         plan: dict[str, Any] | None = None,
     ) -> list[Finished]:  # fmt: skip
-        """The same run as so many ranks; `while_running` is given their process ids, in the order of the ranks."""
+        """The same run as N ranks; `while_running` is given their process ids, in the order of the ranks."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -246,17 +246,17 @@ class Runner:
 
     def reference(self, *flags: str, plan: dict[str, Any] | None = None, ill: dict[str, Any] | None = None) -> Finished:
         """The same run, uninterrupted."""
-        told = {name: value for name, value in (ill or {}).items() if not name.endswith("_seconds")}
-        key = json.dumps([flags, plan, told])
+        faults = {name: value for name, value in (ill or {}).items() if not name.endswith("_seconds")}
+        key = json.dumps([flags, plan, faults])
         if key not in self.references:
             folder = self.folder / "reference" / hashlib.sha256(key.encode()).hexdigest()[:12]
-            finished = self(*flags, output_dir=folder, plan=plan, ill=told)
+            finished = self(*flags, output_dir=folder, plan=plan, ill=faults)
             assert finished.code == 0, finished.out
             self.references[key] = finished
         return self.references[key]
 
     def killed(self, *flags: str, after: float, **more: Any) -> Finished:
-        """A run whose process is killed (SIGKILL, no process but that one) so many seconds after its directory was claimed."""
+        """A run whose process is killed (SIGKILL, no process but that one) N seconds after its directory was claimed."""
         folder = self.folder / more.get("output_dir", "out")
 
         def kill(pid: int) -> None:
@@ -268,7 +268,7 @@ class Runner:
         return self(*flags, while_running=kill, **more)
 
     def wait_for_lines(self, lines: int, output_dir: str = "out") -> None:
-        """Until so many lines of figures have been written."""
+        """Until N lines of metrics have been written."""
         path = self.folder / output_dir / "metrics.jsonl"
         wait_for(lambda: path.exists() and path.read_text().count("\n") >= lines)
 

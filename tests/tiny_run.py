@@ -6,7 +6,7 @@ The rows are made on the spot. Everything that a resume must bring back goes int
 weights, the examples of each step and a digest of every token the model saw. The variable TINY_RUN (JSON) makes it slow or
 ill: `step_seconds` (after `fast_steps`), `eval_seconds`, `eval_losses`, `nonfinite` ("loss", "constant", "gradient",
 "gradients" or "row") at the steps (or rows) `at`, or another by step in `kinds`, on all or some `ranks`; `out_of_memory_above`
-so many examples, `long_rows`; and `mistake` plants one of MISTAKES.
+N examples, `long_rows`; and `mistake` plants one of MISTAKES.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, t
     save_steps: int = 4
     use_cpu: bool = True
     output_dir: str = "out"
-    augmented: bool = setting(False, "Change each document at random, anew in each epoch.")
+    augmented: bool = setting(False, "Change each document at random, again in each epoch.")
     pairs: bool = setting(False, "Train on pairs of answers (DPO), not on tokens.")
     source: str = setting("same", "What a stream gives.", choices=("same", "changed", "other_order"))
 
@@ -66,7 +66,7 @@ def make_rows(config: Config) -> list[dict[str, Any]]:
         if ILLNESS.get("nonfinite") == "row" and i in ILLNESS["at"]:
             ids[0] = POISON
         row = {"input_ids": ids, "length": len(ids), "origin": f"rows.jsonl:{i + 1}"}
-        if config.pairs:  # the chosen answer and the rejected one, told apart by their kind
+        if config.pairs:  # the chosen answer and the rejected one, distinguished by their kind
             chosen = 1 + i % (len(ids) - 1)
             row["token_type_ids"] = [0] * chosen + [1] * (len(ids) - chosen)
         rows.append(row | (label(ids, config) if config.model == "tiny-bert" else {"supervised_tokens": len(ids) - 1}))
@@ -238,13 +238,13 @@ def main(config: Config) -> None:
                 time.sleep(ILLNESS.get("step_seconds", 0.0))
             rates = schedule(min(1.0, run.progress * (accelerator.num_processes if mistake == MISTAKES[1] else 1)))
             current["pieces"] = len(batch.micro_batches) * accelerator.num_processes
-            figures = tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm)
+            metrics = tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm)
             seen = hashlib.sha256(run.memory.get("seen", "").encode())
             for micro_batch in batch.micro_batches:
                 seen.update(micro_batch["input_ids"].numpy().tobytes())
             run.memory["seen"] = seen.hexdigest()
             run.memory["order"] = [*run.memory.get("order", []), batch.examples]
-            run.log(figures)
+            run.log(metrics)
             if run.due("eval"):
                 run.log(evaluate(accelerator, model, evaluation, run, config))
         last = digest_of(accelerator, run.model)

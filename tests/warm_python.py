@@ -22,7 +22,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.prefix) / "bin"
 
-# Killed, it takes the process that it stands for along.
+# Killed, it takes the process behind it along.
 # The shell finds its Python: a first line that names one can hold no space, nor a path of more than 127 characters.
 CLIENT = """#!/bin/sh
 '''exec' {python_quoted} -IS "$0" "$@"
@@ -91,7 +91,7 @@ def warm_programs(fork_run: Callable[..., Any]) -> Iterator[Callable[..., Path]]
 
 
 def client_script(programs: Path, address: str) -> str:
-    """The text of what stands for the Python among these programs."""
+    """The script that runs in place of the Python among these programs."""
     python = str(programs / "python")
     return CLIENT.format(python=python, python_quoted=shlex.quote(python), bin=str(programs), address=address)
 

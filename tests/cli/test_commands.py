@@ -51,8 +51,8 @@ def test_a_help_page_loads_nothing_heavy(command: str) -> None:
     """
     words = json.dumps([*([command] if command else []), "--help"])
     done = subprocess.run([COLD, "-c", LOADED, words], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
-    page, _, told = done.stdout.partition("LOADED ")
-    code, loaded = json.loads(told)
+    page, _, reported = done.stdout.partition("LOADED ")
+    code, loaded = json.loads(reported)
     assert code == 0
     assert HEAVY & set(loaded) == set()
     assert f"Usage: toolkit {command}".rstrip() in page
@@ -60,11 +60,11 @@ def test_a_help_page_loads_nothing_heavy(command: str) -> None:
 
 def test_the_list_of_commands_loads_none_of_them() -> None:
     """Fails when: listing or completing builds each command from its function."""
-    told = subprocess.run(
+    reported = subprocess.run(
         [COLD, "-c", LOADED.replace('name.partition(".")[0] for name', "name for name"), '["--help"]'],
         capture_output=True, text=True, cwd=ROOT, timeout=60, check=True,
     ).stdout  # fmt: skip
-    page, _, loaded = told.partition("LOADED ")
+    page, _, loaded = reported.partition("LOADED ")
     assert [name for name in ALL if not re.search(rf"^│ {name} ", page, re.M)] == []
     modules = {where.partition(":")[0] for panel in COMMANDS.values() for where, _ in panel.values()}
     assert modules & set(json.loads(loaded)[1]) == set()
@@ -100,7 +100,7 @@ def test_a_help_page_fits_the_terminal(columns: int) -> None:
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_a_mistake_is_one_message_and_code_2(words: list[str], message: str) -> None:
-    """Fails when: a message goes to standard output, Typer's usage stands before it, or the exit code is 1."""
+    """Fails when: a message goes to standard output, Typer's usage is before it, or the exit code is 1."""
     done = toolkit(*words, HF_HUB_OFFLINE="1")
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""

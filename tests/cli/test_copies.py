@@ -1,4 +1,4 @@
-"""toolkit recipes, copy and diff: copies remember where they come from, and what is whose can be told apart.
+"""toolkit recipes, copy and diff: copies remember where they come from, and what is whose can be reported apart.
 
 Each test names the one-line change under which it was seen to fail.
 """
@@ -98,13 +98,13 @@ def test_what_the_user_changed_and_what_upstream_changed_are_told_apart(folder: 
     assert changed(found.yours) == ["-    num_train_epochs: float = 2.0", "+    num_train_epochs: float = 9.0"]
     assert found.upstream is not None
     assert changed(found.upstream) == changed(list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="")))
-    told = toolkit("diff", "mine.py")
-    assert told.index("You changed in mine.py:") < told.index("epochs: float = 9.0") < told.index("Upstream changed in sft.py")
-    assert told.index("Upstream changed in sft.py") < told.index("+    learning_rate: float = 5e-4")
+    reported = toolkit("diff", "mine.py")
+    assert reported.index("You changed in mine.py:") < reported.index("epochs: float = 9.0") < reported.index("Upstream changed in sft.py")
+    assert reported.index("Upstream changed in sft.py") < reported.index("+    learning_rate: float = 5e-4")
 
 
 def test_the_original_is_found_from_a_folder_below_and_under_another_name(folder: Path, upstream: Path) -> None:
-    """Fails when: it is looked for beside the file alone, or by the file's name."""
+    """Fails when: it is looked for next to the file alone, or by the file's name."""
     toolkit("copy", "sft")
     (folder / "deep/er").mkdir(parents=True)
     (folder / "sft.py").rename(folder / "deep/er/other.py")
@@ -121,10 +121,10 @@ def test_without_the_original_the_difference_is_said_to_hold_both(folder: Path, 
     (folder / "sft.py").write_text((folder / "sft.py").read_text() + "# mine\n")
     assert changed(copies.changes_of(folder / "sft.py").yours) == ["+# mine"]
     (upstream / "sft.py").write_text((upstream / "sft.py").read_text() + "# new\n")
-    told = toolkit("diff", "sft.py")
-    assert "your changes and upstream's together" in told
-    assert "-# new" in told
-    assert "+# mine" in told
+    reported = toolkit("diff", "sft.py")
+    assert "your changes and upstream's together" in reported
+    assert "-# new" in reported
+    assert "+# mine" in reported
     (upstream / "sft.py").unlink()
     with pytest.raises(Refusal, match="is no longer in toolkit"):
         toolkit("diff", "sft.py")

@@ -1,4 +1,4 @@
-"""toolkit inspect: figures are those of a plain loop, and every row that training would refuse is named.
+"""toolkit inspect: metrics are those of a plain loop, and every row that training would refuse is named.
 
 Each test names the one-line change under which it was seen to fail.
 """
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.cli.refusals import print_refusal
-from toolkit.cli.trained_figures import EvaluationConfig
+from toolkit.cli.trained_metrics import EvaluationConfig
 from toolkit.config import Refusal
 from toolkit.data.inspection import guess_task
 
@@ -58,12 +58,12 @@ def test_every_bad_row_is_named_and_the_good_ones_are_counted(tmp_path: Path) ->
     path = write(tmp_path / "chats.jsonl", rows)
     code, output = inspect(path, "--eval-fraction", "0", "--examples", "0")
     assert code == 1
-    told = output.partition("3 problems, in 9 rows:\n")[2]
+    reported = output.partition("3 problems, in 9 rows:\n")[2]
     place = f"{path}:"
-    assert [line.strip() for line in told.splitlines() if place in line] == [
+    assert [line.strip() for line in reported.splitlines() if place in line] == [
         f"{place}1, 42-44, 512-513, 600", f"{place}101", f"{place}531",
     ]  # fmt: skip
-    assert "has the role 'usr', which no chat template knows. Did you mean 'user'?" in told
+    assert "has the role 'usr', which no chat template knows. Did you mean 'user'?" in reported
     assert re.search(r"^  train +591 ", output, re.M)
 
 
@@ -82,10 +82,10 @@ def test_rows_are_named_by_a_path_that_can_be_opened(given: str, tmp_path: Path,
     splits = tk.load_splits(tk.DataConfig(dataset=dataset, eval_fraction=0.0))
     with pytest.raises(Refusal) as refused:
         tk.tokenize_for_sft(splits, tk.load_tokenizer(tk.ModelConfig()), tk.DataConfig(eval_fraction=0.0))
-    told = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", told)
+    reported = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", reported)
     print_refusal(refused.value)
-    assert Path(told.getvalue().removeprefix("refused: ").partition(":2: ")[0]).exists()
+    assert Path(reported.getvalue().removeprefix("refused: ").partition(":2: ")[0]).exists()
 
 
 def test_rows_bear_the_same_name_wherever_their_folder_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_supervised_text_is_marked_and_colored_on_a_terminal_alone(tmp_path: Pat
 
 
 def test_all_lines_that_are_no_json_are_named(tmp_path: Path) -> None:
-    """Fails when: the reader's first refusal is all that is told."""
+    """Fails when: the reader's first refusal is all that is shown."""
     rows: list[Any] = [chat(number) for number in range(9)]
     rows[3], rows[7] = '{"messages": ', "[1, 2]"
     code, output = inspect(write(tmp_path / "broken.jsonl", rows))

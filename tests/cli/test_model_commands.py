@@ -89,7 +89,7 @@ def likeliest(folder: Path, text: str, tokens: int, adapter: Path | None = None)
 
 
 def lasts(folder: Path, text: str, tokens: int) -> bool:
-    """Whether so many tokens are made before the model ends."""
+    """Whether N tokens are made before the model ends."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
@@ -145,8 +145,8 @@ def test_raw_continues_the_text_and_a_seed_repeats_a_draw(made: Path) -> None:
 def test_pieces_that_are_shown_add_up_to_the_answer(made: Path) -> None:
     """Byte by byte: a character of several bytes is shown when it is whole. Fails when: half a character is shown."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(made / "run/model")
-    told = "Größe 漢字 😀 end"
-    ids = tokenizer(told)["input_ids"]
+    reported = "Größe 漢字 😀 end"
+    ids = tokenizer(reported)["input_ids"]
 
     class Recites:
         device, config = torch.device("cpu"), transformers.AutoConfig.from_pretrained(made / "run/model")
@@ -159,8 +159,8 @@ def test_pieces_that_are_shown_add_up_to_the_answer(made: Path) -> None:
             streamer.end()
 
     pieces: list[str] = []
-    assert answer(Recites(), tokenizer, "say it", Sampling(), pieces.append) == told
-    assert "".join(pieces) == told
+    assert answer(Recites(), tokenizer, "say it", Sampling(), pieces.append) == reported
+    assert "".join(pieces) == reported
     assert len(pieces) > 5
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
@@ -201,7 +201,7 @@ def test_ctrl_c_ends_an_answer_and_the_end_of_input_the_chat(made: Path) -> None
     heard = ""
 
     def wait_for(words: str, more: int = 0, seconds: float = 120) -> None:
-        """Until the words are heard, and so many characters after them."""
+        """Until the words are heard, and N characters after them."""
         nonlocal heard
         end = time.monotonic() + seconds
         while words not in heard or len(heard.partition(words)[2]) < more:
@@ -241,7 +241,7 @@ def evaluated(*words: object) -> dict[str, Any]:
     return json.loads(toolkit("evaluate", *words, "--json").stdout)
 
 
-def test_a_language_models_figures_are_those_of_a_loop_over_tokens(made: Path, tmp_path: Path) -> None:
+def test_a_language_models_metrics_are_those_of_a_loop_over_tokens(made: Path, tmp_path: Path) -> None:
     """Answers only where rows have prompts; bits per byte where every token counts. Fails when: a mean of batch means is
     taken, or the prompt is counted."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(made / "run/model")
@@ -260,15 +260,15 @@ def test_a_language_models_figures_are_those_of_a_loop_over_tokens(made: Path, t
             sums[name] = [sums[name][0] + float(nll[start:].sum()), sums[name][1] + float(right[start:].sum()), sums[name][2] + len(nll[start:])]
     for name, (nll, right, tokens) in sums.items():
         found = evaluated(made / "run", "--dataset", tmp_path / f"{name}.jsonl", "--per-device-eval-batch-size", 3)
-        figures = found["metrics"]
-        assert figures["loss"] == pytest.approx(nll / tokens, rel=1e-5)
-        assert figures["perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-4)
-        assert figures["token_accuracy"] == pytest.approx(right / tokens)
+        metrics = found["metrics"]
+        assert metrics["loss"] == pytest.approx(nll / tokens, rel=1e-5)
+        assert metrics["perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-4)
+        assert metrics["token_accuracy"] == pytest.approx(right / tokens)
         assert (found["rows"], found["task"]) == (7, {"answers": "sft", "texts": "lm"}[name])
-        assert ("bits_per_byte" in figures) == (name == "texts")
+        assert ("bits_per_byte" in metrics) == (name == "texts")
     size = sum(len((row["prompt"] + row["completion"]).encode()) for row in rows)
     nll, _, tokens = sums["texts"]
-    assert figures["bits_per_byte"] == pytest.approx((nll / math.log(2) + 7 * math.log2(len(tokenizer))) / size, rel=1e-5)
+    assert metrics["bits_per_byte"] == pytest.approx((nll / math.log(2) + 7 * math.log2(len(tokenizer))) / size, rel=1e-5)
     assert set(evaluated(made / "run", "--dataset", tmp_path / "texts.jsonl", "--metrics", "perplexity")["metrics"]) == {"perplexity"}
     with pytest.raises(Refusal, match="--metrics bits_per_byte: a model has loss, perplexity, token_accuracy where only answers"):
         evaluated(made / "run", "--dataset", tmp_path / "answers.jsonl", "--metrics", "bits_per_byte")
@@ -310,7 +310,7 @@ class Overlap(evaluate.Metric):
 @pytest.mark.parametrize("layout", ["prompt", "messages"])
 def test_a_module_of_evaluate_compares_a_language_models_answers_with_the_datas(made: Path, tmp_path: Path, layout: str) -> None:
     """Against transformers' own greedy decoding, one prompt at a time. Fails when: answers are cut for display, the prompt is part of
-    the answer, an answer is padded by its neighbors, or the usual figures are left out beside it."""
+    the answer, an answer is padded by its neighbors, or the usual metrics are left out next to it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(made / "run/model")
     model = transformers.AutoModelForCausalLM.from_pretrained(made / "run/model").eval()
     (tmp_path / "overlap.py").write_text(TEXT_METRIC)
@@ -386,7 +386,7 @@ def test_a_run_is_evaluated_on_what_it_held_out_and_told_what_it_was_trained_on(
     assert "trained_on" not in evaluated(made / "run", "--dataset", tmp_path / "others.jsonl")
 
 
-def test_a_classifiers_figures_are_those_of_scikit_learn_with_the_models_own_classes(made: Path, tmp_path: Path) -> None:
+def test_a_classifiers_metrics_are_those_of_scikit_learn_with_the_models_own_classes(made: Path, tmp_path: Path) -> None:
     """The data lack a class, and name the others in another order. Fails when: classes are numbered as they come in the data."""
     texts, labels = [f"one {'two ' * i}three" for i in range(11)], ["good", "fair"] * 5 + ["good"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(made / "classes/model")
@@ -397,9 +397,9 @@ def test_a_classifiers_figures_are_those_of_scikit_learn_with_the_models_own_cla
     for name, written in (("names", labels), ("numbers", numbers)):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("\n".join(json.dumps({"text": text, "label": label}) for text, label in zip(texts, written, strict=True)))
-        figures = evaluated(made / "classes", "--dataset", path, "--per-device-eval-batch-size", 4, "--metrics", "accuracy,f1_micro")["metrics"]
-        assert figures["accuracy"] == pytest.approx(accuracy_score(numbers, predicted))
-        assert figures["f1_micro"] == pytest.approx(f1_score(numbers, predicted, average="micro"))
+        metrics = evaluated(made / "classes", "--dataset", path, "--per-device-eval-batch-size", 4, "--metrics", "accuracy,f1_micro")["metrics"]
+        assert metrics["accuracy"] == pytest.approx(accuracy_score(numbers, predicted))
+        assert metrics["f1_micro"] == pytest.approx(f1_score(numbers, predicted, average="micro"))
     with pytest.raises(Refusal, match="is a classifier, which writes no text"):
         toolkit("generate", made / "classes", "--prompt", "x")
 
@@ -417,10 +417,10 @@ def test_a_reward_models_accuracy_is_the_share_of_pairs_it_ranks_as_the_data_do(
         ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
         return float(model(input_ids=ids).logits)
 
-    figures = evaluated(made / "rewards", "--dataset", path, "--per-device-eval-batch-size", 4)["metrics"]
+    metrics = evaluated(made / "rewards", "--dataset", path, "--per-device-eval-batch-size", 4)["metrics"]
     rewards = np.array([[reward(p + c), reward(p + r)] for p, c, r in pairs])
-    assert figures["reward_accuracy"] == pytest.approx(np.mean(rewards[:, 0] > rewards[:, 1]))
-    assert figures["rewards_chosen"] == pytest.approx(rewards[:, 0].mean(), abs=1e-6)
+    assert metrics["reward_accuracy"] == pytest.approx(np.mean(rewards[:, 0] > rewards[:, 1]))
+    assert metrics["rewards_chosen"] == pytest.approx(rewards[:, 0].mean(), abs=1e-6)
 
 
 def test_marked_answers_given_to_a_language_model_are_compared_by_its_log_probabilities(made: Path, tmp_path: Path) -> None:
@@ -437,22 +437,22 @@ def test_marked_answers_given_to_a_language_model_are_compared_by_its_log_probab
 
     found = np.array([[logp(p, c), logp(p, r)] for p, c, r in pairs])
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps({"prompt": p, "chosen": c, "rejected": r}) for p, c, r in pairs))
-    told = evaluated(made / "run", "--dataset", tmp_path / "pairs.jsonl", "--per-device-eval-batch-size", 4)
-    figures, shares = told["metrics"], (found[:, 0] > found[:, 1]).mean()
-    assert told["task"] == "preference"
-    assert "no reference model enters" in told["remark"]
+    reported = evaluated(made / "run", "--dataset", tmp_path / "pairs.jsonl", "--per-device-eval-batch-size", 4)
+    metrics, shares = reported["metrics"], (found[:, 0] > found[:, 1]).mean()
+    assert reported["task"] == "preference"
+    assert "no reference model enters" in reported["remark"]
     assert 0 < shares < 1
-    assert figures["logps_accuracy"] == pytest.approx(shares)
-    assert figures["logps_margin"] == pytest.approx((found[:, 0] - found[:, 1]).mean(), rel=1e-5)
-    assert (figures["logps_chosen"], figures["logps_rejected"]) == pytest.approx(tuple(found.mean(0)), rel=1e-5)
+    assert metrics["logps_accuracy"] == pytest.approx(shares)
+    assert metrics["logps_margin"] == pytest.approx((found[:, 0] - found[:, 1]).mean(), rel=1e-5)
+    assert (metrics["logps_chosen"], metrics["logps_rejected"]) == pytest.approx(tuple(found.mean(0)), rel=1e-5)
     marked = [{"prompt": p, "completion": a, "label": a is c} for p, c, r in pairs for a in ((c, r) if len(p) > 4 else (c,))]
     (tmp_path / "marked.jsonl").write_text("\n".join(map(json.dumps, marked)))
-    told = evaluated(made / "run", "--dataset", tmp_path / "marked.jsonl", "--per-device-eval-batch-size", 4)
+    reported = evaluated(made / "run", "--dataset", tmp_path / "marked.jsonl", "--per-device-eval-batch-size", 4)
     good, bad = ([logp(row["prompt"], row["completion"]) for row in marked if row["label"] is kind] for kind in (True, False))
     auc = np.mean([(a > b) + (a == b) / 2 for a in good for b in bad])
-    assert (told["task"], told["rows"]) == ("unpaired", len(marked))
-    assert told["metrics"]["logps_auc"] == pytest.approx(auc)
-    assert told["metrics"]["logps_margin"] == pytest.approx(np.mean(good) - np.mean(bad), rel=1e-5)
+    assert (reported["task"], reported["rows"]) == ("unpaired", len(marked))
+    assert reported["metrics"]["logps_auc"] == pytest.approx(auc)
+    assert reported["metrics"]["logps_margin"] == pytest.approx(np.mean(good) - np.mean(bad), rel=1e-5)
     (tmp_path / "bad.jsonl").write_text("\n".join(json.dumps({**row, "label": False}) for row in marked))
     alone = evaluated(made / "run", "--dataset", tmp_path / "bad.jsonl")["metrics"]
     assert alone["logps_auc"] is None

@@ -1,4 +1,4 @@
-"""From the options of `toolkit train` to the ranks of this machine, what they are told, and how a run is continued.
+"""From the options of `toolkit train` to the ranks of this machine, what they are given, and how a run is continued.
 
 Each test names the one-line change under which it fails.
 """

@@ -128,7 +128,7 @@ def test_other_weights_are_named_and_end_with_1(run: Path, tmp_path: Path, monke
 
 
 def _edited(run: Path, folder: Path, **changes: Any) -> Path:
-    """The run with another run.json, with its model beside it."""
+    """The run with another run.json, with its model next to it."""
     (folder / "model").mkdir(parents=True)
     card = json.loads((run / "run.json").read_text()) | changes
     (folder / "run.json").write_text(json.dumps({name: value for name, value in card.items() if value is not None}))
@@ -150,7 +150,7 @@ def _replayed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_what_cannot_be_replayed_is_refused_before_anything_is_trained(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Fails when: an edited recipe passes for the run's own, a run that goes on is replayed, or weights and places are looked at
+    """Fails when: an edited recipe passes for the run's own, a run that continues is replayed, or weights and places are looked at
     in the end."""
     here = {"started": {"directory": str(tmp_path)}}
     (tmp_path / "mine.py").write_text("# another text\n")
@@ -170,10 +170,10 @@ def test_what_cannot_be_replayed_is_refused_before_anything_is_trained(run: Path
     cases = {
         "edited": "is not the recipe of that run", "going": "Continue it with --resume", "killed": "the run has not ended",
         "other": "max_steps was 2 and is 3: allowed by --allow-change, and 1 more). It can't be replayed",
-        "empty": "run.json: is not there", "absent": "there is no such directory",
+        "empty": "run.json: is missing", "absent": "there is no such directory",
         "longer": "adapter_model.safetensors: is damaged", "cut": "adapter_model.safetensors: is damaged",
-        "nothing": "adapter_model.safetensors: is damaged", "bare": "bare/model: *.safetensors is not there",
-        "shard": "shard/model: model-2-of-2.safetensors is not there", "onfile": "onfile-replay: is a file",
+        "nothing": "adapter_model.safetensors: is damaged", "bare": "bare/model: *.safetensors is missing",
+        "shard": "shard/model: model-2-of-2.safetensors is missing", "onfile": "onfile-replay: is a file",
         "again": "again-replay: a run is already there. Remove it, or name another directory for the new one: --into DIR",
     }  # fmt: skip
     for folder, words in cases.items():
@@ -194,7 +194,7 @@ def test_a_refusal_is_one_message_with_code_2(run: Path, tmp_path: Path) -> None
 
 def test_other_training_data_are_refused_before_the_first_step(run: Path, tmp_path: Path) -> None:
     """What only the tokenized rows tell: two processes, whose fingerprint the card has otherwise. Fails when: the run of the
-    replay is not told which data it must have."""
+    replay is not given which data it must have."""
     card = json.loads((run / "run.json").read_text())
     other = _edited(run, tmp_path / "other", data=card["data"] | {"fingerprint": "another"})
     done = toolkit(tmp_path, "replay", str(other))
@@ -224,9 +224,9 @@ def test_a_run_of_one_plain_process_is_replayed_from_elsewhere_and_changes_are_s
     assert card["files"] == {"rows.csv": local_digest(str(rows))}
     card["toolkit"] |= {"sha256": "0" * 64, "commit": "abc-dirty"}
     path.write_text(json.dumps(card))
-    told = f"import sys; sys.stderr = sys.stdout; sys.argv = ['toolkit', 'replay', {str(path.parent)!r}]; from toolkit.cli.main import main; main()"
+    code = f"import sys; sys.stderr = sys.stdout; sys.argv = ['toolkit', 'replay', {str(path.parent)!r}]; from toolkit.cli.main import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", told], cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=240, check=False,
+        [sys.executable, "-c", code], cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=240, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -268,7 +268,7 @@ def test_what_is_not_as_it_was_here_is_said(run: Path, capsys: Any) -> None:
         assert words in said
     card["started"]["directory"] = "/nowhere/at/all"
     assert directory_of(card) == Path.cwd()
-    assert "the run was started in /nowhere/at/all, which is not there" in capsys.readouterr().err
+    assert "the run was started in /nowhere/at/all, which does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

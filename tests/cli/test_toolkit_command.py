@@ -132,7 +132,7 @@ def test_the_number_of_processes_may_stand_before_or_among_the_recipes_flags(rec
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_code_2(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when: an unknown recipe is handed to Python, whose code for a file that is not there says nothing."""
+    """Fails when: an unknown recipe is handed to Python, whose code for a file that is missing says nothing."""
     monkeypatch.chdir(ROOT)
     code, output = in_process(*words)
     assert code == 2
@@ -145,7 +145,7 @@ def test_what_cannot_be_meant_is_refused_with_code_2(words: list[str], said: str
         ("train chats.jsonl", "chats.jsonl: is not a Python file. Did you mean `toolkit train sft --dataset chats.jsonl`?"),
         ("train texts.csv --max-steps 3", "Did you mean `toolkit train sft --dataset texts.csv`?"),
         ("train qwen_dpo.yaml", "Did you mean `toolkit train dpo --config qwen_dpo.yaml`?"),
-        ("train told.yml", "Did you mean `toolkit train kto --config told.yml`?"),
+        ("train named.yml", "Did you mean `toolkit train kto --config named.yml`?"),
         ("train settings.yaml", "Did you mean `toolkit train RECIPE --config settings.yaml`?"),
         ("train notes", "notes: is not a Python file."),
         ("verify-resume chats.jsonl", "Did you mean `toolkit verify-resume sft --dataset chats.jsonl`?"),
@@ -159,7 +159,7 @@ def test_what_was_forgotten_is_suggested_and_nothing_is_run(words: str, said: st
     monkeypatch.chdir(tmp_path)
     for name in ("chats.jsonl", "texts.csv", "qwen_dpo.yaml", "settings.yaml", "notes"):
         (tmp_path / name).write_text("open('ran', 'w')\n")
-    (tmp_path / "told.yml").write_text("# toolkit train recipes/kto.py --config told.yml\nseed: 1\n")
+    (tmp_path / "named.yml").write_text("# toolkit train recipes/kto.py --config named.yml\nseed: 1\n")
     code, output = in_process(*words.split())
     assert (code, (tmp_path / "ran").exists()) == (2, False)
     assert said in " ".join(output.split())
@@ -177,7 +177,7 @@ def test_a_mistyped_option_of_train_is_told_once_the_recipe_has_refused_it(recip
 
 
 def test_help_after_a_recipe_is_the_recipes_own_and_names_the_options_of_train() -> None:
-    """Fails when: Typer takes --help wherever it stands, or the last lines are left out."""
+    """Fails when: Typer takes --help wherever it is, or the last lines are left out."""
     shown = toolkit("train", "sft", "--help")
     assert shown.returncode == 0
     assert "--processes, --accelerate-config, --nodes, --node-rank" in shown.stdout
@@ -266,18 +266,18 @@ def test_verify_resume_finds_the_first_step_and_the_tensor_of_a_recipe_that_forg
 def test_verify_resume_finds_an_average_of_weights_that_no_checkpoint_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A moving average in a variable, copied into the model at the end: losses and checkpoints are the same bits, the model is not.
 
-    With `run.keep` it is. Fails when: model directories are not compared, or not the metrics beside the loss, or not the summary.
+    With `run.keep` it is. Fails when: model directories are not compared, or not the metrics next to the loss, or not the summary.
     """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     text = (ROOT / "tests/tiny_run.py").read_text()
     averaged = text.replace(
-        "            run.log(figures)\n",
+        "            run.log(metrics)\n",
         "            weight = dict(run.model.named_parameters())['model.embed_tokens.weight'].detach()\n"
         "            average = run.kept.get('average', average)\n"
         "            average = weight.clone() if average is None else average.lerp(weight, 0.1)\n"
-        "            figures['distance'] = (weight - average).norm()\n"
-        "            run.log(figures)\n",
+        "            metrics['distance'] = (weight - average).norm()\n"
+        "            run.log(metrics)\n",
     ).replace(
         "        last = digest_of(",
         "        dict(run.model.named_parameters())['model.embed_tokens.weight'].data.copy_(average)\n"
@@ -292,7 +292,7 @@ def test_verify_resume_finds_an_average_of_weights_that_no_checkpoint_holds(tmp_
     assert re.search(r"model/: model.embed_tokens.weight: largest difference \S+, \d+ of \d+ numbers differ", output), output
     start = int(re.search(r"resumed from step (\d)", output)[1])
     assert re.search(rf"metrics.jsonl: distance at step {start + 1}: \S+ and \S+", output), output
-    kept = averaged.replace("            figures['distance']", "            run.keep('average', average)\n            figures['distance']")
+    kept = averaged.replace("            metrics['distance']", "            run.keep('average', average)\n            metrics['distance']")
     (tmp_path / "keeps.py").write_text(kept)
     code, output = in_process("verify-resume", tmp_path / "keeps.py", "--seed", "3")
     assert code == 0, output

@@ -231,7 +231,7 @@ def test_the_name_of_a_copy_runs_it_and_a_launch_file_is_found(installed: Path, 
 
 
 def test_somebodys_own_package_of_recipes_is_not_taken_for_the_toolkits(installed: Path, tmp_path: Path) -> None:
-    """Fails when: the folder beside the installed package is looked at."""
+    """Fails when: the folder next to the installed package is looked at."""
     packages = next(installed.parent.glob("lib/python*/site-packages"))
     assert not (packages / "recipes").exists()
     (packages / "recipes").mkdir()

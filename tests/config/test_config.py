@@ -262,7 +262,7 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("", "--warmup-steps 2.5", {"warmup_steps": 2.5}, {"warmup_steps": 2.0}),
     ("", "regex=factor", {"lr_patterns": ["embed=0.1", "(=0.1"]}, {"lr_patterns": ["embed=0.1"]}),
     ("", "--loss-type", {"loss_type": []}, {"loss_type": ["sigmoid"]}),
-    ("", "--loss-weights 1,2 beside --loss-type sigmoid", {"loss_weights": [1.0, 2.0]}, {"loss_type": ["sigmoid", "sft"]}),
+    ("", "--loss-weights 1,2 next to --loss-type sigmoid", {"loss_weights": [1.0, 2.0]}, {"loss_type": ["sigmoid", "sft"]}),
     ("", "--label-smoothing 0.001", {"loss_type": ["exo_pair"]}, {"label_smoothing": 1e-3}),
     ("", "rewards one by one", {"f_divergence_type": "forward_kl", "loss_type": ["sigmoid", "apo_zero"]}, {"loss_type": ["robust"]}),
     ("", "--ld-alpha 0.5 weighs", {"ld_alpha": 0.5, "loss_type": ["sigmoid", "sft"]}, {"loss_type": ["sigmoid", "ipo"]}),
@@ -347,8 +347,8 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
      {"streaming": False}),
     ("dataloader_num_workers", "with --streaming", {"dataloader_num_workers": 2, "streaming": True, "max_steps": 9},
      {"streaming": False}),
-    ("eval_fraction", "beside --eval-split test", {"eval_fraction": 0.2, "eval_split": "test"}, {"eval_split": None}),
-    ("gradient_accumulation_steps", "beside --global-batch-size 64",
+    ("eval_fraction", "next to --eval-split test", {"eval_fraction": 0.2, "eval_split": "test"}, {"eval_split": None}),
+    ("gradient_accumulation_steps", "next to --global-batch-size 64",
      {"gradient_accumulation_steps": 2, "global_batch_size": 64}, {"global_batch_size": None}),
     *[(name, "with --eval-strategy no", {name: value, "eval_strategy": "no"}, {"eval_strategy": "epoch"})
       for name, value in [("eval_on_start", True), ("eval_delay", 1.0), ("eval_split", "test"), ("max_eval_examples", 9),
@@ -397,7 +397,7 @@ def test_every_rule_has_a_case_that_breaks_it() -> None:
 
 @pytest.mark.parametrize("wrong", [case[2] for case in RULE_CASES if case[0]], ids=str)
 def test_setting_without_effect_is_refused_only_when_given(wrong: dict[str, Any]) -> None:
-    """Fails when broken_rules drops `name in given`: a recipe's own default would be refused beside a user's choice."""
+    """Fails when broken_rules drops `name in given`: a recipe's own default would be refused next to a user's choice."""
     check_together(Everything(**wrong), frozenset())
 
 
@@ -408,19 +408,19 @@ def test_setting_turned_off_goes_with_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("figure", "metrics"),
+    ("metric", "metrics"),
     [("loss", ["accuracy"]), ("f1_macro", ["f1_macro"]), ("eval_recall_class_3", ["recall_per_class"]), ("eval_x", ["glue"])],
 )
-def test_figure_that_will_or_may_be_measured_can_decide(figure: str, metrics: list[str]) -> None:
-    """Fails when _never_measured knows eval_loss alone, or refuses the unknown figures of an evaluate module."""
-    check_together(Everything(metric_for_best_model=figure, metrics=metrics), frozenset({"metric_for_best_model", "metrics"}))
+def test_metric_that_will_or_may_be_measured_can_decide(metric: str, metrics: list[str]) -> None:
+    """Fails when _never_measured knows eval_loss alone, or refuses the unknown metrics of an evaluate module."""
+    check_together(Everything(metric_for_best_model=metric, metrics=metrics), frozenset({"metric_for_best_model", "metrics"}))
 
 
-@pytest.mark.parametrize(("problem", "figure", "other"), [("single_label", "eval_f1", "eval_mse"), ("regression", "eval_r2", "eval_accuracy")])
-def test_the_usual_metrics_are_those_of_the_problem(problem: str, figure: str, other: str) -> None:
+@pytest.mark.parametrize(("problem", "metric", "other"), [("single_label", "eval_f1", "eval_mse"), ("regression", "eval_r2", "eval_accuracy")])
+def test_the_usual_metrics_are_those_of_the_problem(problem: str, metric: str, other: str) -> None:
     """Fails when: one list of metrics is the default of all kinds of labels."""
     given = frozenset({"metric_for_best_model", "problem_type"})
-    check_together(Everything(problem_type=problem, metric_for_best_model=figure, metrics=[]), given)
+    check_together(Everything(problem_type=problem, metric_for_best_model=metric, metrics=[]), given)
     with pytest.raises(Refusal, match="name it in --metrics too"):
         check_together(Everything(problem_type=problem, metric_for_best_model=other, metrics=[]), given)
 
@@ -561,7 +561,7 @@ def test_config_file_is_stable_grouped_and_shows_the_default_beside_what_differs
     [
         (None, "c.yaml: no such file."),
         (b"a: [1\nb: 2", "c.yaml:2: is not YAML"),
-        (b"a: 1\n\nb: 2\na: 3\n", "c.yaml:4: a stands there twice, first in line 1: keep one."),
+        (b"a: 1\n\nb: 2\na: 3\n", "c.yaml:4: a is there twice, first in line 1: keep one."),
         (b"- a\n- b\n", "c.yaml: must hold lines of the form"),
         (b"run_name: caf\xe9\n", "c.yaml: byte 13 is not UTF-8"),
         (b"run_name: a\x00b\n", "c.yaml: is not YAML"),
@@ -581,7 +581,7 @@ def test_bad_config_file_is_refused_with_its_place(tmp_path: Any, content: bytes
     ("content", "message"),
     [
         ('{"a": 1,\n "b": }', "c.json:2: is not JSON"),
-        ('{"a": 1, "b": 2, "a": 3}', "c.json: a stands twice"),
+        ('{"a": 1, "b": 2, "a": 3}', "c.json: a is twice"),
         ("[1]", "c.json: must hold"),
         ("[" * 100_000, "c.json: lists and objects are nested"),
         ("", "c.json:1: is not JSON"),

@@ -99,8 +99,8 @@ def test_a_prompt_does_not_hold_its_answer() -> None:
     """Fails when: sft prompts are made of `source`."""
     rows = load_splits("stdlib:sft")["train"]
     texts = [(row["origin"], *(message["content"] for message in row["messages"])) for row in rows]
-    told = [origin for origin, question, answer in texts if answer.rstrip(".") in " ".join(question.split())]
-    assert len(told) <= len(rows) / 200  # a comment may say it again
+    given_away = [origin for origin, question, answer in texts if answer.rstrip(".") in " ".join(question.split())]
+    assert len(given_away) <= len(rows) / 200  # a comment may say it again
 
 
 def test_a_rejected_sentence_is_another_s_and_tells_nothing_by_its_length() -> None:
@@ -226,7 +226,7 @@ def test_a_library_without_sources_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_second_load_reads_the_cache_and_has_the_same_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when: the key holds something of the process, or the rows are made anew."""
+    """Fails when: the key holds something of the process, or the rows are made again."""
     first = corpus.load_corpus("seq2seq")
     monkeypatch.setattr(corpus_tasks, "write_task", lambda *_: pytest.fail("made again"))
     monkeypatch.setattr(arrow_cache, "write_tables", lambda *_: pytest.fail("written again"))

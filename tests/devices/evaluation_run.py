@@ -2,7 +2,7 @@
 
     python tests/devices/evaluation_run.py --output-dir /tmp/run
 
-Each rank writes result-RANK.json: kind of metric -> examples -> "batch size, source" -> figures. A process alone also writes
+Each rank writes result-RANK.json: kind of metric -> examples -> "batch size, source" -> metrics. A process alone also writes
 what a plain loop over single rows finds, under "loop": it knows neither the loaders nor the metrics of the toolkit.
 """
 
@@ -24,7 +24,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 import toolkit as tk
 
 CLASSES, VOCABULARY, NUM_BYTES = 3, 260, 1234
-# examples, batch size, source: a rank with nothing but a filler; ranks with one batch more; a short batch on one rank
+# examples, batch size, source: a rank with nothing but a padding micro-batch; ranks with one batch more; a short batch on one rank
 CUTS = [
     (1, 1, "map"), (1, 4, "stream"), (5, 1, "map"), (5, 3, "stream"), (5, 4, "map"), (11, 1, "map"), (11, 3, "map"), (11, 4, "stream"),
 ]  # fmt: skip
@@ -92,7 +92,7 @@ def make_loader(task: str, config: Config, accelerator: Any, examples: int, size
 
 
 def look(predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
-    """A figure that knows the order: whole numbers, so that it is exact."""
+    """A metric that knows the order: whole numbers, so that it is exact."""
     place = 1 + np.arange(len(references))
     return {"looked": float((place**2 * (1 + predictions + 10 * references)).sum())}
 
@@ -105,13 +105,13 @@ def row_losses(model: Any, micro_batch: dict[str, Any]) -> dict[str, torch.Tenso
     return {"nll": losses.double().sum(-1), "first": ids[:, :2]}
 
 
-def figures_of_rows(rows: dict[str, np.ndarray]) -> dict[str, float]:
+def metrics_of_rows(rows: dict[str, np.ndarray]) -> dict[str, float]:
     place = 1 + np.arange(len(rows["nll"]))
     return {"loss": float((place * rows["nll"]).sum()), "looked": float((place[:, None] * rows["first"]).sum())}
 
 
 def with_other_labels(metrics: tk.Metrics, outputs: int, relabel: Any) -> tk.Metrics:
-    """The same model and rows as another problem: the first so many logits, labels made of the classes."""
+    """The same model and rows as another problem: the first N logits, labels made of the classes."""
 
     def observed_by(observe: Any) -> Any:
         def of(model: Any, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -137,7 +137,7 @@ def metrics_of(task: str, tokens: int) -> dict[str, tk.Metrics]:
     if task == "tokens":
         return {
             "language model": tk.causal_lm_metrics_with_bytes(NUM_BYTES, tokens, VOCABULARY),
-            "rows of a user's own": tk.Metrics(update=None, gather=row_losses, finalize=figures_of_rows),
+            "rows of a user's own": tk.Metrics(update=None, gather=row_losses, finalize=metrics_of_rows),
         }
     several = tk.classification_metrics(["accuracy", "f1", "f1_micro", "recall_per_class"], CLASSES, "multi_label")
     numbers = tk.classification_metrics(["mse", "rmse", "mae", "r2", "pearson"], 1, "regression")
@@ -202,12 +202,12 @@ def main(config: Config) -> None:
                 everything = metrics_of(task, sum(row["length"] for row in make_rows(task, examples)))
             loader = make_loader(task, config, accelerator, examples, size, source)
             for kind, metrics in everything.items():
-                figures = tk.eval_with_gather(accelerator, model, loader, metrics, prefix="")
-                found.setdefault(kind, {}).setdefault(str(examples), {})[f"{size}, {source}"] = figures
+                values = tk.eval_with_gather(accelerator, model, loader, metrics, prefix="")
+                found.setdefault(kind, {}).setdefault(str(examples), {})[f"{size}, {source}"] = values
             if task == "tokens" and size != 3:  # packed rows are examples then; the tokens are the same
                 packed = make_loader(task, dataclasses.replace(config, packing=True), accelerator, examples, size, source)
-                figures = tk.eval_with_gather(accelerator, model, packed, everything["language model"], prefix="")
-                found["language model"][str(examples)][f"{size}, {source}, packed"] = figures
+                values = tk.eval_with_gather(accelerator, model, packed, everything["language model"], prefix="")
+                found["language model"][str(examples)][f"{size}, {source}, packed"] = values
     path = Path(config.output_dir, f"result-{os.environ.get('RANK', '0')}.json")
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Figures over N examples are those of one process with batch size 1, for any layout, world size, batch size and remainder."""
+"""Metrics over N examples are those of one process with batch size 1, for any layout, world size, batch size and remainder."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def one(tiny: Any, of_one_process: dict[str, Any]) -> dict[str, Any]:
     return of_one_process
 
 
-def assert_same_figures(found: dict[str, float], wanted: dict[str, float], where: str) -> None:
+def assert_same_metrics(found: dict[str, float], wanted: dict[str, float], where: str) -> None:
     assert found.keys() == wanted.keys(), where
     for name, value in wanted.items():
         expected = pytest.approx(value, rel=1e-6, abs=1e-12, nan_ok=True) if name in ROUNDED else value
@@ -52,8 +52,8 @@ def assert_all_as_one_row_at_a_time(found: dict[str, Any], one: dict[str, Any]) 
         assert found[kind].keys() == {str(examples) for examples in EXAMPLES}
         for examples, cuts in found[kind].items():
             assert len(cuts) >= 2
-            for cut, figures in cuts.items():
-                assert_same_figures(figures, one[kind][examples]["1, map"], f"{kind}, {examples} examples, {cut}")
+            for cut, metrics in cuts.items():
+                assert_same_metrics(metrics, one[kind][examples]["1, map"], f"{kind}, {examples} examples, {cut}")
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
@@ -120,13 +120,13 @@ def test_one_process_finds_the_same_for_any_batch_size_and_source(one: dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("ddp", 3), ("zero3", 2), ("fsdp2", 2), ("fsdp2", 3)])
 def test_ranks_find_what_one_process_finds_a_row_at_a_time(tiny: Any, one: dict[str, Any], layout: str, ranks: int) -> None:
-    """Every kind of metric, on every rank alike; with 1 example, all ranks but one have only a filler.
+    """Every kind of metric, on every rank alike; with 1 example, all ranks but one have only a padding micro-batch.
 
-    Fails when: a filler counts; the ranks' means are averaged; gathered rows stand in the order of the ranks; the number of
-    forward passes differs between ranks (sharded engines wait for ever); only rank 0 gets the figures.
+    Fails when: a padding micro-batch counts; the ranks' means are averaged; gathered rows are in the order of the ranks; the number of
+    forward passes differs between ranks (sharded engines wait for ever); only rank 0 gets the metrics.
     """
     found = run(tiny, ranks, layout)
     assert found[0].keys() - {"loop", "a module of evaluate"} == set(KINDS)
     assert_all_as_one_row_at_a_time(found[0], one)
     for other in found[1:]:
-        assert json.dumps(other) == json.dumps(found[0])  # as text, since a figure may be "not a number"
+        assert json.dumps(other) == json.dumps(found[0])  # as text, since a metric may be "not a number"

@@ -114,8 +114,8 @@ def note_exchanges(name: str) -> None:
     @functools.wraps(step)
     def noted(accelerator: Any, model: Any, optimizer: Any, batch: Any, *more: Any, **named: Any) -> Any:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-            figures = step(accelerator, model, optimizer, batch, *more, **named)
-        # gloo scatters by reducing the whole; norms and figures are a few numbers
+            metrics = step(accelerator, model, optimizer, batch, *more, **named)
+        # gloo scatters by reducing the whole; norms and metrics are a few numbers
         sizes = [math.prod(e.input_shapes[0]) for e in profile.events() if e.name in ("gloo:all_reduce", "gloo:reduce_scatter")]
         steps.append({
             "micro_batches": len(batch.micro_batches),
@@ -123,7 +123,7 @@ def note_exchanges(name: str) -> None:
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         })
         Path(name).write_text(json.dumps(steps))
-        return figures
+        return metrics
 
     tk.train_step = noted
 

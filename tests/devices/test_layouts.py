@@ -44,7 +44,7 @@ def assert_same_training(found: Any, expected: Any, steps: int = 20) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_a_layout_trains_as_one_process_does(tiny: Any, task: str, layout: str) -> None:
     """Loss and norm of 20 steps, order, evaluation before and after. Fails when: a rank's last micro-batch is counted as real
-    where it is a filler, `accumulating` synchronizes nothing, or the clipping sees a rank's own shard alone.
+    where it is a padding micro-batch, `accumulating` synchronizes nothing, or the clipping sees a rank's own shard alone.
     """
     one = tiny.reference(*TASKS[task], *RAGGED)
     ranks = tiny.ranks(2, *TASKS[task], *RAGGED, *LAYOUTS[layout])

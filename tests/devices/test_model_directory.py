@@ -151,8 +151,8 @@ def test_an_adapter_under_zero3_is_that_of_one_process_and_resumes_anywhere(tiny
     """
     one, zero = train(tiny, "ddp", *SHAPE, "--lora", ranks=1, output_dir="one"), train(tiny, "zero3", *SHAPE, "--lora")
     assert len(zero.curve) == 4
-    for figures, expected in zip(zero.curve, one.curve, strict=True):
-        assert figures == pytest.approx(expected, rel=1e-5)
+    for metrics, expected in zip(zero.curve, one.curve, strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-5)
     assert one.curve[0][1] != one.curve[3][1]
 
     written, expected = (load_file(each.folder / "model/adapter_model.safetensors") for each in (zero, one))
@@ -178,7 +178,7 @@ def test_an_adapter_under_zero3_is_that_of_one_process_and_resumes_anywhere(tiny
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_bf16_rounds_neither_the_model_that_is_saved_nor_an_adapter_out_of_its_place(tiny: Any, stage: str) -> None:
-    """ZeRO computes with bfloat16 weights: float32 ones are written, and an adapter's checkpoint goes on in one process.
+    """ZeRO computes with bfloat16 weights: float32 ones are written, and an adapter's checkpoint continues in one process.
 
     Fails when: the model directory has the live weights, or their dtype in its config.json; the base is told by float32 bits.
     """

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 LAYOUTS = runpy.run_path(str(Path(__file__).with_name("test_layouts.py")))
 RAGGED, assert_same_training, curve = LAYOUTS["RAGGED"], LAYOUTS["assert_same_training"], LAYOUTS["curve"]
-# Six rows in batches of four on two ranks leave no filler: of two there is one.
+# Six rows in batches of four on two ranks leave no padding micro-batch: of two there is one.
 FLAGS = [*RAGGED, "--per-device-eval-batch-size", "2"]
 # One step of SGD at rate 1 over every document: what the weights lost is the gradient.
 ONE_STEP = [
@@ -67,7 +67,7 @@ def test_a_schedule_that_every_rank_moves_on_is_found(tiny: Any) -> None:
 
 @pytest.mark.slow
 def test_rows_that_are_evaluated_twice_are_found(tiny: Any) -> None:
-    """The filler of the rank with less to do, counted: evaluation losses apart by 2e-3, while the training is the same."""
+    """The padding micro-batch of the rank with less to do, counted: evaluation losses apart by 2e-3, while the training is the same."""
     one, planted = tiny.reference(*FLAGS), on_two_ranks(tiny, *FLAGS, mistake="duplicated evaluation rows")
     assert_same_training(planted, one)
     with pytest.raises(AssertionError):

@@ -37,7 +37,7 @@ MEANT = {
     "fsdp2": {**FSDP2, "FSDP_OFFLOAD_PARAMS": "false"},
     "fsdp2_offload": {**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"},
 }
-# The settings of a run decide on these; a rank must not be told something else.
+# The settings of a run decide on these; a rank must not be given something else.
 LEFT_TO_THE_SETTINGS = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING", "OMP_NUM_THREADS", "WORLD_SIZE")
 # What `accelerate launch` tells its ranks, as one of them sees it.
 SHOWS_ITS_ENVIRONMENT = """
@@ -76,13 +76,13 @@ def test_ranks_are_told_what_accelerate_launch_tells_them(name: str, tmp_path: P
     path = str(LAUNCH / f"{name}.yaml")
     starter = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", path, "--num_processes", "1"]
     subprocess.run([*starter, str(tmp_path / "rank.py"), str(tmp_path)], capture_output=True, timeout=120, check=True)
-    told = json.loads((tmp_path / "0").read_text())
+    reported = json.loads((tmp_path / "0").read_text())
     ours = read_accelerate_config(path).environment
 
     def of_accelerate(environment: dict[str, str]) -> dict[str, str]:
         return {key: value for key, value in environment.items() if key.startswith(("ACCELERATE_", "FSDP_"))}
 
-    assert of_accelerate(dict(ours)) == of_accelerate(told)
+    assert of_accelerate(dict(ours)) == of_accelerate(reported)
 
 
 def test_a_json_file_is_read_like_a_yaml_file(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_ranks_of_one_machine_meet_at_a_free_port_and_keep_the_number_of_threads
 
 
 def test_the_only_process_is_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when: a single process is told that it is a rank."""
+    """Fails when: a single process is treated as a rank."""
     monkeypatch.delenv("RANK", raising=False)
     assert run_ranks(tmp_path, "import os, sys; sys.exit(any(name in os.environ for name in ('RANK', 'WORLD_SIZE')))", 1) == 0
 

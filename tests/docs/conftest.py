@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 400  # for one block, on a machine where other tests run beside it
+SECONDS = 400  # for one block, on a machine where other tests run next to it
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
     <!-- not run: REASON -->
 
-The blocks of a page run one after another in one empty folder, in which `recipes/` and `.venv/` stand as in a checkout. Recipes
+The blocks of a page run one after another in one empty folder, in which `recipes/` and `.venv/` are as in a checkout. Recipes
 train two steps of a tiny model: `as_a_reader.py` says how. Blocks of other languages, and indented ones in which no line begins
 with a command, are not code to run.
 
@@ -155,7 +155,7 @@ def test_blocks_are_found_however_they_are_written() -> None:
     page = (
         "# A page\n\n```bash\necho 1\n```\n\n<!-- not run: it needs a GPU -->\n```sh\necho 2\n```\n\n```yaml\na: 1\n```\n\n"
         "    toolkit recipes\n\n    make demo\n\n<!-- not run: it needs the Hub -->\n\n    pip install x\n\n"
-        "    loss 0.5\n\n- A list\n  goes on\n\n      python recipes/sft.py \\\n        --help\n\n```\nsrun x\n```\n\n~~~python\n1\n~~~\n"
+        "    loss 0.5\n\n- A list\n  continues\n\n      python recipes/sft.py \\\n        --help\n\n```\nsrun x\n```\n\n~~~python\n1\n~~~\n"
     )
     found = [(block.language, block.text, block.reason) for block in find_blocks(page) if block.language]
     assert found == [

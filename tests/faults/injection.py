@@ -120,11 +120,11 @@ def count_operations(path: str) -> None:
     at_each_operation(lambda number, name: os.write(descriptor, f"{name}\n".encode()) and None)
 
 
-def watch_checkpoints(told: dict[str, str]) -> None:
+def watch_checkpoints(options: dict[str, str]) -> None:
     """At each operation after the first commit: a whole checkpoint is there, and the best one once it was. Breaches are written."""
     from toolkit import checkpoint as ckpt
 
-    root, report, seen, busy = Path(told["root"]), Path(told["report"]), {"any": False, "best": False, "checks": 0}, []
+    root, report, seen, busy = Path(options["root"]), Path(options["report"]), {"any": False, "best": False, "checks": 0}, []
 
     def act(number: int, name: str) -> None:
         if busy:
@@ -167,17 +167,17 @@ def slow_save(seconds: float) -> None:
     around_saves(lambda number: time.sleep(seconds), lambda *_: None)
 
 
-def fail_save(told: dict[str, Any]) -> None:
+def fail_save(options: dict[str, Any]) -> None:
     """The save of this number fails with EIO."""
 
     def before(number: int) -> None:
-        if number == told["number"]:
+        if number == options["number"]:
             raise OSError(errno.EIO, "Input/output error")
 
     around_saves(before, lambda *_: None)
 
 
-def limit_file(told: dict[str, Any]) -> None:
+def limit_file(options: dict[str, Any]) -> None:
     """In the save of this number the file of this name can't be written beyond half its size (RLIMIT_FSIZE)."""
     import safetensors.torch
 
@@ -186,7 +186,7 @@ def limit_file(told: dict[str, Any]) -> None:
 
     @contextlib.contextmanager
     def limited(path: Any, size: int) -> Any:
-        is_it = current["number"] == told["number"] and Path(path).name.strip(".").removesuffix(".tmp") == told["file"]
+        is_it = current["number"] == options["number"] and Path(path).name.strip(".").removesuffix(".tmp") == options["file"]
         if not is_it:
             yield
             return
@@ -225,27 +225,27 @@ def limit_file(told: dict[str, Any]) -> None:
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         made = original_open(file, mode, *args, **kwargs)
-        return Limited(made, file) if current["number"] == told["number"] and "w" in mode else made
+        return Limited(made, file) if current["number"] == options["number"] and "w" in mode else made
 
     safetensors.torch.save_file = save_file
     builtins.open = io.open = opened  # type: ignore[assignment]
 
 
-def fill_disk(told: dict[str, Any]) -> None:
+def fill_disk(options: dict[str, Any]) -> None:
     """In the save of this number the disk has `free` bytes left, which it doesn't say; afterwards it has room again."""
     plain = shutil.disk_usage
 
     def before(number: int) -> None:
-        if number != told["number"]:
+        if number != options["number"]:
             return
-        filler = Path(told["mount"], "filler")
+        padding = Path(options["mount"], "filler")
         shutil.disk_usage = lambda path: plain(path)._replace(free=1 << 40)
-        with open(filler, "wb") as file:
-            file.write(b"x" * max(plain(told["mount"]).free - told["free"], 0))
+        with open(padding, "wb") as file:
+            file.write(b"x" * max(plain(options["mount"]).free - options["free"], 0))
 
     def after(number: int, root: Path, step: int) -> None:
-        if number == told["number"]:
-            Path(told["mount"], "filler").unlink()
+        if number == options["number"]:
+            Path(options["mount"], "filler").unlink()
             shutil.disk_usage = plain
 
     around_saves(before, after)
@@ -259,19 +259,19 @@ def kill_after_save(target: int) -> None:
     around_saves(lambda number: current.update(number=number), lambda *_: None)
     original = Run.log
 
-    def log(run: Any, figures: Any) -> None:
-        original(run, figures)
+    def log(run: Any, metrics: Any) -> None:
+        original(run, metrics)
         if current["number"] >= target:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Run.log = log
 
 
-def copy_image(told: dict[str, str]) -> None:
+def copy_image(options: dict[str, str]) -> None:
     """As each save returns, copy the image file that the disk is: what a power loss in that moment would leave."""
 
     def after(number: int, root: Path, step: int) -> None:
-        shutil.copyfile(told["image"], Path(told["copies"]) / f"{step}.img")
+        shutil.copyfile(options["image"], Path(options["copies"]) / f"{step}.img")
 
     around_saves(lambda number: None, after)
 
@@ -311,10 +311,10 @@ def durable_part(root: Path) -> Callable[[Path], None]:
     return lambda target: rebuild(root.stat().st_ino, target)
 
 
-def keep_durable(told: dict[str, str]) -> None:
+def keep_durable(options: dict[str, str]) -> None:
     """As each save returns, rebuild what is durable."""
-    rebuild = durable_part(Path(told["root"]))
-    around_saves(lambda number: None, lambda number, _, step: rebuild(Path(told["copies"]) / str(step)))
+    rebuild = durable_part(Path(options["root"]))
+    around_saves(lambda number: None, lambda number, _, step: rebuild(Path(options["copies"]) / str(step)))
 
 
 def use_cache(folder: str) -> None:
@@ -331,7 +331,7 @@ def limit_memory(megabytes: int) -> None:
 
 
 def small_windows(documents: int) -> None:
-    """Streams are mixed in windows of so many documents, so that a short run sees several."""
+    """Streams are mixed in windows of N documents, so that a short run sees several."""
     import toolkit.data.loading.streams
 
     toolkit.data.loading.streams.STREAM_BUFFER = documents

@@ -1,4 +1,4 @@
-"""Caches damaged at rest, cut under a live process, and after a power loss: never read damaged, built anew with one line."""
+"""Caches damaged at rest, cut under a live process, and after a power loss: never read damaged, rebuilt with one line."""
 
 import importlib.util
 import json
@@ -135,7 +135,7 @@ def test_a_damaged_cache_is_built_anew_with_one_line_that_names_its_folder(cache
 
     Fails when: `cache_folder` returns a folder for having its name; a file is left out of the digests; sizes alone are compared.
     """
-    line, chance = tally("F5", f"a cache damaged at rest ({kind}): built anew, with one line"), random.Random(kind)
+    line, chance = tally("F5", f"a cache damaged at rest ({kind}): rebuilt, with one line"), random.Random(kind)
     expected = READERS[kind]()
     (folder,) = (path for path in cache.iterdir() if path.is_dir() and path.name.startswith(f"{kind}-"))
     capfd.readouterr()

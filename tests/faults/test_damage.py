@@ -158,7 +158,7 @@ def test_a_checkpoint_of_each_schema_still_loads_and_trains_on(tally) -> None:
 
 def test_a_run_continues_from_a_checkpoint_of_each_schema(tiny, tally) -> None:
     """Step 4 of 8 of a run of then; what its record lacks has a default. Fails when: a resume asks for a key it did not have."""
-    line = tally("F22", "a kept checkpoint of a run of schema 1: the run goes on from it to its end")
+    line = tally("F22", "a kept checkpoint of a run of schema 1: the run resumes from it to its end")
     tiny.fresh()
     # another version of datasets may fingerprint the same rows otherwise
     run = tiny(*OLD_RUN, "--resume-from", str(FIXTURES / "schema-1-run"), "--allow-change", "dataset")

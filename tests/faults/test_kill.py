@@ -24,7 +24,7 @@ KINDS = {
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_run_resumes_to_the_same_weights_curve_and_order(tiny, tally, chance, count, resumed_from, kind: str) -> None:
-    """Fails when: a micro-batch's seed depends on what ran before; the optimizer, the position or the figures of a logging
+    """Fails when: a micro-batch's seed depends on what ran before; the optimizer, the position or the metrics of a logging
     window are not in the checkpoint; workers that outlive a killed process keep its output directory locked."""
     line, whole = tally("F1", f"SIGKILL at a random moment, resumed: {kind}"), tiny.reference(*KINDS[kind])
     for _ in range(count(1, 25)):

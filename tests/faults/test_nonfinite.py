@@ -42,7 +42,7 @@ def test_parameters_stay_finite_and_the_rows_are_named(tiny, tally, chance, coun
 
 
 def test_three_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(tiny, tally) -> None:
-    """Fails when: the run goes on, or saves what is not finite."""
+    """Fails when: the run continues, or saves what is not finite."""
     line = tally("F16", "NaN loss in three steps in a row: the run ends, the last good checkpoint is whole and finite")
     tiny.fresh()
     run = tiny(*BERT, ill={"nonfinite": "loss", "at": [9, 10, 11]})

@@ -9,7 +9,7 @@ SMALL = ["--per-device-train-batch-size", "8", "--auto-find-batch-size"]
 
 @pytest.mark.parametrize("above", [5, 2, 1])
 def test_the_micro_batch_is_halved_until_it_fits_and_the_result_is_the_same(tiny, tally, above: int) -> None:
-    """The loss raises torch.OutOfMemoryError above so many examples. Fails when: the trial leaves a trace (a gradient, random
+    """The loss raises torch.OutOfMemoryError above N examples. Fails when: the trial leaves a trace (a gradient, random
     numbers), the global batch changes, or run.json tells the size that was asked for."""
     fits = {5: 4, 2: 2, 1: 1}[above]
     line = tally("memory", f"out of memory above {above} examples: micro-batch 8 becomes {fits}, result as if that was given")
@@ -18,7 +18,7 @@ def test_the_micro_batch_is_halved_until_it_fits_and_the_result_is_the_same(tiny
     run = tiny(*SMALL, ill={"out_of_memory_above": above})
     with line.trial():
         assert run.code == 0, run.out
-        assert f"out of memory with 8 examples in a micro-batch: going on with {fits}" in run.out
+        assert f"out of memory with 8 examples in a micro-batch: continuing with {fits}" in run.out
         assert run.outcome == given.outcome
         layout = json.loads((run.folder / "run.json").read_text())["layout"]
         assert (layout["micro_batch_size"], layout["global_batch_size"], layout["gradient_accumulation_steps"]) == (fits, 8, 8 // fits)
@@ -33,7 +33,7 @@ def test_a_real_limit_halves_the_micro_batch(tiny, tally) -> None:
     wide = ["--hidden-size", "256", "--intermediate-size", "16384", "--max-steps", "1", "--save-strategy", "no"]
     run = tiny(*wide, "--per-device-train-batch-size", "30", "--auto-find-batch-size", plan={"limit_memory": 550}, ill={"long_rows": 60})
     with line.trial():
-        assert "out of memory with 30 examples in a micro-batch: going on with" in run.out, run.out
+        assert "out of memory with 30 examples in a micro-batch: continuing with" in run.out, run.out
         assert run.code == 0, run.out
         layout = json.loads((run.folder / "run.json").read_text())["layout"]
         assert layout["micro_batch_size"] < 30
@@ -42,7 +42,7 @@ def test_a_real_limit_halves_the_micro_batch(tiny, tally) -> None:
 
 
 def test_not_even_one_example_is_a_refusal(tiny, tally) -> None:
-    """Fails when: halving goes on for ever or the error is torch's own."""
+    """Fails when: halving continues for ever or the error is torch's own."""
     line = tally("memory", "not even one example fits: refused, exit code 2, what helps is named")
     tiny.fresh()
     run = tiny(*SMALL, ill={"out_of_memory_above": 0})

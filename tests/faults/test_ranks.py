@@ -15,7 +15,7 @@ FLAGS = ["--global-batch-size", "4", "--per-device-train-batch-size", "1", "--ma
 
 
 def logged(folder: Any, steps: int) -> Callable[[], bool]:
-    """Whether so many steps stand in metrics.jsonl."""
+    """Whether N steps are in metrics.jsonl."""
     path = folder / "metrics.jsonl"
     return lambda: path.exists() and path.read_text().count('"loss"') >= steps
 

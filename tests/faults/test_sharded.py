@@ -99,7 +99,7 @@ MOVES = [
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
 def test_another_layout_goes_on_from_a_checkpoint_as_one_process_would(tiny: Any, tally: Any, optim: str, long_form: bool) -> None:
     """The order is the same, losses and gradient norms to 1e-5. Fails when: `Piece.start` is taken for 0, on the way in or out."""
-    line = tally("F12", f"another world size and engine goes on from step 4 of 12, {optim}: order, loss and norm of each step")
+    line = tally("F12", f"another world size and engine resumes from step 4 of 12, {optim}: order, loss and norm of each step")
     flags = ["--dropout", "0", "--learning-rate", "1e-3", "--global-batch-size", "7", "--max-steps", "12", "--optim", optim]
     whole = tiny.reference(*flags)
     begun: dict[tuple[int, str], Any] = {}
@@ -158,7 +158,7 @@ def test_a_signal_to_one_rank_stops_a_sharded_run_after_a_checkpoint(
 def test_a_sharded_save_that_fails_costs_that_checkpoint_alone(
     tiny: Any, tally: Any, uninterrupted: dict[str, Any], engine: str
 ) -> None:
-    """Training goes on to the same bits. Fails when: the main process raises where the other ranks go on."""
+    """Training goes on to the same bits. Fails when: the main process raises where the other ranks continue."""
     line = tally("F7", f"a file of a checkpoint can't be written, 2 ranks under {engine}")
     flags = [*FLAGS, "--optim", "muon", *ENGINES[engine]]
     outcome, _ = reference(tiny, uninterrupted, engine, "muon")

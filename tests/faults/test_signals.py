@@ -14,8 +14,8 @@ BERT = ["--model", "tiny-bert", "--dropout", "0.1", "--save-strategy", "no"]
 
 
 def signaled(tiny, *flags: str, number: int, after: float, again: float | None = None, **more):
-    """A run that gets a signal so many seconds after its first step, perhaps once more; and the seconds it took to end."""
-    told: list[float] = []
+    """A run that gets a signal N seconds after its first step, perhaps once more; and the seconds it took to end."""
+    signaled: list[float] = []
     metrics = tiny.folder / "out/metrics.jsonl"
 
     def send(pid: int) -> None:
@@ -24,13 +24,13 @@ def signaled(tiny, *flags: str, number: int, after: float, again: float | None =
             time.sleep(0.002)
         time.sleep(after)
         os.kill(pid, number)
-        told.append(time.monotonic())
+        signaled.append(time.monotonic())
         if again is not None:
             time.sleep(again)
             os.kill(pid, number)
 
     run = tiny(*flags, while_running=send, **more)
-    return run, time.monotonic() - told[0]
+    return run, time.monotonic() - signaled[0]
 
 
 @pytest.mark.fast(1)
@@ -100,9 +100,9 @@ def test_a_deadline_is_kept_when_something_is_slow(tiny, tally, chance, count, w
     whole, line = tiny.reference(*flags), tally("F9", f"--stop-deadline 3 during {what} of 20 s")
     for _ in range(count(1, 5)):
         folder = tiny.fresh()
-        told: list[float] = []
+        signaled: list[float] = []
 
-        def send(pid: int, folder: Path = folder, told: list[float] = told) -> None:
+        def send(pid: int, folder: Path = folder, signaled: list[float] = signaled) -> None:
             metrics = folder / "metrics.jsonl"
             steps = 6 if what == "an evaluation" else 1
             while not (metrics.exists() and metrics.read_text().count("\n") >= steps) and Path(f"/proc/{pid}").exists():
@@ -111,10 +111,10 @@ def test_a_deadline_is_kept_when_something_is_slow(tiny, tally, chance, count, w
                     break
             time.sleep(0.5)
             os.kill(pid, signal.SIGTERM)
-            told.append(time.monotonic())
+            signaled.append(time.monotonic())
 
         stopped = tiny(*flags, while_running=send, ill=SLOW[what])
-        took = time.monotonic() - told[0]
+        took = time.monotonic() - signaled[0]
         with line.trial():
             assert stopped.code == 75, stopped.out
             assert took < 3.5
@@ -137,13 +137,13 @@ def test_a_deadline_is_kept_when_the_signal_comes_during_a_save(tiny, tally) -> 
             time.sleep(0.002)
         time.sleep(0.3)
         os.kill(pid, signal.SIGTERM)
-        told.append(time.monotonic())
+        signaled.append(time.monotonic())
 
-    told: list[float] = []
+    signaled: list[float] = []
     flags = ["--save-steps", "1", "--stop-deadline", "3"]
     ill = {"step_seconds": 20, "fast_steps": 1}
     stopped = tiny(*flags, while_running=send, plan={"slow_save": 2.5}, ill=ill, timeout=60)
-    took = time.monotonic() - told[0]
+    took = time.monotonic() - signaled[0]
     with line.trial():
         assert stopped.code == 75, stopped.out
         assert took < 4, took  # the save can't be cut short; the step after it can

@@ -69,17 +69,17 @@ def check(finished_run: Path, run_script: Callable[..., Any], tmp_path: Path) ->
             (tmp_path / "out.txt").unlink()
         case.prepare(tmp_path)
         code, out = run_script(case.script, case.arguments, tmp_path, case.environment)
-        told = f"{case.kind}: {case.what}\n{case.script} {' '.join(case.arguments)[:600]}\n{out[-3000:]}"
-        assert code is not None, f"no end in {SECONDS} s: {told}"
-        assert "Traceback" not in out, told
-        assert "hunter2" not in out, told
-        assert "\x1b" not in out, told
-        assert all(word in out for word in case.words), f"must name {case.words}: {told}"
+        reported = f"{case.kind}: {case.what}\n{case.script} {' '.join(case.arguments)[:600]}\n{out[-3000:]}"
+        assert code is not None, f"no end in {SECONDS} s: {reported}"
+        assert "Traceback" not in out, reported
+        assert "hunter2" not in out, reported
+        assert "\x1b" not in out, reported
+        assert all(word in out for word in case.words), f"must name {case.words}: {reported}"
         if case.settings is None:
-            assert code in case.codes, f"exit {code}, {told}"
+            assert code in case.codes, f"exit {code}, {reported}"
             return
-        assert code == 0, told
+        assert code == 0, reported
         config = yaml.safe_load((tmp_path / "out/config.yaml").read_text())
-        assert {name: config[name] for name in case.settings} == case.settings, told
+        assert {name: config[name] for name in case.settings} == case.settings, reported
 
     return check_case

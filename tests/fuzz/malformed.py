@@ -460,7 +460,7 @@ def of_adapter(chance: random.Random) -> Case:
 
 
 def of_cache(chance: random.Random) -> Case:
-    """A cache of this case alone, of which a file is damaged after a first run has filled it: built anew, and said so."""
+    """A cache of this case alone, of which a file is damaged after a first run has filled it: rebuilt, and said so."""
     kind = chance.choice(["cut", "flipped", "empty", "removed"])
 
     def damage(folder: Path) -> None:

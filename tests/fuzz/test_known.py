@@ -83,7 +83,7 @@ def command(*words: str, **files: str) -> Any:
 
 
 def resumed(name: str, more: str) -> Any:
-    """A run that goes on after a file of its was damaged: the lines that are none are left out."""
+    """A run that continues after a file of its was damaged: the lines that are none are left out."""
     words = ("--config", f"{BASE}/config.yaml", "--output-dir", BASE, "--resume", "--max-steps", "3", "--allow-change", "max_steps")
     return ("sft", words, with_good(lambda folder: (folder / BASE / name).open("a").write(more) and None))
 
@@ -104,7 +104,7 @@ KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a batch of 1e12": (flags("--per-device-train-batch-size", "1e12"), ("--per-device-train-batch-size", "65,536")),
     "100,000 workers": (flags("--dataloader-num-workers", "100000"), ("--dataloader-num-workers", "1,024")),
     "no config file's name": (flags("--config", ""), ("--config ''",)),
-    "a user who is not there": (output("~nobody-of-that-name/x"), ("--output-dir ~nobody-of-that-name/x", "no user")),
+    "an unknown user": (output("~nobody-of-that-name/x"), ("--output-dir ~nobody-of-that-name/x", "no user")),
     "a password": (flags("--dataset", "https://me:hunter2@host/x"), ("--dataset", "password")),
     "a token in place of a user": (flags("--model", "https://hunter2@host/x"), ("--model", "token")),
     "a token in a query": (flags("--dataset", "https://host/x?token=hunter2"), ("--dataset", "password or token")),
@@ -122,11 +122,11 @@ KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a nested job": (("sft", sft(), FINE, {"SM_HPS": "[" * 100_000}), ("SM_HPS", "64 levels")),
     "a job with a key twice": (("sft", sft(), FINE, {"SM_HPS": '{"seed": 1, "seed": 2}'}), ("SM_HPS", "seed")),
     "a nested row": (rows('{"messages": ' + "[" * 9000 + "]" * 9000 + "}"), ("rows.jsonl:13", "64 levels")),
-    "a key twice in a row": (rows('{"messages": 1, "messages": 2}'), ("rows.jsonl:13", "messages stands twice")),
+    "a key twice in a row": (rows('{"messages": 1, "messages": 2}'), ("rows.jsonl:13", "messages is twice")),
     "half a surrogate pair": (rows('{"messages": "\\ud800"}'), ("rows.jsonl:13", "\\ud800")),
     "arguments of a call nested 100,000 levels deep": (rows(called("[" * 100_000)), ("rows.jsonl:13", "arguments of look", "64 levels")),
     "half a surrogate pair in arguments": (rows(called('{"a": "\\ud800"}')), ("rows.jsonl:13", "arguments of look", "\\ud800")),
-    "a key twice in arguments": (rows(called('{"a": 1, "a": 2}')), ("rows.jsonl:13", "a stands twice")),
+    "a key twice in arguments": (rows(called('{"a": 1, "a": 2}')), ("rows.jsonl:13", "a is twice")),
     "a NaN in arguments": (rows(called('{"a": NaN}')), ("rows.jsonl:13", "NaN")),
     "a role that is a list": (rows('{"messages": [{"role": ["user"], "content": "x"}]}'), ("rows.jsonl",)),
     "a token id beyond the vocabulary": (data("ids.jsonl", b'{"input_ids": [1, 2]}\n{"input_ids": [1, 70000]}\n'), ("ids.jsonl:2", "70000")),
@@ -166,7 +166,7 @@ KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
             ("a place in /proc", "/proc/x.py", FINE, "can't be written"), ("a place too long", "x" * 300, FINE, "too long"),
             ("a place too long in a new folder", "new/" + "x" * 300, FINE, "too long"),
             ("a place that is a link to nothing", "there", dangling, "nowhere"), ("a place under a link to nothing", "there/x", dangling, "nowhere"),
-            ("a place of a user who is not there", "~nobody-of-that-name/x", FINE, "no user"), ("a place under a file", "good.jsonl/x", with_good(FINE), "is a file"),
+            ("a place of an unknown user", "~nobody-of-that-name/x", FINE, "no user"), ("a place under a file", "good.jsonl/x", with_good(FINE), "is a file"),
         )
     },
     "a folder for the page": (command("report", BASE, "--output", "."), ("--output .", "is a folder")),

@@ -92,7 +92,7 @@ def test_greedy_samples_are_those_of_one_whole_forward_a_token(model, tokenizer,
 
 @pytest.mark.parametrize("whose", ["tokenizer", "model"])
 def test_sample_stops_at_the_end_token_of_the_tokenizer_and_of_the_model(whose, model, tokenizer, accelerator):
-    # Fails when either of the two is left out of the stops: the text would go on after the letter that ends it here.
+    # Fails when either of the two is left out of the stops: the text would continue after the letter that ends it here.
     free = texts(sample_texts(accelerator, model, tokenizer, PROMPTS, GREEDY))
     letter = free[0][4]
     if whose == "tokenizer":

@@ -1,4 +1,4 @@
-"""The model card: read by the Hub's own reader, its example run as it stands, nothing in it that isn't meant to be shown."""
+"""The model card: read by the Hub's own reader, its example run as it is, nothing in it that isn't meant to be shown."""
 
 import ast
 import json
@@ -26,12 +26,12 @@ RUN_CARD = {
     "layout": {"global_batch_size": 16, "processes": 2, "engine": "ddp", "precision": "bf16", "steps": 40},
     "versions": {"torch": "2.13"}, "recipe": {"file": "sft.py", "sha256": "0", "commit": "abc-dirty"}, "hardware": {"cores": 8},
 }  # fmt: skip
-FIGURES = {"eval_loss": 1.23456, "eval_accuracy": 0.5, "first_eval_loss": 9.0, "train_loss": 1.0, "eval_odd": float("nan"), "step": 40}
+METRICS = {"eval_loss": 1.23456, "eval_accuracy": 0.5, "first_eval_loss": 9.0, "train_loss": 1.0, "eval_odd": float("nan"), "step": 40}
 
 
 def test_the_hubs_reader_finds_base_license_data_task_and_metrics() -> None:
-    """Fails when: a field bears another name than the Hub's, or a figure is rounded or not one of the evaluation."""
-    card = ModelCard(model_card(RUN_CARD, FIGURES, "run", "Qwen3ForCausalLM", license="apache-2.0"))
+    """Fails when: a field has another name than the Hub's, or a metric is rounded or not one of the evaluation."""
+    card = ModelCard(model_card(RUN_CARD, METRICS, "run", "Qwen3ForCausalLM", license="apache-2.0"))
     data = card.data
     assert (data.base_model, data.license, data.library_name) == ("Qwen/Qwen3-0.6B", "apache-2.0", "transformers")
     assert (data.pipeline_tag, data.datasets) == ("text-generation", ["trl-lib/Capybara"])
@@ -48,7 +48,7 @@ def test_the_hubs_reader_finds_base_license_data_task_and_metrics() -> None:
 def test_the_hub_takes_every_card(license: str | None, adapter: str | None) -> None:
     """A license that isn't among its own is `other` with a name. Fails when: a base's license_name is written as the license."""
     for architecture in ("Qwen3ForCausalLM", "BertForSequenceClassification", "Odd"):
-        card = model_card(RUN_CARD, FIGURES, "run: of #1", architecture, adapter=adapter, license=license)
+        card = model_card(RUN_CARD, METRICS, "run: of #1", architecture, adapter=adapter, license=license)
         assert problems_of_card(card) == []
     known, data = license in (None, "mit", "llama3.2"), ModelCard(card).data
     assert data.license == (license if known else "other")
@@ -57,7 +57,7 @@ def test_the_hub_takes_every_card(license: str | None, adapter: str | None) -> N
 
 def test_settings_that_say_nothing_of_the_training_stay_out() -> None:
     """Fails when: all settings of the run card are shown, or a path with the folders above it."""
-    card = model_card(RUN_CARD | {"data": {"dataset": "/home/ann/secret-project/rows.jsonl"}}, FIGURES, "run", "LlamaForCausalLM")
+    card = model_card(RUN_CARD | {"data": {"dataset": "/home/ann/secret-project/rows.jsonl"}}, METRICS, "run", "LlamaForCausalLM")
     for word in ("sk_1", "secret-project", "/home", "resume_from", "num_train_epochs"):
         assert word not in card
     assert "`rows.jsonl`" in card
@@ -86,7 +86,7 @@ SHAPE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attenti
 @pytest.mark.parametrize("absolute", [False, True], ids=["begun here", "anywhere"])
 @pytest.mark.parametrize("kind", ["whole", "adapter inside", "adapter elsewhere"])
 def test_the_example_loads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, absolute: bool) -> None:
-    """As it stands in the card, where the run was started; of an absolute path in the folder that it is in. Fails when: the class, the
+    """As it is in the card, where the run was started; of an absolute path in the folder that it is in. Fails when: the class, the
     folder of the base or the name isn't that of the model, or the name is that of the run alone."""
     import torch
 
@@ -129,8 +129,8 @@ def test_the_license_of_the_base_is_found_beside_it_and_on_the_hub(hub: Any, api
 
 
 def test_a_card_that_someone_edited_keeps_the_edits() -> None:
-    """Fails when: the card is written anew for the Hub."""
-    card = model_card(json.loads(json.dumps(RUN_CARD)), FIGURES, "run", "LlamaForCausalLM") + "\nMy words.\n"
+    """Fails when: the card is written again for the Hub."""
+    card = model_card(json.loads(json.dumps(RUN_CARD)), METRICS, "run", "LlamaForCausalLM") + "\nMy words.\n"
     sent = with_name(card, "ann/run")
     assert sent == card.replace('name = "run"', 'name = "ann/run"') != card
 
@@ -151,10 +151,10 @@ def test_the_card_of_an_adapter_that_was_trained_further_names_its_base(tmp_path
         assert ModelCard(card).data.license == "mit"
     assert "An adapter of `model`, whose license is `mit`, trained further from `first/model`." in card
     (whole.parent / "run.json").write_text("{}")
-    merged = model_card(RUN_CARD | {"model": {"name": str(whole.resolve())}}, FIGURES, "run", "LlamaForCausalLM")
+    merged = model_card(RUN_CARD | {"model": {"name": str(whole.resolve())}}, METRICS, "run", "LlamaForCausalLM")
     assert "A model trained from `base/model`." in merged
     on_hub = RUN_CARD | {"model": {"name": "first/model", "commit": "c0ffee", "base": {"name": "Qwen/Qwen3-0.6B", "revision": "main"}}}
-    card = model_card(on_hub, FIGURES, "run", "Qwen3ForCausalLM", adapter="elsewhere", license="apache-2.0")
+    card = model_card(on_hub, METRICS, "run", "Qwen3ForCausalLM", adapter="elsewhere", license="apache-2.0")
     assert problems_of_card(card) == []
     assert (ModelCard(card).data.base_model, ModelCard(card).data.license) == ("Qwen/Qwen3-0.6B", "apache-2.0")
     assert "[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B) at `c0ffee`" in card
@@ -165,11 +165,11 @@ def test_the_card_of_an_adapter_that_was_trained_further_names_its_base(tmp_path
 def test_a_name_is_a_name_whatever_it_holds(name: str) -> None:
     """In the code, in inline code and in a heading. Fails when: one of them is put between quotes or backticks as it is."""
     run_card = RUN_CARD | {"data": {"dataset": f"data {name}"}}
-    for text in (model_card(run_card, FIGURES, name, "LlamaForCausalLM"), with_name(model_card(RUN_CARD, FIGURES, "x", "LlamaForCausalLM"), name)):
+    for text in (model_card(run_card, METRICS, name, "LlamaForCausalLM"), with_name(model_card(RUN_CARD, METRICS, "x", "LlamaForCausalLM"), name)):
         (code,) = re.findall(r"```python\n(.*?)\n```", text, re.DOTALL)
         (line,) = re.findall(r"^name = (.*)$", code, re.MULTILINE)
         assert ast.literal_eval(line) == name
-    body = model_card(run_card, FIGURES, name, "LlamaForCausalLM").split("---\n", 2)[2]
+    body = model_card(run_card, METRICS, name, "LlamaForCausalLM").split("---\n", 2)[2]
     flat = " ".join(printable(f"data {name}").split())
     fence = re.search(r"^Data: (`+)", body, re.MULTILINE)
     assert fence

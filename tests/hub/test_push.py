@@ -15,7 +15,7 @@ REST = {".env": "HF_TOKEN=x", "notes.txt": "mine", "optimizer.pt": "0", "sub/con
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A finished run's model, with files beside it that are nobody's business."""
+    """A finished run's model, with files next to it that are nobody's business."""
     for name, text in {**MODEL, **REST}.items():
         path = tmp_path / "run/model" / name
         path.parent.mkdir(parents=True, exist_ok=True)

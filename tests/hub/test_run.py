@@ -42,7 +42,7 @@ def weights_of_commits(hub: Any) -> list[bytes]:
 
 
 def test_end_sends_the_final_model_once_and_nothing_else(run_sft: Any, hub: Any, tmp_path: Path) -> None:
-    """Also what a user has put beside it stays here. Fails when: the strategy isn't looked at, or all files are sent."""
+    """Also what a user has put next to it stays here. Fails when: the strategy isn't looked at, or all files are sent."""
     code, out = run_sft(*PUSH, "--hub-strategy", "end", "--hub-private-repo", "--hub-revision", "trial")
     assert code == 0, out
     assert hub.repositories[NAME].private
@@ -125,7 +125,7 @@ def test_best_sends_better_models_only_and_ends_with_the_best(run_sft: Any, hub:
     assert 0 < better[-1] < 6, events
     titles = hub.titles(NAME)
     assert titles[: len(better)] == [f"Training in progress, step {step}" for step in better]
-    assert titles[len(better) :] in ([], ["End of training, step 6"])  # the card has the last figures
+    assert titles[len(better) :] in ([], ["End of training, step 6"])  # the card has the last metrics
     assert same_weights(hub.files(NAME)["model.safetensors"], tmp_path / f"out/checkpoints/step-{better[-1]}")
 
 
@@ -180,7 +180,7 @@ def test_an_adapter_goes_up_as_an_adapter(run_sft: Any, hub: Any, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero3"])
 def test_ranks_send_what_one_process_sends(run_sft: Any, hub: Any, tmp_path: Path, layout: str) -> None:
-    """Fails when: a rank beside the main one sends too, or of a sharded model what one rank has is written."""
+    """Fails when: a rank next to the main one sends too, or of a sharded model what one rank has is written."""
     if layout == "zero3":
         pytest.importorskip("deepspeed")
     flags = {"ddp": [], "fsdp2": ["--fsdp"], "zero3": ["--zero-stage", "3"]}[layout]

@@ -312,7 +312,7 @@ def test_scores_stay_finite_far_from_the_reference_where_trl_s_do_not() -> None:
 
 
 def test_a_loss_that_needs_a_reference_says_so() -> None:
-    """Fails when: pair_losses goes on without one."""
+    """Fails when: pair_losses continues without one."""
     policy = pairs_of(token_logps(1))
     with pytest.raises(ValueError, match="loss_type sft, sigmoid needs"):
         preference_loss(policy, None, totals_of(policy), loss_type=["sft", "sigmoid"])

@@ -45,7 +45,7 @@ def alone() -> Any:
 def dpo(
     policy: torch.Tensor, reference: torch.Tensor, counts: torch.Tensor, **settings: Any
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """DPOTrainer's loss and logged figures.
+    """DPOTrainer's loss and logged metrics.
 
     policy, reference: log-probabilities of answer tokens `[2 * pairs, longest]`, chosen ones above rejected ones; counts: of
     the tokens, `[2 * pairs]`; settings: those of DPOConfig.
@@ -87,7 +87,7 @@ def kto(
     trainer.calculate_KL, trainer.precompute_ref_logps = args.loss_type == "kto", False
     trainer._metrics = {"train": defaultdict(list)}
     trainer._total_train_tokens, trainer._tp_size = 0, 1
-    # mismatched answers are told from the others by the id of their tokens
+    # mismatched answers differ from the others by the id of their tokens
     trainer.model, trainer.ref_model = _Either(policy, kl_policy), _Either(reference, kl_reference)
     mask = masks(torch.ones(len(policy)), 1)
     rows = {"input_ids": torch.zeros_like(mask), "attention_mask": torch.ones_like(mask), "completion_mask": mask}
@@ -109,7 +109,7 @@ class _Either(Answers):
 def without_reference(
     trainer_name: str, logits: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, prompt: int, **settings: Any
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The loss and logged figures of CPOTrainer or ORPOTrainer.
+    """The loss and logged metrics of CPOTrainer or ORPOTrainer.
 
     logits: `[2 * pairs, prompt + longest, vocabulary]`, chosen above rejected; tokens `[2 * pairs, prompt + longest]`; counts:
     of the answers' tokens, behind `prompt` tokens that are not theirs; settings: those of CPOConfig or ORPOConfig.
@@ -130,8 +130,8 @@ def without_reference(
     rows = {"input_ids": tokens, "labels": labels, "attention_mask": (place < counts[:, None]).long()}
     batch = {f"{side}_{name}": part for name, both in rows.items() for side, part in zip(("chosen", "rejected"), both.chunk(2), strict=True)}
     model = lambda *_, **__: SimpleNamespace(logits=logits)  # noqa: E731
-    loss, figures = trainer.get_batch_loss_metrics(model, batch)
-    return loss, figures
+    loss, metrics = trainer.get_batch_loss_metrics(model, batch)
+    return loss, metrics
 
 
 def _after_prompt(table: torch.Tensor) -> torch.Tensor:

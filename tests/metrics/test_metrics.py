@@ -1,4 +1,4 @@
-"""Figures from sums against scikit-learn on all predictions; metrics that are not built in."""
+"""Metrics from sums against scikit-learn on all predictions; metrics that are not built in."""
 
 import warnings
 from pathlib import Path
@@ -41,7 +41,7 @@ def quiet(function: Any, *args: Any, **settings: Any) -> Any:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("examples", [1, 2, 7, 97])
 @pytest.mark.parametrize("num_labels", [2, 3, 12])
-def test_class_figures_are_those_of_scikit_learn(num_labels: int, examples: int, seed: int) -> None:
+def test_class_metrics_are_those_of_scikit_learn(num_labels: int, examples: int, seed: int) -> None:
     """With few examples most classes do not occur, or only as a prediction.
 
     Fails when: the macro average is taken over all classes of the model; references and predictions change places.
@@ -68,7 +68,7 @@ def test_class_figures_are_those_of_scikit_learn(num_labels: int, examples: int,
 
 
 @pytest.mark.parametrize("examples", [1, 7, 97])
-def test_figures_of_several_classes_are_those_of_scikit_learn(examples: int) -> None:
+def test_metrics_of_several_classes_are_those_of_scikit_learn(examples: int) -> None:
     """Fails when: accuracy counts single classes instead of whole examples; precision divides by the references."""
     random_numbers = np.random.default_rng(0)
     y, p = (random_numbers.random((2, examples, 5)) < 0.4).astype(np.int64)
@@ -92,7 +92,7 @@ class Told(torch.nn.Module):
         return SimpleNamespace(logits=values[:, None])
 
 
-def figures_of_numbers(p: np.ndarray, y: np.ndarray) -> dict[str, float]:
+def metrics_of_numbers(p: np.ndarray, y: np.ndarray) -> dict[str, float]:
     """Of a split that is evaluated in micro-batches of 5."""
     pieces = [list(range(len(y)))[i : i + 5] for i in range(0, len(y), 5)]
     loader = [
@@ -105,7 +105,7 @@ def figures_of_numbers(p: np.ndarray, y: np.ndarray) -> dict[str, float]:
 
 @pytest.mark.parametrize("mean", [0.0, 100.0, 1e6, -1e9])
 @pytest.mark.parametrize("examples", [2, 7, 97])
-def test_figures_of_numbers_are_those_of_scikit_learn(examples: int, mean: float) -> None:
+def test_metrics_of_numbers_are_those_of_scikit_learn(examples: int, mean: float) -> None:
     """Also where the mean is large next to the spread, as in years, prices and seconds since 1970.
 
     Fails when: r2 and pearson are made of sums of squares, or errors are added up in float32.
@@ -114,7 +114,7 @@ def test_figures_of_numbers_are_those_of_scikit_learn(examples: int, mean: float
     dtype = np.float32 if abs(mean) < 1e6 else np.float64
     y = (mean + random_numbers.normal(size=examples)).astype(dtype)
     p = (y + random_numbers.normal(size=examples)).astype(dtype)
-    found = figures_of_numbers(p, y)
+    found = metrics_of_numbers(p, y)
     y, p = y.astype(np.float64), p.astype(np.float64)
     wanted = {
         "mse": reference.mean_squared_error(y, p), "rmse": reference.root_mean_squared_error(y, p),
@@ -126,13 +126,13 @@ def test_figures_of_numbers_are_those_of_scikit_learn(examples: int, mean: float
 
 
 @pytest.mark.parametrize("constant", [0.5, 0.1])
-def test_figures_of_constant_numbers_follow_the_conventions_of_scikit_learn(constant: float) -> None:
+def test_metrics_of_constant_numbers_follow_the_conventions_of_scikit_learn(constant: float) -> None:
     """0.1 seven times leaves a variance of rounding, which is none. (scikit-learn itself says -5e33 there.)
 
     Fails when: deviations are from the mean alone, without a first number taken off.
     """
     for distance, wanted in ((0.0, 1.0), (1.0, 0.0)):
-        found = figures_of_numbers(np.full(7, constant + distance), np.full(7, constant))
+        found = metrics_of_numbers(np.full(7, constant + distance), np.full(7, constant))
         assert found["r2"] == wanted == reference.r2_score(np.full(7, 0.5), np.full(7, 0.5 + distance))
         assert np.isnan(found["pearson"])
 
@@ -189,20 +189,20 @@ def finalized(metrics: Metrics) -> dict[str, float]:
     return metrics.finalize(rows([0, 1, 2, 2], [0, 1, 1, 2]))
 
 
-def test_a_metric_script_of_the_users_gets_all_predictions_beside_built_in_figures(tmp_path: Path) -> None:
-    """A key that is taken does not overwrite the built-in figure.
+def test_a_metric_script_of_the_users_gets_all_predictions_beside_built_in_metrics(tmp_path: Path) -> None:
+    """A key that is taken does not overwrite the built-in metric.
 
     Fails when: flat_metrics ignores what is taken; the module gets references as predictions.
     """
     script = tmp_path / "hits.py"
     script.write_text(SCRIPT)
     name = str(script)
-    figures = finalized(classification_metrics(["accuracy", name], 3))
-    assert figures["hits"] == 3.0
-    assert figures["predicted_twos"] == 2.0
-    assert figures["accuracy"] == 0.75
-    assert figures["hits_accuracy"] == -1.0
-    assert figures["loss"] == 1.0
+    metrics = finalized(classification_metrics(["accuracy", name], 3))
+    assert metrics["hits"] == 3.0
+    assert metrics["predicted_twos"] == 2.0
+    assert metrics["accuracy"] == 0.75
+    assert metrics["hits_accuracy"] == -1.0
+    assert metrics["loss"] == 1.0
 
 
 def test_a_module_that_cannot_take_the_predictions_is_refused_at_once(tmp_path: Path) -> None:
@@ -229,10 +229,10 @@ def test_functions_and_combinations_of_modules_may_be_given_in_place_of_a_name()
         return {"predicted_twos": float((predictions == 2).sum()), "twos": float((references == 2).sum())}
 
     combined = evaluate.combine([Accuracy(), MatthewsCorrelation()])
-    figures = finalized(classification_metrics([combined, asymmetric], 3))
-    assert (figures["predicted_twos"], figures["twos"]) == (2.0, 1.0)
-    assert figures["accuracy"] == 0.75
-    assert figures["matthews_correlation"] == pytest.approx(reference.matthews_corrcoef([0, 1, 1, 2], [0, 1, 2, 2]))
+    metrics = finalized(classification_metrics([combined, asymmetric], 3))
+    assert (metrics["predicted_twos"], metrics["twos"]) == (2.0, 1.0)
+    assert metrics["accuracy"] == 0.75
+    assert metrics["matthews_correlation"] == pytest.approx(reference.matthews_corrcoef([0, 1, 1, 2], [0, 1, 2, 2]))
 
 
 def test_results_of_any_shape_become_numbers_by_name() -> None:

@@ -106,7 +106,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "settings nested too deep": (lambda f: (f / "adapter_config.json").write_text("[" * 100_000), ["adapter_config.json"]),
     "a setting twice": (
         lambda f: (f / "adapter_config.json").write_text((f / "adapter_config.json").read_text().replace("{", '{"r": 3, ', 1)),
-        ["adapter_config.json", "r stands twice"],
+        ["adapter_config.json", "r is twice"],
     ),
     "an unknown kind": (settings(peft_type="WAT"), ["adapter_config.json", "WAT"]),
     "no kind": (settings(peft_type=None), ["adapter_config.json"]),

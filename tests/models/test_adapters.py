@@ -164,7 +164,7 @@ def test_a_recomputed_model_and_a_packed_row_give_an_adapter_the_same_gradients(
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_single_tokens_learn_what_the_whole_embedding_would(tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Their rows' gradient is that of the embedding (and of a head beside it), with the head at supervised positions only.
+    """Their rows' gradient is that of the embedding (and of a head next to it), with the head at supervised positions only.
 
     Fails when: the head's share is left out of a tied row's gradient, or a head of its own keeps its old rows.
     """
@@ -301,7 +301,7 @@ def test_loraplus_gives_b_its_own_rate() -> None:
     ids=str,
 )
 def test_what_the_model_does_not_have_is_refused_with_what_is_near(settings: dict[str, Any], words: list[str]) -> None:
-    """Fails when: a name that matches nothing is let through beside one that does."""
+    """Fails when: a name that matches nothing is let through next to one that does."""
     with pytest.raises(Refusal) as refusal:
         load(Config(**settings))
     assert all(word in str(refusal.value) for word in words), refusal.value
@@ -337,7 +337,7 @@ def test_four_bits_are_refused_where_they_cannot_be(tmp_path: Path, monkeypatch:
 
 
 def test_weights_in_4_bits_take_a_gradient_through_them_after_an_evaluation_too(tmp_path: Path) -> None:
-    """The gradient of the adapter is that on the weights which the 4 bits stand for.
+    """The gradient of the adapter is that on the weights which the 4 bits mean.
 
     Fails when: keep_gradients does nothing, on a CPU with AVX-512 for bfloat16: bitsandbytes 0.50 has changed the layout by then.
     """
@@ -376,7 +376,7 @@ def test_weights_in_4_bits_take_a_gradient_through_them_after_an_evaluation_too(
     ids=str,
 )  # fmt: skip
 def test_the_directory_of_an_adapter_goes_on_the_published_base(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """peft reads it by itself, on the base as it stands in its files, and the logits are those of the trained model.
+    """peft reads it by itself, on the base as it is in its files, and the logits are those of the trained model.
 
     Fails when: an adapter of the residual is written as it is (pissa, olora), or its scale changes with its rank.
     """

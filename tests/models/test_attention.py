@@ -144,7 +144,7 @@ def test_positions_that_begin_again_are_bounds_enough_for_a_causal_model(name):
 
 @pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma3_text", 2)])
 def test_bounds_are_found_once_a_row_for_each_kind_of_layer(name, kinds, monkeypatch):
-    """On a GPU each search waits until everything before it is done. Fails when `_bounds_of` is asked anew in each layer."""
+    """On a GPU each search waits until everything before it is done. Fails when `_bounds_of` is asked again in each layer."""
     config, searches, plain = CONFIGS[name](), [], torch.Tensor.nonzero
     config.num_hidden_layers = 4
     if kinds == 2:

@@ -10,7 +10,7 @@ from toolkit.models.attention.groups import UNSEEN, groups_of, with_grouped_back
 from toolkit.models.attention.kernels import Rules, loop_kernel
 
 OWN = [40, 1, 300, 2, 41, 270]  # tokens of each document; of like length, and not
-SHARED = [25, 0, 3, 25, 26, 100]  # keys before them that stand elsewhere in the row
+SHARED = [25, 0, 3, 25, 26, 100]  # keys before them that are elsewhere in the row
 HEADS, HEAD_DIM = 4, 16
 
 

@@ -120,7 +120,7 @@ def asks_once_a_row(make, monkeypatch):
 
 
 def test_lengths_are_read_off_the_device_once_a_row_and_not_once_a_layer(monkeypatch):
-    """On a GPU each reading waits until everything before it is done. Fails when lengths_of is asked anew in each layer."""
+    """On a GPU each reading waits until everything before it is done. Fails when lengths_of is asked again in each layer."""
     rules, inputs = RULES[0]._replace(dropout=0.1), states(torch.float32)
 
     def layers_of_two_rows():

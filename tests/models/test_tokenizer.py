@@ -1,4 +1,4 @@
-"""Tokenizers: trained ones are exact and reproducible, loaded ones fit for training, mistakes told with what to do."""
+"""Tokenizers: trained ones are exact and reproducible, loaded ones fit for training, mistakes are refused with what to do."""
 
 import inspect
 import json
@@ -57,7 +57,7 @@ def test_special_tokens_are_single_distinct_and_known():
 
 
 def test_the_chat_template_is_chatml_and_marks_what_the_assistant_says():
-    """Fails when the end of the turn stands outside the marks."""
+    """Fails when the end of the turn is outside the marks."""
     tokenizer = train_tokenizer(TEXTS, 400)
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello  you<|im_end|>\n<|im_start|>user\nx<|im_end|>\n"
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == text

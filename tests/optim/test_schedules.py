@@ -104,7 +104,7 @@ def test_shapes_of_warm_up_and_decay_are_those_of_transformers(warmup_type, deca
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize(("patience", "threshold", "factor", "min_lr"), [(0, 1e-4, 0.5, 0.0), (2, 0.02, 0.1, 1e-5), (5, 0.0, 0.7, 3e-4)])
 def test_reduction_on_a_plateau_is_that_of_torch_after_every_evaluation(mode, patience, threshold, factor, min_lr):
-    # Fails when the rate falls at the patience-th bad evaluation, the bad ones are not counted anew after a reduction, or a
+    # Fails when the rate falls at the patience-th bad evaluation, the bad ones are not counted again after a reduction, or a
     # value that is not finite counts as better.
     draw = torch.Generator().manual_seed(3)
     values = (2 - torch.arange(60) / 60 + 0.3 * torch.rand(60, generator=draw)).tolist()

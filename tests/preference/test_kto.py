@@ -1,4 +1,4 @@
-"""A step of KTO: its reference point over the global batch, its loss and gradient, its figures, against plain loops and TRL."""
+"""A step of KTO: its reference point over the global batch, its loss and gradient, its metrics, against plain loops and TRL."""
 
 import copy
 from collections import defaultdict
@@ -115,14 +115,14 @@ def built(config: Config, dtype: torch.dtype = torch.float32, layout: str = "pac
 
 
 def step(run: SimpleNamespace, config: Config) -> tuple[torch.Tensor, dict[str, float]]:
-    """The gradient of the first step before clipping, and its figures."""
+    """The gradient of the first step before clipping, and its metrics."""
     optimizer = torch.optim.SGD([p for p in run.model.parameters() if p.requires_grad], lr=0.0)
     kept: dict[str, torch.Tensor] = {}
     optimizer.step = lambda: kept.update({n: p.grad.clone() for n, p in run.model.named_parameters() if p.grad is not None})  # type: ignore[method-assign]
     batch = next(run.train.batches())
     kl = tk.estimate_kl(run.accelerator, run.model, batch, run.mismatched) if config.loss_type == "kto" else 0.0
-    figures = tk.train_step(run.accelerator, run.model, optimizer, batch, partial(run.loss_fn, kl=kl), [0.0], max_grad_norm=0.0)
-    return torch.cat([kept[name].flatten().double() for name in sorted(kept)]), {name: float(value) for name, value in figures.items()}
+    metrics = tk.train_step(run.accelerator, run.model, optimizer, batch, partial(run.loss_fn, kl=kl), [0.0], max_grad_norm=0.0)
+    return torch.cat([kept[name].flatten().double() for name in sorted(kept)]), {name: float(value) for name, value in metrics.items()}
 
 
 def plain_logp(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
@@ -131,7 +131,7 @@ def plain_logp(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor
     return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None]).sum()
 
 
-def plain_figures(model: Any, before: Any, rows: list[dict[str, Any]], config: Config) -> dict[str, torch.Tensor]:
+def plain_metrics(model: Any, before: Any, rows: list[dict[str, Any]], config: Config) -> dict[str, torch.Tensor]:
     """Equations 7 and 8 of the paper, one answer at a time; z over all of `rows`, which are a whole split."""
     ratios, logps, others = [], [], []
     for row in rows:
@@ -151,15 +151,15 @@ def plain_figures(model: Any, before: Any, rows: list[dict[str, Any]], config: C
         losses.append((config.desirable_weight if good else config.undesirable_weight) * (1 - value))
         right.append(bool(ratio > z) if good else bool(ratio < z))
     kinds = {"desirable": [row["desirable"] for row in rows], "undesirable": [not row["desirable"] for row in rows]}
-    figures = {"loss": torch.stack(losses).mean(), "reward_accuracy": torch.tensor(float(np.mean(right)))}
+    metrics = {"loss": torch.stack(losses).mean(), "reward_accuracy": torch.tensor(float(np.mean(right)))}
     for kind, of_it in kinds.items():
-        figures[f"rewards_{kind}"] = config.beta * torch.stack([r for r, is_so in zip(ratios, of_it, strict=True) if is_so]).mean().detach()
-        figures[f"logps_{kind}"] = torch.stack([p for p, is_so in zip(logps, of_it, strict=True) if is_so]).mean().detach()
-    figures["reward_margin"] = figures["rewards_desirable"] - figures["rewards_undesirable"]
+        metrics[f"rewards_{kind}"] = config.beta * torch.stack([r for r, is_so in zip(ratios, of_it, strict=True) if is_so]).mean().detach()
+        metrics[f"logps_{kind}"] = torch.stack([p for p, is_so in zip(logps, of_it, strict=True) if is_so]).mean().detach()
+    metrics["reward_margin"] = metrics["rewards_desirable"] - metrics["rewards_undesirable"]
     if config.loss_type == "kto":
-        figures["kl"] = torch.tensor(z, dtype=torch.float64)
-    figures["reward_auc"] = torch.tensor(roc_auc_score(kinds["desirable"], [float(ratio.detach()) for ratio in ratios]))
-    return figures
+        metrics["kl"] = torch.tensor(z, dtype=torch.float64)
+    metrics["reward_auc"] = torch.tensor(roc_auc_score(kinds["desirable"], [float(ratio.detach()) for ratio in ratios]))
+    return metrics
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,7 @@ def test_a_step_has_the_gradient_of_the_formula_however_its_batch_is_cut(dtype: 
     run = built(config, dtype)
     rows, frozen = run.data["train"].to_list(), copy.deepcopy(run.model)
     moved(run.model)
-    plain = plain_figures(run.model, frozen, rows, config)
+    plain = plain_metrics(run.model, frozen, rows, config)
     plain["loss"].backward()
     expected = torch.cat([p.grad.flatten().double() for _, p in sorted(run.model.named_parameters())])
     assert "kl" not in plain or plain["kl"] > 0.05
@@ -189,11 +189,11 @@ def test_a_step_has_the_gradient_of_the_formula_however_its_batch_is_cut(dtype: 
         cut = replace(config, per_device_train_batch_size=micro)
         other = built(cut, dtype, layout)
         moved(other.model)
-        gradient, figures = step(other, cut)
+        gradient, metrics = step(other, cut)
         assert ((gradient - expected).norm() / expected.norm()).item() < tolerance, (micro, layout)
         for name, value in plain.items():
             if name != "reward_auc":
-                assert figures[name] == pytest.approx(value.item(), rel=10 * tolerance, abs=tolerance), (micro, name)
+                assert metrics[name] == pytest.approx(value.item(), rel=10 * tolerance, abs=tolerance), (micro, name)
 
 
 def test_the_reference_point_is_never_below_0_and_has_no_dropout_in_it() -> None:
@@ -277,7 +277,7 @@ def test_evaluation_has_one_reference_point_for_the_split_whatever_the_batch_siz
     frozen = copy.deepcopy(run.model)
     moved(run.model, seed=10)
     with torch.no_grad():
-        plain = plain_figures(run.model, frozen, run.data["validation"].to_list(), config)
+        plain = plain_metrics(run.model, frozen, run.data["validation"].to_list(), config)
     metrics = tk.unpaired_metrics(run.logps, run.mismatched, **loss_values(config))
     found = tk.eval_with_gather(run.accelerator, run.model, run.evaluation, metrics, prefix="")
     assert found.keys() == plain.keys()
@@ -295,9 +295,9 @@ def test_rewards_of_a_kind_that_a_step_has_none_of_are_no_number_and_enter_no_me
     for number, desirable in enumerate(([True, True], [True, False])):
         mask = torch.tensor(desirable)
         totals = {"examples": 2.0, "desirable": float(mask.sum()), "undesirable": float((~mask).sum())}
-        _, figures = tk.unpaired_loss(torch.tensor([1.0, 3.0]), torch.zeros(2), mask, 0.0, totals)
-        assert torch.isnan(figures["rewards_undesirable"]).item() is (number == 0)
-        window.add(number, Batch([], totals, []), figures)
+        _, metrics = tk.unpaired_loss(torch.tensor([1.0, 3.0]), torch.zeros(2), mask, 0.0, totals)
+        assert torch.isnan(metrics["rewards_undesirable"]).item() is (number == 0)
+        window.add(number, Batch([], totals, []), metrics)
     window.read()
     window.seconds = 1.0
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
@@ -320,7 +320,7 @@ def test_answers_stand_in_packed_rows_where_that_is_exact(capsys: pytest.Capture
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_a_step_is_that_of_trl_on_the_same_batch(loss: dict[str, str]) -> None:
     """KTOTrainer's own loss with its collator and its fused head, on the same mismatched answers in one micro-batch of eight: loss and
-    figures to 1e-5, the gradient to 1e-4. (Left to itself it mismatches by shifting the answers of a micro-batch.)
+    metrics to 1e-5, the gradient to 1e-4. (Left to itself it mismatches by shifting the answers of a micro-batch.)
 
     Fails when: the loss is a mean over the answers of each kind, or the prompt's last token is not what predicts an answer's first.
     """
@@ -333,7 +333,7 @@ def test_a_step_is_that_of_trl_on_the_same_batch(loss: dict[str, str]) -> None:
     moved(run.model)
     policy, before = load(replace(config, attn_implementation="sdpa")), load(replace(config, attn_implementation="sdpa"))
     policy.load_state_dict(run.model.state_dict())
-    gradient, figures = step(run, config)
+    gradient, metrics = step(run, config)
 
     args = KTOConfig(
         output_dir="unused", report_to="none", bf16=False, per_device_train_batch_size=8, beta=config.beta, loss_type=config.loss_type,
@@ -357,13 +357,13 @@ def test_a_step_is_that_of_trl_on_the_same_batch(loss: dict[str, str]) -> None:
     wanted = trainer._compute_loss(policy, DataCollatorForUnpairedPreference(pad_token_id=0)(examples), return_outputs=False)
     wanted.backward()
     theirs = torch.cat([p.grad.flatten().double() for _, p in sorted(policy.named_parameters())])
-    assert figures["loss"] == pytest.approx(wanted.item(), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(wanted.item(), rel=1e-5)
     assert ((gradient - theirs).norm() / theirs.norm()).item() < 1e-4
     logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     names = {"rewards_desirable": "rewards/chosen", "rewards_undesirable": "rewards/rejected", "reward_margin": "rewards/margins",
              "logps_desirable": "logps/chosen", "logps_undesirable": "logps/rejected", "kl": "kl"}  # fmt: skip
     for ours, its in names.items():
-        assert figures.get(ours, 0.0) == pytest.approx(logged[its], rel=1e-5, abs=1e-6), ours
+        assert metrics.get(ours, 0.0) == pytest.approx(logged[its], rel=1e-5, abs=1e-6), ours
     assert config.loss_type != "kto" or logged["kl"] > 0.05
 
 

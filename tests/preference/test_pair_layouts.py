@@ -103,7 +103,7 @@ def error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 def test_every_layout_has_the_logps_and_the_gradient_of_each_answer_alone(layout: str, name: str, dtype: torch.dtype, tolerance: float) -> None:
     """Sliding windows, soft-capping, grouped heads and learned positions included.
 
-    Fails when: the rejected answer's positions go on after the chosen one; its keys have the chosen answer among them; a window
+    Fails when: the rejected answer's positions continue after the chosen one; its keys have the chosen answer among them; a window
     is counted in places of the row; the first token of a rejected answer is predicted by the chosen answer's last.
     """
     model = build(name, dtype)

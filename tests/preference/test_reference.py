@@ -253,7 +253,7 @@ def test_turning_the_adapter_off_is_refused_where_that_is_another_model(flags: d
 
 
 def test_a_synced_reference_is_the_stated_mixture_and_comes_back_after_a_resume() -> None:
-    """Steps 1 to 5, synced before 3 and 5. Fails when: the shares are swapped; it is synced after each step; a resume begins anew."""
+    """Steps 1 to 5, synced before 3 and 5. Fails when: the shares are swapped; it is synced after each step; a resume starts over."""
     config = Config(sync_ref_model=True, ref_model_mixup_alpha=0.25, ref_model_sync_steps=2)
     run = built(config)
     kept: dict[str, torch.Tensor] = {}

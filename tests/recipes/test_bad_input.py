@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, Write, tuple[str, ...]]] = {
     "output directory in use": ("sft", output_in_use, ("out", "--resume")),
     "no network": ("sft", flags("--dataset", "some-team/some-data"), ("some-team/some-data",)),
     "no network for the model": ("sft", flags("--model", "some-team/some-model"), ("some-team/some-model",)),
-    "checkpoint that is not there": ("sft", flags("--resume-from", "nowhere/step-3"), ("nowhere/step-3",)),
+    "missing checkpoint": ("sft", flags("--resume-from", "nowhere/step-3"), ("nowhere/step-3",)),
 }  # fmt: skip
 
 

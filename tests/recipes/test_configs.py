@@ -1,4 +1,4 @@
-"""Each YAML of recipes/configs runs as it stands, on its model's real architecture at a small width and on made-up data."""
+"""Each YAML of recipes/configs runs as it is, on its model's real architecture at a small width and on made-up data."""
 
 import json
 from pathlib import Path

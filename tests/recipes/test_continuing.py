@@ -60,10 +60,10 @@ def copy_of_recipe(folder: Path, name: str, old: str, new: str) -> str:
 
 
 def test_a_run_continued_from_an_older_checkpoint_begins_a_new_timeline_there(run_recipe: Any, rows: Path, tmp_path: Path) -> None:
-    """Back to step 4 of 8 with another rate: checkpoints of the new run bear the old names, the old ones are set aside, and the end is
-    that of a directory which never held more than step 4. --resume then goes on with the new ones.
+    """Back to step 4 of 8 with another rate: checkpoints of the new run have the old names, the old ones are set aside, and the end is
+    that of a directory which never held more than step 4. --resume then continues with the new ones.
 
-    Fails when: a checkpoint that is already there is not written anew, or the newest of the old timeline is taken.
+    Fails when: a checkpoint that is already there is not written again, or the newest of the old timeline is taken.
     """
     flags = [*TINY, *CONSTANT, "--save-steps", "2", "--save-total-limit", "none"]
     first = run_recipe("accelerated", *flags, "--max-steps", "8")
@@ -94,7 +94,7 @@ def test_a_run_continued_from_an_older_checkpoint_begins_a_new_timeline_there(ru
 @pytest.mark.parametrize("begun", ["fresh", "from a checkpoint of another run"])
 def test_the_command_on_the_screen_continues_the_run(run_recipe: Any, rows: Path, tmp_path: Path, begun: str) -> None:
     """Executed by the shell as it was printed. Fails when: it leaves --resume-from in, a path is not quoted, or it names a program
-    that isn't there."""
+    that is missing."""
     out = "my runs/out"
     flags = [*TINY, "--max-steps", "80", "--save-strategy", "no"]
     source = []
@@ -163,10 +163,10 @@ def test_a_notebook_that_was_interrupted_goes_on_in_the_same_process(run_recipe:
     assert "ENDED InterruptedByKeyboard True True False KeyboardInterrupt False True False SAME" in run.out, run.out + run.err
 
 
-def test_the_figures_of_a_model_are_those_of_its_best_weights_when_these_are_saved(run_recipe: Any, rows: Path) -> None:
+def test_the_metrics_of_a_model_are_those_of_its_best_weights_when_these_are_saved(run_recipe: Any, rows: Path) -> None:
     """The loss of the model directory, read by transformers alone, is eval_loss of summary.json and of the model card.
 
-    Fails when: the last evaluation's figures stand beside the best one's weights.
+    Fails when: the last evaluation's metrics are next to the best one's weights.
     """
     flags = [*TINY, *CONSTANT, "--learning-rate", "0.1", "--max-steps", "12", "--eval-steps", "2", "--load-best-model-at-end"]
     run = run_recipe("accelerated", *flags)
@@ -221,9 +221,9 @@ def test_a_run_goes_on_with_other_settings_or_data_only_where_that_is_allowed_by
     assert allowed.code == 0, allowed.err
     assert [event["step"] for event in allowed.metrics if "loss" in event] == [1, 2, 3, 4]
     assert not same(weights, allowed.weights())
-    told = f"{named if change != 'dataset' else 'the training data are others'}: allowed by --allow-change"
-    assert told in allowed.out
-    assert json.loads((allowed.output_dir / "run.json").read_text())["continued"] == [f"step 2: {told}"]
+    reported = f"{named if change != 'dataset' else 'the training data are others'}: allowed by --allow-change"
+    assert reported in allowed.out
+    assert json.loads((allowed.output_dir / "run.json").read_text())["continued"] == [f"step 2: {reported}"]
 
 
 def test_a_key_in_a_recipes_own_field_is_in_no_file_but_its_settings(run_recipe: Any, rows: Path, tmp_path: Path) -> None:

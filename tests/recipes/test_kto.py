@@ -102,7 +102,7 @@ def test_two_ranks_train_and_evaluate_what_one_does(run_recipe: Any, rows: Path,
     """1 x 6 and 2 x 2 (three micro-batches, so that one rank fills up): losses, norms, z and evaluation to 1e-5. Wanted answers are
     what the model's first steps raise, so z is above 0.
 
-    Fails when: z is not summed over the ranks, or a filler counts in it.
+    Fails when: z is not summed over the ranks, or a padding micro-batch counts in it.
     """
     flags = ["--dataset", "rows", *TINY, "--learning-rate", "0.003", "--max-steps", "8", "--global-batch-size", "6", "--dropout", "0"]
     flags += ["--logging-steps", "1", "--use-cpu", "--undesirable-weight", "0.1", "--warmup-steps", "0"]

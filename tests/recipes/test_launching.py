@@ -27,7 +27,7 @@ LAUNCHERS = {
     "torch.distributed.launch": [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc-per-node", "2"],
     "mpirun": ["mpirun", "-np", "2", sys.executable],
 }
-# Open MPI refuses root, and more ranks than cores, unless told otherwise.
+# Open MPI refuses root, and more ranks than cores, by default.
 AS_IN_A_CONTAINER = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -38,7 +38,7 @@ AS_IN_A_CONTAINER = {
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_processes_train_as_one_does(run_recipe, tmp_path: Path, launcher: str) -> None:
     """Losses and evaluation of one process, whoever starts two. Fails when: build_accelerator leaves Accelerate alone without a GPU,
-    toolkit train shows a line with --cpu (one process), a rank of mpirun isn't told that it is one (two runs of one
+    toolkit train shows a line with --cpu (one process), a rank of mpirun isn't given that it is one (two runs of one
     process), or `--local-rank 1` is refused."""
     if shutil.which(LAUNCHERS[launcher][0]) is None:
         pytest.skip(f"{launcher} is not installed here; on Debian and Ubuntu: apt-get install openmpi-bin")

@@ -89,7 +89,7 @@ def test_an_adapter_trains_as_a_plain_loop_on_whole_weights_does(
     """SGD on A and B of the model with the weights W + s B A, one document a forward; the toolkit gives the first A and B.
 
     Fails when: the scale or the rate of B is another, or what is written is an adapter of other weights than the base's; when
-    --load-in-4bit rounds nothing, or not as it is told.
+    --load-in-4bit rounds nothing, or not as configured.
     """
     sgd = ["--optim", "sgd", "--momentum", "0", "--gradient-accumulation-steps", "3", "--learning-rate", str(RATE)]
     flags = [*base.flags, *sgd, "--eval-fraction", "0", "--save-strategy", "no", *way]

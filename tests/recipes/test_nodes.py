@@ -110,7 +110,7 @@ def wait_for_step(step: int, launchers: list[subprocess.Popen[str]], folder: Pat
 @pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
 def test_two_machines_train_as_one_process_does(run_recipe, machines: Machines, tmp_path: Path) -> None:
     """Losses and evaluation of one process. Fails when: the launcher leaves the interface to gloo, which takes the loopback that
-    the host's name stands for (with namespaces), or the ranks of machine 1 don't count those of machine 0."""
+    the host's name means (with namespaces), or the ranks of machine 1 don't count those of machine 0."""
     one = run_recipe("accelerated", *SMALL, "--max-steps", "3")
     assert one.code == 0, one.err
     with running(machines, tmp_path, "--max-steps", "3") as launchers:
@@ -137,15 +137,15 @@ def test_a_machine_whose_peer_is_killed_ends_soon_and_leaves_nothing_behind(mach
     assert codes == [1, 137], said(tmp_path)
     assert seconds < SECONDS_TO_NOTICE
     assert not [pid for each in ranks for pid in each if Path(f"/proc/{pid}").exists()]
-    told = (tmp_path / "node0.txt").read_text()
-    assert "rank 1" in told
-    assert f"toolkit train --nodes 2 --node-rank 0 --main-address {machines.address} --main-port {machines.port} " in told
+    reported = (tmp_path / "node0.txt").read_text()
+    assert "rank 1" in reported
+    assert f"toolkit train --nodes 2 --node-rank 0 --main-address {machines.address} --main-port {machines.port} " in reported
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
 def test_a_signal_on_one_machine_stops_both_after_a_checkpoint(machines: Machines, tmp_path: Path) -> None:
-    """Fails when: the machine that heard no signal goes on alone, or ends with another code than 75."""
+    """Fails when: the machine that heard no signal continues alone, or ends with another code than 75."""
     with running(machines, tmp_path, "--num-train-epochs", "1000") as launchers:
         wait_for_step(2, launchers, tmp_path)
         launchers[1].terminate()

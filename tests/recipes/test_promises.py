@@ -109,9 +109,9 @@ def test_basic_and_accelerated_are_the_same_training(run_recipe, tmp_path: Path)
     assert basic.code == 0, basic.err
     assert same(basic.weights(), accelerated.weights())
     assert [e["loss"] for e in basic.metrics if "loss" in e] == pytest.approx([e["loss"] for e in accelerated.metrics if "loss" in e], rel=1e-6)
-    figures = ("eval_loss", "eval_accuracy", "eval_f1")
+    metrics = ("eval_loss", "eval_accuracy", "eval_f1")
     assert 0 < basic.summary["eval_accuracy"] < 1
-    assert [basic.summary[f] for f in figures] == pytest.approx([accelerated.summary[f] for f in figures], rel=1e-9)
+    assert [basic.summary[f] for f in metrics] == pytest.approx([accelerated.summary[f] for f in metrics], rel=1e-9)
 
 
 def test_a_model_that_was_saved_is_the_model_that_was_evaluated(run_recipe) -> None:

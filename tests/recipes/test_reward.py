@@ -14,7 +14,7 @@ FLAGS = ["--max-train-examples", "40", "--max-eval-examples", str(PAIRS), "--max
 FLAGS += ["--learning-rate", "0.01", "--center-rewards-coefficient", "0.1", "--save-strategy", "no"]
 
 
-def figures(model: Any, tokenizer: Any) -> dict[str, float]:
+def metrics(model: Any, tokenizer: Any) -> dict[str, float]:
     """Of the first validation pairs, all in one batch, padded by the tokenizer."""
     pairs = tk.load_splits("stdlib:dpo")["validation"].select(range(PAIRS))
     texts = [
@@ -36,7 +36,7 @@ def test_a_saved_model_scores_as_it_was_evaluated(run_recipe: Any) -> None:
     folder = run.output_dir / "model"
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert model.config.num_labels == 1
-    found = figures(model, AutoTokenizer.from_pretrained(folder))
+    found = metrics(model, AutoTokenizer.from_pretrained(folder))
     assert {name: run.summary[name] for name in found} == pytest.approx(found, rel=1e-4, abs=1e-6)
 
 
@@ -61,7 +61,7 @@ def test_an_adapter_goes_with_its_head_and_a_pad_token_of_its_own_to_the_same_sc
     first = model.score.weight.detach().clone()
     adapted = PeftModel.from_pretrained(model, folder)
     assert not torch.equal(adapted.get_base_model().score.weight, first)
-    found = figures(adapted, tokenizer)
+    found = metrics(adapted, tokenizer)
     assert {name: run.summary[name] for name in found} == pytest.approx(found, rel=1e-4, abs=1e-6)
     plain = AutoModelForCausalLM.from_pretrained(base)
     assert torch.equal(adapted.get_input_embeddings().weight, plain.get_input_embeddings().weight)

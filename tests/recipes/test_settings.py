@@ -530,7 +530,7 @@ LONGEST = 12
 
 
 def pieces_of(documents: list[Any], length: int) -> list[Any]:
-    """Each document cut every so many tokens; nobody predicts the first token of a piece."""
+    """Each document cut every N tokens; nobody predicts the first token of a piece."""
     pieces = [(ids[at : at + length], labels[at : at + length]) for ids, labels in documents for at in range(0, len(ids), length)]
     return [piece for piece in pieces if any(label != -100 for label in piece[1][1:])]
 
@@ -588,7 +588,7 @@ def packed_whole(documents: list[Any], length: int = 30) -> tuple[list[Any], int
 @pytest.mark.parametrize("strategy", choices("sft", "packing_strategy"))
 def test_a_packing_strategy_trains_on_its_documents_each_alone(run_recipe: Any, data: Data, strategy: str) -> None:
     """bfd: whole documents (long ones dropped). wrapped: the text of all, cut every 12 tokens. Fails when: a document sees its
-    neighbor, positions go on over the row, or the first token after a cut is predicted."""
+    neighbor, positions continue over the row, or the first token after a cut is predicted."""
     documents = data.documents["chat"]
     own = ["--packing", "--packing-strategy", strategy]
     if strategy == "bfd":
@@ -629,7 +629,7 @@ WAYS_TO_COMPUTE = ["--gradient-checkpointing", *(f"--torch-compile {name}" for n
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("flag", WAYS_TO_COMPUTE)
-def test_a_way_to_compute_changes_no_figure(run_recipe: Any, data: Data, flag: str) -> None:
+def test_a_way_to_compute_changes_no_metric(run_recipe: Any, data: Data, flag: str) -> None:
     """Fails when: recomputation draws other numbers, or the compiled layer is another function."""
     if flag.endswith("cudagraphs"):
         pytest.skip("cudagraphs needs a CUDA device (that the CPU refuses it: tests/models/test_models.py)")
@@ -679,7 +679,7 @@ def test_fp16_is_refused_where_there_is_no_gpu(run_recipe: Any, data: Data) -> N
 def test_a_step_that_is_not_finite_is_skipped_or_stops_the_run(run_recipe: Any, data: Data, tmp_path: Path, nonfinite: str) -> None:
     """The loss of step 2 is made NaN by a line of the recipe's copy. Skipped: the other three steps are the plain loop's.
 
-    Fails when: the skipped step moves a momentum, or "stop" goes on.
+    Fails when: the skipped step moves a momentum, or "stop" continues.
     """
     source = (ROOT / "recipes/sft.py").read_text()
     line = "        for batch in run:\n"

@@ -27,7 +27,7 @@ FAKES = {
 def test_a_recipe_trains_the_same_beside_a_tracker_that_fails(run_recipe: Any, tmp_path: Path, fault: str) -> None:
     """A library in the place of wandb's that raises, or never returns: the losses are those of a run without trackers.
 
-    Fails when: trackers are started or told in the thread that trains.
+    Fails when: trackers are started or logged to in the thread that trains.
     """
     fake = tmp_path / "fake" / "wandb"
     fake.mkdir(parents=True)
@@ -39,15 +39,15 @@ def test_a_recipe_trains_the_same_beside_a_tracker_that_fails(run_recipe: Any, t
     )
     flags = [*SMALL, "--max-steps", "3"]
     alone = run_recipe("sft", *flags, "--run-name", "The first one", output_dir="alone")
-    beside = run_recipe(str(script), *flags, "--report-to", "wandb", output_dir="beside")
-    assert beside.code == 0, beside.out + beside.err
-    losses = [[event["loss"] for event in run.metrics if "loss" in event] for run in (alone, beside)]
+    tracked = run_recipe(str(script), *flags, "--report-to", "wandb", output_dir="tracked")
+    assert tracked.code == 0, tracked.out + tracked.err
+    losses = [[event["loss"] for event in run.metrics if "loss" in event] for run in (alone, tracked)]
     assert losses[0] == losses[1]
     expected = {"raises": "could not start, and is left out: ConnectionError: the service is away", "hangs": "does not end"}
-    assert f"WARNING: wandb: {expected[fault]}" in beside.out
+    assert f"WARNING: wandb: {expected[fault]}" in tracked.out
     # without a tracker a run has a name too. Fails when: --run-name is refused, or its card or report has the directory's name
     assert alone.code == 0, alone.err
-    title = {"alone": "The first one", "beside": "beside"}
+    title = {"alone": "The first one", "tracked": "tracked"}
     for name, shown in title.items():
         card = (tmp_path / name / "model/README.md").read_text()
         assert f"\n# {shown}\n" in card
@@ -58,7 +58,7 @@ def test_a_recipe_trains_the_same_beside_a_tracker_that_fails(run_recipe: Any, t
 
 @pytest.mark.slow
 def test_every_tracker_gets_the_run_and_goes_on_with_it_after_a_resume(run_recipe: Any, tmp_path: Path) -> None:
-    """wandb offline, TensorBoard, trackio and MLflow on local files, at once: figures, settings, samples, run card and report.
+    """wandb offline, TensorBoard, trackio and MLflow on local files, at once: metrics, settings, samples, run card and report.
 
     Fails when: a resume starts another run in one of them, or a key of a setting is sent (see test_planted_tokens).
     """
@@ -109,4 +109,4 @@ def _in_trackio(folder: Path) -> dict[int, float]:
     with sqlite3.connect(database) as connection:
         rows = connection.execute("select step, metrics from metrics order by step").fetchall()
     found = [(step, json.loads(text)) for step, text in rows]
-    return {step: figures["loss"] for step, figures in found if "loss" in figures}
+    return {step: metrics["loss"] for step, metrics in found if "loss" in metrics}

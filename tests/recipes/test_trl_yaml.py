@@ -273,9 +273,9 @@ def test_keys_of_other_trainers_get_their_counterparts_and_no_guess(recipe: str,
     assert message.startswith(("theirs.yaml: settings of other trainers that can't be taken as they are\n", "theirs.yaml: unknown settings\n"))
     assert "Did you mean" not in message
     assert "--help lists them all" not in message
-    told = {line.removeprefix("  - ").removeprefix("unknown: ").split()[0].rstrip(".") for line in message.splitlines()[1:]}
+    reported = {line.removeprefix("  - ").removeprefix("unknown: ").split()[0].rstrip(".") for line in message.splitlines()[1:]}
     ours = {spelling for each in settings_of(SETTINGS[recipe]).values() for spelling in (each.name, *each.aliases)}
-    assert {key for key in written if key not in ours and not is_foreign(key)} <= told
+    assert {key for key in written if key not in ours and not is_foreign(key)} <= reported
 
 
 def test_counterparts_are_settings_that_there_are_and_no_key_has_two_meanings() -> None:

@@ -166,7 +166,7 @@ def test_text_of_a_run_is_shown_and_never_becomes_markup(tmp_path):
 
 
 def test_headline_sets_the_last_held_out_figure_against_the_first_and_the_baselines(tmp_path):
-    # Fails when the summary's own final figure is passed over, or the bars are not in order.
+    # Fails when the summary's own final metric is passed over, or the bars are not in order.
     events = [{"step": k, "eval_bits_per_byte": 3.0 - k, "eval_loss": 8.0 - k, "eval_accuracy": 0.1 + k / 10} for k in (0, 1)]
     summary = {"status": "finished", "steps": 1, "eval_bits_per_byte": 1.75, "baselines": {"gzip": 1.89, "trigram": 1.71}}
     page = report(write_run(tmp_path / "run", events, summary=summary))
@@ -355,7 +355,7 @@ def test_command_writes_the_page_beside_the_first_run_and_refuses_what_is_no_dir
 
 
 def test_every_line_to_beat_has_its_name_also_beside_others():
-    """Fails when: of two lines that are close one is named only, or both names stand on one another."""
+    """Fails when: of two lines that are close one is named only, or both names are based on one another."""
     held_out = [(float(step), 1.8 - 0.04 * step) for step in range(6)]
     drawn = draw_plot(Plot("Bits per byte", held_out=held_out, marks={"xz": 1.611, "trigram": 1.623, "bigram": 1.75}))
     labels = re.findall(r'<span class="mark" style="top:([^;"]+)%(?:;margin-left:(\d+)%)?">(\w+) ', drawn)
@@ -364,7 +364,7 @@ def test_every_line_to_beat_has_its_name_also_beside_others():
 
 @pytest.mark.parametrize(("trained", "side"), [(0.7, "below"), (0.3, "above")])
 def test_the_final_value_stands_on_the_side_without_the_training_curve(trained, side):
-    """Fails when: it stands above wherever there is room."""
+    """Fails when: it is above wherever there is room."""
     train, held_out = ([(0.0, 0.0), (1.0, end)] for end in (trained, 0.5))
     assert f'class="end {side}"' in draw_plot(Plot("Accuracy", train=[*train, (2.0, 1.0), (3.0, trained)], held_out=[*held_out, (3.0, 0.5)]))
 

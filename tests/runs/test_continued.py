@@ -1,4 +1,4 @@
-"""What a run went on with otherwise than it began is in its card, whatever it is continued with afterwards."""
+"""What a run continued with otherwise than it began is in its card, whatever it is continued with afterwards."""
 
 import json
 from pathlib import Path
@@ -57,11 +57,11 @@ def test_a_run_that_began_as_another_one_says_so(tiny: Any) -> None:
     """Also with nothing left to train in the new directory. Fails when: only settings are compared, or it is forgotten later."""
     assert tiny("--max-steps", "4", output_dir="one").code == 0
     assert tiny("--max-steps", "4", "--resume-from", "one/checkpoints/step-4", output_dir="two").code == 0
-    assert card_of(tiny.folder / "two")["continued"] == ["step 4: went on from a checkpoint of another run, one/checkpoints/step-4"]
+    assert card_of(tiny.folder / "two")["continued"] == ["step 4: resumed from a checkpoint of another run, one/checkpoints/step-4"]
     more = ["--max-steps", "8", "--allow-change", "max_steps"]
     assert tiny(*more, "--resume-from", "one/checkpoints/step-4", output_dir="three").code == 0
     assert tiny("--max-steps", "8", "--resume", output_dir="three").code == 0
-    assert card_of(tiny.folder / "three")["continued"][0] == "step 4: went on from a checkpoint of another run, one/checkpoints/step-4"
+    assert card_of(tiny.folder / "three")["continued"][0] == "step 4: resumed from a checkpoint of another run, one/checkpoints/step-4"
 
 
 def test_other_ways_to_round_are_told_too(tiny: Any) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_changed_module_is_another_toolkit_and_a_recipe_of_its_wheel_is_not(tmp_path: Path, monkeypatch: Any) -> None:
-    """Fails when: only the version is told, folders are passed over, or the recipes of a wheel count."""
+    """Fails when: only the version is recorded, folders are passed over, or the recipes of a wheel count."""
     package = tmp_path / "site-packages/toolkit"
     shutil.copytree(ROOT / "toolkit", package, ignore=shutil.ignore_patterns("__pycache__"))
     for words in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-q", "--allow-empty", "-m", "theirs"]):

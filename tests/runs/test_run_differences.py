@@ -38,7 +38,7 @@ def logged(output_dir: Path, losses: list[tuple[int, float | None]]) -> Path:
         ({"weight": [1.0, 0.0, 3.0, 2.0]}, "model weight: largest difference nan, 1 of 4 numbers differ"),
         ({"weight": [1.0]}, "model weight: (4,) torch.float32 and (1,) torch.float32"),
         ({"momentum": 0.75}, "optimizer state/0/momentum: largest difference 0.25, 1 of 1 numbers differ"),
-        ({"rate": 0.2}, "optimizer: its numbers beside the tensors, such as a rate or a step count"),
+        ({"rate": 0.2}, "optimizer: its numbers next to the tensors, such as a rate or a step count"),
         ({"step": 5}, "final checkpoints: step-4 and step-5"),
     ],
 )

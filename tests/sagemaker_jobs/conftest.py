@@ -74,7 +74,7 @@ class Sdk:
 @pytest.fixture(scope="session")
 def sdk_python() -> str:
     if not SDK_PYTHON.exists():
-        pytest.skip(f"no SDK: {SDK_PYTHON} isn't there; `make test` makes it")
+        pytest.skip(f"no SDK: {SDK_PYTHON} is missing; `make test` makes it")
     return str(SDK_PYTHON)
 
 

@@ -1,4 +1,4 @@
-"""Runs beside the tests, with the SDK imported once: a moto server, and `toolkit` command lines in forks of this process.
+"""Runs next to the tests, with the SDK imported once: a moto server, and `toolkit` command lines in forks of this process.
 
 Reads questions from standard input and answers each with one line of JSON.
 """

@@ -166,8 +166,8 @@ LINES = {
 
 
 @pytest.mark.parametrize("recipe", LINES)
-def test_every_figure_in_a_line_of_a_recipe_is_found_by_one_definition_and_whole(recipe: str) -> None:
-    """Fails when: an evaluation's figure has no definition, `loss` finds eval_loss, or a number is cut off at its comma."""
+def test_every_metric_in_a_line_of_a_recipe_is_found_by_one_definition_and_whole(recipe: str) -> None:
+    """Fails when: an evaluation's metric has no definition, `loss` finds eval_loss, or a number is cut off at its comma."""
     settings, _ = read_recipe_flags(Path(__file__).resolve().parents[2] / f"recipes/{recipe}.py", [])
     pairs = [pair.split(" ") for pair in LINES[recipe].split("  ")[1:] if "left" not in pair]
     found = [float(match[1]) for each in metric_definitions(settings) if (match := re.search(each["Regex"], LINES[recipe]))]
@@ -175,7 +175,7 @@ def test_every_figure_in_a_line_of_a_recipe_is_found_by_one_definition_and_whole
 
 
 def test_a_metric_by_class_has_a_definition_for_each_of_the_first_classes() -> None:
-    """Its figures bear the classes' numbers. Fails when: the metric's name, which is in no line, is looked for."""
+    """Its metrics have the classes' numbers. Fails when: the metric's name, which is in no line, is looked for."""
     path = Path(__file__).resolve().parents[2] / "recipes/accelerated.py"
     settings, _ = read_recipe_flags(path, ["--metrics", "accuracy,f1_per_class"])
     line = "step 6/6  eval_loss 1.9366  eval_accuracy 0.2500  eval_f1_class_0 0.1250  eval_f1_class_1 0  eval_f1_class_9 0.5000"
@@ -186,7 +186,7 @@ def test_a_metric_by_class_has_a_definition_for_each_of_the_first_classes() -> N
 
 
 @pytest.mark.parametrize("line", ["  sample ┃ the loss 3 fell ┃ loss 2.5", "to beat, eval_loss: unigram 2.0763", "rank 1: loss 3.1", "step 3 of 5  loss 2"])
-def test_other_lines_hold_no_figure(line: str) -> None:
+def test_other_lines_hold_no_metric(line: str) -> None:
     """Fails when: an expression finds its name anywhere."""
     settings, _ = read_recipe_flags(Path(__file__).resolve().parents[2] / "recipes/sft.py", [])
     assert not any(re.search(each["Regex"], line) for each in metric_definitions(settings))

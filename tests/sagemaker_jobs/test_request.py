@@ -30,7 +30,7 @@ def main(config: Config) -> None: ...
 
 
 def number(name: str) -> str:
-    """The expression for a figure, written out once more."""
+    """The expression for a metric, written out once more."""
     return rf"(?:^|\s)step [0-9]+/[0-9]+  (?:\S+ \S+  )*{name} ([-+]?[0-9][0-9.]*(?:e[-+]?[0-9]+)?)(?:\s|$)"
 
 
@@ -148,7 +148,7 @@ def test_an_image_and_warm_machines_and_an_earlier_jobs_checkpoints_are_taken(sd
 
 
 def test_the_code_is_the_toolkit_one_recipe_and_what_was_included_and_no_token(sdk: Any, tmp_path: Path) -> None:
-    """Tokens are planted in the environment, beside the recipe and in a login. They are searched for in the request, the code and
+    """Tokens are planted in the environment, next to the recipe and in a login. They are searched for in the request, the code and
     all that is printed. Fails when: the folder of the recipe goes along, dot files do, or --token shows its value."""
     token = "hf_" + "plantedTOKEN" * 2
     (tmp_path / f"{BY_CHANCE}.py").write_text(MINE)
@@ -214,7 +214,7 @@ def test_submit_py_is_the_same_command_and_says_what_to_install(tmp_path: Path) 
         (["--learning-rate", "high"], "--learning-rate high: must be a number"),
         (["--packing", "--max-length", "1"], "--max-length 1: must be at least 2"),
         (["--output-dir", "here"], "--output-dir: a job writes where SageMaker copies from"),
-        (["--resume"], "--resume: a job goes on by itself"),
+        (["--resume"], "--resume: a job continues by itself"),
         (["--dataset", "README.md"], "--dataset README.md: is on this machine"),
         (["--dataset", "channel:train"], "channel:train: The job has no channel. Add --channel train=s3://BUCKET/PREFIX."),
         (["--dataset", "channel:tain", "--channel", "train=s3://data-1/x"], "The job's channels are train."),

@@ -28,7 +28,7 @@ SMALL = [
     "--global-batch-size", "4", "--per-device-train-batch-size", "2", "--max-steps", "24", "--save-steps", "2", "--eval-steps", "8",
     "--save-total-limit", "1",
 ]  # fmt: skip
-# Writes what it was told, and of its keys a digest.
+# Writes what it was given, and of its keys a digest.
 TELLS = '''
 import hashlib, json, os
 from dataclasses import asdict, dataclass
@@ -45,14 +45,14 @@ class Config(tk.DataConfig, tk.OptimConfig, tk.RunConfig):
 
 def main(config: Config) -> None:
     keys = {name: hashlib.sha256(os.environ[name].encode()).hexdigest() for name in ("HF_TOKEN", "WANDB_API_KEY") if name in os.environ}
-    told = {"config": asdict(config), "keys": keys, "environment": sorted(os.environ)}
-    Path(os.environ["SM_MODEL_DIR"], "told.json").write_text(json.dumps(told))
+    given = {"config": asdict(config), "keys": keys, "environment": sorted(os.environ)}
+    Path(os.environ["SM_MODEL_DIR"], "given.json").write_text(json.dumps(given))
     print("step 1/1  loss 1.0", flush=True)
 
 if __name__ == "__main__":
     tk.run_recipe(main)
 '''
-# Each kind of setting, as a job of the SDK may have it, and what the recipe must be told.
+# Each kind of setting, as a job of the SDK may have it, and what the recipe must be given.
 KINDS = {
     "learning_rate": (2e-4, 2e-4), "seed": (4294967295, 4294967295), "packing": (True, True), "streaming": (False, False),
     "nothing": (None, None), "completion_only_loss": (None, None), "numbers": ([1, 2.5, -3e-7], [1.0, 2.5, -3e-7]), "words": (["a b", "c,d", "'e'", '"f"'], ["a b", "c,d", "'e'", '"f"']),
@@ -98,21 +98,21 @@ def test_every_kind_of_setting_reaches_the_recipe_unchanged_through_the_real_tra
     ('' for None, Python's way of printing a list), or the container's own keys are settings."""
     (tmp_path / "tells.py").write_text(TELLS)
     monkeypatch.setenv("PATH", f"{Path(sdk_python).parent}:{os.environ['PATH']}")
-    told = {}
+    given = {}
     for real in (True, False):
         folder = tmp_path / f"job-{real}"
         job = Job(name="tells-1", recipe=tmp_path / "tells.py", instance_type="ml.local.x", channels={"train": str(sums)})
         settings, _ = read_recipe_flags(job.recipe, ["--dataset", "stdlib:sft"])
         assert simulate_here(job, settings, {name: sent for name, (sent, _) in KINDS.items()}, folder, real=real) == 0
-        told[real] = json.loads((folder / "s3/model/told.json").read_text())
+        given[real] = json.loads((folder / "s3/model/given.json").read_text())
         machine = folder / "machine-1"
         expected = {name: value for name, (_, value) in KINDS.items()}
         expected["dataset"] = expected["dataset"].replace("{channel}", str(machine / "input/data/train"))
-        found = told[real]["config"]
+        found = given[real]["config"]
         assert {name: found[name] for name in expected} == expected
         assert (found["output_dir"], found["resume"], found["run_name"]) == (str(machine / "checkpoints"), True, "tells-1")
         assert json.loads((machine / "input/config/hyperparameters.json").read_text())["nothing"] == "null"
-    assert {name for name in told[False]["environment"] if name.startswith("SM_")} <= set(told[True]["environment"])
+    assert {name for name in given[False]["environment"] if name.startswith("SM_")} <= set(given[True]["environment"])
 
 
 @pytest.mark.parametrize("code", [0, 2])
@@ -126,7 +126,7 @@ def test_a_second_job_in_one_folder_says_that_it_goes_on_and_what_begins_another
         assert simulate_here(job, settings, {}, tmp_path / "job") == code
         said.append(capfd.readouterr())
     assert "simulated:" not in said[0].out + said[0].err
-    assert f"simulated: goes on from what is in {tmp_path}/job/s3/checkpoints; --folder begins another job" in said[1].out
+    assert f"simulated: resumes from what is in {tmp_path}/job/s3/checkpoints; --folder begins another job" in said[1].out
     assert ("could not go on" in said[1].err and "that of --folder: for a new run name another one" in said[1].err) is (code == 2)
 
 
@@ -167,9 +167,9 @@ def test_keys_reach_the_recipe_from_secrets_manager_and_are_written_nowhere(sdk:
     environment = {**aws, "HF_TOKEN": "hf_callersTOKEN", "OTHER_TOKEN": "hf_callersTOKEN", "HOME": str(login.parents[2])}
     ran = simulate(tmp_path, *words, "--real", **environment)
     assert ran.code == 0, ran.err + ran.out
-    told = json.loads((tmp_path / "job/s3/model/told.json").read_text())
-    assert told["keys"] == {name: hashlib.sha256(value.encode()).hexdigest() for name, value in secrets.items()}
-    assert "OTHER_TOKEN" not in told["environment"]
+    given = json.loads((tmp_path / "job/s3/model/given.json").read_text())
+    assert given["keys"] == {name: hashlib.sha256(value.encode()).hexdigest() for name, value in secrets.items()}
+    assert "OTHER_TOKEN" not in given["environment"]
     assert "SM_HPS" in ran.err  # the command does print its variables
     written = ran.out + ran.err + "".join(path.read_text(errors="replace") for path in (tmp_path / "job").rglob("*") if path.is_file())
     for planted in (*secrets.values(), "hf_callersTOKEN", "hf_loginTOKEN", "plantedAwsKey"):
@@ -182,7 +182,7 @@ def test_keys_reach_the_recipe_from_secrets_manager_and_are_written_nowhere(sdk:
 
 @pytest.mark.slow
 def test_two_hosts_of_the_real_train_command_train_as_one_process_does(simulate: Any, whole: Path, tmp_path: Path, sums: Path) -> None:
-    """The same losses, figures that the definitions find in what is printed, one model. Fails when: the hosts don't meet and train
+    """The same losses, metrics that the definitions find in what is printed, one model. Fails when: the hosts don't meet and train
     apart, the second host delivers a model too, or the log's numbers have commas."""
     two = simulate(tmp_path, "sft", *SMALL, "--channel", f"train={sums}", "--real", "--instance-count", 2)
     assert two.code == 0, two.err + two.out[-3000:]
@@ -192,7 +192,7 @@ def test_two_hosts_of_the_real_train_command_train_as_one_process_does(simulate:
     assert [loss for _, loss in curve(folder)] == pytest.approx([loss for _, loss in curve(whole)], rel=1e-5)
     assert (folder / "s3/model/config.json").exists()
     assert not list((folder / "machine-2/model").iterdir())
-    _assert_definitions_find_the_figures(two.out, folder)
+    _assert_definitions_find_the_metrics(two.out, folder)
 
 
 @pytest.mark.slow
@@ -200,8 +200,8 @@ def test_two_hosts_of_the_real_train_command_train_as_one_process_does(simulate:
 def test_ranks_that_sagemakers_torchrun_starts_train_as_one_process_does(
     simulate: Any, whole: Path, tmp_path: Path, sums: Path, hosts: int
 ) -> None:
-    """On one host and on two. Fails when: `train` isn't told of it, the hosts train apart, or the settings are not read there."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # torchrun is beside this Python
+    """On one host and on two. Fails when: `train` isn't given it, the hosts train apart, or the settings are not read there."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # torchrun is next to this Python
     words = ["--channel", f"train={sums}", "--real", "--torch-distributed", "--instance-count", hosts]
     ran = simulate(tmp_path, "sft", *SMALL, *words, PATH=path)
     assert ran.code == 0, ran.err + ran.out[-3000:]
@@ -210,7 +210,7 @@ def test_ranks_that_sagemakers_torchrun_starts_train_as_one_process_does(
     assert [loss for _, loss in curve(tmp_path / "job")] == pytest.approx([loss for _, loss in curve(whole)], rel=1e-5)
 
 
-def _assert_definitions_find_the_figures(out: str, folder: Path) -> None:
+def _assert_definitions_find_the_metrics(out: str, folder: Path) -> None:
     settings, _ = read_recipe_flags(ROOT / "recipes/sft.py", SMALL)
     definitions = {each["Name"]: each["Regex"] for each in metric_definitions(settings)}
     found = {name: [float(match[1]) for line in out.splitlines() if (match := re.search(regex, line))] for name, regex in definitions.items()}
@@ -235,7 +235,7 @@ def test_a_job_whose_machines_are_taken_away_ends_with_the_weights_of_an_uninter
     files, which were on their way there in random order. Bit for bit. Fails when: a container doesn't resume by itself, half a
     checkpoint is taken for a whole one, or a second machine begins with an empty folder."""
     line, trials = tally("spot", "SageMaker's `train` command: its machine is taken away at a random moment, a new one goes on"), count(2, 10)
-    # The time in the figures is counted from about when the folder is opened.
+    # The time in the metrics is counted from about when the folder is opened.
     seconds, steps, in_part = metrics(whole)[-1]["time"], [], 0
     for attempt in range(3 * trials):
         moment, folder = round(chance.uniform(0.0, 1.0) * seconds, 2), f"job-{attempt}"

@@ -22,7 +22,7 @@ TOKEN = "hf_" + "Qx7" * 11
 def test_a_report_names_versions_hardware_and_settings_and_no_secret(tmp_path: Path) -> None:
     """Tokens are planted in the environment, in a variable that is shown, in Accelerate's config and in the login file.
 
-    Fails when: all variables are shown, all keys of the config are, or values are shown as they stand.
+    Fails when: all variables are shown, all keys of the config are, or values are shown as they are.
     """
     home = tmp_path / "home"
     cache = home / TOKEN / "huggingface"

@@ -1,4 +1,4 @@
-"""The interface that gloo is told of, compared with what the kernel's routing table says.
+"""The interface that gloo is given, compared with what the kernel's routing table says.
 
 Each test names the one-line change under which it fails.
 """

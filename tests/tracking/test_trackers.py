@@ -19,7 +19,7 @@ import pytest
 
 import toolkit as tk
 from toolkit.tracking import trackers
-from toolkit.tracking.logged_before import told_to_mlflow, told_to_trackio
+from toolkit.tracking.logged_before import logged_to_mlflow, logged_to_trackio
 from toolkit.training.accelerator import tracker_names
 
 pytestmark = pytest.mark.warm
@@ -31,7 +31,7 @@ class Config(tk.OutputConfig):
 
 
 class Told:
-    """A tracker that keeps what it is told, and does something before."""
+    """A tracker that keeps what it is sent, and does something before."""
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         self.before, self.records, self.finished = before, [], False
@@ -161,7 +161,7 @@ def test_steps_that_a_killed_run_had_logged_and_trains_again_are_shown_once(live
 def test_steps_before_the_checkpoint_that_had_not_arrived_when_a_run_was_killed_are_sent_later(
     lives: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first life sent step 2 alone, and the second goes on after it. Fails when: what MLflow and trackio lack isn't looked for,
+    """The first life sent step 2 alone, and the second continues after it. Fails when: what MLflow and trackio lack isn't looked for,
     or step 2 is sent again."""
     monkeypatch.setenv("lost", "1")
     lives("mlflow,trackio")
@@ -178,7 +178,7 @@ def test_earlier_steps_are_not_sent_again_where_it_is_not_known_what_arrived(
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")  # else ./mlflow.db
     monkeypatch.setattr("trackio.sqlite_storage.SQLiteStorage.get_logs", lambda *_, **__: [])
-    assert told_to_trackio("toolkit", "run", "1") is None
+    assert logged_to_trackio("toolkit", "run", "1") is None
 
     def fails(*_: Any) -> None:
         from mlflow.exceptions import MlflowException
@@ -186,16 +186,16 @@ def test_earlier_steps_are_not_sent_again_where_it_is_not_known_what_arrived(
         raise MlflowException("away")
 
     monkeypatch.setattr("mlflow.tracking.MlflowClient.get_run", fails)
-    assert told_to_mlflow("1") is None
+    assert logged_to_mlflow("1") is None
     sent: list[int] = []
-    for told, expected in ((None, []), (set(), [1, 2]), ({("loss", 1)}, [2])):
+    for logged, expected in ((None, []), (set(), [1, 2]), ({("loss", 1)}, [2])):
         sent.clear()
-        tracker = SimpleNamespace(told=told, log=lambda figures, step: sent.append(step))
+        tracker = SimpleNamespace(logged=logged, log=lambda metrics, step: sent.append(step))
         trackers._log_lacking(tracker, [{"step": step, "loss": 1.0, "epoch": 0.1} for step in (1, 2)])
         assert sent == expected
 
 
-def test_wandb_that_is_disabled_takes_figures_tables_and_files_and_keeps_nothing(tmp_path: Path) -> None:
+def test_wandb_that_is_disabled_takes_metrics_tables_and_files_and_keeps_nothing(tmp_path: Path) -> None:
     """WANDB_MODE=disabled, without a login. Fails when: the mode is set here, and wandb asks for a key."""
     (tmp_path / "run.json").write_text("{}")
     script = LIFE.replace("config, {}, start", "config, {'wandb': 'abcd1234'}, start")
@@ -212,7 +212,7 @@ def test_wandb_that_is_disabled_takes_figures_tables_and_files_and_keeps_nothing
 
 @pytest.mark.slow
 def test_steps_that_are_trained_again_otherwise_are_shown_twice(lives: Any, tmp_path: Path) -> None:
-    """After --allow-change, where MLflow and trackio can't forget the first. Fails when: the figures of now are left out."""
+    """After --allow-change, where MLflow and trackio can't forget the first. Fails when: the metrics of now are left out."""
     lives("mlflow,trackio", "learning_rate")
     twice = sorted((step, 10.0 - step) for step in [*range(1, 8), 3, 4, 5])
     assert (_in_mlflow(tmp_path), _in_trackio(tmp_path)) == (twice, twice)
@@ -229,7 +229,7 @@ def _in_trackio(folder: Path) -> list[tuple[int, float]]:
     with sqlite3.connect(folder / f"trackio/{trackers.PROJECT}.db") as connection:
         assert len(connection.execute("select distinct run_id from metrics").fetchall()) == 1
         rows = [(step, json.loads(text)) for step, text in connection.execute("select step, metrics from metrics order by step")]
-    return [(step, figures["loss"]) for step, figures in rows if "loss" in figures]
+    return [(step, metrics["loss"]) for step, metrics in rows if "loss" in metrics]
 
 
 def _in_tensorboard(folder: Path) -> list[tuple[int, float]]:
@@ -248,7 +248,7 @@ def _in_tensorboard(folder: Path) -> list[tuple[int, float]]:
     ],
 )
 def test_all_missing_trackers_are_told_at_once_with_what_to_install(missing: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when: the first one is refused alone, or MLflow is to be installed whole, beside which pyarrow is another."""
+    """Fails when: the first one is refused alone, or MLflow is to be installed whole, next to which pyarrow is another."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else find_spec(name))
     with pytest.raises(tk.Refusal) as refused:

@@ -109,7 +109,7 @@ class Terminal(io.StringIO):
 
 
 def shown_lines(stream: str) -> list[str]:
-    """What is left on the screen: `\\r` and ESC[2K begin the line anew."""
+    """What is left on the screen: `\\r` and ESC[2K begin the line again."""
     lines = [""]
     for part in re.split(r"(\r|\x1b\[2K|\n)", stream):
         if part == "\n":
@@ -227,8 +227,8 @@ def test_every_file_of_a_run_is_strict_json(tmp_path: Any) -> None:
     from toolkit.runs.summary import Summary
     from toolkit.system.json_lines import json_line
 
-    figures = {"loss": math.nan, "best": {"value": math.inf, "steps": [1, -math.inf]}, "text": "NaN", "ok": 1.5}
-    write_summary(tmp_path, Summary(figures))
+    metrics = {"loss": math.nan, "best": {"value": math.inf, "steps": [1, -math.inf]}, "text": "NaN", "ok": 1.5}
+    write_summary(tmp_path, Summary(metrics))
     strict = {"loss": None, "best": {"value": None, "steps": [1, None]}, "text": "NaN", "ok": 1.5}
-    for text in ((tmp_path / "summary.json").read_text(), json_line(figures)):
+    for text in ((tmp_path / "summary.json").read_text(), json_line(metrics)):
         assert json.loads(text, parse_constant=lambda word: pytest.fail(word)) == strict

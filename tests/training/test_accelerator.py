@@ -158,7 +158,7 @@ def test_settings_that_a_command_line_has_checked_are_not_checked_again(tmp_path
 
 
 def test_a_default_that_a_given_setting_would_overrule_on_a_command_line_is_refused_in_code(tmp_path):
-    """Epochs beside a recipe's own number of steps. Fails when: what is implied isn't looked at: the epochs would be passed over."""
+    """Epochs next to a recipe's own number of steps. Fails when: what is implied isn't looked at: the epochs would be passed over."""
 
     @dataclass(frozen=True)
     class InSteps(Recipe):

@@ -134,7 +134,7 @@ def test_a_worse_metric_stops_a_run_before_its_model_is_saved(tmp_path: Path) ->
 
 
 def test_skipped_steps_are_counted_over_a_resume(tmp_path: Path) -> None:
-    """Fails when: a resumed run begins to count anew."""
+    """Fails when: a resumed run begins to count again."""
     at = [2, 3, 5, 6, 8, 9, 11, 12]
     run(tmp_path / "run", "--max-steps", "8", nonfinite="loss", at=at)
     flags = ["--max-steps", "12", "--resume", "--allow-change", "max_steps"]

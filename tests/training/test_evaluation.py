@@ -55,10 +55,10 @@ def loader(examples: int, size: int, make: Any, rank: int = 0, world_size: int =
     order = sorted(range(examples), key=lambda i: (i * 37) % 101)
     pieces = [order[i : i + size] for i in range(0, examples, size)]
     mine = pieces[rank::world_size]
-    fillers = -(-len(pieces) // world_size) - len(mine)
+    padding = -(-len(pieces) // world_size) - len(mine)
     return [
         Batch([make(piece)], {}, [real], indices=[piece])
-        for piece, real in [*((piece, True) for piece in mine), *([(pieces[0], False)] * fillers)]
+        for piece, real in [*((piece, True) for piece in mine), *([(pieces[0], False)] * padding)]
     ]
 
 
@@ -87,7 +87,7 @@ def test_class_metrics_of_any_split_are_those_of_scikit_learn_on_the_whole(
 ) -> None:
     """Integer sums to 1e-12, losses to 1e-6, with dropout off; the user's function sees the examples in their order.
 
-    Fails when: the last batch counts as much as the others; a filler counts; rows keep the order of the loader; the model
+    Fails when: the last batch counts as much as the others; a padding micro-batch counts; rows keep the order of the loader; the model
     stays in training mode.
     """
     from sklearn import metrics as reference
@@ -205,7 +205,7 @@ def test_perplexity_of_a_diverged_model_is_infinite_not_an_error() -> None:
 
 
 def test_evaluation_leaves_the_model_as_it_was(accelerator: Any) -> None:
-    """Mode of each module, gradients and random numbers: training goes on as if nothing had been.
+    """Mode of each module, gradients and random numbers: training continues as if nothing had been.
 
     Fails when: `model.train()` is called at the end; or evaluation runs with dropout.
     """
@@ -232,9 +232,9 @@ def test_an_empty_split_is_refused(accelerator: Any) -> None:
 # -- two ranks ------------------------------------------------------------------------------------------------------------
 
 
-def figures_of_every_kind(accelerator: Any, rank: int, world_size: int) -> dict[str, Any]:
+def metrics_of_every_kind(accelerator: Any, rank: int, world_size: int) -> dict[str, Any]:
     """Sums, gathered rows and a language model under DDP, for 1 (one rank is empty), 7 and 97 examples."""
-    figures: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     order: list[Any] = []
 
     def look(predictions: Any, references: Any) -> dict[str, float]:
@@ -246,21 +246,21 @@ def figures_of_every_kind(accelerator: Any, rank: int, world_size: int) -> dict[
             batches = loader(examples, 4, examples_of("single_label"), rank, world_size)
             metrics = classification_metrics(names, CLASSES)
             found = eval_with_gather(accelerator, Memory(CLASSES), batches, metrics)
-            figures.update({f"{examples} {len(names)} {name}": value for name, value in found.items()})
+            values.update({f"{examples} {len(names)} {name}": value for name, value in found.items()})
         if examples == 97:
             continue
         rows, model = documents(examples), accelerator.prepare(LanguageModel())
         batches = loader(examples, 4, lambda piece, rows=rows: collate_packed([rows[i] for i in piece]), rank, world_size)
         found = eval_with_gather(accelerator, model, batches, causal_lm_metrics)
-        figures.update({f"{examples} lm {name}": value for name, value in found.items()})
+        values.update({f"{examples} lm {name}": value for name, value in found.items()})
         # and the loss's gradient through DDP, which averages over ranks
         tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
         for batch in batches:
             loss, _ = causal_lm_loss(model, batch.micro_batches[0], {"tokens": tokens})
             (loss * world_size * (1.0 if batch.real[0] else 0.0)).backward()
         norms = [parameter.grad.norm().item() for parameter in model.parameters()]
-        figures.update({f"{examples} gradient {i}": norm for i, norm in enumerate(norms)})
-    return {**figures, "order": order}
+        values.update({f"{examples} gradient {i}": norm for i, norm in enumerate(norms)})
+    return {**metrics, "order": order}
 
 
 @pytest.fixture
@@ -286,11 +286,11 @@ def two_ranks(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def test_two_ranks_find_what_one_finds(accelerator: Any, two_ranks: list[dict[str, Any]]) -> None:
-    """Uneven remainders and a rank with nothing but a filler: figures to 1e-12 (gradients 1e-5), on both ranks alike.
+    """Uneven remainders and a rank with nothing but a padding micro-batch: metrics to 1e-12 (gradients 1e-5), on both ranks alike.
 
-    Fails when: fillers count; rows are not trimmed to what is real, or not put in order; only rank 0 gets the figures.
+    Fails when: padding count; rows are not trimmed to what is real, or not put in order; only rank 0 gets the metrics.
     """
-    wanted = figures_of_every_kind(accelerator, 0, 1)
+    wanted = metrics_of_every_kind(accelerator, 0, 1)
     first, second = two_ranks
     assert first["failure"] == "ValueError: broken on purpose"
     assert second["failure"] == "RuntimeError: The metrics failed on the main process: ValueError: broken on purpose"
@@ -313,7 +313,7 @@ def _run_as_a_rank(rank: int, world_size: int, store: str, result: str) -> None:
 
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == world_size
-    found = figures_of_every_kind(accelerator, rank, world_size)
+    found = metrics_of_every_kind(accelerator, rank, world_size)
     broken = Metrics(update=lambda model, micro_batch: {"n": torch.ones(())}, finalize=_fail)
     try:
         eval_with_gather(accelerator, Memory(1), loader(7, 4, examples_of("regression"), rank, world_size), broken)

@@ -51,8 +51,8 @@ def gradient(model_name: str, dtype: torch.dtype, packing: bool, micro: int, che
     if packing:  # fewer rows than documents: one step takes an epoch of them
         config = tk.DataConfig(packing=True, max_length=40, per_device_train_batch_size=micro, global_batch_size=train.epoch_size, max_steps=1)
         batch = next(tk.build_dataloaders(documents(), tk.collate_packed, config)[0].batches())
-    figures = tk.train_step(accelerator, model, optimizer, batch, tk.causal_lm_loss, [0.0], max_grad_norm=0.0)
-    return torch.cat([kept[name].flatten().double() for name in sorted(kept)]), figures["loss"].item()
+    metrics = tk.train_step(accelerator, model, optimizer, batch, tk.causal_lm_loss, [0.0], max_grad_norm=0.0)
+    return torch.cat([kept[name].flatten().double() for name in sorted(kept)]), metrics["loss"].item()
 
 
 @pytest.mark.parametrize(

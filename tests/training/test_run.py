@@ -101,10 +101,10 @@ def test_the_trackers_of_a_resumed_run_are_told_of_the_lines_before_it(tmp_path:
     """Fails when: what a killed life had not sent is looked for by nobody."""
     config = Config(output_dir=str(tmp_path / "out"), save_strategy="steps", save_steps=4)
     train(config, lambda run: run.step == 5)
-    told: list[int] = []
-    monkeypatch.setattr("toolkit.tracking.trackers.Trackers.catch_up", lambda self, events: told.extend(event["step"] for event in events))
+    reported: list[int] = []
+    monkeypatch.setattr("toolkit.tracking.trackers.Trackers.catch_up", lambda self, events: reported.extend(event["step"] for event in events))
     train(replace(config, resume=True))
-    assert told == [1, 2, 3, 4]
+    assert reported == [1, 2, 3, 4]
 
 
 def test_a_checkpoint_holds_the_fields_of_the_state_and_gives_them_back(tmp_path: Path) -> None:
@@ -312,8 +312,8 @@ def test_strategies_say_when_something_is_due(tmp_path: Path) -> None:
 
 
 def test_the_best_weights_come_back_and_training_stops_when_nothing_improves(tmp_path: Path) -> None:
-    """A made-up figure that is best at step 3. Fails when: the best checkpoint is pruned, or the wrong direction is taken."""
-    figures = {1: 5.0, 2: 4.0, 3: 1.0, 4: 2.0, 5: 3.0, 6: 1.0}
+    """A made-up metric that is best at step 3. Fails when: the best checkpoint is pruned, or the wrong direction is taken."""
+    metrics = {1: 5.0, 2: 4.0, 3: 1.0, 4: 2.0, 5: 3.0, 6: 1.0}
     at_best: list[torch.Tensor] = []
     config = Config(
         output_dir=str(tmp_path / "run"), eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, save_total_limit=1,
@@ -323,7 +323,7 @@ def test_the_best_weights_come_back_and_training_stops_when_nothing_improves(tmp
     def evaluate(run: tk.Run) -> bool:
         if run.step == 3:
             at_best.append(weights(run.model))
-        run.log({"eval_loss": figures[run.step]})
+        run.log({"eval_loss": metrics[run.step]})
         return tk.stopped_improving(run.history("eval_loss"), config.early_stopping_patience)
 
     model, run = train(config, evaluate)
@@ -368,20 +368,20 @@ def test_as_many_of_the_best_checkpoints_are_kept_as_asked_for(tmp_path: Path, b
 
     Fails when: the second best is pruned once it is old, one that dropped out is kept, or the ranking is not in the checkpoint.
     """
-    figures = {1: 5.0, 2: 2.0, 3: 4.0, 4: 1.0, 5: 2.0, 6: 9.0, 7: 3.0, 8: 8.0}
+    metrics = {1: 5.0, 2: 2.0, 3: 4.0, 4: 1.0, 5: 2.0, 6: 9.0, 7: 3.0, 8: 8.0}
     config = Config(
         output_dir=str(tmp_path / "run"), eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, save_total_limit=1,
         save_strategy="steps", save_steps=1, save_best_limit=3, async_save=background, max_steps=8,
     )  # fmt: skip
 
     def evaluate(run: tk.Run) -> bool:
-        run.log({"eval_loss": figures[run.step]})
+        run.log({"eval_loss": metrics[run.step]})
         return run.step == stop_at
 
     train(config, evaluate)
     if stop_at is not None:
-        train(replace(config, resume=True), lambda run: run.log({"eval_loss": figures[run.step]}))
-    best = sorted(figures, key=lambda step: (figures[step], step))[:3]
+        train(replace(config, resume=True), lambda run: run.log({"eval_loss": metrics[run.step]}))
+    best = sorted(metrics, key=lambda step: (metrics[step], step))[:3]
     assert best == [4, 2, 5]
     assert {path.name for path in ckpt.list_checkpoints(tmp_path / "run/checkpoints")} == {f"step-{step}" for step in (*best, 8)}
     pointer = ckpt.read_pointer(tmp_path / "run/checkpoints", "best")
@@ -444,7 +444,7 @@ def test_memory_and_kept_tensors_of_user_code_survive_a_resume(tmp_path: Path) -
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_dictionary_of_kept_tensors_survives_a_resume_bit_for_bit(tmp_path: Path, background: bool) -> None:
-    """An average of the weights that is changed in place, beside a run that never stopped. `tied` is the same memory twice, and
+    """An average of the weights that is changed in place, next to a run that never stopped. `tied` is the same memory twice, and
     names with a slash are kept apart. Fails when: `keep` takes tensors alone, `_savable` does not clone, or `flatten`
     writes a key's slash as it is."""
 
@@ -517,21 +517,21 @@ def test_random_numbers_of_user_code_go_on_after_a_resume(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "reported"),
     [
         ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}, "dropout masks differ"),
         ({"per_device_train_batch_size": 1}, "none is lost"),
         ({"logging_steps": 2, "save_total_limit": 5, "run_name": "other"}, None),
     ],
 )
-def test_what_changes_randomness_is_said_and_what_changes_nothing_is_not(tmp_path: Path, capsys, changed: dict, told: str | None) -> None:
+def test_what_changes_randomness_is_said_and_what_changes_nothing_is_not(tmp_path: Path, capsys, changed: dict, reported: str | None) -> None:
     """Fails when: a setting declares another `on_resume`, or the checkpoint doesn't hold the settings."""
     config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2)
     train(config, lambda run: run.step == 5)
     capsys.readouterr()
     train(replace(config, resume=True, **changed))
     lines = [line for line in capsys.readouterr().out.splitlines() if " was " in line and " is " in line]
-    assert (told in " ".join(lines)) if told else not lines
+    assert (reported in " ".join(lines)) if reported else not lines
 
 
 def test_what_changes_the_mathematics_is_refused_by_name_and_allowed_by_name(tmp_path: Path) -> None:
@@ -554,7 +554,7 @@ class PairsConfig(Config, tk.PreferenceConfig):
 
 @pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
 def test_another_micro_batch_is_another_loss_where_the_loss_compares_its_examples(tmp_path: Path, capsys, loss: str) -> None:
-    """Same steps, other cuts: refused, allowed by name and then not called a matter of masks. The same cut goes on.
+    """Same steps, other cuts: refused, allowed by name and then not called a matter of masks. The same cut continues.
 
     Fails when: `couples_a_micro_batch` is not asked, or the settings are compared in the place of the cut that there was.
     """
@@ -566,9 +566,9 @@ def test_another_micro_batch_is_another_loss_where_the_loss_compares_its_example
     train(replace(config, resume=True), lambda run: run.step == 6)
     capsys.readouterr()
     train(replace(config, resume=True, allow_change=["per_device_train_batch_size"], **other))
-    told = capsys.readouterr().out
-    assert "per_device_train_batch_size was 2 and is 3: the loss compares other pairs from here on" in told
-    assert "dropout masks" not in told
+    reported = capsys.readouterr().out
+    assert "per_device_train_batch_size was 2 and is 3: the loss compares other pairs from here on" in reported
+    assert "dropout masks" not in reported
 
 
 @pytest.mark.parametrize(("loss", "goes_on"), [("sigmoid", True), ("aot", False)])
@@ -605,7 +605,7 @@ def test_a_loss_far_above_those_before_is_said_with_its_rows(tmp_path: Path, cap
 
     spiking.calls = 0
     _, run = train(config, step_loss=spiking)
-    assert run.summary.figures["loss_spikes"] == 1
+    assert run.summary.metrics["loss_spikes"] == 1
     (record,) = read_lines(tmp_path / "run/incidents/loss_spikes.jsonl")
     assert record["step"] == 61
     assert record["rows"][0]["origin"][0].startswith("rows.jsonl:")
@@ -630,7 +630,7 @@ def test_a_refusal_in_the_middle_keeps_what_was_saved(tmp_path: Path) -> None:
 def test_a_run_continued_with_another_batch_ends_after_the_same_examples(tmp_path: Path, accumulation: int) -> None:
     """--max-steps counts in the batches the run began with; the steps that are shown, in those of now.
 
-    Fails when: the examples to consume are counted anew at a resume; `num_steps` takes all of them for batches of now.
+    Fails when: the examples to consume are counted again at a resume; `num_steps` takes all of them for batches of now.
     """
     config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, max_steps=10)
     train(config, lambda run: run.step == 6)
@@ -645,7 +645,7 @@ def test_a_run_continued_with_another_batch_ends_after_the_same_examples(tmp_pat
     assert run.step == 4 + -(-6 * 6 // (2 * accumulation))  # from step 4's checkpoint
     assert run.position == 10 * 6
     assert run.progress < 1
-    assert run.summary.figures["status"] == "finished"
+    assert run.summary.metrics["status"] == "finished"
 
 
 def test_an_evaluation_made_up_for_after_its_step_was_saved_can_be_the_best(tmp_path: Path) -> None:

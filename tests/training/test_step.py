@@ -56,13 +56,13 @@ def small_model(dtype: torch.dtype, dropout: float = 0.0) -> nn.Module:
 
 
 def captured_gradient(accelerator: Accelerator, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, dict]:
-    """The gradient that reaches the optimizer, and the step's figures."""
+    """The gradient that reaches the optimizer, and the step's metrics."""
     model = small_model(dtype)
     seen: list[torch.Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.step = lambda: seen.extend(p.grad.flatten().clone() for p in model.parameters())  # type: ignore[method-assign]
-    figures = train_step(accelerator, model, optimizer, batch, token_loss, [0.0], max_grad_norm=0.0)
-    return torch.cat(seen), figures
+    metrics = train_step(accelerator, model, optimizer, batch, token_loss, [0.0], max_grad_norm=0.0)
+    return torch.cat(seen), metrics
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
@@ -81,16 +81,16 @@ def test_gradient_is_that_of_the_mean_over_all_supervised_tokens_for_every_split
     loss = nn.functional.cross_entropy(logits, labels, ignore_index=-100)
     loss.backward()
     reference = torch.cat([p.grad.flatten() for p in model.parameters()])
-    gradient, figures = captured_gradient(accelerator, batch_of(examples, micro), dtype)
+    gradient, metrics = captured_gradient(accelerator, batch_of(examples, micro), dtype)
     assert ((gradient.double() - reference).norm() / reference.norm()).item() < tolerance
-    assert figures["loss"].item() == pytest.approx(loss.item(), rel=tolerance)
-    assert figures["grad_norm"].item() == pytest.approx(reference.norm().item(), rel=tolerance)
+    assert metrics["loss"].item() == pytest.approx(loss.item(), rel=tolerance)
+    assert metrics["grad_norm"].item() == pytest.approx(reference.norm().item(), rel=tolerance)
     accuracy = (logits.argmax(-1) == labels).sum().item() / (labels != -100).sum().item()
-    assert figures["token_accuracy"].item() == pytest.approx(accuracy, rel=1e-6)
+    assert metrics["token_accuracy"].item() == pytest.approx(accuracy, rel=1e-6)
 
 
-def test_a_filler_adds_nothing_to_gradient_and_figures(accelerator: Accelerator) -> None:
-    """Fails when: the weight of a filler is not zero."""
+def test_a_filler_adds_nothing_to_gradient_and_metrics(accelerator: Accelerator) -> None:
+    """Fails when: the weight of a padding micro-batch is not zero."""
     examples = ragged_examples()
     batch = batch_of(examples, 4)
     filled = Batch([*batch.micro_batches, batch.micro_batches[0]], batch.totals, [*batch.real, False], [*batch.seeds, 1])
@@ -107,7 +107,7 @@ def test_twenty_steps_with_clipping_and_dropout_equal_a_plain_loop(accelerator: 
     for step in range(20):
         batch = batch_of(examples[step % 4 :], 3)
         rate = 1e-2 * (1 - step / 20)
-        figures = train_step(accelerator, ours, optimizers[0], batch, token_loss, [rate], max_grad_norm=0.5)
+        metrics = train_step(accelerator, ours, optimizers[0], batch, token_loss, [rate], max_grad_norm=0.5)
         total = torch.zeros((), dtype=torch.float64)
         for micro_batch, seed in zip(batch.micro_batches, batch.seeds, strict=True):
             torch.manual_seed(seed)
@@ -118,14 +118,14 @@ def test_twenty_steps_with_clipping_and_dropout_equal_a_plain_loop(accelerator: 
         optimizers[1].param_groups[0]["lr"] = rate
         optimizers[1].step()
         optimizers[1].zero_grad()
-        assert figures["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-12)
+        assert metrics["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-12)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("opened", ["batch", "micro-batches"])
 def test_an_open_inner_loop_of_its_functions_gives_the_bits_of_train_step(accelerator: Accelerator, opened: str) -> None:
-    """With dropout, clipping and a filler; in between `.grad` is the gradient of the mean over the global batch, here against
+    """With dropout, clipping and a padding micro-batch; in between `.grad` is the gradient of the mean over the global batch, here against
     one mean cross-entropy in float64. Fails when: `train_step` does not hand on `max_grad_norm`, or averages the parts."""
     examples = ragged_examples()
     ours, theirs = small_model(torch.float32, 0.1), small_model(torch.float32, 0.1)
@@ -135,17 +135,17 @@ def test_an_open_inner_loop_of_its_functions_gives_the_bits_of_train_step(accele
         batch = Batch([*batch.micro_batches, batch.micro_batches[0]], batch.totals, [*batch.real, False], [*batch.seeds, 1])
         expected = train_step(accelerator, ours, optimizers[0], batch, token_loss, [1e-2 / (step + 1)], max_grad_norm=0.05)
         if opened == "batch":
-            figures = accumulate_gradients(accelerator, theirs, batch, token_loss)
+            metrics = accumulate_gradients(accelerator, theirs, batch, token_loss)
         else:
             parts = [accumulate_micro_batch(accelerator, theirs, batch, i, token_loss) for i in range(len(batch.micro_batches))]
-            figures = {name: parts[0][name] for name in parts[0]}
+            metrics = {name: parts[0][name] for name in parts[0]}
             for part in parts[1:]:
-                figures = {name: figures[name] + part[name] for name in figures}
-            figures = sum_over_ranks(accelerator, figures)
+                metrics = {name: metrics[name] + part[name] for name in metrics}
+            metrics = sum_over_ranks(accelerator, metrics)
         norm = torch.cat([p.grad.flatten() for p in theirs.parameters()]).double().norm()
-        figures |= clip_and_update(accelerator, theirs, optimizers[1], figures["loss"], [1e-2 / (step + 1)], max_grad_norm=0.05)
-        assert norm.item() == pytest.approx(figures["grad_norm"].item(), rel=1e-6)
-        assert {name: value.item() for name, value in figures.items()} == {name: value.item() for name, value in expected.items()}
+        metrics |= clip_and_update(accelerator, theirs, optimizers[1], metrics["loss"], [1e-2 / (step + 1)], max_grad_norm=0.05)
+        assert norm.item() == pytest.approx(metrics["grad_norm"].item(), rel=1e-6)
+        assert {name: value.item() for name, value in metrics.items()} == {name: value.item() for name, value in expected.items()}
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
     model, labels = small_model(torch.float64), torch.cat([labels for _, labels in examples])
@@ -177,8 +177,8 @@ def test_a_nonfinite_step_changes_no_parameter_and_no_optimizer_state(accelerato
     moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
     bad = batch_of(examples, 4)
     bad.micro_batches[1]["features"][0, 0] = poison
-    figures = train_step(accelerator, model, optimizer, bad, token_loss, [1e-2])
-    assert (figures["applied"].item(), figures["nonfinite"].item()) == (0, 1)
+    metrics = train_step(accelerator, model, optimizer, bad, token_loss, [1e-2])
+    assert (metrics["applied"].item(), metrics["nonfinite"].item()) == (0, 1)
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(moments, optimizer.state.values(), strict=True))
     assert all(p.grad is None for p in model.parameters())
@@ -195,7 +195,7 @@ def test_a_gradient_outside_the_optimizer_is_cleared_too(accelerator: Accelerato
 
 
 def test_the_search_of_the_loss_scale_is_no_incident_but_an_infinite_loss_is() -> None:
-    """A real GradScaler, too high on purpose: steps are skipped until it fits, none is reported, and training goes on.
+    """A real GradScaler, too high on purpose: steps are skipped until it fits, none is reported, and training continues.
 
     Fails when: `searching` is ignored.
     """

@@ -1,6 +1,6 @@
 """Checkpoints: a run's state as a value, and directories that hold one whole or not at all.
 
-Each name loads the file that it stands in: what only looks at directories does without torch.
+Each name loads the file that it is in: what only looks at directories does without torch.
 """
 
 from importlib import import_module

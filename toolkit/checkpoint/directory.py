@@ -1,6 +1,6 @@
 """Checkpoint directories: functions of (path, state). safetensors and JSON; nothing in one is ever unpickled.
 
-A directory with its final name is complete: it was written beside, synced, and renamed once its manifest, with the size
+A directory with its final name is complete: it was written next to it, synced, and renamed once its manifest, with the size
 and SHA-256 of every file, was on disk.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config import Refusal
 from toolkit.system.console import say
 from toolkit.system.digests import changed_files, describe_files
-from toolkit.system.files import make_folder, put_in_place, write_atomically, written_beside
+from toolkit.system.files import make_folder, put_in_place, write_atomically, written_next_to
 from toolkit.system.sagemaker_container import in_container
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def save_checkpoint(root: str | Path, step: int, state: State) -> Path:
         return final
     temporary = root / f".tmp-step-{step}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
-    with written_beside(temporary):
+    with written_next_to(temporary):
         make_folder(root)
         temporary.mkdir()
         _check_space(root, state.size)
@@ -164,7 +164,7 @@ def prune_checkpoints(root: str | Path, keep: int | None, protect: list[Path]) -
     """Remove all but the newest `keep` checkpoints and those protected; returns the removed ones.
 
     Nothing is removed unless the newest one is whole, every byte of it. A directory is renamed before it is deleted: half a
-    checkpoint never bears a checkpoint's name.
+    checkpoint never has a checkpoint's name.
     """
     checkpoints = list_checkpoints(root)
     if keep is None or len(checkpoints) <= keep or verify_checkpoint(checkpoints[-1]):
@@ -193,7 +193,7 @@ def read_pointer(root: str | Path, name: str) -> Path | None:
 
 
 def set_aside_later(root: str | Path, step: int, best_step: int | None) -> list[Path]:
-    """Rename the checkpoints after `step`: a run that goes on from there makes others of the same names. Returns new names.
+    """Rename the checkpoints after `step`: a run that resumes from there makes others of the same names. Returns new names.
 
     The pointers that showed one of them are removed, and `best` too where it isn't that of `best_step`.
     """

@@ -1,6 +1,6 @@
 """The state of the global random generators, as tensors and JSON.
 
-Training needs none of it: every forward pass is seeded anew. It is there for a recipe's own code between the steps, which
+Training needs none of it: every forward pass is seeded again. It is there for a recipe's own code between the steps, which
 may draw from these generators.
 """
 

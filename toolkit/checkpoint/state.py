@@ -26,7 +26,7 @@ class State:
 
     `model`: parameters and buffers by name; of a model with frozen parameters (adapters), the trained ones and the buffers.
     `optimizer`: torch's state_dict of it. `parameter_names`: of each parameter group, so that another order is refused and
-    not misread. `run`: JSON data (step, position, tokens, best figure, settings, memory of user code ...). `scaler`: of
+    not misread. `run`: JSON data (step, position, tokens, best metric, settings, memory of user code ...). `scaler`: of
     fp16, or empty. `kept`: tensors of user code, and dictionaries of tensors. `random`: the global generators, for user code.
     `base`: what identifies the frozen parameters that are not in here; empty where nothing is frozen.
     """
@@ -66,7 +66,7 @@ def capture_state(
 
 
 def copy_state(state: State, into: dict[str, torch.Tensor] | None = None) -> State:
-    """The same state in memory of its own on the CPU, so that training can go on while it is written.
+    """The same state in memory of its own on the CPU, so that training can continue while it is written.
 
     `into` holds the tensors of an earlier copy, which are written over where name, shape and type are the same: memory that
     is there already is filled several times faster than new memory.
@@ -88,7 +88,7 @@ def copy_state(state: State, into: dict[str, torch.Tensor] | None = None) -> Sta
         model=copied("model/", state.model),
         optimizer=unflatten(copied("optimizer/", optimizer), skeleton),
         kept=unflatten(copied("kept/", kept), kept_skeleton),
-        run=copy.deepcopy(state.run),  # the memory of user code is in here, which it goes on writing to
+        run=copy.deepcopy(state.run),  # the memory of user code is in here, which it continues writing to
         scaler=copy.deepcopy(state.scaler),
     )
 

@@ -40,21 +40,21 @@ class CheckpointWriter:
 
     def save(
         self, step: int, state: State, *, best: bool = False, best_steps: frozenset[int] = frozenset(),
-        beside: Sequence[Path] = (),
+        also_synced: Sequence[Path] = (),
     ) -> None:  # fmt: skip
         """Write a checkpoint of `state`; with `best` the pointer of that name will show it.
 
-        Checkpoints of `best_steps` are kept, however old, from when this one is whole. The files `beside` it,
+        Checkpoints of `best_steps` are kept, however old, from when this one is whole. The files `also_synced`,
         where they are there, are on the disk before the checkpoint is.
         """
         began = time.monotonic()
         self._join()
         if not self.background:
-            self._write(step, state, best, best_steps, beside, lambda: time.monotonic() - began)
+            self._write(step, state, best, best_steps, also_synced, lambda: time.monotonic() - began)
             return
         state = copy_state(state, self._copies)
         blocked = time.monotonic() - began
-        arguments = (step, state, best, best_steps, beside, lambda: blocked)
+        arguments = (step, state, best, best_steps, also_synced, lambda: blocked)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
 
@@ -81,13 +81,13 @@ class CheckpointWriter:
             self._thread = None
 
     def _write(
-        self, step: int, state: State, best: bool, best_steps: frozenset[int], beside: Sequence[Path],
+        self, step: int, state: State, best: bool, best_steps: frozenset[int], also_synced: Sequence[Path],
         blocked: Callable[[], float],
     ) -> None:  # fmt: skip
         began = time.monotonic()
         error: Exception | None = None
         try:
-            for file in beside:
+            for file in also_synced:
                 if file.exists():
                     sync(file)
                     sync(file.parent)

@@ -1,4 +1,4 @@
-"""toolkit evaluate: figures of a trained model on a dataset."""
+"""toolkit evaluate: metrics of a trained model on a dataset."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from toolkit.cli.setting_options import option, read_options
 from toolkit.config import ClassificationConfig, DataConfig, ModelConfig
 from toolkit.system.console import say
 
-_BATCH_SIZE = "Rows in one forward pass on the device. Changes no figure."
+_BATCH_SIZE = "Rows in one forward pass on the device. Changes no metric."
 
 
 _NO_SETTINGS = ("metrics", "task", "split", "config", "as_json", "device", "model", "max_new_tokens")
@@ -93,11 +93,11 @@ def evaluate(
         ),
     ] = None,
 ) -> None:
-    """Evaluate a model on a dataset: figures over all rows of a split, exact for any batch size.
+    """Evaluate a model on a dataset: metrics over all rows of a split, exact for any batch size.
 
     Of a run without --dataset: on the rows that it held out. It says how many of the rows the run was trained on.
 
-    They are the figures that training logs, computed in float32 unless --dtype says otherwise, and rows are read as training
+    They are the metrics that training logs, computed in float32 unless --dtype says otherwise, and rows are read as training
     reads them: longer ones are truncated to --max-length, which is 1,024 or what the model has positions for.
     """
     typed = {
@@ -111,7 +111,7 @@ def evaluate(
     if dataset is None and config is None and of_run is None:
         raise typer.BadParameter("which? A file, a folder, a Hub id or stdlib:NAME.", param_hint="--dataset")
 
-    from toolkit.cli.trained_figures import TASKS, EvaluationConfig, evaluate_model
+    from toolkit.cli.trained_metrics import TASKS, EvaluationConfig, evaluate_model
     from toolkit.models.trained import find_model
     from toolkit.system.json_lines import strict_json
 
@@ -136,24 +136,24 @@ def evaluate(
         max_new_tokens=max_new_tokens,
     )  # fmt: skip
     if as_json:
-        told = {
+        record = {
             "model": settings.model,
             "dataset": settings.dataset,
             "split": found.split,
             "task": found.task,
             "rows": found.rows,
         }
-        told |= {} if found.trained_on is None else {"trained_on": found.trained_on}
-        told |= {"remark": found.remark} if found.remark else {}
-        say(json.dumps({**told, "metrics": strict_json(found.figures)}, ensure_ascii=False, allow_nan=False))
+        record |= {} if found.trained_on is None else {"trained_on": found.trained_on}
+        record |= {"remark": found.remark} if found.remark else {}
+        say(json.dumps({**record, "metrics": strict_json(found.metrics)}, ensure_ascii=False, allow_nan=False))
         return
     say(f"{settings.model} on {found.rows:,} rows of {settings.dataset} ({found.split}), as {found.task}")
     if found.remark:
         say(f"  {found.remark}")
     if found.trained_on:
         say(f"  {found.trained_on:,} of these rows have a prompt or text that the run was trained on")
-    width = max(map(len, found.figures), default=0)
-    for name, value in found.figures.items():
+    width = max(map(len, found.metrics), default=0)
+    for name, value in found.metrics.items():
         say(f"  {name:<{width}}  {_shown(value)}")
 
 

@@ -27,7 +27,7 @@ _ModelName = Annotated[
 ]
 _System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system's message.", show_default=False)]
 _NewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", metavar="N", min=1, max=1 << 20, help="At most so many tokens an answer.")
+    int, typer.Option("--max-new-tokens", metavar="N", min=1, max=1 << 20, help="At most N tokens an answer.")
 ]
 def _a_number(value: float | None) -> float | None:
     """Refuse nan, which is within every range as Python compares it."""
@@ -84,7 +84,7 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line: prompt and text.")] = False,
     system: _System = None,
     max_new_tokens: _NewTokens = 512,
@@ -101,7 +101,7 @@ def generate(
     """Answer prompts: of --prompt, of a file, or of what is piped in.
 
     A prompt is a user's turn where the model has a chat template. The answer is shown as it is made. Only the answers go to
-    standard output; with several prompts each stands below its prompt.
+    standard output; with several prompts each is below its prompt.
     """
     from toolkit.generation.answers import Sampling, answer, read_prompts, text_prompt
 
@@ -228,7 +228,7 @@ def _load(model: str, settings: dict[str, Any], device: str | None, seed: int) -
 
     if auto_class_of(config) != "AutoModelForCausalLM":
         instead = as_typed("toolkit", "evaluate", model)
-        raise Refusal(f"{config.model}: is a classifier, which writes no text. For its figures: {instead}")
+        raise Refusal(f"{config.model}: is a classifier, which writes no text. For its metrics: {instead}")
     with no_progress_bar():
         loaded = load_trained("AutoModelForCausalLM", config, best_device(device))
     torch.manual_seed(seed)

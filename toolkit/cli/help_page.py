@@ -89,7 +89,7 @@ def _help(setting: Setting) -> str:
     choices = f" One of {', '.join(setting.choices)}." if setting.choices else ""
     if setting.default in (None, []):
         nothing = "none" if setting.default is None else "empty"
-        beside = describe(setting) if "Default:" in setting.help else f"{describe(setting)}; default: {nothing}"
+        note = describe(setting) if "Default:" in setting.help else f"{describe(setting)}; default: {nothing}"
     else:
-        beside = f"default: {show_value(setting.default)}"
-    return f"{setting.help}{choices} [{beside}]"
+        note = f"default: {show_value(setting.default)}"
+    return f"{setting.help}{choices} [{note}]"

@@ -68,7 +68,7 @@ def _options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """What stands before the command."""
+    """What is before the command."""
 
 
 def main() -> None:

@@ -56,12 +56,12 @@ def merge(
 
 
 def _card(adapter: Path, merged: Any, name: str) -> str:
-    """A model card, from the run card beside the adapter where there is one."""
+    """A model card, from the run card next to the adapter where there is one."""
     from toolkit.export.card import base_license, model_card, read_json
 
     path = adapter.resolve().parent / "run.json"
     run_card = read_json(path)
     run_card["model"] = {**run_card.get("model", {}), "name": merged.base}
-    figures = run_card.get("end", {}).get("figures", {})
-    text = model_card(run_card, figures, name, type(merged.model).__name__, license=base_license(merged.base))
+    metrics = run_card.get("end", {}).get("figures", {})
+    text = model_card(run_card, metrics, name, type(merged.model).__name__, license=base_license(merged.base))
     return f"{text.rstrip()}\n\nThe adapter that was trained is merged into the weights.\n"

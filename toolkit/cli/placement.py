@@ -53,7 +53,7 @@ class Placement:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What each rank is told, besides its place."""
+        """What each rank is given, apart from its place."""
         of_file = self.config.environment if self.config else {}
         return {**of_file, **({TRAIN_OPTIONS: shlex.join(self.typed)} if self.typed else {})}
 
@@ -63,7 +63,7 @@ def placement_of(values: Mapping[str, Any]) -> Placement:
 
     Raises:
         typer.BadParameter: there is no such file.
-        Refusal: options are missing or contradict each other; the file can't be read, or wants GPUs that aren't there.
+        Refusal: options are missing or contradict each other; the file can't be read, or wants GPUs that are missing.
     """
     name = values["accelerate_config"]
     config = read_accelerate_config(find_accelerate_config(name)) if name else None

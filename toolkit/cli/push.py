@@ -121,7 +121,7 @@ def _check_holds_a_model(directory: Path) -> None:
 
 
 def _queue_model(api: Any, directory: Path, queue: Path, given: dict[str, Any]) -> None:
-    """Put the model of a directory into its queue, so that a push that is cut off can go on."""
+    """Put the model of a directory into its queue, so that a push that is cut off can continue."""
     from toolkit.export.card import with_name
     from toolkit.hub.client import check_write_access
     from toolkit.hub.files import collect, is_model, model_files

@@ -103,7 +103,7 @@ def deliver_model(output_dir: str | Path, environment: Mapping[str, str]) -> Non
 
 
 def _changed_block(config: Settings) -> list[str]:
-    """The settings that differ from the recipe's defaults, one a line, with the default beside each."""
+    """The settings that differ from the recipe's defaults, one a line, with the default next to each."""
     settings = settings_of(type(config))
     rows = [(name, show_value(value), show_value(settings[name].default)) for name, value in changed_settings(config).items()]
     # A default model may be one that another recipe has trained here, or else a random one.

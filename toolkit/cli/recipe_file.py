@@ -64,7 +64,7 @@ Recipe = Annotated[
 
 
 def split_options(context: typer.Context, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The words after RECIPE without the command's own options, which may stand among them, and the values of all of these.
+    """The words after RECIPE without the command's own options, which may be among them, and the values of all of these.
 
     An option among the words wins over the same one before RECIPE.
 
@@ -103,9 +103,9 @@ def _recipe_of(settings: Path) -> str:
         comments = " ".join(line for line in settings.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     except (OSError, UnicodeDecodeError):
         comments = ""
-    told = re.search(r"recipes/(\w+)\.py", comments)
-    if told and told[1] in names:
-        return told[1]
+    named = re.search(r"recipes/(\w+)\.py", comments)
+    if named and named[1] in names:
+        return named[1]
     words = re.split(r"[^a-z0-9]+", settings.stem.lower())
     return next((name for name in names if name in words), "RECIPE")
 

@@ -63,7 +63,7 @@ def copy(
     """Copy a recipe, a config or a launch file, to edit it.
 
     The copy runs from anywhere: python FILE, or toolkit train FILE. Its first line says where it comes from. The text as it
-    is now is kept beside it, in .toolkit/originals, so that `toolkit diff FILE` can tell what you changed from what upstream
+    is now is kept next to it, in .toolkit/originals, so that `toolkit diff FILE` can tell what you changed from what upstream
     did: leave it there, and commit it with the copy. Nothing is overwritten.
     """
     source = find_own_file(recipe)

@@ -16,14 +16,14 @@ def read_run(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """run.json and config.yaml of a run that has ended.
 
     Raises:
-        Refusal: they are not there, or the run has not ended, or has ended otherwise than its settings tell.
+        Refusal: they are missing, or the run has not ended, or has ended otherwise than its settings tell.
     """
     if not directory.is_dir():
         raise typer.BadParameter(f"{directory}: there is no such directory.", param_hint="DIR")
     files = [directory / "run.json", directory / "config.yaml"]
     for path in files:
         if not path.exists():
-            raise Refusal(f"{path}: is not there. Every recipe writes it when its run begins.")
+            raise Refusal(f"{path}: is missing. Every recipe writes it when its run begins.")
     card = parse_json(read_text_file(files[0], str(files[0])), str(files[0]), is_file=True)
     settings = read_config_file(files[1])
     sections = ("recipe", "data", "model", "layout", "hardware", "versions")
@@ -41,7 +41,7 @@ def read_run(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if card.get("continued"):
         first, *more = card["continued"]
         others = f", and {len(more)} more" if more else ""
-        raise Refusal(f"{directory}: the run went on otherwise than it began ({first}{others}). It can't be replayed.")
+        raise Refusal(f"{directory}: the run continued otherwise than it began ({first}{others}). It can't be replayed.")
     for name in () if "continued" in card else ("resume_from", "allow_change"):
         if settings.get(name):
             raise Refusal(f"{directory}: {name} is given: the run began elsewhere, or as another one. It can't be replayed.")
@@ -67,7 +67,7 @@ def check_weights(model: Path) -> None:
     lost = wanted - {path.name for path in files}
     if lost or not files:
         missing = ", ".join(sorted(lost)) or "*.safetensors"
-        raise Refusal(f"{model}: {missing} is not there: a replay has no weights to be compared with.")
+        raise Refusal(f"{model}: {missing} is missing: a replay has no weights to be compared with.")
     for path in files:
         try:
             with safe_open(path, framework="pt"):
@@ -83,7 +83,7 @@ def directory_of(card: dict[str, Any]) -> Path:
     written = card.get("started", {}).get("directory")
     if written is None or Path(written).expanduser().is_dir():
         return Path(written).expanduser() if written else Path.cwd()
-    say(f"the run was started in {written}, which is not there: its relative paths are taken from here", error=True)
+    say(f"the run was started in {written}, which does not exist: its relative paths are taken from here", error=True)
     return Path.cwd()
 
 
@@ -114,7 +114,7 @@ def check_inputs(script: str, card: dict[str, Any]) -> None:
     for name, digest in card.get("files", {}).items():
         now = local_digest(name)
         if now is None:
-            raise Refusal(f"{name}: is not there (from {Path.cwd()}). Put it back to replay the run, which read it.")
+            raise Refusal(f"{name}: is missing (from {Path.cwd()}). Put it back to replay the run, which read it.")
         if now != digest:
             raise Refusal(f"{name}: has changed since that run, which read it otherwise. Put that back to replay it.")
 

@@ -34,7 +34,7 @@ def train(
     main_address: MainAddress = None,
     main_port: MainPort = None,
 ) -> None:
-    """Run a recipe. The options below may stand before RECIPE or among its flags.
+    """Run a recipe. The options below may be before RECIPE or among its flags.
 
     Ends with the recipe's exit code: 0 finished, 2 refused, 75 stopped by a signal after a checkpoint. SIGTERM, SIGUSR1 and
     Ctrl-C stop it; a second one ends it at once.
@@ -50,7 +50,7 @@ def train(
     code = launch(command, placement.processes, placement.nodes, environment=placement.environment)
     if {"-h", "--help"} & set(words):
         own = [flag for option in context.command.params for flag in option.opts if flag.startswith("--")]
-        say(f"\nOptions of `{context.command_path}`, which may stand among these: {', '.join(own)}.\n"
+        say(f"\nOptions of `{context.command_path}`, which may be among these: {', '.join(own)}.\n"
               f"`{context.command_path} --help` says more.")  # fmt: skip
     elif code == REFUSED and (meant := near_own_option(context, words)):
         say(meant, error=True)

@@ -91,7 +91,7 @@ REFUSED_INITIALIZATIONS = (*FROM_DATA, "loftq", "mica")
 # user/name or name, as the Hub takes them: no sign at the ends, none twice
 REPOSITORY = re.compile(r"(?=(?:[^/]+/)?[^/]{1,96}$)(?!.*(?:--|\.\.|\.git$))(?:[a-zA-Z0-9][\w.-]*/)?\w(?:[\w.-]*\w)?")
 
-# Metrics whose figures bear their names; what an `evaluate` module calls its figures is known only when it has run.
+# Metrics whose metrics have their names; what an `evaluate` module calls its metrics is known only when it has run.
 PLAIN_METRIC = re.compile(r"accuracy|balanced_accuracy|matthews_correlation|(f1|precision|recall)(_\w+)?|r?mse|mae|r2|pearson")
 
 
@@ -102,8 +102,8 @@ USUAL_METRICS = {"single_label": ["accuracy", "f1"], "multi_label": ["accuracy",
 def never_measured(metric: str, metrics: list[str]) -> bool:
     if not all(PLAIN_METRIC.fullmatch(name) for name in metrics):
         return False
-    figure = re.sub(r"_class_\d+$", "_per_class", metric.removeprefix("eval_"))
-    return figure not in ("loss", *metrics)
+    metric = re.sub(r"_class_\d+$", "_per_class", metric.removeprefix("eval_"))
+    return metric not in ("loss", *metrics)
 
 
 WITH_ADAM = ("adamw_torch", "adamw_torch_fused", "nadam", "radam", "adamw_bnb_8bit", "muon")

@@ -16,12 +16,12 @@ NOT_READ = "not read by this run"
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
-    """The keys and values of a flat YAML file, or JSON where its name ends so, as they stand in it.
+    """The keys and values of a flat YAML file, or JSON where its name ends so, as they are in it.
 
     `read_values` gives them their meaning.
 
     Raises:
-        Refusal: no such file, no UTF-8, no YAML (JSON), not flat keys, or a key that stands there twice.
+        Refusal: no such file, no UTF-8, no YAML (JSON), not flat keys, or a key that is there twice.
     """
     if not str(path):
         raise Refusal("--config '': must name a YAML or JSON file of settings.")
@@ -36,7 +36,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 
 
 def write_config_file(config: Settings, path: str | Path) -> None:
-    """Write every setting, panel by panel, with the recipe's default beside each that differs from it."""
+    """Write every setting, panel by panel, with the recipe's default next to each that differs from it."""
     import yaml
 
     changed, values = changed_settings(config), values_of(config)
@@ -47,8 +47,8 @@ def write_config_file(config: Settings, path: str | Path) -> None:
             value = values[setting.name]
             value = list(value) if isinstance(value, tuple) else value
             in_brackets = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6).strip()
-            beside = f"  # default: {show_value(setting.default)}" if setting.name in changed else ""
-            lines.append(f"{setting.name}: {in_brackets[1:-1]}{beside}")
+            note = f"  # default: {show_value(setting.default)}" if setting.name in changed else ""
+            lines.append(f"{setting.name}: {in_brackets[1:-1]}{note}")
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     # Data
     "dataset_kwargs": (({}, {"skip_prepare_dataset": False}), "leave it out: rows of input_ids are taken as they are."),
     "shuffle_dataset": ((True, False), "leave it out: each epoch has an order of its own, drawn from the seed."),
-    "eos_token": ((), "leave it out: a turn ends as the chat template ends it, which generation is told too, and a text "
+    "eos_token": ((), "leave it out: a turn ends as the chat template ends it, which generation knows too, and a text "
                       "with its tokenizer's end. For another, tokenizer: a directory whose tokenizer_config.json says it."),
     "dataloader_drop_last": ((False,), "leave it out: every example is trained on, those of a short last batch too."),
     "test_split_size": ((), "take eval_fraction, the share of the training rows that is held out."),
@@ -82,7 +82,7 @@ PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
     # Data
     "remove_unused_columns": ((True,), "the model is given only what it was tokenized for."),
     "length_column_name": (("length",), "lengths are counted."),
-    "ignore_data_skip": ((False,), "a resumed run goes on at the very next example."),
+    "ignore_data_skip": ((False,), "a resumed run continues at the very next example."),
     "label_names": ((["labels"],), "the label column is `label`; see rename_columns."),
     # Logging, evaluation and saving
     "generate_during_eval": ((False,), "num_samples says how many texts are written at each evaluation."),
@@ -151,7 +151,7 @@ PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_num_logits_to_keep": ((True,), "the head works at supervised tokens only."),
     # Data
     "cache_dir": ((), "downloads go where HF_HOME says."),
-    "overwrite_cache": ((False,), "what is cached is known by its content, and made anew when that changes."),
+    "overwrite_cache": ((False,), "what is cached is known by its content, and made again when that changes."),
     "pad_to_max_length": ((False,), "a batch is padded to its longest example."),
     "padding_value": ((), "padding is masked, whatever it is made of."),
     "sortish_sampler": ((False,), "group_by_length puts examples of like length together."),

@@ -20,7 +20,7 @@ def translate(key: str, value: Any, written: Mapping[str, Any]) -> dict[str, Any
 
     Args:
         value: as it was written: text on a command line, or what YAML made of it.
-        written: all that was written beside it, by names with underscores.
+        written: all that was written next to it, by names with underscores.
     """
     value = _read(value)
     if key in PASSED_OVER:
@@ -127,7 +127,7 @@ def _padding_free(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | st
 
 def _evaluation_packing(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
     same = value == (_read(written.get("packing")) or False)
-    return {} if same else "leave it out: evaluation packs as training does, and its figures are the same either way."
+    return {} if same else "leave it out: evaluation packs as training does, and its metrics are the same either way."
 
 
 def _data_seed(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:

@@ -1,6 +1,6 @@
 """The settings groups that a recipe's `Config` inherits.
 
-A group is one help panel of the command line. A field is declared once, with its help text beside it; a recipe
+A group is one help panel of the command line. A field is declared once, with its help text next to it; a recipe
 redeclares a field only to change its default.
 """
 
@@ -100,13 +100,13 @@ class BatchConfig(Settings):
 
     num_train_epochs: float = setting(1.0, "Passes over the training data.", above=0.0, most=1e6, on_resume="fixed")
     max_steps: int | None = setting(
-        None, "Stop after so many steps; overrides the epochs.", least=1, most=10**9, on_resume="fixed"
+        None, "Stop after N steps; overrides the epochs.", least=1, most=10**9, on_resume="fixed"
     )
     per_device_train_batch_size: int = setting(
         8, "Examples (rows, when packing) in a micro-batch.", least=1, most=2**16, on_resume="dropout"
     )
     per_device_eval_batch_size: int = setting(
-        8, "The same for evaluation. Changes no figure.", least=1, most=2**16, on_resume="free"
+        8, "The same for evaluation. Changes no metric.", least=1, most=2**16, on_resume="free"
     )
     gradient_accumulation_steps: int = setting(
         1, "Micro-batches in a step on each device.", least=1, most=2**16, on_resume="batches"
@@ -144,10 +144,10 @@ class DataConfig(BatchConfig, SeedConfig):
     )
     streaming: bool = setting(False, "Read the source as a stream. Needs --max-steps.", on_resume="fixed")
     max_train_examples: int | None = setting(
-        None, "Use at most so many training rows.", least=1, most=10**10, on_resume="fixed"
+        None, "Use at most N training rows.", least=1, most=10**10, on_resume="fixed"
     )
     max_eval_examples: int | None = setting(
-        None, "Use at most so many evaluation rows.", least=1, most=10**10, on_resume="evaluation"
+        None, "Use at most N evaluation rows.", least=1, most=10**10, on_resume="evaluation"
     )
     max_length: int = setting(
         1024, "Longest example, and the length of a packed row, in tokens.", least=2, most=2**24, aliases=("max_seq_length",),
@@ -249,7 +249,7 @@ class OptimConfig(Settings):
         "skip", "A step with a non-finite loss or gradient: skip it, or stop the run.", choices=("skip", "stop"),
         on_resume="free",
     )
-    max_nonfinite_steps: int = setting(3, "Stop after so many such steps in a row.", least=1, most=10**9, on_resume="free")
+    max_nonfinite_steps: int = setting(3, "Stop after N such steps in a row.", least=1, most=10**9, on_resume="free")
 
 
 @dataclass(frozen=True)
@@ -258,9 +258,9 @@ class OutputConfig(Settings):
 
     output_dir: str = setting("runs/run", "Where everything of this run is written.", is_path=True, on_resume="free")
     overwrite_output_dir: bool = setting(False, "Throw away a run that is already in output_dir.", on_resume="free")
-    logging_steps: int = setting(10, "Log every so many steps.", least=1, most=10**12, on_resume="free")
-    eval_steps: int = setting(100, "Evaluate every so many steps.", least=1, most=10**12, on_resume="evaluation")
-    save_steps: int = setting(500, "Write a checkpoint every so many steps.", least=1, most=10**12, on_resume="free")
+    logging_steps: int = setting(10, "Log every N steps.", least=1, most=10**12, on_resume="free")
+    eval_steps: int = setting(100, "Evaluate every N steps.", least=1, most=10**12, on_resume="evaluation")
+    save_steps: int = setting(500, "Write a checkpoint every N steps.", least=1, most=10**12, on_resume="free")
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class HubConfig(Settings):
         None, "Make the repository private. Default: public, or as the organization has it.", on_resume="free"
     )
     hub_revision: str | None = setting(
-        None, "Branch of the repository; it is made when it isn't there. Default: main.", on_resume="free"
+        None, "Branch of the repository; it is made when it is missing. Default: main.", on_resume="free"
     )
 
 
@@ -342,7 +342,7 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, SeedConfig):
     )
     eval_on_start: bool = setting(False, "Evaluate before the first step as well.", on_resume="free")
     eval_delay: float = setting(
-        0.0, "No evaluation before so many steps (epochs, with that strategy).", least=0.0, most=1e12, on_resume="evaluation"
+        0.0, "No evaluation before N steps (epochs, with that strategy).", least=0.0, most=1e12, on_resume="evaluation"
     )
     divergence: str = setting(
         "warn",
@@ -352,7 +352,7 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, SeedConfig):
     )
     save_strategy: str = setting("epoch", "When to write a checkpoint.", choices=("no", "steps", "epoch"), on_resume="free")
     save_total_limit: int | None = setting(
-        2, "Checkpoints kept, beside the best one; none keeps all.", least=1, most=10**9, on_resume="free"
+        2, "Checkpoints kept, next to the best one; none keeps all.", least=1, most=10**9, on_resume="free"
     )
     save_error: str = setting(
         "continue", "When a checkpoint can't be written: continue with a warning, or stop.", choices=("continue", "stop"),
@@ -364,7 +364,7 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, SeedConfig):
         above=0.0, most=A_YEAR, on_resume="free",
     )
     hang_timeout: float = setting(
-        300.0, "End the run when another rank has been silent for so many seconds.", above=0.0, most=A_YEAR, on_resume="free"
+        300.0, "End the run when another rank has been silent for N seconds.", above=0.0, most=A_YEAR, on_resume="free"
     )
     load_best_model_at_end: bool = setting(
         False, "Go back to the best evaluated weights before the model is saved.", on_resume="free"
@@ -373,13 +373,13 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, SeedConfig):
         1, "Best checkpoints kept next to the newest ones, by metric_for_best_model. Needs --load-best-model-at-end.",
         least=1, most=10**9, on_resume="free",
     )
-    metric_for_best_model: str = setting("eval_loss", "The evaluation figure that decides.", on_resume="evaluation")
+    metric_for_best_model: str = setting("eval_loss", "The evaluation metric that decides.", on_resume="evaluation")
     greater_is_better: bool | None = setting(
-        None, "Whether more is better in that figure. Default: no for losses, errors and perplexities, yes otherwise.",
+        None, "Whether more is better in that metric. Default: no for losses, errors and perplexities, yes otherwise.",
         on_resume="evaluation",
     )
     early_stopping_patience: int | None = setting(
-        None, "Stop after so many evaluations without a better figure.", least=1, most=10**9, on_resume="free"
+        None, "Stop after N evaluations without a better metric.", least=1, most=10**9, on_resume="free"
     )
     bf16: bool = setting(False, "Compute in bfloat16 (autocast).", on_resume="rounding")
     fp16: bool = setting(False, "Compute in float16 with loss scaling (autocast).", on_resume="rounding")

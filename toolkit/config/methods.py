@@ -119,7 +119,7 @@ class RewardConfig(Settings):
         on_resume="fixed",
     )
     margin_coefficient: float = setting(
-        0.0, "A chosen reward must lead by so many times the row's margin: its column margin, or how far its scores differ. "
+        0.0, "A chosen reward must lead by N times the row's margin: its column margin, or how far its scores differ. "
         "TRL: 1.",
         least=0.0, on_resume="fixed",
     )
@@ -160,7 +160,7 @@ class AdapterConfig(Settings):
         "olora.", on_resume="fixed",
     )
     loraplus_lr_ratio: float = setting(
-        1.0, "LoRA+: the matrices B learn so many times as fast as the rest.", above=0.0, on_resume="fixed"
+        1.0, "LoRA+: the matrices B learn N times as fast as the rest.", above=0.0, on_resume="fixed"
     )
     load_in_4bit: bool = setting(
         False, "QLoRA: hold the frozen weights in 4 bits. Needs bitsandbytes, on CUDA or a CPU.", on_resume="fixed"

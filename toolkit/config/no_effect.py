@@ -109,7 +109,7 @@ NO_EFFECT = (
     ),
     NoEffect(
         ("vocab_size",), lambda model, tokenizer: is_built_in(model) and tokenizer is not None,
-        "beside {tokenizer}, which has its own vocabulary: leave one of the two out.",
+        "next to {tokenizer}, which has its own vocabulary: leave one of the two out.",
     ),
     NoEffect(
         ("model_revision",), lambda model: not is_on_the_hub(model),
@@ -158,11 +158,11 @@ NO_EFFECT = (
     ),
     NoEffect(
         ("eval_fraction",), lambda eval_split: eval_split is not None,
-        "beside {eval_split}: nothing needs to be held out. Leave one of the two out.",
+        "next to {eval_split}: nothing needs to be held out. Leave one of the two out.",
     ),
     NoEffect(
         ("gradient_accumulation_steps",), lambda global_batch_size: global_batch_size is not None,
-        "beside {global_batch_size}, which derives it: leave one of the two out (--global-batch-size none undoes a default).",
+        "next to {global_batch_size}, which derives it: leave one of the two out (--global-batch-size none undoes a default).",
     ),
     # Evaluation
     NoEffect(

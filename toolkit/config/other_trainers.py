@@ -1,4 +1,4 @@
-"""Keys of Axolotl and LLaMA-Factory: the settings that stand for them here, and what there is in place of the rest.
+"""Keys of Axolotl and LLaMA-Factory: the settings that mean them here, and what there is in place of the rest.
 
 Their files are not read: the same idea often takes another form (a share for a percentage, a recipe for a value). A refusal
 names each key's counterpart, so that a file is rewritten in one go.
@@ -11,7 +11,7 @@ _ADAPTER = "toolkit train lora; with 4-bit weights load_in_4bit: true."
 _NOTHING = "leave it out: it changes nothing here."
 _NONE = "there is none: leave it out."
 
-# The settings that stand for it, and what else to know.
+# The settings that mean it, and what else to know.
 COUNTERPARTS: dict[str, tuple[tuple[str, ...], str]] = {
     # What everybody calls otherwise
     "batch_size": (("per_device_train_batch_size", "global_batch_size"), ""),
@@ -53,7 +53,7 @@ COUNTERPARTS: dict[str, tuple[tuple[str, ...], str]] = {
     "wandb_entity": ((), "the environment variable WANDB_ENTITY."),
     "wandb_watch": ((), _NONE),
     "wandb_name": (("run_name",), "report_to: wandb."),
-    "wandb_run_id": ((), "leave it out: a resumed run goes on in its own."),
+    "wandb_run_id": ((), "leave it out: a resumed run continues in its own."),
     "wandb_log_model": ((), _NONE),
     "use_wandb": (("report_to",), ""),
     "use_mlflow": (("report_to",), ""),
@@ -162,7 +162,7 @@ COUNTERPARTS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def counterpart(key: str, names: frozenset[str]) -> tuple[list[str], str] | None:
-    """The settings among `names` that stand for a key of another trainer, and what else to know; None for a key of nobody's."""
+    """The settings among `names` that mean a key of another trainer, and what else to know; None for a key of nobody's."""
     if key not in COUNTERPARTS:
         return None
     settings, note = COUNTERPARTS[key]

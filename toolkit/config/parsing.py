@@ -74,7 +74,7 @@ def parse_json(text: str, where: str, is_file: bool = False, is_strict: bool = F
         shown = text if len(text) <= 60 else text[:57] + "..."
         raise Refusal(f"{where}: not valid JSON at column {error.colno} ({error.msg}): {shown}") from None
     except _TwiceError as error:
-        raise Refusal(f"{where}: {error.args[0]} stands twice in one object: keep one.") from None
+        raise Refusal(f"{where}: {error.args[0]} is twice in one object: keep one.") from None
     except _ConstantError as error:
         raise Refusal(f"{where}: holds {error.args[0]}, which is not JSON. Write a number, null, or a text.") from None
     except RecursionError:
@@ -172,7 +172,7 @@ def _check_nodes(root: Any, where: str) -> None:
                     line = key.start_mark.line + 1
                     if key.value in seen:
                         raise Refusal(
-                            f"{where}:{line}: {key.value} stands there twice, first in line {seen[key.value]}: keep one."
+                            f"{where}:{line}: {key.value} is there twice, first in line {seen[key.value]}: keep one."
                         )
                     seen[key.value] = line
             todo += [(part, level + 1) for pair in node.value for part in pair]

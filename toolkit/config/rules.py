@@ -1,7 +1,7 @@
 """Which settings do not go together, as two tables: contradictions, and settings that have no effect with the others.
 
 The parameters of a rule's condition are the settings it reads, by name; a rule is asked only where the recipe has them
-all. In the texts `{name}` stands for the setting as it would be typed, such as `--lr-scheduler-type cosine`.
+all. In the texts `{name}` means the setting as it would be typed, such as `--lr-scheduler-type cosine`.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda loss_type, loss_weights: loss_weights and len(loss_weights) != len(loss_type),
-        "{loss_weights} beside {loss_type}: must be one weight for each loss.",
+        "{loss_weights} next to {loss_type}: must be one weight for each loss.",
     ),
     Contradiction(
         lambda loss_type, label_smoothing: "exo_pair" in loss_type and label_smoothing == 0,

@@ -64,7 +64,7 @@ def setting(
 
 @dataclass(frozen=True)
 class Settings:
-    """What all groups share: each value is checked against the rules beside its field when the settings are made.
+    """What all groups share: each value is checked against the rules next to its field when the settings are made.
 
     Which of them are read is noted (`toolkit.config.reading`).
     """

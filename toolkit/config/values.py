@@ -40,7 +40,7 @@ class Read(NamedTuple):
 def read_values(config_class: type[Settings], written: Mapping[str, Any], source: str = "") -> dict[str, Any]:
     """Checked values by setting name, from what was written under names or aliases (with `_` or `-`).
 
-    `source` is the file or variable they stand in, for the messages. A null for a plain switch, and where it is Trainer's or
+    `source` is the file or variable they are in, for the messages. A null for a plain switch, and where it is Trainer's or
     TRL's default, says nothing, as in transformers' `bf16: null`.
 
     Raises:
@@ -162,7 +162,7 @@ def _fsdp(raw: Any) -> Any:
 
 
 def _said(name: str, raw: Any, find: Callable[[str], str | None]) -> Any:
-    """The value that a former or another one stands for, which is said."""
+    """The value that a former or another one means, which is said."""
     meant = find(raw) if isinstance(raw, str) else None
     if meant and os.environ.get("RANK", "0") == "0":
         warn_once(f"{name} {raw}: read as {meant}.")
@@ -191,12 +191,12 @@ def former_optimizer(name: str) -> str | None:
 
 
 def former_packing(name: str) -> str | None:
-    """The packing strategy that whole documents stand for under their former and other names; else None."""
+    """The packing strategy that whole documents mean under their former and other names; else None."""
     whole = ("greedy", "first_fit", "first_fit_decreasing", "ffd", "best_fit", "best_fit_decreasing")
     return "bfd" if name.replace("-", "_") in whole else None
 
 
-# What transformers, TRL and their users write where the value here has another form; by the spelling it stands under.
+# What transformers, TRL and their users write where the value here has another form; by the spelling it is under.
 _OTHER_TRAINERS: dict[str, Callable[[Any], Any]] = {
     "max_steps": lambda raw: None if str(raw) in ("-1", "-1.0") else raw,
     "dtype": lambda raw: raw.removeprefix("torch.") if isinstance(raw, str) else raw,
@@ -213,7 +213,7 @@ _OTHER_TRAINERS: dict[str, Callable[[Any], Any]] = {
 
 
 def check_values(config: Settings) -> None:
-    """Refuse the values outside the rules beside their fields, all of them at once."""
+    """Refuse the values outside the rules next to their fields, all of them at once."""
     found, values = [], values_of(config)
     for each in settings_of(type(config)).values():
         try:

@@ -131,7 +131,7 @@ def summarize(
     sums = sum((part.sums for part in measures), Counter())
     whole = np.concatenate([part.whole for part in measures]) if measures else np.zeros(0, dtype=np.int64)
     if (pairless := sums["ties"] + sums["undecided"]) and not len(whole):
-        left_out = f", once {sums['contradicted']:,} are left out that stand there with two scores" * bool(sums["contradicted"])
+        left_out = f", once {sums['contradicted']:,} are left out that are there with two scores" * bool(sums["contradicted"])
         raise Refusal(
             f"No row of the {name} split makes a pair: in all {pairless:,} no answer is better than another{left_out}."
         )
@@ -226,7 +226,7 @@ def print_data_report(report: DataReport, stream: TextIO | None = None) -> None:
 
 
 def report_lines(report: DataReport, marks: tuple[str, str]) -> list[str]:
-    """The report as text; `marks` stand around supervised text."""
+    """The report as text; `marks` are around supervised text."""
     seen = f" (the first {report.first_rows:,} rows of a stream)" if report.first_rows else ""
     lines = [f"Data: {report.layout}{seen}"]
     has_mask = any(split.supervised_tokens is not None for split in report.splits)
@@ -313,7 +313,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def marks_for(stream: TextIO) -> tuple[str, str]:
-    """What stands around supervised text: color on a terminal, brackets elsewhere."""
+    """What is around supervised text: color on a terminal, brackets elsewhere."""
     return (f"\x1b[{MARKED}m", "\x1b[0m") if shows_color(stream) else ("[[", "]]")
 
 

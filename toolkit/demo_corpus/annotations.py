@@ -129,5 +129,5 @@ def first_sentence(docstring: str) -> str:
     if len(sentence.split()) < 4 or not 20 <= len(sentence) <= 160 or not sentence[0].isupper():
         return ""
     if "->" in sentence or ">>>" in sentence or sentence.endswith((":", ",", ";")) or re.match(r"\w+\(", sentence):
-        return ""  # a signature, an example, or a sentence that goes on
+        return ""  # a signature, an example, or a sentence that continues
     return sentence if sentence.endswith((".", "!", "?")) else sentence + "."

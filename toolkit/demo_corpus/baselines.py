@@ -169,7 +169,7 @@ def ngram_bits_per_byte(
 
     Args:
         train_ids, eval_ids: token ids in [0, vocab_size), documents one after the other.
-        num_bytes: UTF-8 bytes of the text that `eval_ids` stands for.
+        num_bytes: UTF-8 bytes of the text behind `eval_ids`.
         order: 1 for unigrams, 3 for trigrams; `vocab_size ** order` must fit into 63 bits.
     """
     train, held_out = np.asarray(train_ids, np.int64), np.asarray(eval_ids, np.int64)
@@ -193,7 +193,7 @@ def _windows(ids: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
 
 
 def _continuations(ids: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
-    """Each window once for every distinct token that stands before it somewhere."""
+    """Each window once for every distinct token that is before it somewhere."""
     return np.unique(_windows(ids, length + 1, vocab_size)) % vocab_size**length
 
 

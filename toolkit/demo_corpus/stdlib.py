@@ -71,7 +71,7 @@ class Function:
     outermost: str  # the class or function at module level that it is, or belongs to
     qualname: str
     source: str  # dedented, with the docstring
-    code: str  # the same without its docstring; empty where the two can't be told apart by lines
+    code: str  # the same without its docstring; empty where the two can't be distinguished by lines
     docstring: str
 
 

@@ -1,7 +1,7 @@
 """The tasks of the embedded corpus: from modules and functions of the standard library to rows in the usual columns.
 
 Each task yields rows with a split, made by a hash of the module's name; then held-out rows whose text is (nearly) in the
-training rows are dropped, so that a held-out figure measures more than memory.
+training rows are dropped, so that a held-out metric measures more than memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LIBRARY_FAMILIES = {
 INSTRUCTION = "Say in one sentence what this Python function does.\n\n{code}"
 LONGEST_CODE = 1600  # characters, some 450 tokens of a small vocabulary
 LONGEST_CONTEXT = 600  # characters of a function that questions are asked about
-WINDOW = 8  # tokens; a held-out text most of whose windows stand in the training texts is a near-duplicate
+WINDOW = 8  # tokens; a held-out text most of whose windows are in the training texts is a near-duplicate
 NEARLY_ALL = 0.7
 
 _WORDS = re.compile(r"\w+|[^\w\s]")
@@ -182,7 +182,7 @@ def _origin(task: str, function: Function) -> str:
 @dataclass(frozen=True)
 class Task:
     rows: Callable[[], Iterator[Row]]
-    unleaked: tuple[str, ...]  # the fields whose text must not stand in train (a field that is no column isn't written)
+    unleaked: tuple[str, ...]  # the fields whose text must not are in train (a field that is no column isn't written)
 
 
 TASKS = {
@@ -231,7 +231,7 @@ def without_leaks(rows: list[dict[str, Any]], fields: tuple[str, ...]) -> list[d
     """The rows less the held-out ones that have a near-duplicate in train, by any of `fields`.
 
     A text is one when it is a training text but for white space and case, and when NEARLY_ALL of its windows of WINDOW tokens
-    stand in training texts.
+    are in training texts.
     """
     leaking: set[int] = set()
     held_out = [place for place, row in enumerate(rows) if row["split"] != "train"]

@@ -1,4 +1,4 @@
-"""The model card: where a model comes from, its figures, how it was trained and how it is used; made from the run card."""
+"""The model card: where a model comes from, its metrics, how it was trained and how it is used; made from the run card."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _NAME_LINE = re.compile(r'^name = ".*"', re.MULTILINE)
 
 
 def model_card(
-    run_card: Mapping[str, Any], figures: Mapping[str, Any], name: str, architecture: str, *, adapter: str | None = None,
+    run_card: Mapping[str, Any], metrics: Mapping[str, Any], name: str, architecture: str, *, adapter: str | None = None,
     license: str | None = None,
 ) -> str:  # fmt: skip
     """The text of README.md.
 
     Args:
-        run_card: what run.json holds; keys that are not there are left out.
+        run_card: what run.json holds; keys that are missing are left out.
         name: the model's, which the example loads; the title where the run has no name (`run_name`) of its own.
-        figures: those named eval_... are shown, in the text and in the Hub's model-index form.
+        metrics: those named eval_... are shown, in the text and in the Hub's model-index form.
         architecture: the model's class.
         adapter: None for a whole model; for an adapter where its base is: "elsewhere", or "inside", in the folder `base`.
         license: the base model's, where it is known.
@@ -62,11 +62,11 @@ def model_card(
     hub_dataset = re.split(r"[:@]", dataset)[0]
     if is_hub_id(hub_dataset):
         front["datasets"] = [hub_dataset]
-    found = {k.removeprefix("eval_"): v for k, v in figures.items() if k.startswith("eval_") and _is_number(v)}
+    found = {k.removeprefix("eval_"): v for k, v in metrics.items() if k.startswith("eval_") and _is_number(v)}
     if found and task:
         data_named = {"name": shown_path(dataset), "type": hub_dataset if is_hub_id(hub_dataset) else "custom"}
-        metrics = [{"type": metric, "value": value, "name": f"eval_{metric}"} for metric, value in found.items()]
-        of_task = {"task": {"type": task[0], "name": task[1]}, "dataset": data_named, "metrics": metrics}
+        results = [{"type": metric, "value": value, "name": f"eval_{metric}"} for metric, value in found.items()]
+        of_task = {"task": {"type": task[0], "name": task[1]}, "dataset": data_named, "metrics": results}
         front["model-index"] = [{"name": title, "results": [of_task]}]
     data = f"{_code(shown_path(dataset))}{_fingerprint(of_data)}"
     parts = [

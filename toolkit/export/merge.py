@@ -61,8 +61,8 @@ def merge_adapter(adapter: Path, dataset: str | None = None) -> Merged:
     """Load an adapter's base and put the adapter's updates into its weights.
 
     Everything is computed in float32 and rounded to the type of the published weights at the end. An adapter that was trained
-    on weights in 4 bits is put on what these stand for, which is the model that it learned to complete. Compared are the
-    logits on the first rows of a dataset: of `dataset`, else of the one that config.yaml beside the adapter's directory names,
+    on weights in 4 bits is put on what these mean, which is the model that it learned to complete. Compared are the
+    logits on the first rows of a dataset: of `dataset`, else of the one that config.yaml next to the adapter's directory names,
     else of an embedded text.
 
     Raises:

@@ -19,7 +19,7 @@ from toolkit.export.card import base_license, model_card, read_json, with_name
 from toolkit.models.adapter_files import base_of_adapter, is_adapted, save_adapter
 from toolkit.runs.summary import Summary
 from toolkit.system.console import as_typed, say
-from toolkit.system.files import make_folder, put_in_place, remove, written_beside
+from toolkit.system.files import make_folder, put_in_place, remove, written_next_to
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -74,7 +74,7 @@ def card_of_run(model: PreTrainedModel, output_dir: str | Path, summary: Summary
     plain: PreTrainedModel = model.get_base_model() if adapter else model  # type: ignore[operator]
     loaded = plain.config.name_or_path or ""
     run_card = read_json(output_dir / "run.json") or {"model": {"name": loaded, "base": base_of_adapter(loaded)}}
-    if summary.settings is not None and "not_read" not in run_card:  # the run is still going on
+    if summary.settings is not None and "not_read" not in run_card:  # the run is still continuing
         run_card["settings"] = summary.settings
     begun = run_card.get("model") or {}
     base = begun.get("base") or begun  # an adapter that was trained further is of the base of the first one
@@ -84,7 +84,7 @@ def card_of_run(model: PreTrainedModel, output_dir: str | Path, summary: Summary
     name = output_dir.absolute().name
     # Loads from where the run was started; an absolute path would name this machine: from its parent folder.
     place = (Path(name if output_dir.is_absolute() else output_dir) / "model").as_posix()
-    card = model_card(run_card, summary.figures, name, architecture, adapter=adapter, license=license)
+    card = model_card(run_card, summary.metrics, name, architecture, adapter=adapter, license=license)
     return with_name(card, place)
 
 
@@ -116,7 +116,7 @@ def write_model(
     make_folder(directory.parent)
     shapes = {name: tensor.shape for name, tensor in state.items()}  # save_pretrained empties the dictionary
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    with written_beside(temporary), _ending_turns(model, tokenizer):
+    with written_next_to(temporary), _ending_turns(model, tokenizer):
         with no_progress_bar():
             if is_adapted(model):
                 save_adapter(cast("PeftModel", model), temporary, state)

@@ -211,7 +211,7 @@ def _as_for_inference(model: Any) -> Iterator[None]:
     owner.generation_config = GenerationConfig()  # what a call leaves open is filled from here: penalties, top-p ...
     model.eval()
     try:
-        with uncompiled(model):  # each length of a growing cache would be compiled anew
+        with uncompiled(model):  # each length of a growing cache would be compiled again
             yield
     finally:
         owner.generation_config = own_settings

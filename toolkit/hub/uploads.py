@@ -89,7 +89,7 @@ class Uploads:
         strategy, best = self.config.hub_strategy, read_pointer(checkpoint.parent, "best")
         if strategy == "end" or (strategy == "best" and (best is None or best.name != checkpoint.name)):
             return
-        if is_stopping and strategy != "checkpoint":  # a model takes time to write, and the run that goes on has it again
+        if is_stopping and strategy != "checkpoint":  # a model takes time to write, and the run that continues has it again
             return
         step = int(checkpoint.name.removeprefix("step-"))
 
@@ -172,7 +172,7 @@ class Uploads:
                 self.sender = start_sender(self.queue)
         except OutOfTime:
             raise
-        except Exception as error:  # whatever a disk or a library can say: training goes on
+        except Exception as error:  # whatever a disk or a library can say: training continues
             self.say(f"WARNING: not sent to the Hub: {message}: {error}")
 
     def _add_model(self, checkpoint: Path, step: int, files: Path, events: Iterable[Mapping[str, Any]]) -> None:

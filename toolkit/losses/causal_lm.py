@@ -91,7 +91,7 @@ def causal_lm_metrics_with_bytes(num_bytes: int, num_tokens: int, vocab_size: in
     of each document, which nothing predicts, costs what it costs to name it.
 
     Args:
-        num_bytes: UTF-8 bytes of the text that the split's tokens stand for.
+        num_bytes: UTF-8 bytes of the text that the split's tokens mean.
         num_tokens: all tokens of the split.
         vocab_size: of the tokenizer.
     """

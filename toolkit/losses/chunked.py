@@ -69,7 +69,7 @@ def _token_sums(logits: torch.Tensor, targets: torch.Tensor, label_smoothing_fac
 class _SumsWithGradients(torch.autograd.Function):
     """A sum over chunks that takes its gradient while the logits of a chunk are there.
 
-    The same products as keeping the logits for backward, in less memory; making them anew in backward would be one matrix
+    The same products as keeping the logits for backward, in less memory; making them again in backward would be one matrix
     product more on three. (The idea of Liger's fused linear cross-entropy, arXiv:2410.10989, with autograd's own gradient,
     so that any head works.) These are gradients of a sum, of order one at each position: fp16 needs no scale for them.
     """
@@ -132,7 +132,7 @@ def logps_in_chunks(
     """Log-probability of the target at each position `[P]`, float32 or wider.
 
     `rows` `[P, width]`, of which `logits_of` makes logits `[P, vocabulary]`. Where these are more than a chunk, each chunk's
-    are made anew in backward: a third more work in the head, and never more than a chunk of them in memory.
+    are made again in backward: a third more work in the head, and never more than a chunk of them in memory.
     """
     size = rows_in_a_chunk(vocabulary, rows.device)
     pieces = [slice(start, start + size) for start in range(0, max(len(rows), 1), size)]

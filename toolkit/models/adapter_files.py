@@ -111,7 +111,7 @@ def settings_of_base(config: ModelConfig) -> ModelConfig:
     """A recipe's settings with the base in the place of the adapter that `--model` names.
 
     Raises:
-        Refusal: adapters are not what the settings train, or the base cannot be told.
+        Refusal: adapters are not what the settings train, or the base cannot be determined.
     """
     if not (isinstance(config, AdapterConfig) and config.use_peft):
         raise Refusal(
@@ -234,7 +234,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """adapter_config.json as it stands."""
+    """adapter_config.json as it is."""
     return read_object(directory / "adapter_config.json")
 
 

@@ -1,4 +1,4 @@
-"""What loading found out about a model, for those who go on with it: kept next to the model, not on it."""
+"""What loading found out about a model, for those who continue with it: kept next to the model, not on it."""
 
 from __future__ import annotations
 

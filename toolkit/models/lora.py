@@ -76,8 +76,8 @@ def target_modules(model: nn.Module, config: AdapterConfig) -> list[str]:
     """Full names of the modules that get an update, after --lora-target-modules and --lora-layers-to-transform.
 
     all-linear means every linear layer but the head and what is trained whole, as in QLoRA
-    (https://arxiv.org/abs/2305.14314, section 4). Resolved here because peft (0.21.2) takes names that match nothing beside
-    others that do, and no numbers of layers beside all-linear or a regex.
+    (https://arxiv.org/abs/2305.14314, section 4). Resolved here because peft (0.21.2) takes names that match nothing next to
+    others that do, and no numbers of layers next to all-linear or a regex.
     """
     wanted, flag = config.lora_target_modules, "--lora-target-modules"
     adaptable = {name: module for name, module in model.named_modules() if _can_be_adapted(module)}

@@ -1,4 +1,4 @@
-"""A pad token that can be told from the end of a text.
+"""A pad token that differs from the end of a text.
 
 transformers' decoders with a classification head read their score at the last token that is not the pad token
 (`GenericForSequenceClassification`, transformers 5.23). Where texts end with the pad token, that is the one before the last.

@@ -42,8 +42,8 @@ def in_4_bits(config: AdapterConfig, device: str, compute_dtype: str) -> dict[st
 def keep_gradients(model: torch.nn.Module) -> None:
     """Make sure that a model in 4 bits trains right on a CPU after it was evaluated.
 
-    In the first pass without gradients bitsandbytes 0.50 lays the weights out anew, where the CPU has bfloat16 instructions,
-    for a kernel that has no backward: training that goes on gets no gradient through these layers, and a warning at most.
+    In the first pass without gradients bitsandbytes 0.50 lays the weights out again, where the CPU has bfloat16 instructions,
+    for a kernel that has no backward: training that continues gets no gradient through these layers, and a warning at most.
     """
     for module in model.modules():
         if getattr(module, "support_avx512bf16_for_cpu", False):

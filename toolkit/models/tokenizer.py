@@ -212,7 +212,7 @@ def commit_in_cache(name: str, revision: str | None, files: Sequence[str]) -> st
 
 
 def hub_problem(error: BaseException, name: str, revision: str | None) -> str | None:
-    """What to tell and to do when the Hub did not give what `name` stands for; None when it was something else."""
+    """What to tell and to do when the Hub did not give what `name` names; None when it was something else."""
     kinds, link = set(), error
     while link is not None:  # transformers wraps the Hub's errors, which say more
         kinds |= {kind.__name__ for kind in type(link).__mro__}
@@ -240,13 +240,13 @@ def _is_path(name: str) -> bool:
 
 
 def _suggest_directory(name: str) -> str:
-    """Directories beside the missing one that are spelled much like it."""
+    """Directories next to the missing one that are spelled much like it."""
     path = Path(name).expanduser()
     if not path.parent.is_dir():
         nearest = next((parent for parent in path.parents if parent.is_dir()), None)
         return f" {path.parent} does not exist either; {nearest} does." if nearest and str(nearest) != "." else ""
-    beside = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir())
-    close = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.6)
+    siblings = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir())
+    close = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.6)
     return f" Did you mean: {', '.join(str(path.parent / entry) for entry in close)}" if close else ""
 
 
@@ -268,8 +268,8 @@ def _read_chat_template(file: str) -> str:
 
 def _suggest_file(file: str) -> str:
     path = Path(file).expanduser()
-    beside = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file()) if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.6)
+    siblings = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file()) if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.6)
     return f" Did you mean: {', '.join(str(path.parent / entry) for entry in close)}" if close else ""
 
 

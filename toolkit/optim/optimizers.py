@@ -151,7 +151,7 @@ def _loading_saved_types(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
     """The optimizer with hooks by which a loaded state keeps the types it was saved in.
 
     torch (2.13) loads a state in the type of the weights: with bfloat16 weights, what is float32 by design (NAdam's
-    `mu_product`, all of Adafactor's) would be rounded, and the run would go on with other numbers than it was saved with.
+    `mu_product`, all of Adafactor's) would be rounded, and the run would continue with other numbers than it was saved with.
     """
     loaded: list[dict[int, Any]] = []
 

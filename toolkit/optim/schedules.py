@@ -1,7 +1,7 @@
 """Learning-rate schedules as pure functions of progress, and for reduce_lr_on_plateau of the evaluations so far.
 
 A schedule has no state: its factor at progress p is that of step p × num_steps in a run of num_steps. So nothing about it
-is saved, and a run continued with another batch size goes on at the right place.
+is saved, and a run continued with another batch size continues at the right place.
 """
 
 import math
@@ -70,7 +70,7 @@ def _value(config: OptimConfig, name: str) -> Any:
 def plateau(
     lr_patience: int = 10, lr_threshold: float = 1e-4, lr_gamma: float = 0.1, floor: float = 0.0
 ) -> Callable[[Sequence[float]], float]:
-    """What is left of the rate after the evaluations so far: torch's ReduceLROnPlateau, computed anew from all of them.
+    """What is left of the rate after the evaluations so far: torch's ReduceLROnPlateau, computed again from all of them.
 
     It takes the deciding metric at each evaluation, smaller is better. After more than `lr_patience` evaluations in a
     row that are not better by `lr_threshold` of the best, the rate is multiplied by `lr_gamma`, down to the floor. For

@@ -86,7 +86,7 @@ def build_reference(
     ways = {"none": _none, "cache": _cached, "adapter": _adapter_off, "model": _second_model}
     way = _choose_way(train, config)
     reference = ways[way](accelerator, model, make_model, train, evaluation, config, ld_alpha)
-    if way != "none":  # checkpoints keep it: a run that goes on must have the same reference
+    if way != "none":  # checkpoints keep it: a run that continues must have the same reference
         reference.made_of = {"commit": commit_of(unwrapped(model).config), **digests_of_directories(config.model)}
     return reference
 

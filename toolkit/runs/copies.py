@@ -1,8 +1,8 @@
 """The toolkit's recipes, configs and launch files: which there are, and copies of them to edit.
 
 A copy begins with a line that says what it was copied from, of which version, with the hash of that text. The text itself
-is kept beside the copy, in `.toolkit/originals/HASH.txt`: so what the user changed and what upstream changed can be told apart
-later, whatever version is installed then.
+is kept next to the copy, in `.toolkit/originals/HASH.txt`: so what the user changed and what upstream changed can be
+distinguished later, whatever version is installed then.
 """
 
 import ast
@@ -35,7 +35,7 @@ class Origin(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """Unified diffs, empty where nothing changed. `upstream` is None where that isn't there any more."""
+    """Unified diffs, empty where nothing changed. `upstream` is None where that is missing any more."""
 
     origin: Origin
     yours: list[str]
@@ -44,7 +44,7 @@ class Changes(NamedTuple):
 
 
 def recipes_folder() -> Path:
-    """Where the toolkit's own recipes lie: in the installed package, or beside it in a source tree."""
+    """Where the toolkit's own recipes lie: in the installed package, or next to it in a source tree."""
     package = Path(toolkit.__file__).resolve().parent
     installed = package / "_recipes"
     # A folder `recipes` in site-packages would be somebody else's.
@@ -67,7 +67,7 @@ def first_line(path: Path) -> str:
 
 
 def find_own_file(written: str) -> Path:
-    """One of the toolkit's files by name (sft, zero2, qwen3_0.6b_sft) or as it stands in its folder (launch/zero2.yaml).
+    """One of the toolkit's files by name (sft, zero2, qwen3_0.6b_sft) or as it is in its folder (launch/zero2.yaml).
 
     Raises:
         Refusal: there is none; the message names the nearest.
@@ -82,7 +82,7 @@ def find_own_file(written: str) -> Path:
 
 
 def make_copy(source: Path, target: Path) -> None:
-    """Copy one of the toolkit's files, with its origin, and keep the text as it is now beside it.
+    """Copy one of the toolkit's files, with its origin, and keep the text as it is now next to it.
 
     Raises:
         Refusal: the target is there already, or can't be written.
@@ -196,7 +196,7 @@ def _is_change(line: str) -> bool:
 def edited_copy(path: Path) -> tuple[str, int] | None:
     """Which of the toolkit's recipes a script was copied from, and how many lines were changed since; None for any other.
 
-    A script that bears the name of one, without the line that `toolkit copy` writes, is compared with that one.
+    A script that has the name of one, without the line that `toolkit copy` writes, is compared with that one.
     """
     if not path.is_file() or path.resolve().parent == recipes_folder().resolve():
         return None
@@ -218,12 +218,12 @@ def copy_in_words(recipe: Mapping[str, Any]) -> str:
 
 
 def text_hash(text: str) -> str:
-    """The beginning of a text's SHA-256, as it stands in the first line of copies."""
+    """The beginning of a text's SHA-256, as it is in the first line of copies."""
     return hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
 
 
 def _original(path: Path, origin: Origin, upstream: str | None) -> str | None:
-    """The text that was copied: what is installed where that is still the same, else from beside the copy or above it."""
+    """The text that was copied: what is installed where that is still the same, else from next to the copy or above it."""
     if upstream is not None and text_hash(upstream) == origin.hash:
         return upstream
     for folder in path.resolve().parents:

@@ -117,7 +117,7 @@ def first_checkpoint_difference(one: Path, other: Path) -> str | None:
             return f"{name}: {difference}"
     if extra := next((name for name in their_tensors if name not in tensors), None):
         return f"{extra}: in one of the two alone"
-    return None if skeleton == their_skeleton else "optimizer: its numbers beside the tensors, such as a rate or a step count"
+    return None if skeleton == their_skeleton else "optimizer: its numbers next to the tensors, such as a rate or a step count"
 
 
 def first_model_difference(one: Path, other: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""A run's output directory: whether it is free, who writes it, and the files of figures in it."""
+"""A run's output directory: whether it is free, who writes it, and the files of metrics in it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def claimed(config: OutputConfig, accelerator: Accelerator | None = None) -> Ite
     from toolkit.distributed.ranks import on_main  # with torch, which the rest of this file does without
 
     directory = Path(config.output_dir)
-    existed = os.path.exists(directory)  # unlike Path's, it takes a name that is too long for one that isn't there
+    existed = os.path.exists(directory)  # unlike Path's, it takes a name that is too long for one that is missing
     lock = FileLock(directory / LOCK)
 
     def claim() -> None:
@@ -87,7 +87,7 @@ def claimed(config: OutputConfig, accelerator: Accelerator | None = None) -> Ite
 
 
 def write_config(config: OutputConfig) -> None:
-    """Write config.yaml: the settings of the run that is in the directory, once it is clear that it goes on."""
+    """Write config.yaml: the settings of the run that is in the directory, once it is clear that it continues."""
     write_config_file(config, Path(config.output_dir) / "config.yaml")
 
 
@@ -100,10 +100,10 @@ def _lock(lock: Any, directory: Path) -> None:
         lock.acquire(timeout=0)
     except Timeout:
         try:
-            told = "process {pid} on {host}, since {since},".format_map(json.loads(owner.read_text()))
+            who = "process {pid} on {host}, since {since},".format_map(json.loads(owner.read_text()))
         except (OSError, ValueError, KeyError):
-            told = "another process"
-        raise Refusal(f"--output-dir {directory}: {told} is writing there now.") from None
+            who = "another process"
+        raise Refusal(f"--output-dir {directory}: {who} is writing there now.") from None
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}))
 
@@ -133,5 +133,5 @@ def check_disk_space(directory: str | Path, needed: int, what: str) -> None:
 
 
 def write_summary(directory: Path, summary: Summary) -> None:
-    """Write the final figures to summary.json."""
-    write_atomically(directory / "summary.json", json.dumps(strict_json(summary.figures), indent=1, allow_nan=False) + "\n")
+    """Write the final metrics to summary.json."""
+    write_atomically(directory / "summary.json", json.dumps(strict_json(summary.metrics), indent=1, allow_nan=False) + "\n")

@@ -57,8 +57,8 @@ def verdict_of(status: str, values: Mapping[str, Any], config: Settings) -> str 
     if status not in ("finished", "stopped early"):
         return None
     settings, baselines = values_of(config), values.get("baselines") or {}
-    figure = str(baselines.get("figure"))
-    decides = settings.get("metric_for_best_model") in (figure, figure.removeprefix("eval_"))
+    metric = str(baselines.get("figure"))
+    decides = settings.get("metric_for_best_model") in (metric, metric.removeprefix("eval_"))
     compared = compared_with_baselines(baselines, values, settings.get("greater_is_better") if decides else None)
     parts = [in_words(compared, show_number)] if compared else []
     name = "eval_" + str(settings.get("metric_for_best_model", "loss")).removeprefix("eval_")
@@ -76,5 +76,5 @@ def _count(number: int, what: str) -> str:
 
 def _is_one_of_several_asked_for(processes: int) -> bool:
     """Accelerate (1.15) with --cpu, or with use_cpu in its config, sets the address for several processes and starts one."""
-    told = os.environ
-    return processes == 1 and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= told.keys() and "WORLD_SIZE" not in told
+    given = os.environ
+    return processes == 1 and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= given.keys() and "WORLD_SIZE" not in given

@@ -1,4 +1,4 @@
-"""What of this machine a run depends on beside its settings: the toolkit's code, files that settings name, the processor."""
+"""What of this machine a run depends on next to its settings: the toolkit's code, files that settings name, the processor."""
 
 import contextlib
 import hashlib
@@ -32,7 +32,7 @@ def toolkit_identity() -> dict[str, str | None]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit that a folder stands at, `-dirty` where files have changed since; None outside a clone."""
+    """The commit that a folder is at, `-dirty` where files have changed since; None outside a clone."""
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=folder, capture_output=True, text=True,

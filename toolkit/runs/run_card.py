@@ -56,7 +56,7 @@ def write_run_card(
 
     Args:
         optimizer: the object that updates the weights; what the settings say of it is not what an edited recipe uses.
-        continued: what the run went on with otherwise than it began, at which step; the settings tell the last of it alone.
+        continued: what the run continued with otherwise than it began, at which step; the settings tell the last of it alone.
 
     Raises:
         Refusal: it is the run of a replay, and its training data are not those of the original.
@@ -125,10 +125,10 @@ def write_run_card(
 
 
 def end_run_card(
-    path: Path, status: str, seconds: float, figures: dict[str, Any], config: Settings | None = None,
+    path: Path, status: str, seconds: float, metrics: dict[str, Any], config: Settings | None = None,
     say: Callable[[str], None] = print,
 ) -> None:  # fmt: skip
-    """Add how a run ended, how long it took (seconds on the wall) and its last figures.
+    """Add how a run ended, how long it took (seconds on the wall) and its last metrics.
 
     With the config of a run that came to its end, the card's settings are those that the run has read. The others are listed
     apart, as `not_read`, and config.yaml next to the card marks them; those that someone gave are named on the screen.
@@ -145,7 +145,7 @@ def end_run_card(
             forget_reads(config)
         card["end"] = {
             "status": status, "date": datetime.now(UTC).isoformat(timespec="seconds"), "wall_seconds": round(seconds, 3),
-            "device_seconds": round(seconds * card["layout"]["processes"], 3), "figures": strict_json(figures),
+            "device_seconds": round(seconds * card["layout"]["processes"], 3), "figures": strict_json(metrics),
         }  # fmt: skip
         write_atomically(path, json.dumps(card, indent=1, default=str) + "\n")
 
@@ -188,7 +188,7 @@ def library_versions() -> dict[str, str]:
 
 
 def recipe_file() -> dict[str, Any]:
-    """The script that runs: its name, its path as it was typed, the SHA-256 of its text, the git commit it stands at.
+    """The script that runs: its name, its path as it was typed, the SHA-256 of its text, the git commit it is at.
 
     Of a copy of one of the toolkit's recipes also which, and how many of its lines were changed.
     """

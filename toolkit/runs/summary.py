@@ -13,7 +13,7 @@ from toolkit.config.shown import public_settings
 class Summary:
     """The final metrics of a run, as in summary.json. `settings`: those that it has read, for the model card."""
 
-    figures: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] | None = None
 
 

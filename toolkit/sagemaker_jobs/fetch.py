@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.config import Refusal
 from toolkit.sagemaker_jobs.follow import asked, aws_client, describe
 from toolkit.system.console import as_typed
-from toolkit.system.files import make_folder, put_in_place, remove, written_beside
+from toolkit.system.files import make_folder, put_in_place, remove, written_next_to
 
 
 def fetch(
@@ -100,17 +100,17 @@ def _extract(packed: Path, folder: Path, uri: str) -> int:
     """
     if folder.exists() and not folder.is_dir():
         raise Refusal(f"{folder}: is a file, not a directory.")
-    beside, aside = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
+    temporary, aside = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
     try:
         make_folder(folder.parent)
-        remove(beside)
-        with written_beside(beside):
-            beside.mkdir()
+        remove(temporary)
+        with written_next_to(temporary):
+            temporary.mkdir()
             with tarfile.open(packed) as archive:
-                archive.extractall(beside, filter="data")
+                archive.extractall(temporary, filter="data")
                 _check_to_its_end(archive)
                 files = sum(member.isfile() for member in archive.getmembers())
-            put_in_place(beside, folder, aside)
+            put_in_place(temporary, folder, aside)
         return files
     except tarfile.FilterError as error:
         raise Refusal(f"{uri}: is not unpacked: {error}. What was in {folder} stays.") from error

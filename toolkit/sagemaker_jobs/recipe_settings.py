@@ -18,7 +18,7 @@ from toolkit.config.setting import flag_of
 _OF_THE_CONTAINER = {
     "output_dir": "a job writes where SageMaker copies from: checkpoints and metrics to S3 as they come, the model at the end",
     "overwrite_output_dir": "a job has an output directory of its own",
-    "resume": "a job goes on by itself from what is in its checkpoints' prefix; to go on from another job's, --checkpoints",
+    "resume": "a job continues by itself from what is in its checkpoints' prefix; to resume from another job's, --checkpoints",
     "resume_from": "checkpoints come from S3: give their prefix with --checkpoints s3://BUCKET/PREFIX",
 }
 _MAY_BE_PATHS = ("dataset", "model", "tokenizer", "chat_template", "deepspeed")

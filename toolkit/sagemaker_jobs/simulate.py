@@ -57,7 +57,7 @@ def simulate(
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: machines must not outlive this process
     goes_on = any(path.is_file() for path in (folder / "s3/checkpoints").rglob("*"))
     if goes_on:
-        say(f"simulated: goes on from what is in {folder / 's3/checkpoints'}; --folder begins another job")
+        say(f"simulated: resumes from what is in {folder / 's3/checkpoints'}; --folder begins another job")
     code = 0
     for seconds in [*interrupt_after, None]:
         code = _one_life(job, hyperparameters, folder, seconds, train)
@@ -66,7 +66,7 @@ def simulate(
         say(f"simulated: the machines were taken away after {seconds:g} s; new ones begin with what S3 holds")
     if code == REFUSED and goes_on:
         say(
-            f"simulated: the job could not go on from what is in {folder / 's3/checkpoints'}. A simulated job's output "
+            f"simulated: the job could not resume from what is in {folder / 's3/checkpoints'}. A simulated job's output "
             "directory is that of --folder: for a new run name another one.", error=True)  # fmt: skip
     return code
 

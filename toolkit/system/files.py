@@ -45,7 +45,7 @@ def sync_tree(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def written_beside(temporary: Path) -> Iterator[None]:
+def written_next_to(temporary: Path) -> Iterator[None]:
     """A block that fills a temporary directory; when it fails nothing of that stays.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a SageMaker container tells a recipe: where to write, that it may go on there, where data lie, where the model goes.
+"""What a SageMaker container tells a recipe: where to write, that it may continue there, where data lie, where the model goes.
 
 Each function reads the environment that it is given; outside a container none of them changes anything.
 """

@@ -31,9 +31,9 @@ class Progress:
         sys.stderr.write(f"\r\x1b[2K{line[: max(1, shutil.get_terminal_size().columns - 1)]}")
         sys.stderr.flush()
 
-    def logged(self, step: int, figures: dict[str, float]) -> None:
+    def logged(self, step: int, metrics: dict[str, float]) -> None:
         """A logging event: a line that stays."""
-        shown = "  ".join(f"{_SHORT[name]} {_as_shown(name, figures[name])}" for name in _SHORT if name in figures)
+        shown = "  ".join(f"{_SHORT[name]} {_as_shown(name, metrics[name])}" for name in _SHORT if name in metrics)
         self.say(f"step {step}/{self.total_steps}  {shown}  {self._remaining(step)}".rstrip())
 
     def say(self, text: str) -> None:

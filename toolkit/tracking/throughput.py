@@ -80,7 +80,7 @@ def peak_memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e9
     try:
         import resource
-    except ImportError:  # Windows has no such figure in the standard library
+    except ImportError:  # Windows has no such metric in the standard library
         return float("nan")
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

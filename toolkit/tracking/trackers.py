@@ -1,7 +1,7 @@
-"""Trackers (wandb, TensorBoard, trackio, MLflow) that are told of a run in the background.
+"""Trackers (wandb, TensorBoard, trackio, MLflow) that are given a run in the background.
 
-Each has a thread of its own, in which everything happens that could fail or wait for a network: its start, its figures, its
-end. So one that raises costs a warning, and one that hangs what it was to be told; training never waits for either.
+Each has a thread of its own, in which everything happens that could fail or wait for a network: its start, its metrics, its
+end. So one that raises costs a warning, and one that hangs what it was to be sent; training never waits for either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import RunConfig
 from toolkit.system.files import write_atomically
-from toolkit.tracking.logged_before import told_to_mlflow, told_to_trackio
+from toolkit.tracking.logged_before import logged_to_mlflow, logged_to_trackio
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -28,7 +28,7 @@ PROJECT = "toolkit"
 WAITING = 10_000  # records that wait for a tracker before further ones are lost
 CLOSE_SECONDS, HURRIED_SECONDS = 60.0, 3.0  # at the end of a run, and of one that a signal stopped
 LOOKS_EVERY = 0.1  # seconds: how soon a tracker with nothing to do sees that the run is over
-_WHERE = ("step", "epoch", "examples", "time")  # in a line of metrics.jsonl, beside its figures
+_WHERE = ("step", "epoch", "examples", "time")  # in a line of metrics.jsonl, next to its metrics
 Record = Callable[["Any"], None]
 
 
@@ -48,12 +48,12 @@ class Trackers:
         settings = {name: v if isinstance(v, plain) else str(v) for name, v in public_settings(config).items()}
         self._senders = [_Sender(name, _OPEN[name], config, settings, self.ids, step) for name in names]
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Numbers of one step. Returns at once."""
-        self._send(partial(_log, figures=dict(figures), step=step))
+        self._send(partial(_log, metrics=dict(metrics), step=step))
 
     def catch_up(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Lines of metrics.jsonl from before the checkpoint that a run goes on from: a killed run's may not have arrived.
+        """Lines of metrics.jsonl from before the checkpoint that a run continues from: a killed run's may not have arrived.
 
         For trackers that can say what they have. The others keep what they were sent at once, in files.
         """
@@ -164,7 +164,7 @@ class _Sender:
             self._failed += 1
             self._reason = _one_line(error)
             if self._failed == 1:
-                self.news.append(f"{self._reason}. The run goes on; metrics.jsonl has all figures")
+                self.news.append(f"{self._reason}. The run continues; metrics.jsonl has all metrics")
 
 
 def _one_line(error: BaseException) -> str:
@@ -172,21 +172,21 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
-def _log(tracker: Any, figures: dict[str, float], step: int) -> None:
-    new = {name: value for name, value in figures.items() if (name, step) not in (getattr(tracker, "told", None) or ())}
+def _log(tracker: Any, metrics: dict[str, float], step: int) -> None:
+    new = {name: value for name, value in metrics.items() if (name, step) not in (getattr(tracker, "logged", None) or ())}
     if new:
         tracker.log(new, step=step)
 
 
 def _log_lacking(tracker: Any, events: Sequence[Mapping[str, Any]]) -> None:
-    if getattr(tracker, "told", None) is not None:
+    if getattr(tracker, "logged", None) is not None:
         for event in events:
-            figures = {name: value for name, value in event.items() if name not in _WHERE and isinstance(value, (int, float))}
-            _log(tracker, figures, event["step"])
+            metrics = {name: value for name, value in event.items() if name not in _WHERE and isinstance(value, (int, float))}
+            _log(tracker, metrics, event["step"])
 
 
 def _log_table(add: Callable[..., None], tracker: Any, columns: list[str], rows: list[list[str]], step: int) -> None:
-    if ("samples", step) not in (getattr(tracker, "told", None) or ()):
+    if ("samples", step) not in (getattr(tracker, "logged", None) or ()):
         add(tracker, columns=columns, rows=rows, step=step)
 
 
@@ -224,7 +224,7 @@ def _open_tensorboard(config: Any, settings: Mapping[str, Any], ids: dict[str, s
 def _open_trackio(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
     tracker = _started("trackio", settings, name=_name(config), resume="allow" if step else "never")
     if step and not config.allow_change:
-        tracker.told = told_to_trackio(PROJECT, tracker.run.name, tracker.run.id)
+        tracker.logged = logged_to_trackio(PROJECT, tracker.run.name, tracker.run.id)
     return tracker
 
 
@@ -244,7 +244,7 @@ def _open_mlflow(config: Any, settings: Mapping[str, Any], ids: dict[str, str], 
         same["logging_dir"] = (folder / "files").as_uri()
     tracker = _started("mlflow", what, **same)
     if step and not config.allow_change:
-        tracker.told = told_to_mlflow(known) if known else set()
+        tracker.logged = logged_to_mlflow(known) if known else set()
     ids["mlflow"] = tracker.tracker.info.run_id
     write_atomically(kept, ids["mlflow"])
     return tracker

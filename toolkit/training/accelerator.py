@@ -59,9 +59,9 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
         torch.backends.cudnn.allow_tf32 = config.tf32
     if config.full_determinism:
         _be_deterministic(config.seed)
-    # Unless told to stay on the CPU, Accelerate (1.15) takes each of several ranks without a GPU for a run of one process.
-    told = config.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
-    on_cpu = told or not torch.accelerator.is_available()
+    # Unless it is to stay on the CPU, Accelerate (1.15) takes each of several ranks without a GPU for a run of one process.
+    wants_cpu = config.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
+    on_cpu = wants_cpu or not torch.accelerator.is_available()
     if on_cpu:  # DeepSpeed, which transformers imports where it is installed, would say that it looked for others
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         keep_freed_memory()

@@ -133,7 +133,7 @@ class Divergence:
 
 
 def too_many_nonfinite(in_row: int, step: int, diverged: str | None) -> Exception:
-    """The exception that ends a run after so many steps in a row that are not finite.
+    """The exception that ends a run after N steps in a row that are not finite.
 
     `diverged`: the warning of `Divergence.before_nonfinite`, where the loss had risen before them.
     """
@@ -189,7 +189,7 @@ def report_incident(
 def _write_incident(
     path: Path, record: dict[str, Any], examples: Sequence[int], train: TrainLoader | StreamLoader, say: Callable[[str], None]
 ) -> None:
-    """Write a record with its rows; where that fails, there is a warning with the rows' origins, and the run goes on."""
+    """Write a record with its rows; where that fails, there is a warning with the rows' origins, and the run continues."""
     rows = [describe_row(train, example) for example in examples]
     try:
         append_line(path, {**record, "rows": rows})

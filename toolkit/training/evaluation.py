@@ -1,4 +1,4 @@
-"""Evaluation: every example of a split once, figures that do not depend on how it was cut."""
+"""Evaluation: every example of a split once, metrics that do not depend on how it was cut."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["Metrics", "eval_with_gather"]
 def eval_with_gather(
     accelerator: Accelerator, model: nn.Module, loader: Iterable[Batch] | None, metrics: Metrics, prefix: str = "eval_"
 ) -> dict[str, float]:
-    """Figures over all examples of the loader, the same on every rank, with `prefix` before each name.
+    """Metrics over all examples of the loader, the same on every rank, with `prefix` before each name.
 
-    `loader` yields the same number of batches on every rank, one micro-batch each; a filler (`real` is false) is computed,
-    since engines that communicate in the forward pass need it, and counts nothing. Sums are reduced once at the end; rows
-    are gathered once, in the order of the examples' indices. The model comes back in the mode it was in.
+    `loader` yields the same number of batches on every rank, one micro-batch each; a padding micro-batch (`real` is false) is
+    computed, since engines that communicate in the forward pass need it, and counts nothing. Sums are reduced once at the end;
+    rows are gathered once, in the order of the examples' indices. The model comes back in the mode it was in.
 
     Raises:
         Refusal: there are no rows to evaluate on (`loader` is None, or empty).
@@ -68,7 +68,7 @@ def _observe_rows(
         rows = metrics.gather(model, to_device(batch.micro_batches[0], accelerator.device))
         device = next(iter(rows.values())).device
         for name, value in {"": torch.tensor(batch.indices[0], device=device), **rows}.items():
-            # a filler leaves no row, but says what a row looks like to a rank that has no other
+            # a padding micro-batch leaves no row, but says what a row looks like to a rank that has no other
             collected.setdefault(name, []).append(value if batch.real[0] else value[:0])
     _refuse_empty(collected)
     whole = {name: _from_all_ranks(accelerator, torch.cat(pieces)) for name, pieces in collected.items()}
@@ -91,7 +91,7 @@ def _from_all_ranks(accelerator: Accelerator, rows: torch.Tensor) -> np.ndarray:
 
 
 def _finalized(accelerator: Accelerator, metrics: Metrics, observed: dict[str, np.ndarray]) -> dict[str, float]:
-    """Figures from what was observed. Worked out once, since a user's function need not repeat itself exactly."""
+    """Metrics from what was observed. Worked out once, since a user's function need not repeat itself exactly."""
     if not _ranks(accelerator):
         return metrics.finalize(observed)
     from accelerate.utils import broadcast_object_list

@@ -40,9 +40,9 @@ def fit_micro_batch(
 ) -> TrainLoader | StreamLoader:  # fmt: skip
     """The training loader with a micro-batch that fits into memory: as given, or halved as often as need be.
 
-    The longest micro-batch goes forward and backward once, beside memory for the optimizer's moments, and then what Muon's step
-    needs for a while is asked for beside the gradients, without a collective and without a trace: gradients are cleared and
-    random numbers are seeded anew in each step anyway. When it does not fit,
+    The longest micro-batch goes forward and backward once, next to memory for the optimizer's moments, and then what Muon's
+    step needs for a while is asked for next to the gradients, without a collective and without a trace: gradients are cleared
+    and random numbers are seeded again in each step anyway. When it does not fit,
     the micro-batch is halved and accumulation doubled: the global batch, the order and so the mean gradient stay the same.
     All ranks take the smallest that one of them needs. Streams, whose longest example nobody knows, are left as they are.
 
@@ -74,7 +74,7 @@ def fit_micro_batch(
         )
     if accelerator.is_main_process:
         say(
-            f"out of memory with {asked} examples in a micro-batch: going on with {size}, and "
+            f"out of memory with {asked} examples in a micro-batch: continuing with {size}, and "
             f"{-(-train.global_batch_size // (size * accelerator.num_processes))} micro-batches a step. The global batch of "
             f"{train.global_batch_size} examples stays, and so does the result, but for dropout masks."
         )

@@ -118,7 +118,7 @@ def _begin(
     saver: Saver, train: TrainLoader | StreamLoader, reference_made_of: Mapping[str, Any] | None, display: Progress,
     heartbeat: Heartbeat | None,
 ) -> Run:  # fmt: skip
-    """A new run, or the one that a checkpoint holds; config.yaml and run.json are written once it is clear that it goes on."""
+    """A new run, or the one that a checkpoint holds; config.yaml and run.json are written once it is clear that it runs."""
     accelerator, config, say = saver.accelerator, saver.config, display.say
     source = on_main(accelerator, lambda: checkpoint_to_resume(config, saver.writer.root, say))
     state = RunState(
@@ -185,7 +185,7 @@ def _leave_in_time(run: Run) -> NoReturn:
 def _close(run: Run, status: str) -> None:
     """Finish what is being written, and write summary.json."""
     run.end(status)
-    values = run.summary.figures
+    values = run.summary.metrics
     if run.accelerator.is_main_process:
         try:
             output.write_summary(run.output_dir, run.summary)

@@ -135,14 +135,14 @@ def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: 
     pairs += [(name, old_layout[name], layout[name]) for name in of_world if old_layout[name] != layout[name]]
     reasons = {name: DIFFERS.get(each.on_resume, ALLOWED) for name, each in settings_of(type(config)).items()} | _OF_THE_LAYOUT
     reasons |= (dict.fromkeys(_OF_THE_MICRO_BATCH, _OTHER_LOSS) if is_another_loss else {})
-    told = {name: f"{name} was {old} and is {new}: {reasons.get(name, ALLOWED)}" for name, old, new in pairs}
+    changes = {name: f"{name} was {old} and is {new}: {reasons.get(name, ALLOWED)}" for name, old, new in pairs}
     if old_layout.get("global_batch_size", layout["global_batch_size"]) != layout["global_batch_size"]:
-        told["global_batch_size"] += f" (--global-batch-size {old_layout['global_batch_size']} keeps the steps as they were)"
+        changes["global_batch_size"] += f" (--global-batch-size {old_layout['global_batch_size']} keeps the steps as they were)"
     if is_other and not _OF_DATA.intersection(changed):
-        told["data"] = f"the training data are others: {ALLOWED}"
+        changes["data"] = f"the training data are others: {ALLOWED}"
     elif not is_comparable:
-        told["data"] = "the data can't be compared: the checkpoint has an earlier version's fingerprint of them"
-    return list(told.values())
+        changes["data"] = "the data can't be compared: the checkpoint has an earlier version's fingerprint of them"
+    return list(changes.values())
 
 
 def _changed_settings(

@@ -262,7 +262,7 @@ class Run:
         name = self.config.metric_for_best_model
         values, name = self.history(name), name if name.startswith("eval_") else f"eval_{name}"
         if self.saver.model_step is not None and values:  # the best weights were loaded
-            values = [*values[:-1], self.summary.figures.get(name, values[-1])]
+            values = [*values[:-1], self.summary.metrics.get(name, values[-1])]
         watch = self.state.divergence
         self._warn([*watch.after_last_step(), *watch.of_metric(name, values, self.config.greater_is_better)])
 

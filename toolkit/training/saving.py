@@ -133,7 +133,7 @@ class Saver:
             return
         self._seconds = state.seconds
         is_best, files = state.best.get("step") == state.step, [self.output_dir / name for name in FILES]
-        self.writer.save(state.step, saved, best=is_best, best_steps=self.best_steps(state), beside=files)
+        self.writer.save(state.step, saved, best=is_best, best_steps=self.best_steps(state), also_synced=files)
 
 
 def put_back(
@@ -141,7 +141,7 @@ def put_back(
 ) -> tuple[ckpt.State, RunState, list[str]]:
     """Put a checkpoint into model, optimizer and loader. Everything is checked before anything changes. All ranks call it.
 
-    Returns the checkpoint, the state of the run that goes on from it, and a line about each change since.
+    Returns the checkpoint, the state of the run that resumes from it, and a line about each change since.
 
     Raises:
         Refusal: the checkpoint is damaged or of another model, or data or settings have changed that the result depends on.

@@ -181,7 +181,7 @@ def _as_typed() -> tuple[list[str], list[str]]:
 
 
 def _starter() -> list[str]:
-    """What stands between Python and the recipe: nothing, or the `toolkit train` that would start as many ranks."""
+    """What is between Python and the recipe: nothing, or the `toolkit train` that would start as many ranks."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     options = shlex.split(os.environ.get(TRAIN_OPTIONS, ""))

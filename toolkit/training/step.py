@@ -63,9 +63,9 @@ def accumulate_micro_batch(
 ) -> dict[str, torch.Tensor]:
     """Forward and backward of one micro-batch: adds its part of the gradient to `.grad`.
 
-    Returns this rank's parts of the loss and of the loss function's metrics, zero for a filler. Micro-batches are taken in
-    their order: ranks exchange gradients with the last one, so under DDP `.grad` is this rank's alone until then, multiplied
-    by the number of ranks.
+    Returns this rank's parts of the loss and of the loss function's metrics, zero for a padding micro-batch. Micro-batches are
+    taken in their order: ranks exchange gradients with the last one, so under DDP `.grad` is this rank's alone until then,
+    multiplied by the number of ranks.
     """
     engine, last = engine_of(accelerator), index == len(batch.micro_batches) - 1
     if batch.seeds:

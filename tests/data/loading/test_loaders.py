@@ -44,7 +44,7 @@ def supervised(micro_batch: dict) -> int:
 def test_totals_are_the_supervised_tokens_of_the_global_batch(packing: bool, strategy: str, labels: bool, world_size: int) -> None:
     """The loader's totals come from the index; here they are counted in the tensors of all ranks.
 
-    Fails when: a piece of a cut document counts its first token, or a filler is counted.
+    Fails when: a piece of a cut document counts its first token, or a padding micro-batch is counted.
     """
     splits = DatasetDict(train=token_dataset(labels=labels))
     config = DataConfig(
@@ -159,7 +159,7 @@ def test_an_endless_stream_needs_an_end() -> None:
 
 
 def test_evaluation_reads_every_example_once_for_any_world_size() -> None:
-    """Fails when: a filler counts, or a remainder is dropped."""
+    """Fails when: a padding micro-batch counts, or a remainder is dropped."""
     splits = DatasetDict(train=token_dataset(), validation=token_dataset(rows=7, seed=1))
     for world_size in (1, 2, 3, 8):
         loaders = [build_dataloaders(splits, collate_padded, DataConfig(per_device_eval_batch_size=2), Rank(r, world_size))[1] for r in range(world_size)]

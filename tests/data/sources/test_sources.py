@@ -124,7 +124,7 @@ def test_a_csv_field_stays_what_was_written() -> None:
 
 
 def test_class_names_and_lists_survive_what_datasets_saved() -> None:
-    """Fails when: the columns' features are inferred anew."""
+    """Fails when: the columns' features are inferred again."""
     tokens, label = datasets.Sequence(datasets.Value("string")), datasets.ClassLabel(names=["no", "yes"])
     features = datasets.Features({"tokens": tokens, "label": label})
     table = datasets.Dataset.from_list([{"tokens": ["a", "b"], "label": 1}] * 3, features=features)
@@ -209,7 +209,7 @@ BROKEN = {
     "list.json": (b'[{"text": "a"}, "b"]', "data/list.json: row 2 is a string"),
     "wrapped.json": (b'{"version": 1,\n"data": [{"text": "a"}]}', "one object.*|is an object.*under 'data'"),
     "ragged.csv": (b'text,label\n"a\nb",1\nc,2,3\n', "data/ragged.csv:4: 3 fields, but the header has 2"),
-    "twice.csv": (b"text,text\na,b\n", "data/twice.csv:1: the column 'text' stands twice"),
+    "twice.csv": (b"text,text\na,b\n", "data/twice.csv:1: the column 'text' is twice"),
     "odd.jsonl": (b'{"text": "a"}\n' * 16 + b'{"text": 7}\n', "data/odd.jsonl:17: 'text' is a number, but a string in 16"),
     "nested.jsonl": (b'{"text": ["a"]}\n' + b'{"text": "a"}\n' * 3, "data/nested.jsonl:1: 'text' is a list, but a string in 3"),
     "late.jsonl": (b'{"text": "a"}\n' * 5000 + b'{"text": {}}\n', "data/late.jsonl:5001: 'text' is an object"),
@@ -316,7 +316,7 @@ def two_sources(a: int = 300, b: int = 200) -> None:
 
 
 def test_a_mixture_draws_its_shares_and_no_row_twice_while_there_are_enough() -> None:
-    """Also in each beginning of it. Fails when: rows of one source stand after those of the other, or are drawn with return."""
+    """Also in each beginning of it. Fails when: rows of one source are after those of the other, or are drawn with return."""
     two_sources()
     rows = load("a.jsonl:0.7,b.jsonl:0.3", eval_fraction=0.0, max_train_examples=200)["train"]
     assert counts_by_source(rows) == {"a": 140, "b": 60}

@@ -125,7 +125,7 @@ def test_rows_with_different_inputs_are_told_apart(different: list[dict]) -> Non
     assert one != two
 
 
-TURNS = {  # what stands before the user's words, before the assistant's, and behind all of it
+TURNS = {  # what is before the user's words, before the assistant's, and behind all of it
     "hh-rlhf": ("\n\nHuman: ", "\n\nAssistant:", ""),
     "alpaca": ("Below is an instruction.\n\n### Instruction:\n", "\n\n### Response:\n", ""),
     "chatml": ("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n"),
@@ -202,7 +202,7 @@ def test_a_prompt_whose_answers_open_alike_is_on_one_side_or_a_line_says_so(endi
 
 
 def test_rows_whose_prompt_is_said_keep_the_side_they_had() -> None:
-    """Lists of answers, single answers and chats too. Fails when: the beginning of the answers counts beside a prompt too."""
+    """Lists of answers, single answers and chats too. Fails when: the beginning of the answers counts next to a prompt too."""
     text = "Sum.\n\nHuman: 3 + 4?\n\nAssistant: Say."
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "7"}]
     rows = [

@@ -209,7 +209,7 @@ def test_each_answer_meets_another_prompt_and_is_taken_once_where_prompts_differ
     unique = rows_of_other_prompts(np.arange(50))
     assert unique is not None
     assert sorted(unique) == list(range(50))
-    assert (np.abs(unique - np.arange(50)) > 1).mean() > 0.8  # mixed: rows that stand together are often alike
+    assert (np.abs(unique - np.arange(50)) > 1).mean() > 0.8  # mixed: rows that are together are often alike
     two = rows_of_other_prompts(np.array([3, 3, 3, 8]))
     assert two is not None
     assert two.tolist() == [3, 3, 3, two[3]]

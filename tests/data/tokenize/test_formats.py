@@ -263,10 +263,10 @@ def test_overlong_documents_are_cut_as_in_a_plain_loop_and_counted(tokenizer, ov
     assert [(row["input_ids"], row.get("labels", row["input_ids"]), row["origin"]) for row in found] == expected
     assert [row["length"] for row in found] == [len(ids) for ids, _, _ in expected]
     assert [row["supervised_tokens"] for row in found] == [sum(x != -100 for x in labels[1:]) for _, labels, _ in expected]
-    figures = prepared.report.splits[0]
-    assert figures.overlong == sum(row["length"] > 31 for row in whole)
-    assert (figures.cut_tokens, figures.unsupervised) == (cut_tokens, unsupervised)
-    assert figures.dropped == (figures.overlong if overlong == "drop" else 0)
+    counts = prepared.report.splits[0]
+    assert counts.overlong == sum(row["length"] > 31 for row in whole)
+    assert (counts.cut_tokens, counts.unsupervised) == (cut_tokens, unsupervised)
+    assert counts.dropped == (counts.overlong if overlong == "drop" else 0)
 
 
 def test_wrapped_packing_keeps_documents_whole(tokenizer):

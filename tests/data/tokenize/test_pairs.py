@@ -228,7 +228,7 @@ ARRANGED = {
 
 @pytest.mark.parametrize("arranged", ARRANGED)
 def test_every_arrangement_of_a_chat_gives_the_same_tokens(tokenizer, arranged):
-    """Fails when: `_prompt_and_answers` doesn't take a repeated prompt off, prompts with the text beside the chats, or counts
+    """Fails when: `_prompt_and_answers` doesn't take a repeated prompt off, prompts with the text source the chats, or counts
     one message less as common (`most - 1`)."""
     rows = chat_rows()
     expected = [parts_of(row) for row in tokenized(rows, tokenizer)]
@@ -284,25 +284,25 @@ def plain_extremes(row, numbers, sign):
     return None if best is None or numbers[best] == numbers[worst] else (best, worst)
 
 
-@pytest.mark.parametrize("beside", ["scores", "ranks", "in the answers", "ranks in the answers"])
-def test_the_best_answer_of_a_list_is_paired_with_the_worst_and_ties_are_counted(tokenizer, beside):
+@pytest.mark.parametrize("source", ["scores", "ranks", "in the answers", "ranks in the answers"])
+def test_the_best_answer_of_a_list_is_paired_with_the_worst_and_ties_are_counted(tokenizer, source):
     """Fails when: the second best is taken, ranks are read as scores, or a tie makes a pair."""
     numbers = np.random.default_rng(1).integers(1, 4, size=(30, 4)).tolist()
     numbers[3], numbers[4], numbers[5] = [2, 2, 2, 2], [None, 3, None, None], [None, 1, 3, None]
     answers = np.array(texts(120, 40, seed=5)).reshape(30, 4).tolist()
     plain = [{"prompt": f"Question {i}:\n", "number": number} for i, number in enumerate(numbers)]
-    if "in the answers" in beside:
-        key = "rank" if "ranks" in beside else "overall_score"
+    if "in the answers" in source:
+        key = "rank" if "ranks" in source else "overall_score"
         rows = [{"prompt": row["prompt"], "completions": [{"response": text, key: number, "model": "x"} for text, number in
                  zip(given, row["number"], strict=True)]} for row, given in zip(plain, answers, strict=True)]  # fmt: skip
     else:
         rows = [
-            {"prompt": row["prompt"], "responses": given, beside: row["number"]}
+            {"prompt": row["prompt"], "responses": given, source: row["number"]}
             for row, given in zip(plain, answers, strict=True)
         ]
     prepared = prepare("preference", splits_of(rows), tokenizer, DataConfig())
     expected, ties = [], 0
-    sign = -1 if "ranks" in beside else 1
+    sign = -1 if "ranks" in source else 1
     for row, given in zip(plain, answers, strict=True):
         ends = plain_extremes(given, row["number"], sign)
         if ends is None or given[ends[0]] == given[ends[1]]:
@@ -313,7 +313,7 @@ def test_the_best_answer_of_a_list_is_paired_with_the_worst_and_ties_are_counted
     found = prepared["train"].to_list()
     assert [parts_of(row) for row in found] == [parts for parts, _ in expected]
     assert [row["pair"] for row in found] == list(range(len(expected)))
-    if "ranks" in beside:
+    if "ranks" in source:
         assert "margin" not in found[0]
     else:
         assert [row["margin"] for row in found] == [margin for _, margin in expected]
@@ -334,15 +334,15 @@ def plain_couples(numbers, given, sign, which):
     ]
 
 
-@pytest.mark.parametrize("beside", ["scores", "ranks"])
+@pytest.mark.parametrize("source", ["scores", "ranks"])
 @pytest.mark.parametrize(("which", "most"), [("best_others", 10), ("best_others", 2), ("all", 10), ("all", 3)])
-def test_a_list_makes_the_pairs_that_are_asked_for_those_furthest_apart_first(tokenizer, which, most, beside):
+def test_a_list_makes_the_pairs_that_are_asked_for_those_furthest_apart_first(tokenizer, which, most, source):
     """Fails when: equal scores make a pair, ranks are read as scores, the cap keeps the first in the list, or a row's pairs are one
     example."""
     numbers = np.random.default_rng(2).integers(1, 5, size=(12, 4)).tolist()
     numbers[3], numbers[4] = [2, 2, 2, 2], [None, 3, None, 1]
     answers = np.array(texts(48, 40, seed=6)).reshape(12, 4).tolist()
-    rows = [{"prompt": f"Question {i}:\n", "responses": answers[i], beside: numbers[i]} for i in range(12)]
+    rows = [{"prompt": f"Question {i}:\n", "responses": answers[i], source: numbers[i]} for i in range(12)]
     prepared = tokenize_for_preference(
         splits_of(rows), tokenizer, DataConfig(), pairs_per_prompt=which, max_pairs_per_prompt=most
     )
@@ -350,7 +350,7 @@ def test_a_list_makes_the_pairs_that_are_asked_for_those_furthest_apart_first(to
     assert [row["pair"] for row in found] == list(range(len(found)))
     capped = 0
     for i, row in enumerate(rows):
-        couples = plain_couples(numbers[i], answers[i], 1 if beside == "scores" else -1, which)
+        couples = plain_couples(numbers[i], answers[i], 1 if source == "scores" else -1, which)
         mine = [made for made in found if made["origin"] == f"train.jsonl:{i + 1}"]
         assert len(mine) == min(len(couples), most)
         capped += len(couples) > most
@@ -360,11 +360,11 @@ def test_a_list_makes_the_pairs_that_are_asked_for_those_furthest_apart_first(to
         }
         leads = [sides[tuple(map(tuple, parts_of(made)))] for made in mine]
         assert leads == sorted((lead for lead, *_ in couples), reverse=True)[:most]
-        if beside == "scores":
+        if source == "scores":
             assert [made["margin"] for made in mine] == leads
     assert prepared.report.splits[0].pairs == {"ties": 1} | ({"capped": capped} if capped else {})
     assert (capped > 0) is (most < 5)
-    by = "scores (the highest" if beside == "scores" else "ranks (the lowest"
+    by = "scores (the highest" if source == "scores" else "ranks (the lowest"
     words = {"best_others": "the best with each worse one", "all": "each with each worse one"}[which]
     assert prepared.report.layout.startswith(f"pairs of text: of each row's responses {words} by {by} is the best)")
 
@@ -376,7 +376,7 @@ def test_more_pairs_of_rows_that_are_pairs_are_refused(tokenizer):
 
 
 def test_other_pairs_of_the_same_lists_are_tokenized_anew(tokenizer):
-    """And an answer that stands there twice counts once. Fails when: the setting is left out of the cache's key."""
+    """And an answer that is there twice counts once. Fails when: the setting is left out of the cache's key."""
     rows = [{"prompt": "Is it?\n", "responses": ["a", "b", "c", "c"], "scores": [1, 2, 3, 3]}]
     counts = [len(tokenize_for_preference(splits_of(rows), tokenizer, DataConfig(), pairs_per_prompt=which)["train"])
               for which in ("best_worst", "best_others", "all")]  # fmt: skip
@@ -457,15 +457,15 @@ def test_truncation_takes_the_same_from_both_sides_and_is_counted(tokenizer, beg
     found = prepared["train"].to_list()
     assert [parts_of(row) for row in found] == left
     assert all(len(prompt) + max(len(chosen), len(rejected)) <= most for prompt, chosen, rejected in left)
-    figures = prepared.report.splits[0]
+    counts = prepared.report.splits[0]
     lengths = [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in whole]
-    assert figures.overlong == sum(length > most for length in lengths) > 0
-    assert figures.longest == max(lengths)
-    assert figures.tokens == sum(len(part) for parts in left for part in parts)
-    assert figures.tokens + figures.cut_tokens == sum(len(part) for parts in whole for part in parts)
-    assert figures.supervised_tokens == sum(len(chosen) + len(rejected) for _, chosen, rejected in left)
-    assert figures.pairs["identical"] == len(cut) - len(left) >= 2
-    assert figures.pairs["clipped"] == sum(len(a[0]) < len(b[0]) for a, b in zip(cut, whole, strict=True))
+    assert counts.overlong == sum(length > most for length in lengths) > 0
+    assert counts.longest == max(lengths)
+    assert counts.tokens == sum(len(part) for parts in left for part in parts)
+    assert counts.tokens + counts.cut_tokens == sum(len(part) for parts in whole for part in parts)
+    assert counts.supervised_tokens == sum(len(chosen) + len(rejected) for _, chosen, rejected in left)
+    assert counts.pairs["identical"] == len(cut) - len(left) >= 2
+    assert counts.pairs["clipped"] == sum(len(a[0]) < len(b[0]) for a, b in zip(cut, whole, strict=True))
     assert [row["pair"] for row in found] == list(range(len(found)))
 
 

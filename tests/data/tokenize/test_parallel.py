@@ -125,9 +125,9 @@ def test_examples_shorter_than_min_length_are_left_out_and_counted(tokenizer, ta
 
     least = sorted(map(length, whole["train"]))[20]
     found = prepare(task, rows_for(task), tokenizer, settings(max_length=400, min_length=least))
-    for split, figures in zip(("train", "validation"), found.report.splits, strict=True):
+    for split, counts in zip(("train", "validation"), found.report.splits, strict=True):
         kept = [row for row in rows_of(whole[split]) if length(row) >= least]
         assert rows_of(found[split]) == kept
-        assert figures.short == len(whole[split]) - len(kept) > 0
+        assert counts.short == len(whole[split]) - len(kept) > 0
     with pytest.raises(Refusal, match=r"each of its .* examples has fewer tokens than --min-length"):
         prepare(task, rows_for(task), tokenizer, settings(max_length=400, min_length=400))

@@ -1,4 +1,4 @@
-"""The preflight: its figures against plain loops, its refusals by row, and what it prints."""
+"""The preflight: its counts against plain loops, its refusals by row, and what it prints."""
 
 import inspect
 import io
@@ -41,24 +41,24 @@ def printed(preflight, stream=None):
     return stream.getvalue()
 
 
-def test_figures_are_those_of_a_plain_loop(tokenizer):
+def test_counts_are_those_of_a_plain_loop(tokenizer):
     """Fails when lengths are taken after cutting, or the first token of a document is counted as supervised."""
     rows = [*pairs(), pairs()[3], pairs()[3]]
     lengths = sorted(len(tokenizer(row["prompt"] + row["completion"])["input_ids"]) + 1 for row in rows)
     held_out = [*pairs(5), {"prompt": "of its", "completion": "own"}]
     prepared = prepare("sft", splits_of(rows, validation=held_out), tokenizer, DataConfig(max_length=60))
-    figures, validation = prepared.report.splits
+    counts, validation = prepared.report.splits
     left = prepared["train"].to_list()
-    assert figures.examples == len(left)
-    assert figures.tokens == sum(len(row["input_ids"]) for row in left)
-    assert figures.supervised_tokens == sum(label != -100 for row in left for label in row["labels"][1:])
-    assert (figures.median, figures.longest) == (lengths[(len(lengths) - 1) // 2], lengths[-1])
-    assert figures.percentile_95 == lengths[int(np.ceil(0.95 * len(lengths))) - 1]
-    assert figures.overlong == sum(length > 60 for length in lengths)
-    assert figures.tokens + figures.cut_tokens == sum(lengths)
-    assert figures.duplicates == 2
+    assert counts.examples == len(left)
+    assert counts.tokens == sum(len(row["input_ids"]) for row in left)
+    assert counts.supervised_tokens == sum(label != -100 for row in left for label in row["labels"][1:])
+    assert (counts.median, counts.longest) == (lengths[(len(lengths) - 1) // 2], lengths[-1])
+    assert counts.percentile_95 == lengths[int(np.ceil(0.95 * len(lengths))) - 1]
+    assert counts.overlong == sum(length > 60 for length in lengths)
+    assert counts.tokens + counts.cut_tokens == sum(lengths)
+    assert counts.duplicates == 2
     assert (validation.name, validation.examples, validation.duplicates) == ("validation", 6, 0)
-    assert (figures.also_in_train, validation.also_in_train) == (0, 5)
+    assert (counts.also_in_train, validation.also_in_train) == (0, 5)
 
 
 def test_tokens_that_join_prompt_and_completion_are_counted(tokenizer):
@@ -70,8 +70,8 @@ def test_tokens_that_join_prompt_and_completion_are_counted(tokenizer):
         ends = {end for _, end in tokenizer(row["prompt"] + row["completion"], return_offsets_mapping=True)["offset_mapping"]}
         joined += len(row["prompt"]) not in ends
     assert 0 < joined < len(rows)
-    figures = prepare("sft", splits_of(rows), tokenizer, DataConfig()).report.splits[0]
-    assert figures.merged == joined
+    counts = prepare("sft", splits_of(rows), tokenizer, DataConfig()).report.splits[0]
+    assert counts.merged == joined
 
 
 def test_tokenizing_prints_nothing_and_its_report_is_the_same_from_the_cache(tokenizer, capsys):

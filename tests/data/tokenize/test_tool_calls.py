@@ -31,7 +31,7 @@ SCHEMA = json.dumps(TOOLS)
 
 
 def called(arguments: object = json.dumps(ARGUMENTS), **content: object) -> list[dict]:
-    """A chat in OpenAI's format: the arguments are JSON text, and there is no content beside a call."""
+    """A chat in OpenAI's format: the arguments are JSON text, and there is no content next to a call."""
     call = {"id": "call00001", "type": "function", "function": {"name": "zqweather", "arguments": arguments}}
     return [
         {"role": "user", "content": "zqquestion"},
@@ -150,7 +150,7 @@ def test_a_call_has_the_same_tokens_however_it_was_written(make_tokenizer, name:
 
 
 def test_arguments_of_a_file_keep_their_nulls_and_types(make_tokenizer, tmp_path: Path) -> None:
-    """Objects of any keys and types stand in one file. Fails when: arguments become a column with one type for each key."""
+    """Objects of any keys and types are in one file. Fails when: arguments become a column with one type for each key."""
     arguments = [{"zqat": 1, "none": None}, {"zqat": "one", "other": [1, "a"]}, {}, {"zqat": {"x": None}}]
     as_object, as_text = tmp_path / "objects.jsonl", tmp_path / "texts.jsonl"
     as_object.write_text("".join(json.dumps({"messages": called(each), "tools": TOOLS}) + "\n" for each in arguments))
@@ -189,7 +189,7 @@ THOUGHT = [{"role": "user", "content": "zqquestion"}, {"role": "assistant", "con
         (CALL_OUTSIDE, {"messages": called()}, r"generation marks .* leave out a call of a tool \(message 2\)"),
         (OLD, {"messages": THOUGHT}, r"does not write the reasoning.*\(message 2\)"),
         (CHATML, {"messages": NO_JSON}, r"message 2 of messages: call 1: the arguments of zqweather: not valid JSON"),
-        (CHATML, {"messages": called('{"a": 1, "a": 2}')}, r"call 1: the arguments of zqweather: a stands twice"),
+        (CHATML, {"messages": called('{"a": 1, "a": 2}')}, r"call 1: the arguments of zqweather: a is twice"),
         (CHATML, {"messages": called('{"a": NaN}')}, r"call 1: the arguments of zqweather: holds NaN"),
         (CHATML, {"messages": called('{"a": -Infinity}')}, r"call 1: the arguments of zqweather: holds -Infinity"),
         (CHATML, {"messages": called('{"a": "\\ud800"}')}, r"call 1: the arguments of zqweather: holds .ud800"),

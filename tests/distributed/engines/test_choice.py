@@ -34,7 +34,7 @@ Launched = Callable[..., dict[str, str]]
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Launched:
-    """The variables that `accelerate launch --config_file` gives its ranks, for what stands in the file."""
+    """The variables that `accelerate launch --config_file` gives its ranks, for what is in the file."""
 
     def launch(kind: str, **fields: Any) -> dict[str, str]:
         if kind == "torchrun":

@@ -156,7 +156,7 @@ def test_buckets_are_no_larger_than_the_model(num_parameters: int, reduce: int, 
     ],
 )  # fmt: skip
 def test_file_that_repeats_the_settings_is_accepted(settings: dict[str, Any], written: dict[str, Any]) -> None:
-    """Fails when a rule refuses whatever stands under its key, or when a section that is the toolkit's stays in."""
+    """Fails when a rule refuses whatever is under its key, or when a section that is the toolkit's stays in."""
     result = build(Config(**settings), written=written)
     assert not {"optimizer", "scheduler", "train_batch_size", "fp16", "amp"} & set(result)
     assert result["gradient_accumulation_steps"] == 1
@@ -240,7 +240,7 @@ def test_file_that_contradicts_is_refused_naming_both_values(
         (b'{\n"train_batch_size" 4}', ["ds.json:2: is not JSON (Expecting ':' delimiter, column 20)."]),
         (b'{"a": "\xff"}', ["ds.json: byte 7 is not UTF-8"]),
         (b"[1]", ["ds.json: must hold one JSON object"]),
-        (b'{"bf16": {"enabled": true, "enabled": false}}', ["ds.json: enabled stands twice"]),
+        (b'{"bf16": {"enabled": true, "enabled": false}}', ["ds.json: enabled is twice"]),
         (b'{"zero_optimization": true}', ["zero_optimization: true in ", "ds.json: must be a section in braces."]),
         (
             b'{"zero_optimization": {"offload_param": "cpu"}}',

@@ -1,4 +1,4 @@
-"""ZeRO's formula against the figures of its paper, and the counts that enter it against a model's own."""
+"""ZeRO's formula against the metrics of its paper, and the counts that enter it against a model's own."""
 
 import json
 from pathlib import Path

@@ -43,7 +43,7 @@ def test_every_optimizer_is_either_refused_or_trains_on_shards() -> None:
 
 @pytest.mark.parametrize("in_code", [False, True])
 def test_a_missing_deepspeed_is_told_with_an_instead_only_where_there_is_one(in_code: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a recipe's own DeepSpeedPlugin --fsdp is refused. Fails when: it is advised there too."""
+    """Next to a recipe's own DeepSpeedPlugin --fsdp is refused. Fails when: it is advised there too."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find_spec(name))
     with pytest.raises(Refusal) as refused:

@@ -15,7 +15,7 @@ def collate_answers(documents: list[dict[str, Any]], *, layout: str = "packed", 
     """Prompts, each with one answer.
 
     `packed`: one row `[1, tokens]` of prompt, answer, prompt, answer ..., each pair of them a document. `padded`: rows
-    `[answers, longest]`. Beside what the model is given: `answer_positions`, `answer_tokens`, `answer_slots` and
+    `[answers, longest]`. Next to what the model is given: `answer_positions`, `answer_tokens`, `answer_slots` and
     `longest_answer`, as in `collate_pairs`; `answers`, how many; `desirable` `[answers]`, bool; `answer` `[answers]`, the
     number of each, through all splits.
 

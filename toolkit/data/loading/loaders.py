@@ -86,7 +86,7 @@ class TrainLoader:
         return math.ceil(self.examples_to_consume / self.global_batch_size)
 
     def state(self) -> dict[str, Any]:
-        """What a resume needs beside the position: nothing."""
+        """What a resume needs next to the position: nothing."""
         return {}
 
     def restore(self, state: dict[str, Any], position: int) -> None:
@@ -156,9 +156,9 @@ def build_dataloaders(
     if config.packing and _is_padded(collate):
         raise Refusal("--packing puts documents of several examples into one row, which this recipe's padded rows cannot hold.")
     if config.packing and _collate_fn(collate) is collate_pairs:
-        raise Refusal("--packing: pairs stand one behind the other without padding as it is (--pair-layout). Remove it.")
+        raise Refusal("--packing: pairs are one behind the other without padding as it is (--pair-layout). Remove it.")
     if config.packing and _collate_fn(collate) is collate_answers:
-        raise Refusal("--packing: answers stand one behind the other without padding as it is. Remove it.")
+        raise Refusal("--packing: answers are one behind the other without padding as it is. Remove it.")
     train_split, pack, pack_held_out = splits["train"], _packer(config), _packer(config, overlap=True)
     global_batch_size = config.global_batch_size or (
         config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size

@@ -61,7 +61,7 @@ class StepPlan:
     """Which examples one rank reads in one step.
 
     `pieces` are its micro-batches as (epoch, example) pairs and whether they count; a piece that does not count is a
-    filler, a real example that gets weight zero, so that every rank runs the same number of forward passes.
+    padding micro-batch, a real example that gets weight zero, so that every rank runs the same number of forward passes.
     """
 
     position: int
@@ -90,7 +90,7 @@ def plan_steps(
     world_size: int = 1,
     lengths: np.ndarray | None = None,
 ) -> Iterator[StepPlan]:
-    """The steps of a run from `position` on: the next so many examples of the endless order of epochs, dealt to the ranks.
+    """The steps of a run from `position` on: the next N examples of the endless order of epochs, dealt to the ranks.
 
     A global batch may straddle two epochs, so only the last one of a run is short.
     """

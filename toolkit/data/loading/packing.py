@@ -98,8 +98,8 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> Packing:
 def pack_wrapped(lengths: np.ndarray, capacity: int, *, overlap: bool = False) -> Packing:
     """Put the documents one behind the other and cut every `capacity` tokens; only the last row is short.
 
-    A document that is cut goes on in the next row as a document of its own: it does not see its beginning, and its first
-    token there is not predicted. With `overlap`, for evaluation, a row that goes on with a document begins with the last
+    A document that is cut continues in the next row as a document of its own: it does not see its beginning, and its first
+    token there is not predicted. With `overlap`, for evaluation, a row that continues with a document begins with the last
     token before the cut: every token but a document's first is predicted once. Raises ValueError for an empty document.
     """
     if overlap:

@@ -25,7 +25,7 @@ STREAM_BUFFER = 1024  # documents of a stream that are mixed, and packed, togeth
 class StreamLoader:
     """Batches of a streamed dataset. Every rank reads it alike and takes its own micro-batches.
 
-    A window of documents is mixed (and packed) at a time. A resume goes on from the source's own state at the beginning of
+    A window of documents is mixed (and packed) at a time. A resume continues from the source's own state at the beginning of
     the window, where the source has one; else it reads again up to its position. Either way the examples on the way there
     must be those that were consumed before, by their digest: a source that gives others is refused.
     """

@@ -1,7 +1,7 @@
 """A cache of folders under keys that name their content: built once, safe for many processes, and read only while whole.
 
 A folder has its name when all of it is on the disk, with a digest of every file. Each start reads the digests again: a folder
-that is damaged is built anew, by one process, which says so.
+that is damaged is rebuilt, by one process, which says so.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def open_splits(folder: Path) -> DatasetDict:
 
     splits = DatasetDict()
     for path in sorted(folder.glob("*.arrow"), key=_split_order):
-        if path.name.startswith("cache-"):  # what datasets derived from these files lies beside them
+        if path.name.startswith("cache-"):  # what datasets derived from these files lies next to them
             continue
         rows = Dataset.from_file(str(path), split=path.stem)
         set_fingerprint(rows, f"{folder.name}-{path.stem}")
@@ -49,7 +49,7 @@ def open_splits(folder: Path) -> DatasetDict:
 
 
 def cache_folder(key: str, build: Callable[[Path], None]) -> Path:
-    """The folder of `key` in the cache of `datasets`, as `build` has written it: a damaged one is built anew.
+    """The folder of `key` in the cache of `datasets`, as `build` has written it: a damaged one is rebuilt.
 
     Raises:
         Refusal: the cache can't be written.
@@ -88,7 +88,7 @@ def cache_folder(key: str, build: Callable[[Path], None]) -> Path:
 
 
 def _problem_of(folder: Path) -> str | None:
-    """None: the folder is whole; empty: it isn't there; else what is wrong with it."""
+    """None: the folder is whole; empty: it is missing; else what is wrong with it."""
     return damage_in(folder) if os.path.lexists(folder) else ""
 
 
@@ -120,7 +120,7 @@ def check_uncut(files: dict[str, int]) -> None:
         if found < size:
             raise CutFile(
                 f"{name} was cut to {found:,} of {size:,} bytes while this process read it. Find out what wrote there, then go "
-                "on with --resume: the next start builds the folder anew."
+                "on with --resume: the next start builds the folder again."
             )
 
 

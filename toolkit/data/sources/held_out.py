@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 BATCH_ROWS = 10_000
-# beside a row's input these say who, where and what about it; two rows that differ only here are the same row
+# next to a row's input these say who, where and what about it; two rows that differ only here are the same row
 ABOUT_A_ROW = frozenset({"origin", "id", "idx", "index", "label", "labels", "score", "weight"})
-# Two texts that begin with their prompt may go on alike for a while, and how far differs from pair to pair. So the prompt ends
-# where a mark says that the answer begins, without one at the end of the first question: what follows moves neither. Without
-# either it is taken to end at the last end of a line, else of a sentence, a word, which answers that begin alike do move.
+# Two texts that begin with their prompt may continue alike for a while, and how far differs from pair to pair. So the prompt
+# ends where a mark says that the answer begins, without one at the end of the first question: what follows moves neither.
+# Without either it is taken to end at the last end of a line, else of a sentence, a word, which answers that begin alike do
+# move.
 _ANSWER_BEGINS = re.compile(
     r"""(?:^|\n)[ \t]*[#*]*[ ]*(?:assistant|ai|bot|chatbot|chatgpt|gpt|model|response|answer|output|completion|reply|a)[ ]*[*]*:
     |(?:^|\n)[#]+[ ]*(?:assistant|response|answer|output)\b
@@ -41,7 +42,7 @@ _ANSWER_BEGINS = re.compile(
 )
 _QUESTION_ENDS = re.compile(r"\?(?=\s)")
 _BORDERS = (re.compile(r"\n"), re.compile(r"[.!:;](?=\s)"), re.compile(r"\s"))
-_ROWS_LOOKED_AT = 100  # of a stream, for pairs whose prompt can't be told
+_ROWS_LOOKED_AT = 100  # of a stream, for pairs whose prompt can't be determined
 
 
 def split_by_content(rows: Dataset, fraction: float, always: frozenset[int], name: str) -> tuple[Dataset, Dataset]:
@@ -140,7 +141,7 @@ def _input_columns(columns: Iterable[str]) -> list[str]:
     """The columns that may hold a row's input, the first with content counts.
 
     `source` and `context` are common names for other things (where a row is from, what is said besides), so they count only
-    beside the column that makes them an input.
+    next to the column that makes them an input.
     """
     names = set(columns)
     found: list[str] = [name for name in ("prompt", "messages", "conversations") if name in names]
@@ -176,7 +177,7 @@ def _implicit_prompt(chosen: Any, rejected: Any) -> bytes:
 
 
 def _told_end(shared: str) -> int | None:
-    """Where a prompt ends at which two texts begin alike, whatever the answers; None where that can't be told."""
+    """Where a prompt ends at which two texts begin alike, whatever the answers; None where that can't be determined."""
     marks = (mark.start() for mark in _ANSWER_BEGINS.finditer(shared) if shared[: mark.start()].strip())
     questions = (found.end() for found in _QUESTION_ENDS.finditer(shared) if shared[: found.start()].strip())
     end = next(marks, None)
@@ -195,7 +196,7 @@ def _warn_of_untold_prompts(batches: Iterable[Mapping[str, Sequence[Any]]], name
         untold += sum(_told_end(chosen[: common_prefix(chosen, rejected)]) is None for chosen, rejected in pairs)
     if untold:
         warn_once(
-            f"{name}: of {untold:,} of {first}{count:,} pairs it can't be told where the prompt ends and the answers begin (no "
+            f"{name}: of {untold:,} of {first}{count:,} pairs the end of the prompt can't be determined (no "
             "mark such as 'Assistant:', no question), so answers to one prompt may be both trained on and held out. Give the "
             "prompt a column of its own: prompt, chosen, rejected."
         )

@@ -1,7 +1,7 @@
 """Weighted mixtures of sources. A weight is a source's share of the training rows.
 
 Without `--max-train-examples` a mixture is as large as it takes to show every row once: the source with the most rows for
-its weight is read once, the others are drawn again until they have their share. With it, so many rows are drawn in all, and
+its weight is read once, the others are drawn again until they have their share. With it, N rows are drawn in all, and
 none twice while a source has enough. Which rows, and their order, depend on the seed and nothing else.
 """
 
@@ -59,7 +59,7 @@ def as_mixture(dataset: str) -> list[Source] | None:
 def mix(parts: list[Dataset], sources: list[Source], config: DataConfig) -> tuple[Dataset, str]:
     """The training rows of a mixture, and one line on what was drawn.
 
-    Rows stand in an order in which each beginning holds the shares too, so that cutting it keeps them.
+    Rows are in an order in which each beginning holds the shares too, so that cutting it keeps them.
     """
     from toolkit.data.loading.order import epoch_order
 
@@ -231,7 +231,7 @@ def _same_types(parts: list[Dataset], sources: list[Source]) -> list[Dataset]:
         except pa.ArrowException:
             odd = next(number for number, part in enumerate(parts) if part.features[name] != first[name])
             raise Refusal(_differs(name, first[name], parts[odd].features[name], sources[0], sources[odd])) from None
-    # anew at each start: what datasets would keep of it has no digest
+    # again at each start: what datasets would keep of it has no digest
     return [part.cast(Features(features), load_from_cache_file=False) for part in parts]
 
 

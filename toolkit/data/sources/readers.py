@@ -103,7 +103,7 @@ def _read_json(path: str) -> Iterator[tuple[int, Row]]:
     whole = parse_json("".join(line for _, line in _lines(path)), path, is_file=True)
     if not isinstance(whole, list):
         inside = [name for name, value in whole.items() if isinstance(value, list)] if isinstance(whole, dict) else []
-        hint = f" If the rows stand under {quoted(inside[0])}, save that list alone." if inside else ""
+        hint = f" If the rows are under {quoted(inside[0])}, save that list alone." if inside else ""
         raise Refusal(f"{path} is {what_is(whole)}; it should be a list of objects, or have one object a line.{hint}")
     for number, row in enumerate(whole, 1):
         yield number, _an_object(row, f"{path}: row {number}")
@@ -123,7 +123,7 @@ def _read_csv(path: str) -> Iterator[tuple[int, Row]]:
         header = [name.strip() or f"column_{place}" for place, name in enumerate(next(reader, []), 1)]
         twice = next((name for name in header if header.count(name) > 1), None)
         if twice:
-            raise Refusal(f"{path}:1: the column {quoted(twice)} stands twice in the header.")
+            raise Refusal(f"{path}:1: the column {quoted(twice)} is twice in the header.")
         for fields in reader:
             if fields and len(fields) != len(header):
                 raise Refusal(

@@ -20,7 +20,7 @@ from toolkit.data.tokenize.masks import Message
 from toolkit.data.tokenize.pairs import PairRows, PairText, answer_messages, chat_sides, cut_pairs, split_sides
 from toolkit.data.tokenize.preferences import PARTS, PARTS_OF_AN_ANSWER
 
-# What a tokenized row holds beside its tokens, and Arrow's names of the types.
+# What a tokenized row holds next to its tokens, and Arrow's names of the types.
 ANSWER_COLUMNS = {
     "prompt_tokens": "int32", "completion_tokens": "int32", "desirable": "bool", "answer": "int32", "prompt_key": "int64",
 }  # fmt: skip

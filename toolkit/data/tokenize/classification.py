@@ -29,7 +29,7 @@ def plan_classification(
     and no name is the place of one.
     """
     if not isinstance(config, ClassificationConfig):
-        raise TypeError("classification needs the settings of ClassificationConfig beside those of DataConfig")
+        raise TypeError("classification needs the settings of ClassificationConfig next to those of DataConfig")
     if config.overlong == "split":
         raise Refusal("--overlong split: the label of an example can't be split. Choose truncate, drop or refuse.")
     labels = {name: label_column(columns_of(split, name), name) for name, split in splits.items()}
@@ -53,7 +53,7 @@ def plan_classification(
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """Reads batches of rows: all that it needs beside them."""
+    """Reads batches of rows: all that it needs next to them."""
 
     encoder: Encoder | None  # None: the rows are tokenized
     frame: PairFrame | None  # of a second text
@@ -65,7 +65,7 @@ class LabelledTexts:
     overlong: str
 
     def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
-        """Whole documents, or shortened ones where over-long texts are truncated: what stands after a text must stay."""
+        """Whole documents, or shortened ones where over-long texts are truncated: what is after a text must stay."""
         labels = read_labels(batch[self.label], self.classes, self.problem_type, origins)
         columns: dict[str, list[Any]] = {"labels": labels}
         if self.class_weights:

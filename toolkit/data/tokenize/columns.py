@@ -148,7 +148,7 @@ def likely_renames(columns: list[str], layouts: Iterable[tuple[str, ...]]) -> st
 
 
 def read_options(row: dict[str, Any], origin: str) -> dict[str, Any]:
-    """What a row hands to its chat template beside the messages: tools, and the template's own variables."""
+    """What a row hands to its chat template next to the messages: tools, and the template's own variables."""
     tools, variables = (_from_json(row.get(name), name, origin) for name in ("tools", "chat_template_kwargs"))
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise Refusal(f"{origin}: tools is {describe(tools)}, and must be a list of objects. Correct or remove the row.")

@@ -72,7 +72,7 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """A digest of all that decides how texts and chats become ids. Truncation and padding, which use changes, are left out."""
-    content = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')[2]  # they stand before it
+    content = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')[2]  # they are before it
     rest = [tokenizer.chat_template, tokenizer.special_tokens_map, list(_special_tokens_around(tokenizer))]
     return hashlib.sha256((content + json.dumps(rest, sort_keys=True, default=str)).encode()).hexdigest()
 

@@ -155,7 +155,7 @@ def _refuse_missing(values: list[Any], rows: Any) -> None:
 
 
 def missing_label(value: Any) -> str:
-    """What to say of a label that isn't there; empty where it is."""
+    """What to say of a label that is missing; empty where it is."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return f"the label is {'missing' if value is None else 'empty'}. Correct or remove the row."
     return ""

@@ -129,7 +129,7 @@ def supervised_part(layout: str, columns: list[str], config: DataConfig) -> str:
 
 @dataclass(frozen=True)
 class TextRows:
-    """Reads batches of rows: all that it needs beside them.
+    """Reads batches of rows: all that it needs next to them.
 
     `supervise` says what is supervised: all; completion; assistant (its turns); answers (its turns in the completion);
     labels (what a tokenized row gives).

@@ -46,7 +46,7 @@ class ChatTemplate:
 
     tokenizer: PreTrainedTokenizerBase
     marked: bool  # has {% generation %} marks
-    closing: str  # what it writes after an assistant turn, whether or not the chat goes on
+    closing: str  # what it writes after an assistant turn, whether or not the chat continues
     turn_ends: tuple[str, ...]  # special tokens that end a turn; empty when it has none
 
     def render(self, messages: list[Message], options: dict[str, Any], add_generation_prompt: bool = False) -> str:
@@ -103,7 +103,7 @@ def read_chat_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
             "it, or give another with --chat-template FILE"
         )
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special] or ["\0"]
-    # what follows each message, cut at special tokens, which stand at the odd places
+    # what follows each message, cut at special tokens, which are at the odd places
     pieces = re.compile("(" + "|".join(sorted(map(re.escape, special), key=len, reverse=True)) + ")")
     after = [pieces.split(text.partition(probe)[2]) for probe in _PROBES]
     closing = after[3][: next((i for i, (a, b) in enumerate(zip(after[1], after[3], strict=False)) if a != b), len(after[3]))]
@@ -125,7 +125,7 @@ def mask_chat(template: ChatTemplate, messages: list[Message], options: dict[str
     """The chat as text with the assistant's turns from message `first` on supervised, each with the end of its turn.
 
     Raises:
-        Refusal: the template refuses the chat, or writes it such that the turns can't be told apart.
+        Refusal: the template refuses the chat, or writes it such that the turns can't be distinguished.
     """
     if template.marked:
         text, spans = _marked_spans(template, messages, options)
@@ -217,7 +217,7 @@ def turn_start(template: ChatTemplate, messages: list[Message], options: dict[st
         prompt = _beginning(template, messages[:i], options, add_generation_prompt=messages[i]["role"] == "assistant")
         if prompt and text.startswith(prompt):
             return len(prompt)
-    # the template writes the chat up to here otherwise when it goes on, or the chat begins here: the message begins
+    # the template writes the chat up to here otherwise when it continues, or the chat begins here: the message begins
     # where the text starts to depend on it
     start = min(common_prefix(text, _with_content(template, messages, options, i, probe)) for probe in _PROBES[:2])
     # or at the white space before that (the blank after Mistral's [/INST]) which the prompt, ending alike, leaves to its author
@@ -280,7 +280,7 @@ def _turn_end(template: ChatTemplate, messages: list[Message], options: dict[str
     if so_far and text.startswith(so_far):
         return len(so_far), True
     content, probe = messages[i].get("content"), _PROBES[1]
-    if messages[i].get("tool_calls") and not content:  # what stands between a content and a call is not there without one
+    if messages[i].get("tool_calls") and not content:  # what is between a content and a call is missing without one
         marked = template.render([*messages[:i], with_name(messages[i], probe), *messages[i + 1 :]], options)
     else:
         longer = [*content, {"type": "text", "text": probe}] if isinstance(content, list) else (content or "") + probe
@@ -298,7 +298,7 @@ def _turn_end(template: ChatTemplate, messages: list[Message], options: dict[str
         if not template.closing and not template.turn_ends and not messages[i].get("tool_calls"):
             return written, so_far.startswith(text[:written])
     raise Refusal(
-        f"can't tell where assistant message {i + 1} ends: the chat template writes it otherwise once the chat goes on. Use a "
+        f"can't tell where assistant message {i + 1} ends: the chat template writes it otherwise when more follows. Use a "
         "template with {% generation %} marks (--chat-template FILE), or train on every token (--no-assistant-only-loss)"
     )
 

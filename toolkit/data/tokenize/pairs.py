@@ -41,7 +41,7 @@ class PairText:
 
 @dataclass(frozen=True)
 class PairRows:
-    """Reads batches of rows: all that it needs beside them."""
+    """Reads batches of rows: all that it needs next to them."""
 
     plan: Plan
     encoder: Encoder
@@ -77,7 +77,7 @@ class PairRows:
         return cut_pairs(documents, self.max_length, self.overlong, self.encoder.tokenizer.bos_token_id)
 
     def _documents(self, texts: list[PairText], origins: list[str], remarks: Counter[str]) -> Documents:
-        """Tokenize texts at once. What a document holds beside its tokens: how many are the prompt's and each answer's."""
+        """Tokenize texts at once. What a document holds next to its tokens: how many are the prompt's and each answer's."""
         encodings = self.encoder.encode([side for text in texts for side in text.sides], positions=True)
         ids, spans, counts = list[list[int]](), list[list[tuple[int, int]]](), list[tuple[int, int, int]]()
         for text, origin, *both in zip(texts, origins, encodings, encodings, strict=True):

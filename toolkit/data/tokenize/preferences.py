@@ -104,7 +104,7 @@ def read_preferences(
 
     Of a list its best answer, chosen, with its worst one (`best_worst`; the first where several are alike), the best with
     each worse one (`best_others`), or each with each worse one (`all`); those first whose answers lie furthest apart. Answers
-    without a score (null or NaN) are left out. An answer that stands in a list twice counts once, and one that stands there
+    without a score (null or NaN) are left out. An answer that is in a list twice counts once, and one that is there
     with different scores not at all, as nobody can say which of them was meant: such answers are counted.
     """
     if plan.layout.endswith("lists"):
@@ -162,7 +162,7 @@ def _is_chat(value: Any) -> bool:
 
 
 def _list_columns(columns: Collection[str]) -> tuple[str, str | None]:
-    """The column of the answers, and that of their scores or else ranks; None where these stand in the answers."""
+    """The column of the answers, and that of their scores or else ranks; None where these are in the answers."""
     answers = next(column for column in ANSWER_LISTS if column in columns)
     return answers, next((column for column in (*SCORE_LISTS, *RANK_LISTS) if column in columns), None)
 
@@ -228,7 +228,7 @@ def _once_each(contents: list[Any], scored: list[tuple[float, int]]) -> tuple[li
 
 
 def _stated(answer: Any, is_score: bool, column: str, origin: str) -> Any:
-    """The score, or else the rank, that an answer of a list has beside its text."""
+    """The score, or else the rank, that an answer of a list has next to its text."""
     keys = [key for key in (_SCORE_KEYS if is_score else _RANK_KEYS) if isinstance(answer, dict) and key in answer]
     if not keys:
         kind = "score" if is_score else "rank"
@@ -239,7 +239,7 @@ def _stated(answer: Any, is_score: bool, column: str, origin: str) -> Any:
 
 
 def _content(answer: Any) -> Any:
-    """An answer of a list: a text or a list of messages, alone or in an object beside its score."""
+    """An answer of a list: a text or a list of messages, alone or in an object next to its score."""
     keys = [key for key in _TEXT_KEYS if isinstance(answer, dict) and key in answer]
     return answer[keys[0]] if keys else answer
 

@@ -188,7 +188,7 @@ def plan_splits(
             "prompts are plain text, trained without the tokenizer's chat template; it is applied to messages ({role, content})"
         )
     if is_wrapped(config):
-        notes.append("documents longer than a row go on in the next one (--packing-strategy wrapped)")
+        notes.append("documents longer than a row continue in the next one (--packing-strategy wrapped)")
     if plan.supervise == PAIR:
         notes.append("median, 95 % and longest are of a prompt with its longer answer")
     return plans, notes

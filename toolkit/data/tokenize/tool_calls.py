@@ -1,6 +1,6 @@
 """Calls of tools in chats: read as OpenAI's format has them, handed to a chat template as it takes them, and never lost.
 
-OpenAI's format has the arguments of a call as JSON text, and no content beside a call. Most chat templates want an object,
+OpenAI's format has the arguments of a call as JSON text, and no content next to a call. Most chat templates want an object,
 which they write as JSON themselves (a text they would quote once more), some want the text; some write a call only where the
 content is null, others fail without one. Which it is a template shows with a made-up chat.
 """

@@ -190,7 +190,7 @@ def _check_repeated(written: Mapping[str, Any], settings: Mapping[str, Any], sou
 def _zero_section(written: Mapping[str, Any], stage: int, offload: str) -> dict[str, Any]:
     zero = {key: value for key, value in written.items() if not (key in _FILLED and value == "auto")}
     zero["stage"] = stage
-    zero.setdefault("overlap_comm", True)  # gradients travel while backward goes on; DeepSpeed's default for stage 3 alone
+    zero.setdefault("overlap_comm", True)  # gradients travel while backward continues; DeepSpeed's default for stage 3 alone
     for part in OFFLOADED["parameters"]:
         section = zero.pop(part, None) or {}
         if part in OFFLOADED[offload]:

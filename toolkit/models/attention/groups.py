@@ -24,7 +24,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Group(NamedTuple):
-    """Documents that are computed together: where their queries and keys stand in the row, and what they see."""
+    """Documents that are computed together: where their queries and keys are in the row, and what they see."""
 
     queries: list[tuple[int, int]]
     keys: list[tuple[int, int]]
@@ -105,7 +105,7 @@ class _GroupedBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *of_output: torch.Tensor) -> Any:
-        """Formulas 3 and 4 of FlashAttention-2 (arXiv:2307.08691, section 2.2), with the weights computed anew."""
+        """Formulas 3 and 4 of FlashAttention-2 (arXiv:2307.08691, section 2.2), with the weights computed again."""
         query, key, value = ctx.saved_tensors
         of_row = of_output[0].transpose(0, 1)[None]
         of_query, of_key, of_value = (torch.zeros_like(states) for states in (query, key, value))

@@ -46,7 +46,7 @@ def choose_attention(
 ) -> str | None:
     """The attn_implementation for a model's config and the setting --attn-implementation; registers ours when it is chosen.
 
-    None leaves it to transformers: sdpa, or eager for a model without sdpa. Raises Refusal for a backend that is not there
+    None leaves it to transformers: sdpa, or eager for a model without sdpa. Raises Refusal for a backend that is missing
     or has no effect, and for one, or a model, that would not be exact on packed rows.
     """
     device, flag = torch.device(device).type, f"--attn-implementation {requested}"
@@ -190,7 +190,7 @@ def _attend(
 def _attend_softcapped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rules: Rules
 ) -> torch.Tensor:
-    """Soft-capped attention over padded rows or a cache, under sdpa's mask, where None stands for the plain causal one."""
+    """Soft-capped attention over padded rows or a cache, under sdpa's mask, where None means the plain causal one."""
     if mask is None and rules.causal and query.shape[2] > 1:
         # Aligned to the first key, like sdpa's own flag: a static cache is longer than what was written into it.
         mask = band(range(query.shape[2]), range(key.shape[2]), None, True, query.device)

@@ -79,7 +79,7 @@ def check_no_contamination(model: Any) -> None:
     """Put two short documents through a model and raise NotPackable when one of them can tell that the other is there.
 
     It catches what no list knows: a layer that mixes neighbors, positions that are not taken from `position_ids`, bounds
-    that do not reach the attention. Compared are the outputs of a document beside two different neighbors (equal bit for
+    that do not reach the attention. Compared are the outputs of a document next to two different neighbors (equal bit for
     bit, but for experts, whose batches the neighbors change) and alone (equal up to rounding).
     """
     vocabulary = model.config.get_text_config().vocab_size

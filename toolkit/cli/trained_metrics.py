@@ -1,4 +1,4 @@
-"""Figures of a trained model on a dataset: those that its training would log, exact for any batch size."""
+"""Metrics of a trained model on a dataset: those that its training would log, exact for any batch size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 TASKS = ("sft", "lm", "classification", "preference", "unpaired")
 _OF_LANGUAGE = ("sft", "lm", "preference", "unpaired")
 _OF_CLASSIFIERS = ("classification", "preference")
-LM_FIGURES = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
+LM_METRICS = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
 OF_LIKELIHOODS = (
     "log-probabilities of whole answers by this model alone, in nats: no reference model enters, so they are not the rewards "
     "that DPO and KTO log"
@@ -32,14 +32,14 @@ class EvaluationConfig(ModelConfig, DataConfig, ClassificationConfig, RewardConf
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Figures by name over the rows of a split, and what was read."""
+    """Metrics by name over the rows of a split, and what was read."""
 
     task: str
     split: str
     rows: int
-    figures: dict[str, float]
+    metrics: dict[str, float]
     trained_on: int | None = None  # rows whose input the model was trained on; None where that is not known
-    remark: str = ""  # what the figures are not
+    remark: str = ""  # what the metrics are not
 
 
 def evaluate_model(
@@ -107,15 +107,15 @@ def evaluate_model(
     wanted = likelihoods[0] if likelihoods else _METRICS[task](
         config, [name for name in metrics if name not in of_texts], model, tokenized, tokenizer
     )
-    figures = eval_with_gather(accelerator, model, loader, wanted, prefix="")
+    values = eval_with_gather(accelerator, model, loader, wanted, prefix="")
     if task == "preference" and not is_language:
-        _check(metrics, tuple(figures), "where it gives a reward")
+        _check(metrics, tuple(values), "where it gives a reward")
     if task != "classification" and metrics:
-        figures = {name: figures[name] for name in dict.fromkeys(metrics) if name not in of_texts}
+        values = {name: values[name] for name in dict.fromkeys(metrics) if name not in of_texts}
     if of_texts:
-        figures |= _text_figures(of_texts, rows, model, tokenizer, max_new_tokens)
+        values |= _text_metrics(of_texts, rows, model, tokenizer, max_new_tokens)
     seen = None if trained is None else count_trained_on(rows, trained)
-    return Evaluated(task, name, len(tokenized), figures, seen, OF_LIKELIHOODS if likelihoods else "")
+    return Evaluated(task, name, len(tokenized), values, seen, OF_LIKELIHOODS if likelihoods else "")
 
 
 def _rows_of(config: EvaluationConfig, split: str | None) -> tuple[str, Any]:
@@ -126,7 +126,7 @@ def _rows_of(config: EvaluationConfig, split: str | None) -> tuple[str, Any]:
     if as_mixture(config.dataset):
         raise Refusal(f"--dataset {config.dataset}: a mixture; evaluate on one dataset at a time.")
     if config.streaming:
-        raise Refusal("--streaming: exact figures need the whole split. Remove it.")
+        raise Refusal("--streaming: exact metrics need the whole split. Remove it.")
     splits = load_source(Source(config.dataset), config)
     name = split or next((name for name in ("validation", "test") if name in splits), next(iter(splits)))
     if name == "validation" and (name not in splits or config.eval_split):
@@ -162,13 +162,13 @@ def _language_metrics(config: Any, names: list[str], model: Any, tokenized: Any,
     from toolkit.losses.causal_lm import causal_lm_metrics, causal_lm_metrics_with_bytes
 
     is_masked = "labels" in tokenized.column_names
-    _check(names, LM_FIGURES[:-1] if is_masked else LM_FIGURES, "where only answers are supervised" if is_masked else "")
+    _check(names, LM_METRICS[:-1] if is_masked else LM_METRICS, "where only answers are supervised" if is_masked else "")
     if is_masked:
         return causal_lm_metrics
     return causal_lm_metrics_with_bytes(**text_size({"validation": tokenized}, tokenizer))
 
 
-def _text_figures(
+def _text_metrics(
     of_texts: dict[str, Callable[..., Any]], rows: Any, model: Any, tokenizer: Any, max_new_tokens: int
 ) -> dict[str, float]:
     """What modules of `evaluate` make of the model's answers and those of the data, both without the white space around them.
@@ -192,10 +192,10 @@ def _text_figures(
         text = answer(model, tokenizer, asked["prompt"], Sampling(max_new_tokens, temperature=0), lambda piece: None)
         answers.append(text.strip())
         references.append(asked["reference"].strip())
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, compute in of_texts.items():
-        figures |= flat_metrics(name, compute(answers, references), taken=figures)
-    return figures
+        metrics |= flat_metrics(name, compute(answers, references), taken=metrics)
+    return metrics
 
 
 def _class_metrics(config: Any, names: list[str], model: Any, tokenized: Any, tokenizer: Any) -> Any:
@@ -213,7 +213,7 @@ def _preference_metrics(config: Any, names: list[str], model: Any, tokenized: An
 
 
 def _likelihood_metrics(task: str) -> tuple[Metrics, tuple[str, ...]] | None:
-    """What a language model's log-probabilities say of marked answers, and the names of these figures; None: no such task."""
+    """What a language model's log-probabilities say of marked answers, and the names of these metrics; None: no such task."""
     from toolkit.losses import answer_logps as found
 
     of_answers = {
@@ -230,10 +230,10 @@ def _check_before_loading(
     from toolkit.metrics.external import load_metric
 
     if task in ("sft", "lm"):
-        others = [name for name in names if name not in LM_FIGURES]
-        _check([name for name in others if nearest(name, LM_FIGURES)], LM_FIGURES)
-        _check(others if task == "lm" else [], LM_FIGURES, "where rows have no answers")
-        return {name: load_metric(name, LM_FIGURES, _TRIAL) for name in others}
+        others = [name for name in names if name not in LM_METRICS]
+        _check([name for name in others if nearest(name, LM_METRICS)], LM_METRICS)
+        _check(others if task == "lm" else [], LM_METRICS, "where rows have no answers")
+        return {name: load_metric(name, LM_METRICS, _TRIAL) for name in others}
     elif likelihoods:
         _check(names, likelihoods[1], "where answers are marked")
     elif task == "classification" and names:
