@@ -149,7 +149,7 @@ def test_the_classifier_of_words_is_scikit_learns() -> None:
     def labeled(count: int) -> tuple[list[str], list[str]]:
         labels = [draw.choice("abc") for _ in range(count)]
         starts = {"a": 0, "b": 12, "c": 24}
-        texts = [" ".join(words[starts[label] + int(draw.expovariate(0.06)) % 36] for _ in range(6)) for label in labels]
+        texts = [" ".join(words[(starts[label] + int(draw.expovariate(0.03))) % 60] for _ in range(6)) for label in labels]
         return texts, labels
 
     train, held_out = labeled(300), labeled(400)

@@ -3,11 +3,13 @@
 The position of a run is one integer, the examples consumed. Everything else follows from it and the seed.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +24,10 @@ from toolkit.data.loading.order import StepPlan, cut_step, hash_numbers, plan_st
 from toolkit.data.loading.packing import Document, PackedRows, Packing, PlainRows, Rows, column, pack_best_fit, pack_wrapped
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.data.sources.load import commits_of_sources
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from datasets import Dataset as MapDataset, IterableDataset
 
 __all__ = ["Batch", "EvalLoader", "StreamLoader", "TrainLoader", "build_dataloaders", "packing_name"]
 
@@ -144,15 +150,16 @@ def _load(reader: _StepReader, plans: Iterator[StepPlan], workers: int, pin_memo
 
 
 def build_dataloaders(
-    splits: Any, collate: Collate, config: DataConfig, accelerator: Any = None, *, augment: Augment | None = None
-) -> tuple[TrainLoader | StreamLoader, EvalLoader | None]:
+    splits: Mapping[str, MapDataset | IterableDataset], collate: Collate, config: DataConfig,
+    accelerator: Accelerator | None = None, *, augment: Augment | None = None,
+) -> tuple[TrainLoader | StreamLoader, EvalLoader | None]:  # fmt: skip
     """The training loader and the evaluation loader (None without a validation split) of tokenized splits.
 
     `augment(document, random_numbers)` changes a training document; its generator is a pure function of (seed, epoch,
     example). Without an accelerator the loaders are those of one process.
     """
     rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    pin_memory = bool(accelerator) and accelerator.device.type == "cuda"
+    pin_memory = accelerator is not None and accelerator.device.type == "cuda"
     if config.packing and _is_padded(collate):
         raise Refusal("--packing puts documents of several examples into one row, which this recipe's padded rows cannot hold.")
     if config.packing and _collate_fn(collate) is collate_pairs:

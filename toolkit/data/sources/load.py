@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config import DataConfig, Refusal
+from toolkit.config import DataConfig, Refusal, RunConfig
 from toolkit.data.sources.mixtures import (
     Source,
     as_mixture,
@@ -74,7 +74,7 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
         description += "; rows: " + ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
     if held_out:
         description += f"; validation is held out by a hash of the content (--eval-fraction {config.eval_fraction:g})"
-        if getattr(config, "eval_strategy", "") == "no":
+        if isinstance(config, RunConfig) and config.eval_strategy == "no":
             description += ", and evaluated by nobody (--eval-strategy no): --eval-fraction 0 trains on it too"
     for rows in splits.values():
         rows.info.description = description
@@ -208,7 +208,7 @@ def _check_held_out(chosen: list[Splits], held_out: bool, config: DataConfig) ->
             f"--eval-fraction {config.eval_fraction:g} has no effect: {config.dataset} has an evaluation split of its own. "
             "Remove it."
         )
-    if not any("validation" in part for part in chosen) and getattr(config, "eval_strategy", "no") != "no":
+    if not any("validation" in part for part in chosen) and isinstance(config, RunConfig) and config.eval_strategy != "no":
         raise Refusal(
             "There are no rows to evaluate on: no evaluation split, and --eval-fraction 0 holds none out. Name an "
             "--eval-split, or go without evaluation: --eval-strategy no"
