@@ -15,7 +15,7 @@ from toolkit.config import SampleConfig
 from toolkit.export.model_directory import write_model_directory
 from toolkit.generation.samples import _draw_with, sample_prompts, sample_texts, trim_for_display
 from toolkit.losses.selective_head import head_comes_last
-from toolkit.models.adapter_files import save_adapter
+from toolkit.models.adapter_saving import save_adapter
 from toolkit.models.attention.interface import DOCUMENTS, register_attention
 from toolkit.models.layers import compile_layers
 from toolkit.preference.pair_layouts import choose_answer_layout, choose_pair_layout

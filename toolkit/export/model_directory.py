@@ -16,7 +16,8 @@ from toolkit.distributed.engines import unwrapped
 from toolkit.distributed.engines.pieces import whole_state_dict
 from toolkit.distributed.ranks import on_main
 from toolkit.export.card import base_license, model_card, read_json, with_name
-from toolkit.models.adapter_files import base_of_adapter, is_adapted, save_adapter
+from toolkit.models.adapter_files import base_of_adapter, is_adapted
+from toolkit.models.adapter_saving import save_adapter
 from toolkit.runs.summary import Summary
 from toolkit.system.console import as_typed, say
 from toolkit.system.files import make_folder, put_in_place, remove, written_next_to

@@ -1,14 +1,12 @@
-"""The directory of an adapter: what is written into it, the base model that it belongs on, and how it is put there."""
+"""The directory of an adapter as it is read: what is checked, the base model that it belongs on, and how it is put there."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,46 +17,23 @@ from toolkit.config import AdapterConfig, ModelConfig, Refusal
 from toolkit.config.conditions import is_adapter
 from toolkit.config.parsing import parse_json
 from toolkit.models.compat import renames_old_weights
-from toolkit.models.loaded import loaded
 from toolkit.system.console import as_typed
 from toolkit.system.nonfinite import describe_nonfinite
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 BASE = "base"  # the folder for a base that was made here
 # The settings of the adapted model, under a name of its own: with a config.json a directory is taken for a whole model.
 MODEL_CONFIG = "model_config.json"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
-_PREFIX = "base_model.model."
 # peft imports bitsandbytes where that is installed, and on a CPU that one recommends a package for inference, of no use here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def save_adapter(model: PeftModel, directory: Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Write what was trained, in the form that goes on top of the base as it was published.
-
-    A base that was made here, which no one could load, is written into the folder `base` of the directory.
-
-    Args:
-        model: peft's.
-        state: all its tensors by name, whole; a tied one under its first name.
-    """
-    state = {**state, **_tied(model, state)}
-    model.save_pretrained(str(directory), state_dict=dict(state), save_embedding_layers=False)
-    model.config.to_json_file(directory / MODEL_CONFIG)
-    _in_one_order(directory, model.peft_config["default"])
-    initial = loaded(model).initial_adapter
-    if initial:
-        _add_initial(directory, initial)
-    if not model.peft_config["default"].base_model_name_or_path:
-        base: Any = model.get_base_model()
-        base.save_pretrained(directory / BASE, state_dict=_base_state(model, state, initial))
 
 
 def base_of(directory: str | Path) -> tuple[str, str | None]:
@@ -252,65 +227,3 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise Refusal(f"{path}: holds no JSON object.")
     return settings
-
-
-def _tied(model: PeftModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors under the other names of tied parameters, which peft looks for too."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {
-        name: state[first[id(parameter)]] for name, parameter in every if name not in state and first[id(parameter)] in state
-    }
-
-
-def _in_one_order(directory: Path, settings: PeftConfig) -> None:
-    """Sort what peft (0.21.2) keeps as sets, which it writes in the order of the process: the same adapter, the same file."""
-    written = read_adapter_config(directory)
-    sets = {name for name, value in vars(settings).items() if isinstance(value, set)}
-    written |= {name: sorted(written[name]) for name in sets.intersection(written)}
-    (directory / "adapter_config.json").write_text(json.dumps(written, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def _add_initial(directory: Path, initial: Mapping[str, torch.Tensor]) -> None:
-    """Make an adapter of W - s B0 A0 one of W: W - s B0 A0 + s B A = W + s [B, -B0] [A; A0], of twice the rank.
-
-    With alpha twice as large (sqrt(2) times for rsLoRA) s stays what it was.
-    """
-    from safetensors.torch import load_file, save_file
-
-    path = directory / "adapter_model.safetensors"
-    tensors = load_file(path)
-    for name, first in initial.items():
-        key = name.replace(".default.", ".")
-        is_a, first = ".lora_A." in name, first.to(tensors[key].dtype)
-        tensors[key] = torch.cat([tensors[key], first if is_a else -first], dim=0 if is_a else 1).contiguous()
-    save_file(tensors, path, metadata={"format": "pt"})
-    settings = read_adapter_config(directory)
-    factor = math.sqrt(2) if settings["use_rslora"] else 2
-    settings |= {"r": 2 * settings["r"], "lora_alpha": factor * settings["lora_alpha"], "init_lora_weights": True}
-    settings["rank_pattern"] = {pattern: 2 * rank for pattern, rank in settings["rank_pattern"].items()}
-    settings["alpha_pattern"] = {pattern: factor * alpha for pattern, alpha in settings["alpha_pattern"].items()}
-    (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def _base_state(
-    model: PeftModel, state: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The tensors of the base before the adapter, under their own names."""
-    plain = {}
-    for name, tensor in state.items():
-        own = any(part in name for part in (".lora_", ".modules_to_save.", ".token_adapter."))
-        if name.startswith(_PREFIX) and not own:
-            short = name.removeprefix(_PREFIX)
-            if f"{_PREFIX}{short.replace('.base_layer.weight', '.lora_A.default.weight')}" in initial:
-                stem = name.removesuffix(".base_layer.weight")
-                tensor = tensor + _taken_out(model, stem, initial).to(tensor)
-            plain[short.replace(".base_layer.", ".").replace(".original_module.", ".")] = tensor
-    return plain
-
-
-def _taken_out(model: PeftModel, stem: str, initial: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    layer: Any = model.get_submodule(stem)
-    a, b = (initial[f"{stem}.lora_{part}.default.weight"] for part in "AB")
-    update = layer.scaling["default"] * b @ a
-    return update.T if layer.fan_in_fan_out else update

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from toolkit.config import AdapterConfig, Refusal
-from toolkit.config.conditions import STARTS_ON_THE_BASE
 from toolkit.distributed.engines import is_fsdp_settled
 from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import put_adapter
+from toolkit.models.adapter_saving import initial_adapter
 from toolkit.models.loaded import loaded, note_loaded
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ALL_LINEAR, TEMPLATE = "all-linear", "template"
@@ -62,7 +62,7 @@ def add_adapter(
             note_loaded(adapted, known)
         else:
             adapted = peft.get_peft_model(model, _lora_config(model, config, tokenizer, known.revision))
-            note_loaded(adapted, known, initial_adapter=_initial_adapter(adapted, config))
+            note_loaded(adapted, known, initial_adapter=initial_adapter(adapted, config.init_lora_weights))
     settings = adapted.peft_config["default"]
     base = settings.base_model_name_or_path or ""
     if os.path.isdir(base):  # the adapter is read from another working directory than the one it was trained in
@@ -91,8 +91,10 @@ def target_modules(model: nn.Module, config: AdapterConfig) -> list[str]:
         if not found:
             raise Refusal(f"{flag} {ALL_LINEAR}: {type(model).__name__} has no linear layer to adapt. {_there_are(adaptable)}")
     elif len(wanted) == 1 and not re.fullmatch(r"[\w.]+", wanted[0]):
-        pattern = _compiled(wanted[0], flag)
-        found = [name for name in adaptable if pattern.fullmatch(name)]
+        try:
+            found = [name for name in adaptable if re.fullmatch(wanted[0], name)]
+        except re.error as error:
+            raise Refusal(f"{flag} {wanted[0]!r}: is neither a name nor a regular expression ({error}).") from error
         if not found:
             raise Refusal(f"{flag} {wanted[0]!r} is a regex over full names and matches none. {_there_are(adaptable)}")
     else:
@@ -189,7 +191,7 @@ def _lora_config(
         say_once(f"trains the embedding of {', '.join(written)} as well")
     ranks = _by_pattern(config.lora_rank_pattern, "--lora-rank-pattern", targets)
     alphas = _by_pattern(config.lora_alpha_pattern, "--lora-alpha-pattern", targets)
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     if config.init_lora_weights not in ("true", "gaussian"):
         _check_ranks(config, targets, modules, ranks)
     init: Any = True if config.init_lora_weights == "true" else config.init_lora_weights
@@ -206,18 +208,7 @@ def _lora_config(
     )  # fmt: skip
 
 
-def _initial_adapter(adapted: PeftModel, config: AdapterConfig) -> dict[str, torch.Tensor]:
-    """Copies of the first A and B where they were taken out of the frozen weights, which are others since then.
-
-    PiSSA (https://arxiv.org/abs/2404.02948) and OLoRA (https://arxiv.org/abs/2406.01775) leave W - s B0 A0 of a weight W.
-    """
-    if config.init_lora_weights in STARTS_ON_THE_BASE:
-        return {}
-    parts = (".lora_A.default.weight", ".lora_B.default.weight")
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in adapted.named_parameters() if name.endswith(parts)}
-
-
-def _check_ranks(config: AdapterConfig, targets: list[str], modules: dict[str, nn.Module], ranks: dict[str, float]) -> None:
+def _check_ranks(config: AdapterConfig, targets: list[str], modules: dict[str, Any], ranks: dict[str, float]) -> None:
     """A decomposition has no more directions than the smaller side of its matrix; orthogonal halves have an even rank."""
     flag, halves = f"--init-lora-weights {config.init_lora_weights}", config.init_lora_weights == "orthogonal"
     for name in targets:
@@ -226,7 +217,7 @@ def _check_ranks(config: AdapterConfig, targets: list[str], modules: dict[str, n
         rank = next((int(rank) for pattern, rank in ranks.items() if _fits(pattern, name)), config.lora_r)
         if halves and rank % 2:
             raise Refusal(f"{flag}: A and B take half of the rank each, and that of {name} is {rank}. Take an even one.")
-        smaller = min(_parameter(modules[name]).shape)
+        smaller = min(modules[name].weight.shape)
         if rank > smaller and not halves:
             raise Refusal(
                 f"{flag}: {name} has {smaller} directions at most, fewer than the rank {rank}. Take --lora-r {smaller}."
@@ -279,19 +270,6 @@ def _is_named(name: str, entry: str) -> bool:
 
 def _lies_among(name: str, modules: Iterable[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
-def _parameter(module: nn.Module) -> torch.Tensor:
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight
-
-
-def _compiled(pattern: str, flag: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise Refusal(f"{flag} {pattern!r}: is neither a name nor a regular expression ({error}).") from error
 
 
 def _plain(number: float) -> Any:

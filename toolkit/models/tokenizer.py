@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -163,7 +163,7 @@ def _pretrained_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
                 "Save it there with tokenizer.save_pretrained(...), or name another with --tokenizer"
             )
     elif _is_path(name):
-        raise Refusal(f"{setting} {name}: there is no such directory.{_suggest_directory(name)}")
+        raise Refusal(f"{setting} {name}: there is no such directory.{_suggest(name)}")
     revision = None if config.tokenizer or is_directory else config.model_revision
     if config.trust_remote_code and not is_directory and revision is None:
         raise Refusal(
@@ -178,7 +178,7 @@ def _pretrained_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # whatever a file or the Hub can do wrong; the cause stays attached
         reason = hub_problem(error, name, revision) or f"its tokenizer can't be loaded: {_first_line(error)}"
-        raise Refusal(f"{setting} {name}: {reason}{'' if is_directory else _suggest_directory(name)}") from error
+        raise Refusal(f"{setting} {name}: {reason}{'' if is_directory else _suggest(name)}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise Refusal(
             f"{setting} {name}: its tokenizer ({type(tokenizer).__name__}) has no fast version (tokenizer.json), which the "
@@ -239,21 +239,22 @@ def _is_path(name: str) -> bool:
     return name[0] in "./~\\" or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
-def _suggest_directory(name: str) -> str:
-    """Directories next to the missing one that are spelled much like it."""
+def _suggest(name: str, is_wanted: Callable[[Path], bool] = Path.is_dir) -> str:
+    """What is spelled much like a missing directory, or file, and is next to it."""
     path = Path(name).expanduser()
     if not path.parent.is_dir():
         nearest = next((parent for parent in path.parents if parent.is_dir()), None)
         return f" {path.parent} does not exist either; {nearest} does." if nearest and str(nearest) != "." else ""
-    siblings = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir())
-    close = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.6)
+    there = sorted(entry.name for entry in path.parent.iterdir() if is_wanted(entry))
+    close = difflib.get_close_matches(path.name, there, n=3, cutoff=0.6)
     return f" Did you mean: {', '.join(str(path.parent / entry) for entry in close)}" if close else ""
 
 
 def _read_chat_template(file: str) -> str:
     import jinja2
+
     if not Path(file).expanduser().exists():
-        raise Refusal(f"--chat-template {file}: the file can't be read: No such file or directory.{_suggest_file(file)}")
+        raise Refusal(f"--chat-template {file}: can't be read: No such file or directory.{_suggest(file, Path.is_file)}")
     template = read_text_file(file, f"--chat-template {file}")
     if "messages" not in template:
         raise Refusal(f"--chat-template {file}: a chat template goes through `messages`, which this file never mentions.")
@@ -264,13 +265,6 @@ def _read_chat_template(file: str) -> str:
     except (RecursionError, SyntaxError, ValueError, OverflowError, MemoryError) as error:  # of its Python
         raise Refusal(f"--chat-template {file}: can't be compiled: {type(error).__name__}: {error}") from error
     return template
-
-
-def _suggest_file(file: str) -> str:
-    path = Path(file).expanduser()
-    siblings = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file()) if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.6)
-    return f" Did you mean: {', '.join(str(path.parent / entry) for entry in close)}" if close else ""
 
 
 def _token_to_pad_with(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -11,7 +11,8 @@ import pytest
 import toolkit as tk
 from toolkit.config import Refusal
 from toolkit.distributed.engines.choice import EngineChoice, FsdpChoice, choose_engine
-from toolkit.distributed.engines.start import _UNSHARDED_ONLY, check_engine, check_known_keys, settled_apart
+from toolkit.distributed.engines.deepspeed_config import check_known_keys
+from toolkit.distributed.engines.start import _UNSHARDED_ONLY, check_engine, settled_apart
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def test_a_misspelled_key_of_a_deepspeed_file_is_refused_with_the_nearest(writte
 
 
 def test_every_key_that_the_choice_itself_writes_is_known() -> None:
-    """Fails when: a key of `deepspeed_config` is missing from KNOWN_KEYS."""
+    """Fails when: a key of `deepspeed_config` is missing from _KNOWN_KEYS."""
     for settings in (tk.RunConfig(zero_stage=2, bf16=True), tk.RunConfig(zero_stage=3, offload="parameters")):
         check_known_keys(choose_engine(settings, {}).deepspeed or {})
 

@@ -1,7 +1,8 @@
 """The DeepSpeed configuration of a run: from the settings alone, or a user's own with every "auto" filled.
 
 A file may repeat what the settings say, and must not contradict them. The keys are those of
-https://www.deepspeed.ai/docs/config-json/. Nothing here imports a heavy library.
+https://www.deepspeed.ai/docs/config-json/. No heavy library is imported
+before `check_known_keys` is called.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from toolkit.config import Refusal
 from toolkit.config.parsing import parse_json, read_text_file
+from toolkit.config.setting import nearest
 from toolkit.distributed.engines.named import OFFLOADED, SILENT, Named, accumulation, agreed, in_file, in_settings, look_up
 
 
@@ -97,6 +99,20 @@ def fit_buckets(deepspeed: Mapping[str, Any], num_parameters: int) -> dict[str, 
     return {**deepspeed, "zero_optimization": zero}
 
 
+def check_known_keys(written: Mapping[str, Any]) -> None:
+    """Refuse keys that DeepSpeed doesn't have: at the top it ignores them, below it ends with a traceback."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    in_zero = {*fields, *(str(field.alias) for field in fields.values() if field.alias)}
+    for place, keys, known in (("", written, _KNOWN_KEYS), ("zero_optimization.", written["zero_optimization"], in_zero)):
+        for key in keys:
+            if key not in known:
+                near = nearest(key, known)
+                hint = f" Did you mean {near}?" if near else ""
+                raise Refusal(f"DeepSpeed configuration: {place}{key} is not a key of DeepSpeed's.{hint}")
+
+
 # -- details ---------------------------------------------------------------------------------------------------------
 
 _SECTIONS = (
@@ -105,7 +121,7 @@ _SECTIONS = (
 )  # fmt: skip
 
 # Sections and keys at the top of a configuration (deepspeed.ai/docs/config-json, DeepSpeed 0.19).
-KNOWN_KEYS = frozenset({
+_KNOWN_KEYS = frozenset({
     "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
     "communication_data_type", "compile", "csv_monitor", "curriculum_learning", "data_efficiency", "data_types",
     "dataloader_drop_last", "disable_allgather", "dump_state", "elasticity", "eigenvalue", "flops_profiler", "fp16",

@@ -6,15 +6,14 @@ import contextlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal, RunConfig
 from toolkit.config.reading import values_of
-from toolkit.config.setting import nearest
 from toolkit.distributed.engines.choice import EngineChoice
-from toolkit.distributed.engines.deepspeed_config import KNOWN_KEYS, fit_buckets
+from toolkit.distributed.engines.deepspeed_config import check_known_keys, fit_buckets
 from toolkit.distributed.engines.named import look_up
 from toolkit.system.console import say
 from toolkit.system.network import free_port
@@ -266,20 +265,6 @@ def _make_group_of_one() -> None:
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
     )
-
-
-def check_known_keys(written: Mapping[str, Any]) -> None:
-    """Refuse keys that DeepSpeed doesn't have: at the top it ignores them, below it ends with a traceback."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    fields = DeepSpeedZeroConfig.model_fields
-    in_zero = {*fields, *(str(field.alias) for field in fields.values() if field.alias)}
-    for place, keys, known in (("", written, KNOWN_KEYS), ("zero_optimization.", written["zero_optimization"], in_zero)):
-        for key in keys:
-            if key not in known:
-                near = nearest(key, known)
-                hint = f" Did you mean {near}?" if near else ""
-                raise Refusal(f"DeepSpeed configuration: {place}{key} is not a key of DeepSpeed's.{hint}")
 
 
 def _group(backend: str | None, timeout: timedelta) -> InitProcessGroupKwargs:
