@@ -273,6 +273,7 @@ def logps() -> tuple[tk.PairLogps, tk.PairLogps]:
 )  # fmt: skip
 def losses_of_pairs() -> None:
     policy, reference = logps()
+    assert isinstance(policy, tk.PairLogps)
     losses = [
         tk.sigmoid_loss(policy, reference, beta=0.1),
         tk.sigmoid_norm_loss(policy, reference, beta=0.1),
@@ -337,12 +338,13 @@ def rewards() -> None:
 
 @shows(
     "tokenize_for_unpaired", "unpaired_baselines", "mismatch_answers", "collate_answers", "choose_answer_layout", "answer_logps",
-    "mismatched_logps", "estimate_kl", "unpaired_metrics",
+    "mismatched_logps", "estimate_kl", "unpaired_metrics", "print_data_report",
 )  # fmt: skip
 def single_answers() -> None:
     splits, model = tk.tokenize_for_unpaired(marked(), tokenizer(), tk.DataConfig(max_length=64)), language_model()
     assert tk.unpaired_baselines(splits)
-    splits = tk.mismatch_answers(splits, tk.DataConfig(max_length=64))
+    splits.update(tk.mismatch_answers(splits, max_length=64))
+    tk.print_data_report(splits.report)
     collate = functools.partial(tk.collate_answers, layout=tk.choose_answer_layout(model), pad_token_id=tokenizer().pad_token_id)
     assert tk.answer_logps(model, collate(documents(splits))).shape == (3,)
 

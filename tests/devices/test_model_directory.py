@@ -129,8 +129,8 @@ def test_a_directory_that_does_not_hold_the_model_is_told(tmp_path: Path) -> Non
         "embedding was written with shape \\[4, 6\\], not \\[6, 4\\]": {**good, "embedding": torch.ones(4, 6)},
         "embedding holds numbers that are not finite": {**good, "embedding": torch.full((6, 4), torch.nan)},
         "norm holds numbers": {**good, "norm": torch.tensor([1, 2, torch.inf, 4])},
-        "24 numbers were written, and the model has 28": {"embedding": good["embedding"]},
-        "52 numbers were written, and the model has 28": {**good, "twice": good["embedding"]},
+        "24 elements were written, and the model has 28": {"embedding": good["embedding"]},
+        "52 elements were written, and the model has 28": {**good, "twice": good["embedding"]},
     }
     for message, tensors in bad.items():
         with pytest.raises(BadModel, match=message):
@@ -138,7 +138,7 @@ def test_a_directory_that_does_not_hold_the_model_is_told(tmp_path: Path) -> Non
 
     (tmp_path / "adapter_config.json").write_text("{}")
     check({"norm": good["norm"]}, trained=["norm"])
-    with pytest.raises(BadModel, match="4 numbers were written, and the adapter has 24"):
+    with pytest.raises(BadModel, match="4 elements were written, and the adapter has 24"):
         check({"norm": good["norm"]}, trained=["embedding"])
 
 

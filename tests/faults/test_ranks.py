@@ -73,7 +73,7 @@ def test_a_signal_to_any_rank_stops_all_at_the_same_step(tiny: Any, tally: Any, 
             assert stopped["steps"] < 16
             resumed = tiny.ranks(2, *FLAGS, "--resume")
             assert [rank.code for rank in resumed] == [0, 0], resumed[0].out
-            assert f"step-{stopped['steps']}: step {stopped['steps']} of" in resumed[0].out
+            assert f"step-{stopped['steps']} at step {stopped['steps']} of" in resumed[0].out
             assert resumed[0].result["weights"] == reference[0].result["weights"]
             assert resumed[0].curve == reference[0].curve
     line.check()

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.config import SampleConfig
-from toolkit.export.model_directory import write_model_directory
+from toolkit.export.model_directory import write_model
 from toolkit.generation.samples import _draw_with, sample_prompts, sample_texts, trim_for_display
 from toolkit.losses.selective_head import head_comes_last
 from toolkit.models.adapter_saving import save_adapter
@@ -183,7 +183,7 @@ def test_a_model_saved_between_two_samples_is_sampled_alike(model, tokenizer, ac
     model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids(letter)]
     before = texts(sample_texts(accelerator, model, tokenizer, PROMPTS, GREEDY))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    write_model_directory(tmp_path / "model", model, state, tokenizer, "", "float32")
+    write_model(tmp_path / "model", model, state, tokenizer, "", "float32")
     assert json.loads((tmp_path / "model/generation_config.json").read_text())["eos_token_id"] == [tokenizer.eos_token_id]
     assert texts(sample_texts(accelerator, model, tokenizer, PROMPTS, GREEDY)) == before
 

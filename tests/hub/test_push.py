@@ -69,13 +69,12 @@ def test_a_run_that_will_send_such_an_adapter_says_so_before_its_first_step(hub:
 
     from toolkit.hub.uploads import _find_repository
 
-    config = SimpleNamespace(hub_strategy="end", hub_model_id="model", hub_private_repo=None, hub_revision=None)
+    config = SimpleNamespace(hub_strategy="end", hub_model_id="model", hub_private_repo=None, hub_revision=None, output_dir="out")
     for base, count in (("org/base", 0), (str(tmp_path), 1)):
         said: list[str] = []
         settings = {"default": SimpleNamespace(base_model_name_or_path=base)}
         model = SimpleNamespace(peft_config=settings, get_base_model=None)
-        run = SimpleNamespace(config=config, model=model, say=said.append, output_dir=Path("out"))
-        assert _find_repository(run) == "alice/model"
+        assert _find_repository(config, model, shards=False, say=said.append) == "alice/model"
         assert [line.startswith("WARNING: the adapter's base is") for line in said] == [True] * count
 
 

@@ -165,7 +165,7 @@ def test_the_code_is_the_toolkit_one_recipe_and_what_was_included_and_no_token(s
     files = named(sdk, f"s3://{BUCKET}/toolkit-jobs/mine/source/sourcedir.tar.gz")
     own = {name for name in files if not name.startswith("toolkit/")}
     assert own == {"start.py", "requirements.txt", f"recipes/{BY_CHANCE}.py", "extra/prompts.txt"}
-    package = {str(path.relative_to(ROOT)) for path in (ROOT / "toolkit").rglob("*") if path.suffix in (".py", ".pyi", ".txt", ".typed")}
+    package = {str(path.relative_to(ROOT)) for path in (ROOT / "toolkit").rglob("*") if path.suffix in (".py", ".pyi", ".txt", ".md", ".typed")}
     assert {name for name in files if name.startswith("toolkit/")} == package
     everything = ran.out + ran.err + json.dumps(ran.requests) + "".join(content.decode("utf-8", "replace") for content in files.values())
     for secret in (token, token[::-1]):

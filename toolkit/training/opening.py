@@ -133,9 +133,9 @@ def _begin(
         own = is_own(source, saver.writer.root)
         is_over = own and state.finished and all((saver.output_dir / name).exists() for name in ("config.yaml", "run.json"))
         display.resume(state.num_steps(train.global_batch_size), state.step)
-        _show_resume(source, state, notes, state.events - len(events) if own else 0, say)
+        _show_resume(source, state, train.global_batch_size, notes, state.events - len(events) if own else 0, say)
         if not is_over:  # else the files say what the weights were made with
-            came = [] if own else [f"went on from a checkpoint of another run, {source}"]
+            came = [] if own else [f"resumed from a checkpoint of another run, {source}"]
             state.continued = [*state.continued, *(f"step {state.step}: {note}" for note in [*came, *notes])]
         add_reads(config, state.settings_read)
         ckpt.restore_random_state(saved.random)
@@ -158,8 +158,8 @@ def _begin(
     )  # fmt: skip
 
 
-def _show_resume(source: Path, state: RunState, notes: list[str], lost: int, say: Any) -> None:
-    say(f"Resumed from {source} at step {state.step}")
+def _show_resume(source: Path, state: RunState, global_batch_size: int, notes: list[str], lost: int, say: Any) -> None:
+    say(f"Resumed from {source} at step {state.step} of {state.num_steps(global_batch_size)}")
     for note in notes:
         say(f"  {note}")
     if lost > 0:
