@@ -168,9 +168,10 @@ def text() -> None:
     assert tk.pack_wrapped(lengths, 64) is not None
 
 
-@shows("tokenize_for_sft", "answer_baselines", "collate_padded", "build_dataloaders", "Batch", "sample_prompts")
+@shows("tokenize_for_sft", "print_data_report", "answer_baselines", "collate_padded", "build_dataloaders", "Batch", "sample_prompts")
 def prompts_and_completions() -> None:
     splits = tk.tokenize_for_sft(chats(), tokenizer(), tk.DataConfig(max_length=64))
+    tk.print_data_report(splits.report)
     assert tk.answer_baselines(splits, len(tokenizer()))
     assert tk.collate_padded(documents(splits), tokenizer().pad_token_id)["input_ids"].shape[0] == 3
     train, evaluation = tk.build_dataloaders(splits, tk.collate_padded, tk.DataConfig(per_device_train_batch_size=4, num_train_epochs=1.0))
@@ -338,13 +339,12 @@ def rewards() -> None:
 
 @shows(
     "tokenize_for_unpaired", "unpaired_baselines", "mismatch_answers", "collate_answers", "choose_answer_layout", "answer_logps",
-    "mismatched_logps", "estimate_kl", "unpaired_metrics", "print_data_report",
+    "mismatched_logps", "estimate_kl", "unpaired_metrics",
 )  # fmt: skip
 def single_answers() -> None:
     splits, model = tk.tokenize_for_unpaired(marked(), tokenizer(), tk.DataConfig(max_length=64)), language_model()
     assert tk.unpaired_baselines(splits)
     splits.update(tk.mismatch_answers(splits, max_length=64))
-    tk.print_data_report(splits.report)
     collate = functools.partial(tk.collate_answers, layout=tk.choose_answer_layout(model), pad_token_id=tokenizer().pad_token_id)
     assert tk.answer_logps(model, collate(documents(splits))).shape == (3,)
 

@@ -10,8 +10,6 @@ import pytest
 
 import toolkit
 
-pytest.importorskip("mkdocs")
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
