@@ -193,7 +193,7 @@ def test_a_deadline_within_an_evaluation_ends_a_sharded_run_that_goes_on_from_it
         stopped = tiny.ranks(2, *flags, *more, while_running=stop, ill={"eval_seconds": 100})
         assert [rank.code for rank in stopped] == [75, 75], stopped[0].out
         assert stopped[0].seconds < 100
-        assert "no time to gather a checkpoint of step 6" in stopped[0].out
+        assert "no time to gather step 6" in stopped[0].out
         resumed = tiny.ranks(2, *flags, "--resume")
         assert [rank.code for rank in resumed] == [0, 0], resumed[0].out
         assert resumed[0].outcome == outcome
