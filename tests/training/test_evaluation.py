@@ -260,7 +260,7 @@ def metrics_of_every_kind(accelerator: Any, rank: int, world_size: int) -> dict[
             (loss * world_size * (1.0 if batch.real[0] else 0.0)).backward()
         norms = [parameter.grad.norm().item() for parameter in model.parameters()]
         values.update({f"{examples} gradient {i}": norm for i, norm in enumerate(norms)})
-    return {**metrics, "order": order}
+    return {**values, "order": order}
 
 
 @pytest.fixture
