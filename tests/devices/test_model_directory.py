@@ -180,7 +180,7 @@ def test_an_adapter_under_zero3_is_that_of_one_process_and_resumes_anywhere(tiny
 def test_bf16_rounds_neither_the_model_that_is_saved_nor_an_adapter_out_of_its_place(tiny: Any, stage: str) -> None:
     """ZeRO computes with bfloat16 weights: float32 ones are written, and an adapter's checkpoint continues in one process.
 
-    Fails when: the model directory has the live weights, or their dtype in its config.json; the base is told by float32 bits.
+    Fails when: the model directory has the live weights, or their dtype in its config.json; the base is recognized by float32 bits.
     """
     whole = train(tiny, stage, *SHAPE, "--bf16")
     written = load_file(whole.folder / "model/model.safetensors")

@@ -152,6 +152,15 @@ def test_muon_is_torchs_muon_on_layer_matrices_and_torchs_adamw_on_the_rest(make
             assert torch.equal(ours, theirs), name
 
 
+def test_groups_of_muon_have_the_keys_that_earlier_checkpoints_hold():
+    """A resume compares them. Fails when: a key of torch.optim.Muon's groups, or one of ours, is left out of MuonWithAdamW's."""
+    optimizer, _ = build_optimizer(tiny_llama(), OptimConfig(optim="muon"), 1)
+    keys = {group["rule"]: set(group) for group in optimizer.param_groups}
+    (plain,) = torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))], adjust_lr_fn="match_rms_adamw").param_groups
+    assert keys["muon"] >= set(plain)
+    assert keys["muon"] - set(plain) == set(keys["adamw"]) - set(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]).param_groups[0])
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 3, 4], ids="{} matrices".format)
 @pytest.mark.parametrize("shape", [(32, 48), (48, 32), (64, 64), (96, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -188,9 +188,9 @@ def _check_both_kinds(name: str, sums: Counter[str]) -> None:
     """Refuse answers to train on of which none is desirable, or none undesirable."""
     missing = [kind for kind in ANSWER_CLASSES if not sums[f"class {kind}"]]
     if name == "train" and missing:
-        told = "true" if missing == ["undesirable"] else "false"
-        instead = " To learn from good answers alone: recipes/sft.py, without the column label." if told == "true" else ""
-        raise NeedsBothKinds(f"label is {told} in each row of the {name} split: no answer in it is {missing[0]}.{instead}")
+        value = "true" if missing == ["undesirable"] else "false"
+        instead = " To learn from good answers alone: recipes/sft.py, without the column label." if value == "true" else ""
+        raise NeedsBothKinds(f"label is {value} in each row of the {name} split: no answer in it is {missing[0]}.{instead}")
 
 
 def _count_both_labels(measures: list[Measures]) -> int:
@@ -260,9 +260,9 @@ def example_lines(pieces: list[Piece], origin: str, names: tuple[str, ...], mark
         for name, (text, _) in zip(names, pieces, strict=True):
             lines += [f"  {name}", *("  | " + line for line in text.split("\n"))]
     else:
-        told = "between " + " and ".join(marks) if marks[0] == "[[" else "underlined"
+        marked = "between " + " and ".join(marks) if marks[0] == "[[" else "underlined"
         is_masked = not all(mark for _, mark in pieces)
-        lines.append(f"Example {origin}" + (f", supervised text {told}:" if is_masked else ":"))
+        lines.append(f"Example {origin}" + (f", supervised text {marked}:" if is_masked else ":"))
         begin, end = marks if is_masked else ("", "")
         text = "".join(f"{begin}{piece}{end}" if mark else piece for piece, mark in pieces)
         lines += ["  | " + line for line in text.split("\n")]

@@ -61,7 +61,7 @@ def launch(
         command: the program and its arguments, such as [sys.executable, "recipes/sft.py"].
         processes: ranks on this machine, the same number on each.
         nodes: the machines, where there are several; each starts its own ranks.
-        environment: variables that every rank has besides this process's own, such as those of an Accelerate config file.
+        environment: variables that every rank has in addition to this process's, such as those of an Accelerate config file.
         log: takes what the ranks print, in place of this process's standard output and error.
 
     Returns:

@@ -82,7 +82,7 @@ def _as_channel(path: str | Path, flag: str, simulated: bool) -> str:
 
 
 def packages_for(settings: Mapping[str, Any], recipe: Path, accelerate_config: Path | None = None) -> list[str]:
-    """What a run of this recipe with these settings imports besides the toolkit's own dependencies.
+    """What a run of this recipe with these settings imports in addition to the toolkit's own dependencies.
 
     Args:
         accelerate_config: the file of --accelerate-config.

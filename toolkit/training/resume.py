@@ -130,8 +130,8 @@ def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: 
             "packed otherwise. Bring them back, begin a new run in another --output-dir, or allow it: --allow-change dataset"
         )
     pairs = [(name, before[name], now[name]) for name in changed]
-    told_already = {"micro_batch_size"} if "per_device_train_batch_size" in changed else set()
-    of_world = [name for name in layout if name in old_layout and name not in told_already]
+    reported = {"micro_batch_size"} if "per_device_train_batch_size" in changed else set()
+    of_world = [name for name in layout if name in old_layout and name not in reported]
     pairs += [(name, old_layout[name], layout[name]) for name in of_world if old_layout[name] != layout[name]]
     reasons = {name: DIFFERS.get(each.on_resume, ALLOWED) for name, each in settings_of(type(config)).items()} | _OF_THE_LAYOUT
     reasons |= (dict.fromkeys(_OF_THE_MICRO_BATCH, _OTHER_LOSS) if is_another_loss else {})

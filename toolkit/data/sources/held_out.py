@@ -140,7 +140,7 @@ def _is_held_out(keys: np.ndarray, fraction: float, always: frozenset[int]) -> n
 def _input_columns(columns: Iterable[str]) -> list[str]:
     """The columns that may hold a row's input, the first with content counts.
 
-    `source` and `context` are common names for other things (where a row is from, what is said besides), so they count only
+    `source` and `context` are common names for other things (where a row is from, what else is said), so they count only
     next to the column that makes them an input.
     """
     names = set(columns)

@@ -20,7 +20,7 @@ from toolkit.distributed.engines.named import OFFLOADED, SILENT, Named, accumula
 
 @dataclass(frozen=True)
 class FsdpChoice:
-    """What FSDP2 has besides the offload."""
+    """The settings of FSDP2, without the offload."""
 
     reshard_after_forward: bool = True  # free a layer's gathered parameters between its forward and its backward
     wrapped_layers: tuple[str, ...] = ()  # class names of the layers to shard one by one; none: the model's own list
