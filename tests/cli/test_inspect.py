@@ -17,9 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 import toolkit as tk
+from toolkit.cli.evaluated_tasks import EvaluationConfig
 from toolkit.cli.main import app
 from toolkit.cli.refusals import print_refusal
-from toolkit.cli.trained_metrics import EvaluationConfig
 from toolkit.config import Refusal
 from toolkit.data.inspection import guess_task
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from toolkit.cli.evaluated_tasks import TASKS
 from toolkit.cli.setting_options import option, read_options
 from toolkit.config import ClassificationConfig, DataConfig, ModelConfig
 from toolkit.system.console import say
@@ -45,7 +46,7 @@ def evaluate(
         str | None,
         typer.Option(
             "--task",
-            metavar="sft|lm|classification|preference|unpaired",
+            metavar="|".join(TASKS),
             show_default=False,
             help="Default: what the model is for; of a language model what the columns are known for.",
         ),
@@ -111,7 +112,8 @@ def evaluate(
     if dataset is None and config is None and of_run is None:
         raise typer.BadParameter("which? A file, a folder, a Hub id or stdlib:NAME.", param_hint="--dataset")
 
-    from toolkit.cli.trained_metrics import TASKS, EvaluationConfig, evaluate_model
+    from toolkit.cli.evaluated_tasks import EvaluationConfig
+    from toolkit.cli.trained_metrics import evaluate_model
     from toolkit.models.trained import find_model
     from toolkit.system.json_lines import strict_json
 

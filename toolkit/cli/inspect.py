@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.cli.evaluated_tasks import TASKS
 from toolkit.cli.setting_options import option, read_options
 from toolkit.config import ClassificationConfig, DataConfig, ModelConfig, Refusal
 from toolkit.system.console import printable, say, write
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from toolkit.data.inspection import Inspection, Problem
 
-_TASKS = "sft|lm|preference|unpaired|classification"
 _BAR = 30  # columns
 _MOST_BINS = 12
 
@@ -39,7 +39,9 @@ def inspect(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar=_TASKS, help="What to train on it. Default: what the columns are known for.", show_default=False),
+        typer.Option(
+            metavar="|".join(TASKS), help="What to train on it. Default: what the columns are known for.", show_default=False
+        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -79,8 +81,8 @@ def inspect(
     settings = read_options(_Config, typed, config)
     if dataset is None and config is None:
         raise typer.BadParameter("which? Give a file, a folder, a Hub id or stdlib:NAME.", param_hint="DATASET")
-    if task is not None and task not in _TASKS.split("|"):
-        raise typer.BadParameter(f"{task}: is none of {_TASKS.replace('|', ', ')}.", param_hint="--task")
+    if task is not None and task not in TASKS:
+        raise typer.BadParameter(f"{task}: is none of {', '.join(TASKS)}.", param_hint="--task")
 
     from toolkit.data.inspection import guess_task, inspect_splits
     from toolkit.data.sources.load import load_splits

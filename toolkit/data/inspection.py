@@ -20,7 +20,7 @@ from toolkit.data.tokenize.documents import Documents
 from toolkit.data.tokenize.labels import missing_label
 from toolkit.data.tokenize.preferences import ANSWER_LISTS
 from toolkit.data.tokenize.prepare import BATCH_ROWS, STREAM_ROWS, Reader, build_reader
-from toolkit.data.tokenize.tasks import describe_plan, example_of, part_names, plan_splits
+from toolkit.data.tokenize.tasks import FORMATS, example_of, plan_splits
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 # What columns of other names are probably meant for, the surest first.
 _LIKELY = (("chosen", "rejected"), ("text", "label"), ("prompt", "completion"), ("messages",), ("text",))
-TASKS = ("sft", "lm", "preference", "unpaired", "classification")
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Inspection:
 
 
 def guess_task(columns: list[str]) -> str:
-    """What rows with these columns are for: one of TASKS.
+    """What rows with these columns are for: one of FORMATS.
 
     Raises:
         Refusal: nothing that the columns are known for.
@@ -98,8 +97,9 @@ def inspect_splits(
     given, problems = dict(splits), list[Problem]()
     if task == "classification" and isinstance(given["train"], Dataset):
         given["train"] = _labeled(given["train"], problems)
+    form = FORMATS[task](config)
     try:
-        plans, notes = plan_splits(task, given, tokenizer, config)
+        plans, notes = plan_splits(form, given, tokenizer, config)
     except Refusal as refusal:
         raise Refusal("\n".join([str(refusal), *(f"{problem.origin}: {problem.what}" for problem in problems)])) from refusal
     is_stream = not all(isinstance(given[name], Dataset) for name in plans)
@@ -107,7 +107,7 @@ def inspect_splits(
     train_rows, candidates = set[int](), list[Documents]()
     for name in sorted(plans, key=lambda name: name != "train"):
         plan = plans[name]
-        reader = build_reader(name, plan, tokenizer, config)
+        reader = build_reader(form, name, plan, tokenizer, config)
         measures, lengths = list[Measures](), [np.zeros(0, dtype=np.int64)]
         for at, batch in _batches(given[name], plan, config):
             for documents, part in _read_around(reader, batch, at, problems):
@@ -131,12 +131,12 @@ def inspect_splits(
             train_rows.update(row for part in measures for row in part.rows)
     first = next(iter(plans.values()))
     report = DataReport(
-        describe_plan(first, tokenizer, None), config.max_length, config.overlong, counts, notes,
-        example_names=part_names(first), first_rows=_stream_rows(config) if is_stream else None,
+        form.describe(first, tokenizer), config.max_length, config.overlong, counts, notes,
+        example_names=form.part_names, first_rows=_stream_rows(config) if is_stream else None,
     )  # fmt: skip
     rows = [row for documents in candidates for row in _rows(documents)]
     chosen: list[int] = np.unique(np.linspace(0, len(rows) - 1, num_examples).astype(int)).tolist() if rows else []
-    return Inspection(report, problems, whole, kept, [example_of(rows[i], first, tokenizer) for i in chosen])
+    return Inspection(report, problems, whole, kept, [example_of(form, rows[i], first, tokenizer) for i in chosen])
 
 
 def packed(lengths: np.ndarray, config: DataConfig) -> Packing:

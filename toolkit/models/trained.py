@@ -27,7 +27,13 @@ from toolkit.system.console import as_typed
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification"}
+# By what the name of a model's class ends with, and by peft's name of the task.
+AUTO_CLASSES = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+}
+_OF_ADAPTERS = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification"}
 
 
 def find_model(written: str) -> str:
@@ -52,24 +58,23 @@ def find_model(written: str) -> str:
 
 
 def auto_class_of(config: ModelConfig) -> str:
-    """AutoModelForCausalLM or AutoModelForSequenceClassification: what the model was trained as.
+    """What the model was trained as, one of AUTO_CLASSES: transformers' class by task, such as "AutoModelForCausalLM".
 
     Raises:
-        Refusal: it can't be read, or is neither.
+        Refusal: it can't be read, or is none of them.
     """
     if is_adapter(config.model):
         task = str(read_adapter_config(Path(config.model).expanduser()).get("task_type"))
-        if task in _CLASSES:
-            return _CLASSES[task]
-        raise Refusal(f"{config.model}: an adapter for {task}; what can be evaluated are {' and '.join(_CLASSES)}.")
+        if task in _OF_ADAPTERS:
+            return _OF_ADAPTERS[task]
+        raise Refusal(f"{config.model}: an adapter for {task}; what can be evaluated are {' and '.join(_OF_ADAPTERS)}.")
     architectures = list(_published_config(config).architectures or [])
-    for ending, auto_class in (("ForSequenceClassification", _CLASSES["SEQ_CLS"]), ("LMHeadModel", _CLASSES["CAUSAL_LM"]),
-                               ("ForCausalLM", _CLASSES["CAUSAL_LM"])):  # fmt: skip
+    for ending, auto_class in AUTO_CLASSES.items():
         if any(name.endswith(ending) for name in architectures):
             return auto_class
     raise Refusal(
         f"{config.model}: its config.json names {', '.join(architectures) or 'no architecture'}; what can be used here are "
-        "models ...ForCausalLM and ...ForSequenceClassification."
+        f"models {', '.join('...' + ending for ending in AUTO_CLASSES)}."
     )
 
 

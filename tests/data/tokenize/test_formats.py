@@ -16,6 +16,8 @@ from tokenizers import processors
 
 import toolkit.data.tokenize.prepare as tokenizing
 from toolkit.config import ClassificationConfig, DataConfig, Refusal, SampleConfig
+from toolkit.data.loading.collate import collate_packed, collate_padded
+from toolkit.data.tokenize.documents import Documents, cut_documents
 from toolkit.data.tokenize.labels import label_names
 from toolkit.data.tokenize.tasks import prepare, tokenize_for_classification, tokenize_for_lm, tokenize_for_sft
 from toolkit.generation.samples import sample_prompts
@@ -477,3 +479,26 @@ def test_labels_out_of_range_or_unknown_to_train_are_refused_with_the_row(encode
     splits = DatasetDict(train=Dataset.from_list(labeled([0, 1, -1]), features=features))
     with pytest.raises(Refusal, match=r"r:2: label -1 is out of range: there are 2 classes, 0 to 1"):
         tokenize_for_classification(splits, encoder_tokenizer, ClassifyConfig())
+
+
+def test_aligned_labels_keep_that_of_the_first_token_and_are_counted_where_they_are() -> None:
+    """Tags and masked tokens are labels of the tokens themselves.
+
+    Fails when: the first label is left out, or positions are those that predict the next token.
+    """
+    values, labels = np.arange(7, dtype=np.int32), np.array([1, -100, 2, -100, 3, -100, 4], dtype=np.int32)
+    documents = Documents(values, np.array([0, 3, 7]), labels, ["a", "b"], np.array([3, 4]), aligned=True)
+    assert documents.supervised().tolist() == [2, 2]
+    assert documents.take(np.array([1])).supervised().tolist() == [2]
+    cut, _ = cut_documents(documents, 2, "truncate")
+    assert cut.supervised().tolist() == [1, 1]
+    assert replace(documents, aligned=False).supervised().tolist() == [1, 2]
+    rows = [
+        {"input_ids": [0, 1, 2], "labels": [1, -100, 2], "supervised_tokens": 2},
+        {"input_ids": [3, 4, 5, 6], "labels": [-100, 3, -100, 4], "supervised_tokens": 2},
+    ]
+    padded, packed = collate_padded(rows, pad_token_id=9, aligned=True), collate_packed(rows, aligned=True)
+    assert padded["labels"].tolist() == [[1, -100, 2, -100], [-100, 3, -100, 4]]
+    assert padded["supervised_positions"].tolist() == [0, 2, 5, 7]
+    assert packed["labels"].tolist() == [[1, -100, 2, -100, 3, -100, 4]]
+    assert packed["supervised_positions"].tolist() == [0, 2, 4, 6]

@@ -8,43 +8,45 @@ import torch
 IGNORED = -100  # a label that counts nowhere, as everywhere in transformers
 
 
-def _labels_of(document: dict[str, Any]) -> np.ndarray:
-    """Labels aligned with the tokens; the first token is never one, since nothing comes before it to predict it from."""
+def _labels_of(document: dict[str, Any], aligned: bool) -> np.ndarray:
+    """Labels, one a token. Unless they are aligned the first token has none: nothing comes before it to predict it from."""
     labels = np.array(document["labels"] if "labels" in document else document["input_ids"], dtype=np.int64)
-    labels[0] = IGNORED
+    if not aligned:
+        labels[0] = IGNORED
     return labels
 
 
-def collate_packed(documents: list[dict[str, Any]]) -> dict[str, Any]:
+def collate_packed(documents: list[dict[str, Any]], *, aligned: bool = False) -> dict[str, Any]:
     """Put documents one behind the other in a single row without padding.
 
     Returns `input_ids`, `labels` and `position_ids` `[1, tokens]`, and the documents' bounds under the names that
     transformers' attention takes them by: `cu_seq_lens_q` and `cu_seq_lens_k` int32 `[documents + 1]`, `max_length_q`
     and `max_length_k` integers. There is no attention mask: the bounds say who attends to whom. `supervised_positions`
-    are the flat indices of the positions that predict a supervised label, found here so that no device has to be asked.
+    are the flat indices of the positions that predict a supervised label, found here so that no device has to be asked: those
+    before the labels or, where these are `aligned` (tags, masked tokens), their own.
     """
     lengths = np.array([len(document["input_ids"]) for document in documents])
     bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     longest = int(lengths.max())
     row = {
         "input_ids": np.concatenate([np.asarray(document["input_ids"], dtype=np.int64) for document in documents]),
-        "labels": np.concatenate([_labels_of(document) for document in documents]),
+        "labels": np.concatenate([_labels_of(document, aligned) for document in documents]),
         "position_ids": np.concatenate([np.arange(length) for length in lengths]),
     }
     return {
         **{name: torch.from_numpy(values)[None] for name, values in row.items()},
-        "supervised_positions": _supervised_positions(row["labels"][None]),
+        "supervised_positions": _supervised_positions(row["labels"][None], aligned),
         "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest,
     }  # fmt: skip
 
 
-def collate_padded(documents: list[dict[str, Any]], pad_token_id: int = 0) -> dict[str, Any]:
+def collate_padded(documents: list[dict[str, Any]], pad_token_id: int = 0, *, aligned: bool = False) -> dict[str, Any]:
     """Put one example in each row, padded on the right to the longest.
 
     Returns `input_ids` and `attention_mask` `[examples, longest]` and `labels`: for token labels of the same shape, with
-    -100 on the padding (and `supervised_positions`, as in `collate_packed`), for labels of whole examples `[examples]` or
-    `[examples, classes]`. `token_type_ids` and `weight` are there when the rows have them. The attention mask tells padding
-    apart, never the id: a pad id that is also an end of text is supervised where the text ends.
+    -100 on the padding (and `supervised_positions`; `aligned` as in `collate_packed`), for labels of whole examples
+    `[examples]` or `[examples, classes]`. `token_type_ids` and `weight` are there when the rows have them. The attention mask
+    tells padding apart, never the id: a pad id that is also an end of text is supervised where the text ends.
     """
     lengths = [len(document["input_ids"]) for document in documents]
     shape = (len(documents), max(lengths))
@@ -59,8 +61,8 @@ def collate_padded(documents: list[dict[str, Any]], pad_token_id: int = 0) -> di
             kinds[i, : lengths[i]] = document["token_type_ids"]
         batch["token_type_ids"] = torch.from_numpy(kinds)
     if _labels_are_tokens(documents[0]):
-        labels = _token_labels(documents, shape)
-        batch.update(labels=torch.from_numpy(labels), supervised_positions=_supervised_positions(labels))
+        labels = _token_labels(documents, shape, aligned)
+        batch.update(labels=torch.from_numpy(labels), supervised_positions=_supervised_positions(labels, aligned))
     else:
         batch["labels"] = _example_labels(documents)
     if "weight" in documents[0]:
@@ -73,17 +75,19 @@ def _labels_are_tokens(document: dict[str, Any]) -> bool:
     return "labels" not in document or "supervised_tokens" in document
 
 
-def _supervised_positions(labels: np.ndarray) -> torch.Tensor:
-    """Flat indices of the positions whose next label counts; `labels` `[rows, length]`."""
+def _supervised_positions(labels: np.ndarray, aligned: bool) -> torch.Tensor:
+    """Flat indices of the positions whose next label, or aligned one, counts; `labels` `[rows, length]`."""
+    if aligned:
+        return torch.from_numpy(np.flatnonzero(labels != IGNORED))
     following = np.full_like(labels, IGNORED)
     following[:, :-1] = labels[:, 1:]
     return torch.from_numpy(np.flatnonzero(following != IGNORED))
 
 
-def _token_labels(documents: list[dict[str, Any]], shape: tuple[int, int]) -> np.ndarray:
+def _token_labels(documents: list[dict[str, Any]], shape: tuple[int, int], aligned: bool) -> np.ndarray:
     labels = np.full(shape, IGNORED, dtype=np.int64)
     for i, document in enumerate(documents):
-        labels[i, : len(document["input_ids"])] = _labels_of(document)
+        labels[i, : len(document["input_ids"])] = _labels_of(document, aligned)
     return labels
 
 

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Document = dict[str, Any]
-MODEL_COLUMNS = (
-    "input_ids", "labels", "token_type_ids", "supervised_tokens", "weight",
-    "prompt_tokens", "chosen_tokens", "rejected_tokens", "pair", "margin",
-    "completion_tokens", "desirable", "answer", "mismatched_row", "mismatched_tokens",
-)  # fmt: skip
+NOT_COLLATED = ("length", "origin", "prompt_key")  # columns of a tokenized row that no micro-batch is made from
 
 
 @dataclass(frozen=True)
@@ -181,7 +177,7 @@ class PlainRows:
     """One document an example."""
 
     def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset.with_format("numpy", columns=[c for c in MODEL_COLUMNS if c in dataset.column_names])
+        self.dataset = dataset.with_format("numpy", columns=[c for c in dataset.column_names if c not in NOT_COLLATED])
         self._files = mapped_files(dataset)
         self._origin = dataset.with_format(None).select_columns(["origin"]) if "origin" in dataset.column_names else None
         self.lengths = column(dataset, "length")

@@ -16,7 +16,7 @@ from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate import IGNORED
 from toolkit.data.loading.order import cut_step, epoch_order, hash_numbers
-from toolkit.data.loading.packing import MODEL_COLUMNS, Document, Packing, cut_document
+from toolkit.data.loading.packing import NOT_COLLATED, Document, Packing, cut_document
 
 STREAM_BUFFER = 1024  # documents of a stream that are mixed, and packed, together
 
@@ -117,7 +117,7 @@ class StreamLoader:
             seen = epoch == begun.epoch and bool(begun.source)
             for document in stream:
                 seen = True
-                window.append({name: document[name] for name in MODEL_COLUMNS if name in document})
+                window.append({name: value for name, value in document.items() if name not in NOT_COLLATED})
                 if len(window) == STREAM_BUFFER:
                     source = _state_of(stream)
                     for row in self._mix(window, mark.window):

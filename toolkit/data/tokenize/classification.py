@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.config import ClassificationConfig, DataConfig, Refusal
+from toolkit.data.report import Piece, example_pieces
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, label_column
 from toolkit.data.tokenize.documents import Cut, Documents, Encoder, cut_documents, join_documents
+from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.labels import Classes, check_label_settings, declared_names, find_classes, read_labels
 from toolkit.data.tokenize.language import tokenized_rows
 
@@ -20,16 +21,48 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def plan_classification(
-    splits: Mapping[str, Dataset | IterableDataset], config: DataConfig, class_names: list[str] | None = None
-) -> tuple[dict[str, Plan], list[str]]:
+def classification_format(config: DataConfig, class_names: list[str] | None = None) -> Format:
+    """How rows with a label are read; `config` holds the settings of ClassificationConfig too.
+
+    `class_names` are the classes in the order of their numbers, of a model that has them already.
+    """
+    import pyarrow as pa
+
+    if not isinstance(config, ClassificationConfig):
+        raise TypeError("classification needs the settings of ClassificationConfig next to those of DataConfig")
+    problem_type, class_weights = config.problem_type, config.class_weights
+    kinds = {"single_label": pa.int32(), "multi_label": pa.list_(pa.float32()), "regression": pa.float32()}
+
+    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> LabelledTexts:
+        assert plan.classes is not None
+        return LabelledTexts(
+            None if plan.layout == "tokenized" else encoder,
+            pair_frame(encoder.tokenizer) if "text_pair" in plan.columns else None,
+            plan.classes, next(column for column in ("label", "labels") if column in plan.columns), problem_type,
+            class_weights, config.max_length, config.overlong,
+        )  # fmt: skip
+
+    def columns(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> dict[str, pa.DataType]:
+        fields = {"labels": kinds[problem_type]} | ({"weight": pa.float32()} if class_weights else {})
+        has_types = "text_pair" in plan.columns and "token_type_ids" in tokenizer.model_input_names
+        return fields | ({"token_type_ids": pa.list_(pa.int32())} if has_types else {})
+
+    def class_names_of(plan: Plan) -> tuple[str, ...]:
+        return tuple(plan.classes.names) if plan.classes and problem_type == "single_label" else ()
+
+    return Format(
+        "classification", lambda splits, config: _plan(splits, config, class_names), rows, columns, describe_classification,
+        _show, class_names=class_names_of, settings=(problem_type, class_weights), supervises_tokens=False, ends_texts=False,
+    )  # fmt: skip
+
+
+def _plan(splits: Splits, config: DataConfig, class_names: list[str] | None) -> tuple[dict[str, Plan], list[str]]:
     """Plans for classification and regression; splits whose labels are withheld are left out, as the notes say.
 
     The classes are those of the data, or `class_names`, where a model has learned them already: then a label that is a number
     and no name is the place of one.
     """
-    if not isinstance(config, ClassificationConfig):
-        raise TypeError("classification needs the settings of ClassificationConfig next to those of DataConfig")
+    assert isinstance(config, ClassificationConfig)
     if config.overlong == "split":
         raise Refusal("--overlong split: the label of an example can't be split. Choose truncate, drop or refuse.")
     labels = {name: label_column(columns_of(split, name), name) for name, split in splits.items()}
@@ -48,6 +81,8 @@ def plan_classification(
         texts = ("input_ids", "attention_mask") if layout == "tokenized" else ("text", "text_pair")
         columns = tuple(column for column in (*texts, labels[name], "origin") if column in present)
         plans[name] = Plan(layout, "class", columns, replace(classes, numbered=declared_names(split, labels[name]) or places))
+    if not plans:
+        raise Refusal("The labels are withheld: each is -1 or missing. Take another split.")
     return plans, notes
 
 
@@ -109,11 +144,23 @@ class LabelledTexts:
         return [ids for ids, _ in joined], [len(one) + len(two) + frame for one, two in zip(first, second, strict=True)]
 
 
-def describe_classification(plan: Plan) -> str:
+def describe_classification(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> str:
     """The plan in words."""
     number = len(plan.classes.names) if plan.classes else 0
     kind = "token ids" if plan.layout == "tokenized" else "text"
     return f"{kind}, labeled with " + (f"{number} classes" if number else "numbers")
+
+
+def _show(row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Piece]]:
+    """The text, and its labels by name."""
+    assert plan.classes is not None
+    names, label = plan.classes.names, row["labels"]
+    if isinstance(label, list):
+        shown = [name for name, is_one in zip(names, label, strict=True) if is_one]
+    else:
+        shown = [names[label]] if names else [f"{label:g}"]
+    pieces = example_pieces(row["input_ids"], None, lambda ids: str(tokenizer.decode(ids)))
+    return f"labeled {', '.join(shown) or 'with no class'}", pieces
 
 
 @dataclass(frozen=True)

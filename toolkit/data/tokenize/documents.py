@@ -95,6 +95,7 @@ class Documents:
     origins: list[str]
     whole: np.ndarray  # int64 [documents]
     columns: dict[str, list[Any]] = field(default_factory=dict)  # what else a row holds, one entry a document
+    aligned: bool = False  # labels are of the tokens themselves, such as tags, and not of what the tokens before predict
 
     def __len__(self) -> int:
         return len(self.origins)
@@ -104,11 +105,12 @@ class Documents:
         return np.diff(self.bounds)
 
     def supervised(self) -> np.ndarray:
-        """Supervised tokens of each document, without its first one: nothing comes before that to predict it from."""
+        """Supervised tokens of each document. Unless labels are aligned, its first one is none: nothing comes before it."""
         if self.labels is None:
             return np.maximum(self.lengths - 1, 0)
         counted = self.labels != IGNORED
-        counted[self.bounds[:-1][self.lengths > 0]] = False
+        if not self.aligned:
+            counted[self.bounds[:-1][self.lengths > 0]] = False
         return np.diff(np.concatenate([[0], np.cumsum(counted)])[self.bounds])
 
     def take(self, rows: np.ndarray) -> Documents:
@@ -119,7 +121,7 @@ class Documents:
         return Documents(
             self.values[tokens], bounds, None if self.labels is None else self.labels[tokens],
             [self.origins[row] for row in rows], self.whole[rows],
-            {name: [column[row] for row in rows] for name, column in self.columns.items()},
+            {name: [column[row] for row in rows] for name, column in self.columns.items()}, self.aligned,
         )  # fmt: skip
 
     def lists(self, flat: np.ndarray) -> list[list[int]]:

@@ -24,12 +24,14 @@ from toolkit.data.tokenize.columns import (
     check_texts,
     columns_of,
     describe,
+    is_wrapped,
     read_messages,
     read_options,
     with_origin,
     wrong_columns,
 )
 from toolkit.data.tokenize.documents import IGNORED, Cut, Documents, Encoder, cut_documents, join_documents
+from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.masks import (
     ChatTemplate,
     ChatText,
@@ -44,9 +46,6 @@ from toolkit.data.tokenize.masks import (
 from toolkit.data.tokenize.tool_calls import check_supervised, odd_tool_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
 LAYOUTS = {  # in the order in which they are looked for, with the columns each needs
@@ -64,7 +63,23 @@ _ALL_SUPERVISED = (
 )
 
 
-def plan_text(splits: Mapping[str, Dataset | IterableDataset], config: DataConfig, task: str) -> dict[str, Plan]:
+def language_format(task: str) -> Format:
+    """How rows are read for language modeling (`task` lm, all tokens supervised) and for supervised fine-tuning (sft)."""
+    import pyarrow as pa
+
+    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> TextRows:
+        is_chat = plan.layout in CHATS or (plan.layout == "alpaca" and encoder.tokenizer.chat_template)
+        template = read_chat_template(encoder.tokenizer) if is_chat else None
+        overlong = None if is_wrapped(config) else config.overlong
+        return TextRows(plan.layout, plan.supervise, encoder, template, config.max_length, overlong)
+
+    return Format(
+        task, lambda splits, config: (plan_text(splits, config, task), []), rows,
+        lambda plan, tokenizer: {"labels": pa.list_(pa.int32())} if plan.is_masked else {}, describe_text,
+    )  # fmt: skip
+
+
+def plan_text(splits: Splits, config: DataConfig, task: str) -> dict[str, Plan]:
     """Plans for language modeling (`task` lm, all tokens supervised) and for supervised fine-tuning (sft).
 
     The labels of tokenized rows are respected by both.

@@ -16,49 +16,35 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from toolkit.config import ClassificationConfig, DataConfig, RankedAnswersConfig, Refusal
+from toolkit.config import DataConfig, Refusal
 from toolkit.data.compat import fingerprint_of, set_fingerprint
-from toolkit.data.report import ANSWER_CLASSES, Measures, SplitCounts, measure, summarize
+from toolkit.data.report import Measures, SplitCounts, measure, summarize
 from toolkit.data.sources.arrow_cache import cache_folder, check_uncut, mapped_files, open_splits, write_tables
-from toolkit.data.tokenize.answers import ANSWER_COLUMNS, AnswerRows
-from toolkit.data.tokenize.classification import LabelledTexts, pair_frame
-from toolkit.data.tokenize.columns import CHATS, Batch, Plan, is_wrapped
-from toolkit.data.tokenize.documents import (
-    Cut,
-    Documents,
-    Rules,
-    build_encoder,
-    check_supervision,
-    check_tokens,
-    tokenizer_digest,
-)
-from toolkit.data.tokenize.language import TextRows
-from toolkit.data.tokenize.masks import read_chat_template, turn_end_ids
-from toolkit.data.tokenize.pairs import PairRows
-from toolkit.data.tokenize.preferences import ANSWER, PAIR, PARTS
+from toolkit.data.tokenize.columns import Batch, Plan, is_wrapped
+from toolkit.data.tokenize.documents import Documents, Rules, build_encoder, check_supervision, check_tokens, tokenizer_digest
+from toolkit.data.tokenize.format import Format, FormatRows, Splits
+from toolkit.data.tokenize.masks import turn_end_ids
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 6  # raise it when the same rows and settings give other tokens, labels or counts, or a refusal
 BATCH_ROWS = 512
 STREAM_ROWS = 256  # of a stream: what is counted before training
 
-Splits = Mapping[str, "Dataset | IterableDataset"]
 Read = TypeVar("Read")
 Work = tuple[dict[str, Any], list[SplitCounts]]
 
 
 def tokenize_splits(
-    splits: Mapping[str, Dataset], plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase, config: DataConfig,
-    ranked: RankedAnswersConfig | None,
-) -> Work:  # fmt: skip
+    form: Format, splits: Mapping[str, Dataset], plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> Work:
     """Tokenized splits and their counts, from the cache where they are in it.
 
     Raises:
@@ -68,15 +54,11 @@ def tokenize_splits(
     full = {name: full[name] for name in sorted(full, key=lambda name: name != "train")}  # the others are compared with it
     if not full or ("train" in splits and "train" not in full):
         raise _no_rows("train" if "train" in splits else next(iter(splits)))
-    settings = [config.max_length, config.overlong, is_wrapped(config), config.min_length]
-    if isinstance(config, ClassificationConfig):
-        settings += [config.problem_type, config.class_weights]
-    if ranked and any(plan.layout.endswith("lists") for plan in plans.values()):
-        settings += [ranked.pairs_per_prompt, ranked.max_pairs_per_prompt]
+    settings = [config.max_length, config.overlong, is_wrapped(config), config.min_length, form.task, *form.settings]
     rows = {name: [fingerprint_of(split), repr(plans[name])] for name, split in full.items()}
     content = json.dumps([FORMAT_VERSION, rows, tokenizer_digest(tokenizer), settings], sort_keys=True)
     key = f"tokenized-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
-    folder = cache_folder(key, partial(_write, splits=full, plans=plans, tokenizer=tokenizer, config=config, ranked=ranked))
+    folder = cache_folder(key, partial(_write, form=form, splits=full, plans=plans, tokenizer=tokenizer, config=config))
     found = json.loads((folder / "counts.json").read_text())
     tokenized = open_splits(folder)
     for name, digest in found["digests"].items():
@@ -85,13 +67,12 @@ def tokenize_splits(
 
 
 def tokenize_streams(
-    splits: Splits, plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase, config: DataConfig,
-    ranked: RankedAnswersConfig | None,
-) -> Work:  # fmt: skip
+    form: Format, splits: Splits, plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> Work:
     """Streams that are tokenized as they are read, and the counts of their first rows."""
     tokenized, counts = dict[str, Any](), list[SplitCounts]()
     for name, split in splits.items():
-        reader, first = build_reader(name, plans[name], tokenizer, config, ranked), list(islice(split, STREAM_ROWS))
+        reader, first = build_reader(form, name, plans[name], tokenizer, config), list(islice(split, STREAM_ROWS))
         if not first:
             raise _no_rows(name)
         _, measures = reader.read({column: [row.get(column) for row in first] for column in reader.plan.columns}, 0)
@@ -102,25 +83,15 @@ def tokenize_streams(
     return tokenized, counts
 
 
-class FormatRows(Protocol):
-    """How the rows of a format become documents."""
-
-    def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
-        """Whole documents, and counts of what is unusual about them."""
-
-    def cut(self, documents: Documents) -> tuple[Documents, Cut]:
-        """Bring over-long documents within the longest length."""
-
-
 @dataclass(frozen=True)
 class Reader:
     """Reads batches of one split."""
 
+    form: Format
     name: str
     plan: Plan
     rules: Rules
     rows: FormatRows
-    class_names: tuple[str, ...]  # under which examples are counted; none where labels are no classes
     least: int | None  # tokens of an example; shorter ones are left out
 
     def read(self, batch: Batch, at: int) -> tuple[Documents, Measures]:
@@ -130,7 +101,7 @@ class Reader:
         origins = [origin or f"row {at + i} of the {self.name} split" for i, origin in enumerate(given)]
         whole, remarks = self.rows.read(batch, origins)
         check_tokens(whole, self.rules)
-        if self.plan.classes is None:
+        if self.form.supervises_tokens:
             check_supervision(whole)
         if self.least is not None and (is_short := whole.whole < self.least).any():
             whole, remarks = whole.take(np.flatnonzero(~is_short)), remarks + Counter(short=int(is_short.sum()))
@@ -139,53 +110,32 @@ class Reader:
 
     def summarize(self, measures: list[Measures], max_length: int, train_rows: set[int]) -> SplitCounts:
         """The counts of all batches of the split; `train_rows` are hashes of those of the training split."""
-        return summarize(self.name, measures, self.plan.is_masked, max_length, [*self.class_names], train_rows)
+        classes = [*self.form.class_names(self.plan)]
+        return summarize(self.name, measures, self.plan.is_masked, max_length, classes, train_rows)
 
 
-def build_reader(
-    name: str, plan: Plan, tokenizer: PreTrainedTokenizerBase, config: DataConfig, ranked: RankedAnswersConfig | None = None
-) -> Reader:
+def build_reader(form: Format, name: str, plan: Plan, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Reader:
     """What reads the rows of a split as its plan says."""
-    encoder = build_encoder(tokenizer)
-    rows: FormatRows
-    class_names, ends = tuple[str, ...](), list[int]()
-    if plan.classes is not None:
-        assert isinstance(config, ClassificationConfig)
-        rows = LabelledTexts(
-            None if plan.layout == "tokenized" else encoder, pair_frame(tokenizer) if "text_pair" in plan.columns else None,
-            plan.classes, next(column for column in ("label", "labels") if column in plan.columns), config.problem_type,
-            config.class_weights, config.max_length, config.overlong,
-        )  # fmt: skip
-        class_names = tuple(plan.classes.names) if config.problem_type == "single_label" else ()
-    elif plan.supervise in (PAIR, ANSWER):
-        template = read_chat_template(tokenizer) if plan.layout.startswith("chat") else None
-        of_lists = (ranked.pairs_per_prompt, ranked.max_pairs_per_prompt) if ranked else ("best_worst", 1)
-        pairs = PairRows(plan, encoder, template, config.max_length, config.overlong, *of_lists)
-        rows = pairs if plan.supervise == PAIR else AnswerRows(pairs)
-        class_names = ANSWER_CLASSES if plan.supervise == ANSWER else ()
-    else:
-        is_chat = plan.layout in CHATS or (plan.layout == "alpaca" and tokenizer.chat_template)
-        template = read_chat_template(tokenizer) if is_chat else None
-        overlong = None if is_wrapped(config) else config.overlong
-        rows = TextRows(plan.layout, plan.supervise, encoder, template, config.max_length, overlong)
-    if plan.is_masked:
+    ends = list[int]()
+    if plan.is_masked and form.ends_texts:
         try:
             ends = turn_end_ids(tokenizer)
         except Refusal:  # a template that can't render a plain chat; whether that matters shows when it renders the data
             ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return Reader(name, plan, Rules(len(tokenizer), tokenizer.bos_token_id, tuple(ends)), rows, class_names, config.min_length)
+    rules = Rules(len(tokenizer), tokenizer.bos_token_id, tuple(ends))
+    return Reader(form, name, plan, rules, form.rows(plan, build_encoder(tokenizer), config), config.min_length)
 
 
 def _write(
-    folder: Path, splits: Mapping[str, Dataset], plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase,
-    config: DataConfig, ranked: RankedAnswersConfig | None,
+    folder: Path, form: Format, splits: Mapping[str, Dataset], plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
 ) -> None:  # fmt: skip
     """Write each split as an Arrow file, with the counts of all next to them."""
     counts, digests, train_rows, numbers = [], dict[str, str](), set[int](), count()  # pairs are numbered through all splits
     for name, split in splits.items():
-        reader = build_reader(name, plans[name], tokenizer, config, ranked)
+        reader = build_reader(form, name, plans[name], tokenizer, config)
         measures, digest = list[Measures](), hashlib.blake2b(digest_size=12)
-        schema = _schema(reader.plan, tokenizer, config)
+        schema = _schema(reader, tokenizer)
         tables = _tables(split, reader, schema, measures, digest, numbers, config.preprocessing_num_workers or 1)
         write_tables(folder / f"{name}.arrow", schema, tables)
         counts.append(vars(reader.summarize(measures, config.max_length, train_rows)))
@@ -202,14 +152,14 @@ def _tables(
     import pyarrow as pa
     from tqdm.auto import tqdm
 
-    files = mapped_files(split)
+    form, files = reader.form, mapped_files(split)
     rows = split.with_format(None).select_columns(list(reader.plan.columns))
     with tqdm(total=len(split), desc=f"Tokenizing {reader.name}", unit=" rows", disable=None, leave=False) as bar:
         for documents, part, number in read_in_order(rows, reader.read, BATCH_ROWS, processes):
             measures.append(part)
-            columns = _columns(documents, reader.plan)
-            if reader.plan.supervise in (PAIR, ANSWER):
-                columns[reader.plan.supervise] = list(islice(numbers, len(documents)))
+            columns = _columns(documents, reader)
+            if form.numbered:
+                columns[form.numbered] = list(islice(numbers, len(documents)))
             digest.update(json.dumps(columns, default=lambda value: value.tolist()).encode())
             bounds = pa.array(documents.bounds, pa.int32())
             for name, flat in (("input_ids", documents.values), ("labels", documents.labels)):
@@ -223,41 +173,28 @@ def _tables(
 
 def _stream_batch(batch: Batch, indices: list[int], reader: Reader) -> Batch:
     documents, _ = reader.read({name: batch[name] for name in reader.plan.columns if name in batch}, indices[0])
-    columns = {name: list(values) for name, values in _columns(documents, reader.plan).items()}
+    columns = {name: list(values) for name, values in _columns(documents, reader).items()}
     columns["input_ids"] = documents.lists(documents.values)
     return columns if documents.labels is None else columns | {"labels": documents.lists(documents.labels)}
 
 
-def _columns(documents: Documents, plan: Plan) -> dict[str, Any]:
+def _columns(documents: Documents, reader: Reader) -> dict[str, Any]:
     """The columns that are not flat arrays of tokens."""
     columns: dict[str, Any] = {**documents.columns, "length": documents.lengths}
-    if plan.classes is None:
+    if reader.form.supervises_tokens:
         columns["supervised_tokens"] = documents.supervised()
-    return columns | ({"origin": documents.origins} if "origin" in plan.columns else {})
+    return columns | ({"origin": documents.origins} if "origin" in reader.plan.columns else {})
 
 
-def _schema(plan: Plan, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> pa.Schema:
+def _schema(reader: Reader, tokenizer: PreTrainedTokenizerBase) -> pa.Schema:
     import pyarrow as pa
 
-    ids = pa.list_(pa.int32())
-    fields = {"input_ids": ids}
-    if plan.classes is not None:
-        assert isinstance(config, ClassificationConfig)
-        kinds = {"single_label": pa.int32(), "multi_label": pa.list_(pa.float32()), "regression": pa.float32()}
-        fields["labels"] = kinds[config.problem_type]
-        fields |= {"weight": pa.float32()} if config.class_weights else {}
-        if "text_pair" in plan.columns and "token_type_ids" in tokenizer.model_input_names:
-            fields["token_type_ids"] = ids
-    else:
-        if plan.supervise == PAIR:  # the lengths of its parts say what is supervised
-            fields |= {name: pa.int32() for name in (*PARTS, "pair")} | ({"margin": pa.float32()} if plan.margin else {})
-        elif plan.supervise == ANSWER:
-            fields |= {name: pa.type_for_alias(kind) for name, kind in ANSWER_COLUMNS.items()}
-        elif plan.is_masked:
-            fields["labels"] = ids
-        fields["supervised_tokens"] = pa.int32()
-    fields["length"] = pa.int32()
-    return pa.schema(list((fields | ({"origin": pa.string()} if "origin" in plan.columns else {})).items()))
+    form, plan = reader.form, reader.plan
+    fields = {"input_ids": pa.list_(pa.int32()), **form.columns(plan, tokenizer)}
+    fields |= {form.numbered: pa.int32()} if form.numbered else {}
+    fields |= {"supervised_tokens": pa.int32()} if form.supervises_tokens else {}
+    fields |= {"length": pa.int32()} | ({"origin": pa.string()} if "origin" in plan.columns else {})
+    return pa.schema(list(fields.items()))
 
 
 def _no_rows(name: str) -> Refusal:

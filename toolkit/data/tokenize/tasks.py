@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config import DataConfig, RankedAnswersConfig, Refusal
-from toolkit.data.report import DataReport, Piece, example_pieces, part_pieces
-from toolkit.data.tokenize.answers import weight_notes
-from toolkit.data.tokenize.classification import describe_classification, plan_classification
+from toolkit.config import DataConfig, Refusal
+from toolkit.data.report import ANSWER_CLASSES, DataReport, Piece, part_pieces
+from toolkit.data.tokenize.answers import ANSWER_COLUMNS, AnswerRows, weight_notes
+from toolkit.data.tokenize.classification import classification_format
 from toolkit.data.tokenize.columns import Plan, columns_of, is_wrapped
-from toolkit.data.tokenize.language import describe_text, plan_text
+from toolkit.data.tokenize.documents import Encoder
+from toolkit.data.tokenize.format import Format, Splits
+from toolkit.data.tokenize.language import language_format
+from toolkit.data.tokenize.masks import read_chat_template
+from toolkit.data.tokenize.pairs import PairRows
 from toolkit.data.tokenize.preferences import (
     ANSWER,
     PAIR,
@@ -25,12 +29,10 @@ from toolkit.data.tokenize.preferences import (
 from toolkit.data.tokenize.prepare import STREAM_ROWS, tokenize_splits, tokenize_streams
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
 PLAIN_PROMPTS = ("prompt_completion", "text_pairs", "text_lists", "text_answers")
-
-Splits = Mapping[str, "Dataset | IterableDataset"]
 
 
 class Tokenized(dict[str, Any]):
@@ -50,7 +52,7 @@ def tokenize_for_lm(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: 
     Raises:
         Refusal: data that training must not start with, naming the row.
     """
-    return prepare("lm", splits, tokenizer, config)
+    return prepare(language_format("lm"), splits, tokenizer, config)
 
 
 def tokenize_for_sft(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
@@ -62,7 +64,7 @@ def tokenize_for_sft(splits: Splits, tokenizer: PreTrainedTokenizerBase, config:
     Raises:
         Refusal: data that training must not start with, naming the row.
     """
-    return prepare("sft", splits, tokenizer, config)
+    return prepare(language_format("sft"), splits, tokenizer, config)
 
 
 def tokenize_for_preference(
@@ -87,8 +89,7 @@ def tokenize_for_preference(
     Raises:
         Refusal: data that training must not start with, naming the row.
     """
-    ranked = RankedAnswersConfig(pairs_per_prompt=pairs_per_prompt, max_pairs_per_prompt=max_pairs_per_prompt)
-    return prepare("preference", splits, tokenizer, config, ranked=ranked)
+    return prepare(preference_format(pairs_per_prompt, max_pairs_per_prompt), splits, tokenizer, config)
 
 
 def tokenize_for_unpaired(
@@ -111,7 +112,7 @@ def tokenize_for_unpaired(
     Raises:
         Refusal: data that training must not start with, naming the row.
     """
-    tokenized = prepare("unpaired", splits, tokenizer, config)
+    tokenized = prepare(unpaired_format(), splits, tokenizer, config)
     report, first = tokenized.report, tokenized.report.splits[0]
     notes = weight_notes(first.classes, desirable_weight, undesirable_weight) if first.name == "train" else []
     return Tokenized(tokenized, replace(report, notes=[*report.notes, *notes]))
@@ -127,55 +128,90 @@ def tokenize_for_classification(splits: Splits, tokenizer: PreTrainedTokenizerBa
     Raises:
         Refusal: data that training must not start with, naming the row.
     """
-    return prepare("classification", splits, tokenizer, config)
+    return prepare(classification_format(config), splits, tokenizer, config)
 
 
-def prepare(
-    task: str, splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *,
-    class_names: list[str] | None = None, ranked: RankedAnswersConfig | None = None,
-) -> Tokenized:  # fmt: skip
-    """Tokenize, check and count all splits for a task (lm, sft, preference, unpaired, classification).
+def preference_format(pairs_per_prompt: str = "best_worst", max_pairs_per_prompt: int = 10) -> Format:
+    """How pairs of a better and a worse answer are read; of lists of answers these settings say which pairs they make."""
+    import pyarrow as pa
 
-    `class_names` are the classes in the order of their numbers, of a model that has them already.
+    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> PairRows:
+        template = read_chat_template(encoder.tokenizer) if plan.layout.startswith("chat") else None
+        of_lists = (pairs_per_prompt, max_pairs_per_prompt)
+        return PairRows(plan, encoder, template, config.max_length, config.overlong, *of_lists)
+
+    def columns(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> dict[str, pa.DataType]:
+        fields = {name: pa.int32() for name in (*PARTS, PAIR)}
+        return fields | ({"margin": pa.float32()} if plan.margin else {})
+
+    return Format(
+        "preference", lambda splits, config: (plan_preference(splits, config, pairs_per_prompt), []), rows, columns,
+        lambda plan, tokenizer: describe_preference(plan, pairs_per_prompt), _show_pair,
+        part_names=("prompt", "chosen", "rejected"), settings=(pairs_per_prompt, max_pairs_per_prompt), numbered=PAIR,
+    )  # fmt: skip
+
+
+def unpaired_format() -> Format:
+    """How single answers are read, each marked desirable or undesirable, or made of a pair."""
+    import pyarrow as pa
+
+    as_pairs = preference_format()
+
+    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> AnswerRows:
+        pairs = as_pairs.rows(plan, encoder, config)
+        assert isinstance(pairs, PairRows)
+        return AnswerRows(pairs)
+
+    return Format(
+        "unpaired", lambda splits, config: (plan_unpaired(splits, config), []), rows,
+        lambda plan, tokenizer: {name: pa.type_for_alias(kind) for name, kind in ANSWER_COLUMNS.items()},
+        lambda plan, tokenizer: describe_preference(plan), _show_answer, part_names=("prompt", "completion"),
+        class_names=lambda plan: ANSWER_CLASSES, numbered=ANSWER,
+    )  # fmt: skip
+
+
+FORMATS: dict[str, Callable[[DataConfig], Format]] = {
+    "sft": lambda config: language_format("sft"),
+    "lm": lambda config: language_format("lm"),
+    "preference": lambda config: preference_format(),
+    "unpaired": lambda config: unpaired_format(),
+    "classification": classification_format,
+}
+
+
+def prepare(task: Format | str, splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
+    """Tokenize, check and count all splits for a task, one of FORMATS or a format with settings of its own.
 
     Raises:
         Refusal: data that training must not start with, naming the row.
     """
     from datasets import Dataset
 
-    plans, notes = plan_splits(task, splits, tokenizer, config, class_names, ranked)
+    form = FORMATS[task](config) if isinstance(task, str) else task
+    plans, notes = plan_splits(form, splits, tokenizer, config)
     is_stream = not all(isinstance(splits[name], Dataset) for name in plans)
     work = tokenize_streams if is_stream else tokenize_splits
-    tokenized, counts = work({name: splits[name] for name in plans}, plans, tokenizer, config, ranked)
+    tokenized, counts = work(form, {name: splits[name] for name in plans}, plans, tokenizer, config)
     notes += [f"{name}: left out, as it has no rows" for name in plans if name not in tokenized]
     first = next(iter(tokenized))
-    origin, example = example_of(next(iter(tokenized[first])), plans[first], tokenizer)
+    origin, example = example_of(form, next(iter(tokenized[first])), plans[first], tokenizer)
     return Tokenized(tokenized, DataReport(
-        describe_plan(plans[first], tokenizer, ranked), config.max_length, config.overlong, counts, notes, example, origin,
-        example_names=part_names(plans[first]), first_rows=STREAM_ROWS if is_stream else None,
+        form.describe(plans[first], tokenizer), config.max_length, config.overlong, counts, notes, example, origin,
+        example_names=form.part_names, first_rows=STREAM_ROWS if is_stream else None,
     ))  # fmt: skip
 
 
 def plan_splits(
-    task: str, splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig,
-    class_names: list[str] | None = None, ranked: RankedAnswersConfig | None = None,
-) -> tuple[dict[str, Plan], list[str]]:  # fmt: skip
+    form: Format, splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> tuple[dict[str, Plan], list[str]]:
     """How each split is read for a task, and what of the data or settings may surprise.
 
     Raises:
         Refusal: columns or settings that can't be trained with, or a tokenizer without an end-of-text token.
     """
-    notes = list[str]()
-    if task == "classification":
-        plans, notes = plan_classification(splits, config, class_names)
-        if not plans:
-            raise Refusal("The labels are withheld: each is -1 or missing. Take another split.")
-    elif tokenizer.eos_token_id is None:
+    if form.ends_texts and tokenizer.eos_token_id is None:
         raise Refusal("The tokenizer has no end-of-text token: no text would end. Set eos_token in tokenizer_config.json")
-    elif task == "preference":
-        plans = plan_preference(splits, config, ranked.pairs_per_prompt if ranked else "best_worst")
-    else:
-        plans = plan_unpaired(splits, config) if task == "unpaired" else plan_text(splits, config, task)
+    plans, notes = form.plan(splits, config)
     name, plan = next(iter(plans.items()))
     unread = [column for column in columns_of(splits[name], name) if column not in plan.columns]
     if unread:
@@ -194,37 +230,22 @@ def plan_splits(
     return plans, notes
 
 
-def describe_plan(plan: Plan, tokenizer: PreTrainedTokenizerBase, ranked: RankedAnswersConfig | None) -> str:
-    """The plan in words."""
-    if plan.supervise in (PAIR, ANSWER):
-        return describe_preference(plan, ranked.pairs_per_prompt if ranked else "best_worst")
-    return describe_classification(plan) if plan.classes is not None else describe_text(plan, tokenizer)
-
-
-def part_names(plan: Plan) -> tuple[str, ...]:
-    """Names of the parts of an example, where each is shown by itself."""
-    return {PAIR: ("prompt", "chosen", "rejected"), ANSWER: ("prompt", "completion")}.get(plan.supervise, ())
-
-
-def example_of(row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Piece]]:
+def example_of(form: Format, row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Piece]]:
     """Where a tokenized row comes from, and its text in pieces."""
+    said, pieces = form.show(row, plan, tokenizer)
     origin = row.get("origin") or "row 0"
+    return f"{origin}, {said}" if said else origin, pieces
 
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids))
 
-    if plan.supervise in (PAIR, ANSWER):
-        parts = PARTS if plan.supervise == PAIR else PARTS_OF_AN_ANSWER
-        bounds = list(accumulate((row[name] for name in parts), initial=0))
-        if plan.supervise == ANSWER:
-            origin = f"{origin}, {'desirable' if row['desirable'] else 'undesirable'}"
-        return origin, part_pieces([row["input_ids"][start:end] for start, end in pairwise(bounds)], decode)
-    labels = row["labels"] if plan.is_masked else None
-    if plan.classes is not None:
-        names, label = plan.classes.names, row["labels"]
-        if isinstance(label, list):
-            shown = [name for name, is_one in zip(names, label, strict=True) if is_one]
-        else:
-            shown = [names[label]] if names else [f"{label:g}"]
-        origin = f"{origin}, labeled {', '.join(shown) or 'with no class'}"
-    return origin, example_pieces(row["input_ids"], labels, decode)
+def _show_pair(row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Piece]]:
+    return "", _parts(row, PARTS, tokenizer)
+
+
+def _show_answer(row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Piece]]:
+    return "desirable" if row["desirable"] else "undesirable", _parts(row, PARTS_OF_AN_ANSWER, tokenizer)
+
+
+def _parts(row: dict[str, Any], parts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+    bounds = list(accumulate((row[name] for name in parts), initial=0))
+    pieces = [row["input_ids"][start:end] for start, end in pairwise(bounds)]
+    return part_pieces(pieces, lambda ids: str(tokenizer.decode(ids)))

@@ -1,0 +1,202 @@
+"""What `toolkit evaluate` computes: for each kind of model and each task its rows, its collate function and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config import ClassificationConfig, DataConfig, ModelConfig, Refusal, RewardConfig
+from toolkit.config.setting import nearest
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from toolkit.data.loading.loaders import Collate
+    from toolkit.data.tokenize.format import Format
+    from toolkit.metrics.metric import Metrics
+
+OF_LIKELIHOODS = (
+    "log-probabilities of whole answers by this model alone, in nats: no reference model enters, so they are not the rewards "
+    "that DPO and KTO log"
+)
+LM_METRICS = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
+# Two answers and what the data say, on which a module of evaluate is tried before the model is loaded.
+_TRIAL = (["one two three four five", "six"], ["one two three four five", "seven"])
+
+TextMetrics = dict[str, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(ModelConfig, DataConfig, ClassificationConfig, RewardConfig):
+    """What is read of a recipe's settings."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What metrics may need next to the settings."""
+
+    config: EvaluationConfig
+    names: list[str]  # of the metrics that were asked for
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    rows: Dataset
+    tokenized: Dataset
+
+
+@dataclass(frozen=True)
+class EvaluatedTask:
+    """How a model is evaluated on rows of a task.
+
+    check(names, config): refuses, before the model is loaded, metrics that no model of this task has; returns those of them
+        that compare generated texts.
+    metrics(loaded): what is computed.
+    form(config, model): how the rows are read; None: as the task's name says.
+    collate(tokenizer): from tokenized rows to a micro-batch.
+    """
+
+    check: Callable[[list[str], EvaluationConfig], TextMetrics]
+    metrics: Callable[[Loaded], Metrics]
+    collate: Callable[[PreTrainedTokenizerBase], Collate]
+    form: Callable[[EvaluationConfig, PreTrainedModel], Format] | None = None
+    fit_tokenizer: Callable[[PreTrainedTokenizerBase], PreTrainedTokenizerBase] | None = None
+    keeps_all: bool = False  # the metrics are those that were asked for already
+    remark: str = ""
+
+
+def check_names(names: list[str], known: tuple[str, ...], when: str = "") -> None:
+    """Refuse a metric that a model does not have."""
+    for name in names:
+        if name not in known:
+            near = nearest(name, known)
+            meant = f" Did you mean {near}?" if near else ""
+            raise Refusal(f"--metrics {name}: a model has {', '.join(known)}{' ' * bool(when)}{when}.{meant}")
+
+
+def _padded(tokenizer: PreTrainedTokenizerBase) -> Collate:
+    from toolkit.data.loading.collate import collate_padded
+
+    return partial(collate_padded, pad_token_id=tokenizer.pad_token_id)
+
+
+def _check_language(names: list[str], config: EvaluationConfig, task: str) -> TextMetrics:
+    from toolkit.metrics.external import load_metric
+
+    others = [name for name in names if name not in LM_METRICS]
+    check_names([name for name in others if nearest(name, LM_METRICS)], LM_METRICS)
+    check_names(others if task == "lm" else [], LM_METRICS, "where rows have no answers")
+    return {name: load_metric(name, LM_METRICS, _TRIAL) for name in others}
+
+
+def _language_metrics(loaded: Loaded) -> Metrics:
+    from toolkit.data.texts import text_size
+    from toolkit.losses.causal_lm import causal_lm_metrics, causal_lm_metrics_with_bytes
+
+    is_masked = "labels" in loaded.tokenized.column_names
+    known = LM_METRICS[:-1] if is_masked else LM_METRICS
+    check_names(loaded.names, known, "where only answers are supervised" if is_masked else "")
+    if is_masked:
+        return causal_lm_metrics
+    return causal_lm_metrics_with_bytes(**text_size({"validation": loaded.tokenized}, loaded.tokenizer))
+
+
+def _language(task: str) -> EvaluatedTask:
+    return EvaluatedTask(partial(_check_language, task=task), _language_metrics, _padded)
+
+
+def _pair_likelihoods() -> EvaluatedTask:
+    def check(names: list[str], config: EvaluationConfig) -> TextMetrics:
+        from toolkit.losses.answer_logps import PAIR_LIKELIHOODS
+
+        check_names(names, PAIR_LIKELIHOODS, "where answers are marked")
+        return {}
+
+    def metrics(loaded: Loaded) -> Metrics:
+        from toolkit.losses.answer_logps import pair_likelihood_metrics
+
+        return pair_likelihood_metrics
+
+    return EvaluatedTask(check, metrics, _pairs, remark=OF_LIKELIHOODS)
+
+
+def _answer_likelihoods() -> EvaluatedTask:
+    def check(names: list[str], config: EvaluationConfig) -> TextMetrics:
+        from toolkit.losses.answer_logps import ANSWER_LIKELIHOODS
+
+        check_names(names, ANSWER_LIKELIHOODS, "where answers are marked")
+        return {}
+
+    def metrics(loaded: Loaded) -> Metrics:
+        from toolkit.losses.answer_logps import answer_likelihood_metrics
+
+        return answer_likelihood_metrics
+
+    def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
+        from toolkit.data.loading.collate_answers import collate_answers
+
+        return partial(collate_answers, layout="padded", pad_token_id=tokenizer.pad_token_id)
+
+    return EvaluatedTask(check, metrics, collate, remark=OF_LIKELIHOODS)
+
+
+def _pairs(tokenizer: PreTrainedTokenizerBase) -> Collate:
+    from toolkit.data.loading.collate_pairs import collate_pairs
+
+    return partial(collate_pairs, layout="padded", pad_token_id=tokenizer.pad_token_id)
+
+
+def _classes() -> EvaluatedTask:
+    def check(names: list[str], config: EvaluationConfig) -> TextMetrics:
+        from toolkit.metrics.classification import classification_metrics
+
+        if names:
+            classification_metrics(names, 2, config.problem_type)  # how many classes there are is seen later
+        return {}
+
+    def metrics(loaded: Loaded) -> Metrics:
+        from toolkit.metrics.classification import classification_metrics
+
+        return classification_metrics(loaded.names, loaded.model.config.num_labels, loaded.config.problem_type)
+
+    def form(config: EvaluationConfig, model: PreTrainedModel) -> Format:
+        from toolkit.data.tokenize.classification import classification_format
+
+        return classification_format(config, None if config.problem_type == "regression" else class_names(model))
+
+    return EvaluatedTask(check, metrics, _padded, form, keeps_all=True)
+
+
+def class_names(model: PreTrainedModel) -> list[str] | None:
+    """The classes as the model numbers them; None where it has no names for them."""
+    labels: dict[int, str] = model.config.id2label  # type: ignore[assignment]  # of a classifier
+    names = [labels[number] for number in sorted(labels)]
+    return None if all(name == f"LABEL_{number}" for number, name in enumerate(names)) else names
+
+
+def _rewards() -> EvaluatedTask:
+    def metrics(loaded: Loaded) -> Metrics:
+        from toolkit.losses.reward import reward_metrics
+
+        return reward_metrics(
+            center_rewards_coefficient=loaded.config.center_rewards_coefficient,
+            margin_coefficient=loaded.config.margin_coefficient,
+        )
+
+    def fit_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+        from toolkit.models.padding import pad_apart_from_end
+
+        return pad_apart_from_end(tokenizer)
+
+    return EvaluatedTask(lambda names, config: {}, metrics, _pairs, fit_tokenizer=fit_tokenizer)
+
+
+# By transformers' class of the model; the first task of each is what is meant where the columns do not say.
+EVALUATED: dict[str, dict[str, EvaluatedTask]] = {
+    "AutoModelForCausalLM": {
+        "sft": _language("sft"), "lm": _language("lm"), "preference": _pair_likelihoods(), "unpaired": _answer_likelihoods(),
+    },
+    "AutoModelForSequenceClassification": {"classification": _classes(), "preference": _rewards()},
+}  # fmt: skip
+TASKS = tuple(dict.fromkeys(task for tasks in EVALUATED.values() for task in tasks))
