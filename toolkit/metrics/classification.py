@@ -60,9 +60,7 @@ _PROBLEMS: dict[str, _Problem] = {
 }  # fmt: skip
 
 
-def classification_metrics(
-    names: Sequence[MetricName], num_labels: int | None, problem_type: str = "single_label"
-) -> Metrics:
+def classification_metrics(names: Sequence[MetricName], num_labels: int | None, problem_type: str = "single_label") -> Metrics:
     """Metrics by name for examples with labels; "loss" is always among them. Without a name the usual ones
     (`USUAL_METRICS`): accuracy and F1, of numbers mse, mae and r2.
 
