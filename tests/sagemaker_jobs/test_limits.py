@@ -152,7 +152,7 @@ def test_a_pair_without_a_name_or_a_value_is_refused_without_being_shown(text: s
 
 LINES = {
     "sft": "step 3/6  eval_loss 5.6392  eval_perplexity 1281.2348  eval_token_accuracy 0.0500",
-    "lora": "step 1/1  loss 8.3175  lr 0  norm 0.9876  supervised_tokens/s 2798  examples/s 39.9745  mfu 0.4100  0 s left",
+    "lora": "step 1/1  loss 8.3175  lr 0  norm 0.9876  supervised_tokens/s 2798  examples/s 39.9745  mfu 0.4100  ETA 0:00",
     "pretrain": "step 1/1  eval_loss 8.3179  eval_perplexity 4097  eval_token_accuracy 0.0037  eval_bits_per_byte 3.4226",
     "dpo": "step 0/1  eval_loss 0.6931  eval_rewards_chosen 0  eval_rewards_rejected 0  eval_reward_margin -2.35e-04  "
     "eval_reward_accuracy 0  eval_logps_chosen -69.4381  eval_logps_rejected -76.0175  eval_logps_drop 0",
@@ -161,7 +161,7 @@ LINES = {
     "reward": "step 1/1  eval_loss 0.6933  eval_rewards_chosen -0.0598  eval_rewards_rejected -0.0596  eval_reward_margin -2.35e-04  "
     "eval_reward_accuracy 0.5000",
     "accelerated": "step 1/1  eval_loss 1.9366  eval_accuracy 0.2500  eval_f1 0",
-    "zero": "step 10/200  loss 1.9366  lr 9.05e-04  norm 12.5000  examples/s 1,200  1.5 min left",
+    "zero": "step 10/200  loss 1.9366  lr 9.05e-04  norm 12.5000  examples/s 1,200  ETA 1:30",
 }  # printed by the recipes, in a container but for the last one
 
 
@@ -169,7 +169,7 @@ LINES = {
 def test_every_metric_in_a_line_of_a_recipe_is_found_by_one_definition_and_whole(recipe: str) -> None:
     """Fails when: an evaluation's metric has no definition, `loss` finds eval_loss, or a number is cut off at its comma."""
     settings, _ = read_recipe_flags(Path(__file__).resolve().parents[2] / f"recipes/{recipe}.py", [])
-    pairs = [pair.split(" ") for pair in LINES[recipe].split("  ")[1:] if "left" not in pair]
+    pairs = [pair.split(" ") for pair in LINES[recipe].split("  ")[1:] if "ETA" not in pair]
     found = [float(match[1]) for each in metric_definitions(settings) if (match := re.search(each["Regex"], LINES[recipe]))]
     assert sorted(found) == sorted(float(number) for _, number in pairs if "," not in number)
 

@@ -146,12 +146,12 @@ def test_a_terminal_has_one_moving_line_with_the_share_done_and_the_time_left(
     progress.moved(3)
     clock[0] += 10.0
     progress.moved(4)
-    assert out.getvalue() == "step 3/12  loss 1.2500  lr 1.00e-04  norm 2  1.5 min left\n"
-    assert shown_lines(screen.getvalue()) == ["━" * 8 + "─" * 16 + " 4/12  80 s left"]
-    assert "━" * 6 + "─" * 18 + " 3/12  1.5 min left" in screen.getvalue()
+    assert out.getvalue() == "step 3/12  loss 1.2500  lr 1.00e-04  norm 2  ETA 1:30\n"
+    assert shown_lines(screen.getvalue()) == ["━" * 8 + "─" * 16 + " 4/12  ETA 1:20"]
+    assert "━" * 6 + "─" * 18 + " 3/12  ETA 1:30" in screen.getvalue()
     progress.say("a line that stays")
     assert shown_lines(screen.getvalue())[-1] == ""
-    assert out.getvalue().endswith("left\na line that stays\n")
+    assert out.getvalue().endswith("ETA 1:30\na line that stays\n")
     progress.moved(12)
     progress.close()
     assert screen.getvalue().endswith("\n")
@@ -171,17 +171,17 @@ def test_a_rate_has_three_digits(monkeypatch: pytest.MonkeyPatch, clock: list[fl
     """Fails when: 980.1020 tokens a second are shown."""
     progress, _, out = progress_on(monkeypatch, False)
     progress.logged(3, {"tokens_per_second": 980.1020, "examples_per_second": 4.56789})
-    assert out.getvalue() == "step 3/12  supervised_tokens/s 980  examples/s 4.57  0 s left\n"
+    assert out.getvalue() == "step 3/12  supervised_tokens/s 980  examples/s 4.57  ETA 0:00\n"
 
 
 def test_a_resumed_run_reckons_with_its_own_steps_alone(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
     """Steps 9 and 10 took 5 seconds each, two are left. Fails when: the time of this process is divided by all steps."""
     progress, screen, _ = progress_on(monkeypatch, True, first_step=8)
     progress.moved(8)
-    assert "left" not in screen.getvalue()
+    assert "ETA" not in screen.getvalue()
     clock[0] += 10.0
     progress.moved(10)
-    assert "10/12  10 s left" in screen.getvalue()
+    assert "10/12  ETA 0:10" in screen.getvalue()
 
 
 def test_a_log_file_has_plain_lines_and_no_control_characters(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
@@ -192,7 +192,7 @@ def test_a_log_file_has_plain_lines_and_no_control_characters(monkeypatch: pytes
     progress.logged(3, {"loss": 1.25, "tokens_per_second": 12345.6})
     progress.close()
     assert screen.getvalue() == ""
-    assert out.getvalue() == "step 3/12  loss 1.2500  supervised_tokens/s 12,346  18 s left\n"
+    assert out.getvalue() == "step 3/12  loss 1.2500  supervised_tokens/s 12,346  ETA 0:18\n"
 
 
 def test_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:

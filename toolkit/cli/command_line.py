@@ -158,7 +158,7 @@ def without_container_keys(hyperparameters: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def lossy_text(value: Any) -> str:
+def lossy_text(value: object) -> str:
     """A hyperparameter as the container writes it into argv (sagemaker-training 5.1, mapping.to_cmd_args)."""
     if isinstance(value, dict):
         return ",".join(f"{key}={item}" for key, item in sorted(value.items()))
@@ -201,7 +201,7 @@ def find_channels(config: AnyConfig, environment: Mapping[str, str] = os.environ
             raise Refusal(f"channel:{name}: {known} A job gets one with --channel {name}=s3://BUCKET/PREFIX.")
         return path
 
-    def replaced(value: Any) -> Any:
+    def replaced(value: object) -> Any:
         if isinstance(value, list):
             return [replaced(item) for item in value]
         return _CHANNEL.sub(folder, value) if isinstance(value, str) else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -35,23 +35,23 @@ def note_read(config_class: type, name: str, frame: FrameType) -> None:
     _READ.setdefault(config_class, set()).add(name)
 
 
-def values_of(config: Any) -> dict[str, Any]:
+def values_of(config: object) -> dict[str, Any]:
     """The values of all settings by name, for records and checks: none of them is noted as read."""
     return {name: value for name, value in vars(config).items() if name != "given"}
 
 
-def settings_read(config: Any) -> frozenset[str]:
+def settings_read(config: object) -> frozenset[str]:
     """The names of the settings that were read since the run began."""
     return (_OF_THE_RECORDS | _READ.get(type(config), set())) & values_of(config).keys()
 
 
-def add_reads(config: Any, names: Any) -> None:
+def add_reads(config: object, names: Iterable[str]) -> None:
     """Note as read what the run read before it was continued."""
     _READ.setdefault(type(config), set()).update(names)
 
 
 @contextlib.contextmanager
-def read_apart(config: Any) -> Iterator[set[str]]:
+def read_apart(config: object) -> Iterator[set[str]]:
     """What is read inside is not noted as read; the set holds the names of it afterwards."""
     before, names = set(_READ.get(type(config), ())), set[str]()
     yield names
@@ -59,21 +59,21 @@ def read_apart(config: Any) -> Iterator[set[str]]:
     _READ[type(config)] = before
 
 
-def note_made_of(made: Any, names: Any) -> None:
+def note_made_of(made: object, names: Iterable[str]) -> None:
     """Let these settings count as read by a run that uses the object which was made of them (`add_reads_of`)."""
     _MADE_OF[made] = frozenset(names)
 
 
-def is_made_of_settings(made: Any) -> bool:
+def is_made_of_settings(made: object) -> bool:
     """Whether an object was made of settings, and not by the recipe itself."""
     return made in _MADE_OF
 
 
-def add_reads_of(config: Any, made: Any) -> None:
+def add_reads_of(config: object, made: object) -> None:
     """Note as read the settings that an object in use was made of; none where the recipe made it itself."""
     add_reads(config, _MADE_OF.get(made, ()))
 
 
-def forget_reads(config: Any) -> None:
+def forget_reads(config: object) -> None:
     """A run begins, or has ended: what was read before it is not its own."""
     _READ.pop(type(config), None)

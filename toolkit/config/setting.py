@@ -204,7 +204,7 @@ def nearest(word: str, options: Iterable[str]) -> str | None:
     return best if best is not None and likeness(best) > 0.8 else None
 
 
-def show_value(value: Any) -> str:
+def show_value(value: object) -> str:
     """A value as it would be typed: none, true, 0.0002, wandb,tensorboard."""
     if value is None:
         return "none"

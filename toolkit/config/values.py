@@ -83,7 +83,7 @@ def read_what_can_be(config_class: type[Settings], written: Mapping[str, Any], s
     return Read(values, frozenset(wrong), found)
 
 
-def read_value(setting: Setting, raw: Any, source: str = "") -> Any:
+def read_value(setting: Setting, raw: object, source: str = "") -> Any:
     """The checked value of one setting, from text or from what YAML or JSON made of it."""
     if setting.is_list:
         value: Any = [_read_item(setting, item) for item in _items(raw)]
@@ -109,7 +109,7 @@ def split_list(text: str) -> list[Any]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
-def _items(raw: Any) -> list[Any]:
+def _items(raw: object) -> list[Any]:
     if isinstance(raw, Mapping):  # rename_columns: {old: new} is how one would write it in YAML
         return [f"{key}={value}" if not isinstance(value, Mapping | list) else {key: value} for key, value in raw.items()]
     if isinstance(raw, str):
@@ -117,7 +117,7 @@ def _items(raw: Any) -> list[Any]:
     return list(raw) if isinstance(raw, list | tuple) else [raw]
 
 
-def _read_item(setting: Setting, raw: Any) -> Any:
+def _read_item(setting: Setting, raw: object) -> Any:
     """One value in the type of its setting where it can be read as one; else as it is, for the check to refuse."""
     if setting.kind is bool:
         word = str(raw).lower()
@@ -146,7 +146,7 @@ _NULL_THERE = frozenset({
 })  # fmt: skip
 
 
-def _mixture(raw: Any) -> Any:
+def _mixture(raw: object) -> Any:
     """`dataset: {a: 0.7, b: 0.3}` and `dataset: [a:0.7, b:0.3]` are the mixture a:0.7,b:0.3."""
     if isinstance(raw, Mapping):
         return ",".join(f"{name}:{weight}" for name, weight in raw.items())
@@ -155,13 +155,13 @@ def _mixture(raw: Any) -> Any:
     return raw
 
 
-def _fsdp(raw: Any) -> Any:
+def _fsdp(raw: object) -> Any:
     """Trainer's text of options: full_shard and auto_wrap are what FSDP2 does."""
     words = set(map(str, raw) if isinstance(raw, list) else str(raw).split())
     return bool(words) if words <= {"full_shard", "auto_wrap"} else raw
 
 
-def _said(name: str, raw: Any, find: Callable[[str], str | None]) -> Any:
+def _said(name: str, raw: object, find: Callable[[str], str | None]) -> Any:
     """The value that a former or another one means, which is said."""
     meant = find(raw) if isinstance(raw, str) else None
     if meant and os.environ.get("RANK", "0") == "0":

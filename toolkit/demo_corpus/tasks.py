@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -267,6 +267,6 @@ def _windows(texts: list[Any]) -> tuple[np.ndarray, np.ndarray]:
     return hashes[whole], owner[: len(hashes)][whole]
 
 
-def plain(text: Any) -> str:
+def plain(text: str | Sequence[str]) -> str:
     """The text without white space and case; texts that agree in it count as the same."""
     return "".join((text if isinstance(text, str) else " ".join(text)).split()).lower()

@@ -17,7 +17,7 @@ def json_line(record: dict[str, Any]) -> str:
     return json.dumps(strict_json(record), allow_nan=False)
 
 
-def strict_json(value: Any) -> Any:
+def strict_json(value: object) -> Any:
     """A value with None in place of every number that is not finite, however deep: JSON has no word for it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

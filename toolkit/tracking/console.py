@@ -52,7 +52,9 @@ class Progress:
         if done < 1:
             return ""
         seconds = (time.monotonic() - self.started) / done * (self.total_steps - step)
-        return f"{seconds / 60:.1f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"ETA {hours}:{minutes:02}:{seconds:02}" if hours else f"ETA {minutes}:{seconds:02}"
 
 
 _SHORT = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit import checkpoint as ckpt
+from toolkit.config import RunConfig
 from toolkit.config.reading import add_reads, add_reads_of
 from toolkit.distributed.engines import unwrapped
 from toolkit.distributed.heartbeat import Heartbeat, start_heartbeat
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def open_run(
-    accelerator: Accelerator, config: Any, model: nn.Module, optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator, config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer,
     train: TrainLoader | StreamLoader, *, reference_made_of: Mapping[str, Any] | None = None,
 ) -> Iterator[Run]:  # fmt: skip
     """Claim the output directory, restore a checkpoint when asked, and yield the run; write its summary at the end.

@@ -3,12 +3,14 @@
 Weights after a resume equal those of a run never stopped as long as nothing below has changed.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,9 +18,14 @@ from toolkit.checkpoint import latest_checkpoint, list_checkpoints, verify_check
 from toolkit.config import DataConfig, ModelConfig, Refusal, RunConfig, settings_of
 from toolkit.config.conditions import couples_a_micro_batch, follows_evaluations
 from toolkit.config.reading import values_of
-from toolkit.config.setting import given_settings
+from toolkit.config.setting import Settings, given_settings
 from toolkit.config.shown import public_settings
 from toolkit.distributed.engines import engine_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from toolkit.data.loading.loaders import StreamLoader, TrainLoader
 
 _OF_DATA = settings_of(DataConfig).keys() | settings_of(ModelConfig).keys()
 ALLOWED = "allowed by --allow-change"
@@ -39,7 +46,7 @@ _OF_THE_LAYOUT = {
 FORMER_MOMENTUM = 0.95
 
 
-def run_layout(accelerator: Any, train: Any) -> dict[str, Any]:
+def run_layout(accelerator: Accelerator, train: TrainLoader | StreamLoader) -> dict[str, Any]:
     """What the world decided, as far as random numbers and rounding depend on it."""
     return {
         "engine": engine_of(accelerator).label(accelerator), "processes": accelerator.num_processes,
@@ -48,7 +55,7 @@ def run_layout(accelerator: Any, train: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plain_settings(config: Any) -> dict[str, Any]:
+def plain_settings(config: Settings) -> dict[str, Any]:
     """A config as JSON has it, for checkpoints; of what may be a key (`public_settings`) a digest, which tells a change too."""
     public = public_settings(config)
     values = {name: value if name in public else _digest(value) for name, value in values_of(config).items()}
@@ -71,7 +78,7 @@ def checkpoint_to_resume(config: RunConfig, checkpoints: Path, say: Callable[[st
     return found
 
 
-def check_settings_to_resume(config: Any) -> None:
+def check_settings_to_resume(config: RunConfig) -> None:
     """Refuse a given setting that no checkpoint of this run can be continued with, before the data are prepared for nothing.
 
     Settings that were not given are compared when the checkpoint is restored: a recipe may still set them.
@@ -104,7 +111,9 @@ def check_settings_to_resume(config: Any) -> None:
 _EARLIER_FINGERPRINT = re.compile(r"(tokenized-[0-9a-f]{24}|[0-9a-f]{16}|)-")
 
 
-def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: Any) -> list[str]:
+def changes_since(
+    record: dict[str, Any], config: RunConfig, accelerator: Accelerator, train: TrainLoader | StreamLoader
+) -> list[str]:
     """What to say about changes since the checkpoint whose `run` record this is.
 
     Raises:
@@ -116,10 +125,10 @@ def changes_since(record: dict[str, Any], config: Any, accelerator: Any, train: 
     is_another_loss = was != size and couples_a_micro_batch(config)
     if is_another_loss and "per_device_train_batch_size" not in config.allow_change:
         raise Refusal(
-            f"--resume: the micro-batch had {was} examples and has {size}, and --loss-type {','.join(config.loss_type)} "
-            "compares the pairs of a micro-batch with each other: that would be another loss. Take "
-            f"--per-device-train-batch-size {was}, begin a new run in another --output-dir, or allow it by name: "
-            "--allow-change per_device_train_batch_size"
+            f"--resume: the micro-batch had {was} examples and has {size}, and --loss-type "
+            f"{','.join(values_of(config)['loss_type'])} compares the pairs of a micro-batch with each other: that would be "
+            f"another loss. Take --per-device-train-batch-size {was}, begin a new run in another --output-dir, or allow it by "
+            "name: --allow-change per_device_train_batch_size"
         )
     of_data = {"dataset", *_OF_DATA.intersection(changed)}
     is_comparable = not _EARLIER_FINGERPRINT.match(record["fingerprint"])
@@ -174,7 +183,7 @@ def _changed_settings(
     return now, before, changed
 
 
-def keeps_its_length(config: Any) -> bool:
+def keeps_its_length(config: RunConfig) -> bool:
     """Whether a continued run ends where it was to end: no setting that its length depends on was allowed to change."""
     return not _OF_DATA.intersection(config.allow_change)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -20,7 +20,7 @@ from toolkit.system.digests import damage_in, write_digests
 from toolkit.system.files import make_folder, put_in_place, remove, waiting_lock
 
 if TYPE_CHECKING:
-    from datasets import DatasetDict
+    from datasets import Dataset, DatasetDict
 
 BATCH_ROWS = 1000  # rows of a record batch: datasets finds a row by a search over batches, so they stay small
 
@@ -98,7 +98,7 @@ class CutFile(Exception):
     exit_code, on_every_rank = 1, True
 
 
-def mapped_files(dataset: Any) -> dict[str, int]:
+def mapped_files(dataset: Dataset) -> dict[str, int]:
     """The files that a dataset is mapped from, with their sizes in bytes."""
     return {file["filename"]: os.stat(file["filename"]).st_size for file in dataset.cache_files}
 

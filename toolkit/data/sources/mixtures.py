@@ -240,6 +240,6 @@ def _differs(name: str, kind: Any, other: Any, source: Source, odd: Source) -> s
     return f"The sources of a mixture should agree: {found}."
 
 
-def column_names(rows: Any) -> list[str]:
+def column_names(rows: Dataset | IterableDataset) -> list[str]:
     """Columns of a dataset, or of a stream's first row."""
     return list(rows.column_names or next(iter(rows)))

@@ -63,7 +63,7 @@ def with_numbers(row: Row, types: dict[str, type]) -> Row:
     return {name: (types[name](value) if value else None) if name in types else value for name, value in row.items()}
 
 
-def what_is(value: Any) -> str:
+def what_is(value: object) -> str:
     """The kind of a JSON value, for a message."""
     kinds = {str: "a string", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return kinds.get(type(value), "null" if value is None else type(value).__name__)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.sources.held_out import row_keys
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def config_of_run(model: str) -> Path | None:
@@ -37,7 +40,7 @@ def is_same_dataset(one: str, other: str) -> bool:
     return one == other or (all(path.exists() for path in paths) and paths[0].resolve() == paths[1].resolve())
 
 
-def count_trained_on(rows: Any, config: DataConfig) -> int | None:
+def count_trained_on(rows: Dataset, config: DataConfig) -> int | None:
     """How many rows have an input (a prompt, a first turn, a text) that a run with these settings was trained on.
 
     None where the rows of the run can't be read any more, or are a stream.

@@ -96,7 +96,7 @@ def check_texts(values: list[Any], column: str, origins: list[str]) -> None:
             raise Refusal(f"{origin}: {column} is {what}. Fill it in or remove the row.")
 
 
-def read_messages(value: Any, column: str, origin: str, needs_assistant: bool = True) -> list[dict[str, Any]]:
+def read_messages(value: object, column: str, origin: str, needs_assistant: bool = True) -> list[dict[str, Any]]:
     """The messages of a chat as a template reads them: keys that are None are left out, ShareGPT's keys are translated."""
     if not isinstance(value, list) or not value:
         raise Refusal(f"{origin}: {column} is {describe(value)}, and must be a list of messages. Correct or remove the row.")
@@ -164,7 +164,7 @@ def _from_json(value: Any, column: str, origin: str) -> Any:
     return parse_json(value, f"{origin}: {column}", is_strict=True) if value.strip() else None
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """What a value is, in a few words."""
     if value is None:
         return "missing (null)"

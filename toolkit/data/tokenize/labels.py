@@ -7,11 +7,16 @@ import math
 import unicodedata
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config import ClassificationConfig, Refusal
 from toolkit.data.tokenize.columns import describe, label_column
 from toolkit.system.console import quoted
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+    from toolkit.data.tokenize.format import Splits
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Classes:
     def _places(self) -> dict[str, int]:
         return {name: place for place, name in enumerate(self.names)}
 
-    def number(self, label: Any, origin: str) -> int:
+    def number(self, label: object, origin: str) -> int:
         """The class that a label of the split means."""
         if self.numbered is not None and isinstance(label, int):
             if not 0 <= label < len(self.numbered):
@@ -48,7 +53,7 @@ class Classes:
         return self._places[str(label)]
 
 
-def label_names(splits: Any) -> list[str]:
+def label_names(splits: Splits) -> list[str]:
     """The classes in the order of their numbers; empty where the labels are floats, to regress on.
 
     They are the names that the dataset declares (`ClassLabel`), else the distinct labels of the training split, sorted.
@@ -57,7 +62,7 @@ def label_names(splits: Any) -> list[str]:
     return find_classes(splits).names
 
 
-def label_settings(splits: Any, config: ClassificationConfig) -> dict[str, Any]:
+def label_settings(splits: Splits, config: ClassificationConfig) -> dict[str, Any]:
     """What a classification model must know of the labels, as fields of its config: their number, names and kind."""
     if config.problem_type == "regression":
         return {"num_labels": 1, "problem_type": "regression"}
@@ -69,7 +74,7 @@ def label_settings(splits: Any, config: ClassificationConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def find_classes(splits: Any) -> Classes:
+def find_classes(splits: Splits) -> Classes:
     """The classes of the training split; without one, of the first."""
     from datasets import Dataset
 
@@ -112,7 +117,7 @@ def _refuse_look_alikes(names: list[Any], values: list[Any], rows: Any) -> None:
         )
 
 
-def declared_names(split: Any, column: str) -> list[str] | None:
+def declared_names(split: Dataset | IterableDataset, column: str) -> list[str] | None:
     """Names of the classes as the split's features declare them."""
     from datasets import ClassLabel
 
@@ -154,7 +159,7 @@ def _refuse_missing(values: list[Any], rows: Any) -> None:
             raise Refusal(f"{origin}: {missing}")
 
 
-def missing_label(value: Any) -> str:
+def missing_label(value: object) -> str:
     """What to say of a label that is missing; empty where it is."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return f"the label is {'missing' if value is None else 'empty'}. Correct or remove the row."

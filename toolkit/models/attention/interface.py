@@ -4,10 +4,12 @@ A packed row reaches the model with the bounds of its documents (`cu_seq_lens_q`
 through the keyword arguments of its layers to the function registered here. No mask of the row's length squared is built.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,6 +17,9 @@ from toolkit.config import Refusal
 from toolkit.models.attention.kernels import Rules, band, fastest_kernel, flex_kernel, masked_attention, once_a_row
 from toolkit.models.attention.packable import NotPackable, check_packable
 from toolkit.models.compat import takes_sdpa
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 DOCUMENTS = "toolkit_documents"  # the fastest exact kernel for the device
 FLEX = "toolkit_flex"  # the same, by flex attention
@@ -42,7 +47,7 @@ def register_attention() -> None:
 
 
 def choose_attention(
-    model_config: Any, requested: str, packed: bool, device: str | torch.device, model_class: type | None = None
+    model_config: PretrainedConfig, requested: str, packed: bool, device: str | torch.device, model_class: type | None = None
 ) -> str | None:
     """The attn_implementation for a model's config and the setting --attn-implementation; registers ours when it is chosen.
 
@@ -78,7 +83,7 @@ def choose_attention(
     return chosen
 
 
-def take_attention_of_padded_rows(model: Any, requested: str, problem: NotPackable) -> None:
+def take_attention_of_padded_rows(model: PreTrainedModel, requested: str, problem: NotPackable) -> None:
     """Give a model that turned out not to be packable transformers' own attention.
 
     Ours would refuse it in every forward pass over rows without padding, those of a sample or of an evaluation as well.

@@ -1,12 +1,17 @@
 """Which models give each document of a packed row what it has alone, and which are refused by name."""
 
+from __future__ import annotations
+
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from toolkit.config import Refusal
 from toolkit.models.compat import is_stateful, takes_attention_functions, takes_flash_attention
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # Model types whose packed gradients are compared with each document's own in tests/models/test_attention.py.
 PROVEN = {"bert", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "modernbert", "qwen2", "qwen3"}
@@ -30,7 +35,7 @@ class NotPackable(Refusal):
         self.who, self.reason = who, reason
 
 
-def check_packable(model_config: Any, model_class: type | None = None) -> None:
+def check_packable(model_config: PretrainedConfig, model_class: type | None = None) -> None:
     """Raise NotPackable, with the reason by name, for a model whose packed rows could not be exact.
 
     What a config and a class tell is judged here, before any weight is read; `check_no_contamination` looks at the rest.
@@ -75,7 +80,7 @@ def _rope_types(text_config: Any) -> set[str]:
 
 
 @torch.no_grad()
-def check_no_contamination(model: Any) -> None:
+def check_no_contamination(model: PreTrainedModel) -> None:
     """Put two short documents through a model and raise NotPackable when one of them can tell that the other is there.
 
     It catches what no list knows: a layer that mixes neighbors, positions that are not taken from `position_ids`, bounds
