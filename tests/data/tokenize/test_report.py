@@ -3,13 +3,16 @@
 import inspect
 import io
 import textwrap
+from dataclasses import field, make_dataclass
 
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 
+import toolkit.data.tokenize.prepare as tokenizing
 from toolkit.config import DataConfig, Refusal
-from toolkit.data.report import example_pieces, print_data_report
+from toolkit.data import report
+from toolkit.data.report import SplitCounts, example_pieces, print_data_report
 from toolkit.data.tokenize.documents import IGNORED
 from toolkit.data.tokenize.tasks import prepare, tokenize_for_lm, tokenize_for_sft
 from toolkit.models.tokenizer import train_tokenizer
@@ -81,6 +84,17 @@ def test_tokenizing_prints_nothing_and_its_report_is_the_same_from_the_cache(tok
     assert capsys.readouterr().out == ""
     print_data_report(reports[0])
     assert "longer than 60 tokens, truncated" in capsys.readouterr().out
+
+
+def test_a_cache_of_a_version_that_counts_more_is_left_alone(tokenizer, own_cache, monkeypatch):
+    """Fails when: the key of a cache does not hold what is counted."""
+    rows = splits_of([{"text": "one two three"}])
+    with monkeypatch.context() as newer:
+        counts = make_dataclass("SplitCounts", [("rare", int, field(default=3))], bases=(SplitCounts,), frozen=True)
+        for module in (report, tokenizing):
+            newer.setattr(module, "SplitCounts", counts)
+        assert prepare("lm", rows, tokenizer, DataConfig()).report.splits[0].rare == 3
+    assert prepare("lm", rows, tokenizer, DataConfig()).report.splits[0].examples == 1
 
 
 def test_only_the_main_process_prints(tokenizer, capsys, monkeypatch):

@@ -12,7 +12,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -56,7 +56,8 @@ def tokenize_splits(
         raise _no_rows("train" if "train" in splits else next(iter(splits)))
     settings = [config.max_length, config.overlong, is_wrapped(config), config.min_length, form.task, *form.settings]
     rows = {name: [fingerprint_of(split), repr(plans[name])] for name, split in full.items()}
-    content = json.dumps([FORMAT_VERSION, rows, tokenizer_digest(tokenizer), settings], sort_keys=True)
+    kept = [FORMAT_VERSION, *(each.name for each in fields(SplitCounts))]  # another version may share the cache, and count more
+    content = json.dumps([kept, rows, tokenizer_digest(tokenizer), settings], sort_keys=True)
     key = f"tokenized-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
     folder = cache_folder(key, partial(_write, form=form, splits=full, plans=plans, tokenizer=tokenizer, config=config))
     found = json.loads((folder / "counts.json").read_text())
