@@ -1,0 +1,38 @@
+"""From queries with their lists of documents to the tensors of one micro-batch: one row for each document."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+NOT_FOR_THE_MODEL = ("labels", "documents", "most_documents")
+
+
+def collate_lists(lists: list[dict[str, Any]], *, pad_token_id: int = 0) -> dict[str, Any]:
+    """Each document, with its query before it, in a row of its own, padded on the right to the longest; lists of any lengths.
+
+    Returns `input_ids` and `attention_mask` `[documents, longest]`, `token_type_ids` where the rows have them, `labels`
+    `[documents]`, float32; `documents` `[lists]`, how many of these rows are of each list, and `most_documents`, an integer.
+
+    Each list has `input_ids`, the tokens of all its rows one behind the other, `document_tokens`, how many are of each, and
+    `labels`.
+    """
+    counts = [len(each["document_tokens"]) for each in lists]
+    lengths = np.concatenate([np.asarray(each["document_tokens"], dtype=np.int64) for each in lists])
+    is_token = np.arange(lengths.max())[None] < lengths[:, None]
+
+    def rows(name: str, padding: int) -> torch.Tensor:
+        padded = np.full(is_token.shape, padding, dtype=np.int64)
+        padded[is_token] = np.concatenate([np.asarray(each[name], dtype=np.int64) for each in lists])
+        return torch.from_numpy(padded)
+
+    batch: dict[str, Any] = {
+        "input_ids": rows("input_ids", pad_token_id),
+        "attention_mask": torch.from_numpy(is_token.astype(np.int64)),
+    }
+    if "token_type_ids" in lists[0]:
+        batch["token_type_ids"] = rows("token_type_ids", 0)
+    labels = np.concatenate([np.asarray(each["labels"], dtype=np.float32) for each in lists])
+    return {
+        **batch, "labels": torch.from_numpy(labels), "documents": torch.tensor(counts), "most_documents": max(counts)
+    }  # fmt: skip
