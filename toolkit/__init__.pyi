@@ -28,6 +28,7 @@ from .config.methods import (
     PairsConfig as PairsConfig,
     PreferenceConfig as PreferenceConfig,
     RankedAnswersConfig as RankedAnswersConfig,
+    RankingConfig as RankingConfig,
     ReferenceConfig as ReferenceConfig,
     RewardConfig as RewardConfig,
     SampleConfig as SampleConfig,
@@ -37,6 +38,7 @@ from .config.setting import Refusal as Refusal, Settings as Settings, setting as
 from .data.loading.batch import Batch as Batch
 from .data.loading.collate import collate_packed as collate_packed, collate_padded as collate_padded
 from .data.loading.collate_answers import collate_answers as collate_answers
+from .data.loading.collate_lists import collate_lists as collate_lists
 from .data.loading.collate_pairs import collate_pairs as collate_pairs
 from .data.loading.loaders import build_dataloaders as build_dataloaders
 from .data.loading.mismatched import mismatch_answers as mismatch_answers
@@ -50,6 +52,7 @@ from .data.tokenize.tasks import (
     tokenize_for_classification as tokenize_for_classification,
     tokenize_for_lm as tokenize_for_lm,
     tokenize_for_preference as tokenize_for_preference,
+    tokenize_for_ranking as tokenize_for_ranking,
     tokenize_for_sft as tokenize_for_sft,
     tokenize_for_unpaired as tokenize_for_unpaired,
 )
@@ -60,6 +63,7 @@ from .demo_corpus.baselines import (
     text_baselines as text_baselines,
     unpaired_baselines as unpaired_baselines,
 )
+from .demo_corpus.bm25 import ranking_baselines as ranking_baselines
 from .diagnostics.memory_table import (
     memory_table as memory_table,
 )
@@ -103,6 +107,7 @@ from .losses.preference import (
     preference_loss as preference_loss,
     preference_metrics as preference_metrics,
 )
+from .losses.ranking import ranking_list_metrics as ranking_list_metrics, ranking_loss as ranking_loss
 from .losses.reward import pair_rewards as pair_rewards, reward_loss as reward_loss, reward_metrics as reward_metrics
 from .losses.unpaired import (
     apo_zero_unpaired_loss as apo_zero_unpaired_loss,

@@ -90,7 +90,7 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(loss_type: str) -> None:
     labels = BINARY if loss_type == "bce" else GRADED
     lists, weight = lists_of(labels), 3.0 if loss_type == "bce" else 1.0
     model, plain = Scorer(), Scorer()
-    loss, _ = ranking_loss(model, collate_lists(lists), totals_of(labels), loss_type=loss_type, positive_weight=weight)
+    loss, _ = ranking_loss(model, collate_lists(lists), totals_of(labels), ranking_loss=loss_type, positive_weight=weight)
     loss.backward()
     scores = []
     for each in lists:
@@ -103,7 +103,7 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(loss_type: str) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("cuts", [(12,), (3,) * 4, (1, 5, 2, 4)], ids=str)
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_parts_of_every_split_add_up_to_the_whole(
@@ -113,11 +113,11 @@ def test_parts_of_every_split_add_up_to_the_whole(
     labels = (BINARY if loss_type == "bce" else GRADED) * 2
     lists, totals = lists_of(labels), totals_of(labels)
     whole, cut = Scorer(dtype), Scorer(dtype)
-    loss, shown = ranking_loss(whole, collate_lists(lists), totals, loss_type=loss_type)
+    loss, shown = ranking_loss(whole, collate_lists(lists), totals, ranking_loss=loss_type)
     loss.backward()
     added, precision, at = 0.0, 0.0, 0
     for size in cuts:
-        part, shares = ranking_loss(cut, collate_lists(lists[at : at + size]), totals, loss_type=loss_type)
+        part, shares = ranking_loss(cut, collate_lists(lists[at : at + size]), totals, ranking_loss=loss_type)
         part.backward()
         added, precision, at = added + part.item(), precision + shares["precision_at_1"].item(), at + size
     assert added == pytest.approx(loss.item(), rel=tolerance)
@@ -129,16 +129,17 @@ def test_parts_of_every_split_add_up_to_the_whole(
 def test_a_batch_in_which_nothing_can_be_compared_has_the_loss_zero() -> None:
     """Fails when: `or 1.0` is left out."""
     model, labels = Scorer(), [[1.0], [0.0, 0.0]]
-    loss, _ = ranking_loss(model, collate_lists(lists_of(labels)), totals_of(labels), loss_type="lambda")
+    loss, _ = ranking_loss(model, collate_lists(lists_of(labels)), totals_of(labels), ranking_loss="lambda")
     loss.backward()
-    assert loss.item() == 0 and all((gradient == 0).all() for gradient in gradients(model))
+    assert loss.item() == 0
+    assert all((gradient == 0).all() for gradient in gradients(model))
 
 
 def test_equal_scores_put_no_relevant_document_first() -> None:
     """Fails when: `amin` is `amax`."""
     model = Scorer()
     nn.init.zeros_(model.head.weight)
-    _, shown = ranking_loss(model, collate_lists(lists_of(GRADED)), totals_of(GRADED), loss_type="bce")
+    _, shown = ranking_loss(model, collate_lists(lists_of(GRADED)), totals_of(GRADED), ranking_loss="bce")
     assert shown["precision_at_1"].item() == pytest.approx(2 / 6)  # the lists of relevant documents alone
 
 
@@ -149,7 +150,7 @@ def test_metrics_are_those_of_trec_eval_for_every_batch_size(loss_type: str, siz
     """Fails when: a mean is added without `* len(scores)`, or `loss_total` counts lists for every loss."""
     pytrec_eval = pytest.importorskip("pytrec_eval")
     labels = list(itertools.islice(itertools.cycle(BINARY if loss_type == "bce" else GRADED), number))
-    lists, model, metrics = lists_of(labels), Scorer(), ranking_list_metrics(loss_type=loss_type)
+    lists, model, metrics = lists_of(labels), Scorer(), ranking_list_metrics(ranking_loss=loss_type)
     assert metrics.update is not None
     sums: dict[str, torch.Tensor] = {}
     with torch.no_grad():
@@ -157,7 +158,7 @@ def test_metrics_are_those_of_trec_eval_for_every_batch_size(loss_type: str, siz
             for name, value in metrics.update(model, collate_lists(lists[at : at + size])).items():
                 sums[name] = sums.get(name, 0.0) + value
         scores, _, is_document = score_lists(model, collate_lists(lists))
-        expected_loss, _ = ranking_loss(model, collate_lists(lists), totals_of(labels), loss_type=loss_type)
+        expected_loss, _ = ranking_loss(model, collate_lists(lists), totals_of(labels), ranking_loss=loss_type)
     got = metrics.finalize({name: value.numpy() for name, value in sums.items()})
     qrels = {str(q): {f"d{i}": int(label) for i, label in enumerate(each)} for q, each in enumerate(labels)}
     run = {
@@ -219,7 +220,7 @@ def test_loss_and_gradient_are_those_of_sentence_transformers(cross_encoder: Any
             "document_tokens": [len(row["input_ids"]) for row in rows], "labels": of_list,
         })  # fmt: skip
     cross_encoder.zero_grad()
-    ours, _ = ranking_loss(plain, collate_lists(lists), totals_of(labels), loss_type=loss_type)
+    ours, _ = ranking_loss(plain, collate_lists(lists), totals_of(labels), ranking_loss=loss_type)
     ours.backward()
     our_gradients = gradients(plain)
     cross_encoder.zero_grad()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config import ClassificationConfig, DataConfig, ModelConfig, Refusal, RewardConfig
+from toolkit.config import ClassificationConfig, DataConfig, ModelConfig, RankingConfig, Refusal, RewardConfig
 from toolkit.config.setting import nearest
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ TextMetrics = dict[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
-class EvaluationConfig(ModelConfig, DataConfig, ClassificationConfig, RewardConfig):
+class EvaluationConfig(ModelConfig, DataConfig, ClassificationConfig, RewardConfig, RankingConfig):
     """What is read of a recipe's settings."""
 
 
@@ -184,12 +184,33 @@ def _rewards() -> EvaluatedTask:
             margin_coefficient=loaded.config.margin_coefficient,
         )
 
-    def fit_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-        from toolkit.models.padding import pad_apart_from_end
+    return EvaluatedTask(lambda names, config: {}, metrics, _pairs, fit_tokenizer=_pads_apart)
 
-        return pad_apart_from_end(tokenizer)
 
-    return EvaluatedTask(lambda names, config: {}, metrics, _pairs, fit_tokenizer=fit_tokenizer)
+def _rankings() -> EvaluatedTask:
+    def metrics(loaded: Loaded) -> Metrics:
+        from toolkit.losses.ranking import ranking_list_metrics
+
+        if loaded.model.config.num_labels != 1:
+            raise Refusal(
+                f"{loaded.config.model} has {loaded.model.config.num_labels} labels, and a score is one number: it is no "
+                "cross-encoder. Name the model directory of recipes/reranker.py."
+            )
+        config = loaded.config
+        return ranking_list_metrics(ranking_loss=config.ranking_loss, positive_weight=config.positive_weight)
+
+    def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
+        from toolkit.data.loading.collate_lists import collate_lists
+
+        return partial(collate_lists, pad_token_id=tokenizer.pad_token_id)
+
+    return EvaluatedTask(lambda names, config: {}, metrics, collate, fit_tokenizer=_pads_apart)
+
+
+def _pads_apart(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    from toolkit.models.padding import pad_apart_from_end
+
+    return pad_apart_from_end(tokenizer)
 
 
 # By transformers' class of the model; the first task of each is what is meant where the columns do not say.
@@ -197,6 +218,6 @@ EVALUATED: dict[str, dict[str, EvaluatedTask]] = {
     "AutoModelForCausalLM": {
         "sft": _language("sft"), "lm": _language("lm"), "preference": _pair_likelihoods(), "unpaired": _answer_likelihoods(),
     },
-    "AutoModelForSequenceClassification": {"classification": _classes(), "preference": _rewards()},
+    "AutoModelForSequenceClassification": {"classification": _classes(), "preference": _rewards(), "ranking": _rankings()},
 }  # fmt: skip
 TASKS = tuple(dict.fromkeys(task for tasks in EVALUATED.values() for task in tasks))

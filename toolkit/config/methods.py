@@ -126,6 +126,21 @@ class RewardConfig(Settings):
 
 
 @dataclass(frozen=True)
+class RankingConfig(Settings):
+    """Ranking"""
+
+    ranking_loss: str = setting(
+        "lambda", "Loss of a query's documents. bce: each by itself, labels 0 to 1. ranknet: each better one above each worse. "
+        "margin_mse: as far above it as labels say. listnet: softmax of the list. lambda: as nDCG counts (LambdaLoss).",
+        choices=("bce", "ranknet", "margin_mse", "listnet", "lambda"), on_resume="fixed",
+    )
+    positive_weight: float = setting(
+        1.0, "bce: how often a relevant document counts, such as how many irrelevant ones there are for each.", above=0.0,
+        on_resume="fixed",
+    )
+
+
+@dataclass(frozen=True)
 class AdapterConfig(Settings):
     """Adapter"""
 

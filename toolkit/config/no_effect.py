@@ -71,6 +71,10 @@ NO_EFFECT = (
         ("class_weights", "label_smoothing_factor"), lambda problem_type: problem_type == "regression",
         "with {problem_type}, where there are no classes: leave it out.",
     ),
+    NoEffect(
+        ("positive_weight",), lambda ranking_loss: ranking_loss != "bce",
+        "with --ranking-loss {ranking_loss}: leave it out, or take bce.",
+    ),
     # Preferences
     NoEffect(
         ("beta",), lambda loss_type: set(loss_type) <= {"sft"},

@@ -117,7 +117,7 @@ def _suggestion(name: str, settings: Mapping[str, Setting], shown: Callable[[str
 RECIPES_WITH = {
     "RunConfig": "accelerated", "CausalLMConfig": "sft", "AdapterConfig": "lora", "ClassificationConfig": "accelerated",
     "SampleConfig": "sft", "PreferenceConfig": "dpo", "PairsConfig": "dpo", "ReferenceConfig": "dpo",
-    "RankedAnswersConfig": "dpo", "UnpairedConfig": "kto", "RewardConfig": "reward",
+    "RankedAnswersConfig": "dpo", "UnpairedConfig": "kto", "RewardConfig": "reward", "RankingConfig": "reranker",
 }  # fmt: skip
 
 

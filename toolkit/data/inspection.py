@@ -61,6 +61,8 @@ def guess_task(columns: list[str]) -> str:
         return "preference"
     if {"prompt", "completion", "label"} <= present:
         return "unpaired"
+    if "query" in present and present & {"document", "documents", "positive"}:
+        return "ranking"
     if "label" in present or ({"text", "labels"} <= present and "input_ids" not in present):
         return "classification"
     if (
@@ -76,7 +78,7 @@ def guess_task(columns: list[str]) -> str:
     meant = " or ".join(f"--rename-columns {each}" for each in dict.fromkeys(renames) if each)
     raise Refusal(
         f"The columns {shown or '(none)'} are none that training knows: messages; prompt and completion; text; text and label; "
-        f"chosen and rejected; instruction, input and output; input_ids. "
+        f"chosen and rejected; query, documents and labels; instruction, input and output; input_ids. "
         + (f"Did you mean: {meant}" if meant else "Rename with --rename-columns old=new")
     )
 
@@ -98,6 +100,7 @@ def inspect_splits(
     if task == "classification" and isinstance(given["train"], Dataset):
         given["train"] = _labeled(given["train"], problems)
     form = FORMATS[task](config)
+    given = dict(form.gather(given))
     try:
         plans, notes = plan_splits(form, given, tokenizer, config)
     except Refusal as refusal:

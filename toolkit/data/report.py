@@ -37,6 +37,9 @@ PAIR_REMARKS = {
     "identical": "{pair|pairs} dropped, as truncation made {its|their} answers the same",
     "clipped": "{prompt was|prompts were} cut on the left to leave room for the answers",
     "not_higher": "{pair has|pairs have} a chosen answer that scores no higher than the rejected one",
+    "no_relevant": "{list has|lists have} no document with a label above 0, and {counts|count} 0 in mrr, map, recall and ndcg",
+    "same_label": "{list has|lists have} one label for all of {its|their} documents: nothing in {it|them} can be compared",
+    "cut_queries": "{query is|queries are} longer than half of --max-length, and cut too",
     "turns": "{pair has|pairs have} turns of others than the assistant in {its|their} answers; these count as the answers do",
     "rewritten_prompts": "{prompt is|prompts are} written otherwise by the template once an answer follows; "
     "{it is|they are} trained on so",

@@ -7,7 +7,9 @@ training rows are dropped, so that a held-out metric measures more than memory.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,6 +46,7 @@ LIBRARY_FAMILIES = {
 INSTRUCTION = "Say in one sentence what this Python function does.\n\n{code}"
 LONGEST_CODE = 1600  # characters, some 450 tokens of a small vocabulary
 LONGEST_CONTEXT = 600  # characters of a function that questions are asked about
+LONGEST_RANKED, RANKED = 600, 8  # characters of a function that is ranked, and how many are ranked together
 WINDOW = 8  # tokens; a held-out text most of whose windows are in the training texts is a near-duplicate
 NEARLY_ALL = 0.7
 
@@ -146,6 +149,35 @@ def qa() -> Iterator[Row]:
                 }
 
 
+def rank() -> Iterator[Row]:
+    """A function's sentence as a query, and eight functions' code: its own, and others of its module, of like length.
+
+    Where the module has too few, they are of other modules of the split. None has the same sentence.
+    """
+    by_split: dict[str, list[tuple[Function, str]]] = defaultdict(list)
+    for function, sentence in _described_functions():
+        if len(function.code) <= LONGEST_RANKED:
+            by_split[split_of(function.module)].append((function, sentence))
+    for split, described in by_split.items():
+        for function, sentence in described:
+
+            def nearness(other: Function, function: Function = function) -> tuple[bool, float, int]:
+                ratio = abs(math.log(len(other.code) / len(function.code)))
+                return other.module != function.module, ratio, _hash(f"{function.qualname} {other.module} {other.qualname}")
+
+            others = (other for other, its_sentence in described if plain(its_sentence) != plain(sentence))
+            candidates = [function, *heapq.nsmallest(RANKED - 1, others, key=nearness)]
+            candidates.sort(key=lambda each: _hash(f"{sentence} {each.code}"))
+            yield {
+                "query": sentence,
+                "documents": [each.code for each in candidates],
+                "labels": [int(each is function) for each in candidates],
+                "code": function.code,
+                "origin": _origin("rank", function),
+                "split": split,
+            }
+
+
 def _described_functions() -> Iterator[tuple[Function, str]]:
     for function in _distinct(read_functions()):
         sentence = first_sentence(function.docstring)
@@ -193,6 +225,7 @@ TASKS = {
     "tag": Task(tag, ("tokens",)),
     "qa": Task(qa, ("context",)),
     "seq2seq": Task(seq2seq, ("source", "target")),
+    "rank": Task(rank, ("query", "code")),
 }
 
 
@@ -210,6 +243,7 @@ def task_features(task: str) -> Features:
         "tag": {"tokens": Sequence(text), "tags": Sequence(ClassLabel(names=list(TOKEN_ROLES)))},
         "qa": {"question": text, "context": text, "answers": answers},
         "seq2seq": {"source": text, "target": text},
+        "rank": {"query": text, "documents": List(text), "labels": List(Value("int32"))},
     }
     return Features({**columns[task], "origin": text})
 

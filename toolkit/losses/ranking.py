@@ -18,15 +18,13 @@ from toolkit.data.loading.collate_lists import NOT_FOR_THE_MODEL
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 from toolkit.metrics.retrieval import ranking_metrics, ranks_in_lists
 
-LARGEST_GRADE = 30.0  # of the lambda loss: its gain is 2^label
-
 
 def ranking_loss(
     model: nn.Module,
     micro_batch: dict[str, Any],
     totals: Mapping[str, float],
     *,
-    loss_type: str = "lambda",
+    ranking_loss: str = "lambda",
     positive_weight: float = 1.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This micro-batch's part of the mean loss over the global batch.
@@ -35,26 +33,26 @@ def ranking_loss(
         micro_batch: that of `collate_lists`.
         totals: of the global batch, "documents" for bce, "comparisons" for ranknet, margin_mse and lambda, "examples", which
             are lists, for listnet.
-        loss_type: bce, ranknet, margin_mse, listnet or lambda; each has a function here.
+        ranking_loss: bce, ranknet, margin_mse, listnet or lambda; each has a function here.
         positive_weight: of bce, how often a relevant document counts.
 
     Returns the loss, 0-d, and `precision_at_1`: the part of the share of lists whose highest score is of a relevant document.
     """
-    losses, unit = _LOSSES[loss_type]
+    losses, unit = _LOSSES[ranking_loss]
     scores, labels, is_document = score_lists(model, micro_batch)
-    more = {"positive_weight": positive_weight} if loss_type == "bce" else {}
+    more = {"positive_weight": positive_weight} if ranking_loss == "bce" else {}
     # a global batch in which nothing can be compared has the loss 0
     loss = losses(scores, labels, is_document, **more).sum() / (totals[unit] or 1.0)
     return loss, {"precision_at_1": _first_is_relevant(scores.detach(), labels, is_document).sum() / totals["examples"]}
 
 
-def ranking_list_metrics(*, loss_type: str = "lambda", positive_weight: float = 1.0) -> Metrics:
+def ranking_list_metrics(*, ranking_loss: str = "lambda", positive_weight: float = 1.0) -> Metrics:
     """Exact means over the lists of a split: `loss`, as in training, `mrr`, `map`, and `recall` and `ndcg` at 1 and 10.
 
     They are those of `toolkit.metrics.retrieval`; documents with a label above 0 are relevant, and the label is the gain.
     """
-    losses, unit = _LOSSES[loss_type]
-    more = {"positive_weight": positive_weight} if loss_type == "bce" else {}
+    losses, unit = _LOSSES[ranking_loss]
+    more = {"positive_weight": positive_weight} if ranking_loss == "bce" else {}
 
     def update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         scores, labels, is_document = score_lists(model, micro_batch)
@@ -129,9 +127,7 @@ def listnet_losses(scores: torch.Tensor, labels: torch.Tensor, is_document: torc
     return -(wanted * logs).sum(-1)
 
 
-def lambda_losses(
-    scores: torch.Tensor, labels: torch.Tensor, is_document: torch.Tensor, mu: float = 10.0
-) -> torch.Tensor:
+def lambda_losses(scores: torch.Tensor, labels: torch.Tensor, is_document: torch.Tensor, mu: float = 10.0) -> torch.Tensor:
     """Listwise, `[lists]`: RankNet's comparisons, each weighted by what it is worth in nDCG, without gradient.
 
     The weight is NDCG-Loss2++ of the LambdaLoss framework (Wang et al., CIKM 2018, https://doi.org/10.1145/3269206.3271784,
@@ -183,7 +179,7 @@ def _sum_of_comparisons(values: torch.Tensor, labels: torch.Tensor, is_document:
 
 
 def _first_is_relevant(scores: torch.Tensor, labels: torch.Tensor, is_document: torch.Tensor) -> torch.Tensor:
-    """Whether a list's highest score is of a relevant document; of equal scores the least relevant counts. `[lists]`, 0 or 1."""
+    """`[lists]`, 1 where the highest score is of a relevant document, else 0; of equal scores the least relevant counts."""
     scores = scores.masked_fill(~is_document, -math.inf)
     is_first = scores == scores.max(-1, keepdim=True).values
     return (labels.masked_fill(~is_first, math.inf).amin(-1) > 0).to(scores.dtype)

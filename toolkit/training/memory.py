@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WHAT_HELPS = "Lower --max-length, take --gradient-checkpointing, --bf16, another --optim, or a smaller model."
 
-_UNITS = ("examples", "tokens", "weight", "pairs", "chosen_tokens", "desirable", "undesirable")
+_UNITS = ("examples", "tokens", "weight", "pairs", "chosen_tokens", "desirable", "undesirable", "documents", "comparisons")
 
 
 class OutOfMemory(Exception):

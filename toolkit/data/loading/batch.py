@@ -12,7 +12,8 @@ class Batch:
 
     `totals`: sums over the global batch, of all ranks: "examples", "tokens" (supervised tokens) where the rows have them,
     "weight" where the rows have one, "pairs" and "chosen_tokens" of preference pairs, "desirable" and "undesirable" ones of
-    single answers. `real`: whether a micro-batch counts; a padding micro-batch has weight zero. `seeds`: of the random numbers
+    single answers, "documents" and "comparisons" of lists.
+    `real`: whether a micro-batch counts; a padding micro-batch has weight zero. `seeds`: of the random numbers
     in each forward pass, from (seed, epoch, first example). `position`: examples consumed before this step, `size` those in it,
     `examples` their indices over all ranks.
     """

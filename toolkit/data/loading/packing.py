@@ -258,4 +258,7 @@ def _units(dataset: Dataset) -> dict[str, np.ndarray]:
     if "desirable" in dataset.column_names:
         units["desirable"] = column(dataset, "desirable").astype(np.float64)
         units["undesirable"] = 1.0 - units["desirable"]
+    for name in ("documents", "comparisons"):
+        if name in dataset.column_names:
+            units[name] = column(dataset, name).astype(np.float64)
     return units

@@ -175,6 +175,9 @@ def _stream_totals(documents: list[Document], examples: int) -> dict[str, float]
         totals["tokens"] = float(sum(counted))
     if documents and "weight" in documents[0]:
         totals["weight"] = float(sum(document["weight"] for document in documents))
+    for name in ("documents", "comparisons"):  # of lists
+        if documents and name in documents[0]:
+            totals[name] = float(sum(document[name] for document in documents))
     return totals
 
 

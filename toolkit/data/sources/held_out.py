@@ -145,7 +145,17 @@ def _input_columns(columns: Iterable[str]) -> list[str]:
     """
     names = set(columns)
     found: list[str] = [name for name in ("prompt", "messages", "conversations") if name in names]
-    found += [name for name, partner in (("context", "question"), ("source", "target")) if {name, partner} <= names]
+    found += [
+        name
+        for name, partner in (
+            ("context", "question"),
+            ("source", "target"),
+            ("query", "document"),
+            ("query", "documents"),
+            ("query", "positive"),
+        )
+        if {name, partner} <= names
+    ]
     return found + [name for name in ("chosen", "tokens", "text", "input_ids") if name in names and "prompt" not in names]
 
 

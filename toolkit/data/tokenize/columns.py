@@ -29,7 +29,13 @@ _OTHER_NAMES = {
     "chosen": ("preferred", "accepted", "chosen_response", "response_chosen", "winner", "better", "good"),
     "rejected": ("dispreferred", "rejected_response", "response_rejected", "loser", "worse", "bad"),
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns", "message"),
-    "label": ("class", "category", "target", "sentiment", "intent", "y", "labels", "score"),
+    "query": ("question", "anchor", "search", "topic", "q", "sentence1"),
+    "document": ("passage", "doc", "text", "answer", "context", "candidate", "sentence2"),
+    "documents": ("passages", "docs", "texts", "answers", "candidates"),
+    "labels": ("scores", "label", "relevance", "relevances", "grades"),
+    "positive": ("positives", "pos", "relevant"),
+    "negative": ("negatives", "neg", "irrelevant", "hard_negative"),
+    "label": ("relevance", "class", "category", "target", "sentiment", "intent", "y", "labels", "score"),
 }
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "bing": "assistant", "chatgpt": "assistant"}
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython")

@@ -53,6 +53,7 @@ class Format:
     numbered: the column in which the examples of all splits are numbered.
     supervises_tokens: whether labels are tokens of the row, so that they are counted and a row without one is refused.
     ends_texts: whether the end of a text is learned, so that the tokenizer must have one.
+    gather(splits): where several rows make one example, splits in which they are one row.
     """
 
     task: str
@@ -67,3 +68,4 @@ class Format:
     numbered: str | None = None
     supervises_tokens: bool = True
     ends_texts: bool = True
+    gather: Callable[[Splits], Splits] = lambda splits: splits

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config import DataConfig, Refusal
+from toolkit.config import DataConfig, RankingConfig, Refusal
 from toolkit.data.report import ANSWER_CLASSES, DataReport, Piece, part_pieces
 from toolkit.data.tokenize.answers import ANSWER_COLUMNS, AnswerRows, weight_notes
 from toolkit.data.tokenize.classification import classification_format
@@ -27,6 +27,7 @@ from toolkit.data.tokenize.preferences import (
     plan_unpaired,
 )
 from toolkit.data.tokenize.prepare import STREAM_ROWS, tokenize_splits, tokenize_streams
+from toolkit.data.tokenize.ranking import ranking_format
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -131,6 +132,31 @@ def tokenize_for_classification(splits: Splits, tokenizer: PreTrainedTokenizerBa
     return prepare(classification_format(config), splits, tokenizer, config)
 
 
+def tokenize_for_ranking(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
+    """Queries, each with a list of documents and a label for each of these.
+
+    A row is a list: its `input_ids` are those of the query with each document, one behind the other, each pair framed as the
+    tokenizer frames two texts, `document_tokens` of each; `labels`, `documents`, how many, and `comparisons`, the pairs of them
+    whose labels differ; `query_tokens`, `token_type_ids` where the tokenizer has them, `length` and `origin`. Of an over-long
+    pair the document is truncated, and the query only where it alone takes more than half of the room.
+
+    Columns that are read: `query`, `documents` and `labels` or `scores`, lists; or `query`, `document` and `label` or `score`,
+    gathered by query; or `query`, `positive` and `negative`, `negatives` (a list) or `negative_1`, `negative_2` ..., whose
+    labels are 1 and 0. `config` holds the settings of RankingConfig too.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    tokenized = prepare(ranking_format(config), splits, tokenizer, config)
+    loss = config.ranking_loss if isinstance(config, RankingConfig) else "bce"
+    if loss != "bce" and hasattr(tokenized["train"], "__len__") and not any(tokenized["train"]["comparisons"]):
+        raise Refusal(
+            f"--ranking-loss {loss} compares the documents of a query, and in the train split no query has two with different "
+            "labels. Add documents to the queries, or take --ranking-loss bce."
+        )
+    return tokenized
+
+
 def preference_format(pairs_per_prompt: str = "best_worst", max_pairs_per_prompt: int = 10) -> Format:
     """How pairs of a better and a worse answer are read; of lists of answers these settings say which pairs they make."""
     import pyarrow as pa
@@ -176,6 +202,7 @@ FORMATS: dict[str, Callable[[DataConfig], Format]] = {
     "preference": lambda config: preference_format(),
     "unpaired": lambda config: unpaired_format(),
     "classification": classification_format,
+    "ranking": ranking_format,
 }
 
 
@@ -188,6 +215,7 @@ def prepare(task: Format | str, splits: Splits, tokenizer: PreTrainedTokenizerBa
     from datasets import Dataset
 
     form = FORMATS[task](config) if isinstance(task, str) else task
+    splits = form.gather(splits)
     plans, notes = plan_splits(form, splits, tokenizer, config)
     is_stream = not all(isinstance(splits[name], Dataset) for name in plans)
     work = tokenize_streams if is_stream else tokenize_splits
