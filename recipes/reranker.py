@@ -34,6 +34,8 @@ def main(config: Config) -> tk.Summary:
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_ranking(raw, tokenizer, config)
     tk.print_data_report(splits.report)
+    # sentence-transformers cuts pairs to this length, and would write them as a chat by a template
+    tokenizer.model_max_length, tokenizer.chat_template = config.max_length, None
     model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, num_labels=1)
     model = tk.add_adapter(model, config, tokenizer)
 

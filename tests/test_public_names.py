@@ -111,7 +111,7 @@ def settings() -> None:
 
 @shows(
     "AdapterConfig", "CausalLMConfig", "LossConfig", "ClassificationConfig", "PairsConfig", "PreferenceConfig", "RankedAnswersConfig",
-    "ReferenceConfig", "RewardConfig", "SampleConfig", "UnpairedConfig",
+    "RankingConfig", "ReferenceConfig", "RewardConfig", "SampleConfig", "UnpairedConfig",
 )  # fmt: skip
 def settings_of_methods() -> None:
     assert tk.AdapterConfig().lora_r > 0
@@ -122,6 +122,7 @@ def settings_of_methods() -> None:
     assert tk.PreferenceConfig(loss_type=["simpo"]).loss_type == ["simpo"]
     assert tk.RankedAnswersConfig().pairs_per_prompt
     assert tk.ReferenceConfig().reference == "auto"
+    assert tk.RankingConfig().ranking_loss
     assert tk.RewardConfig()
     assert tk.SampleConfig(num_samples=2).num_samples == 2
     assert tk.UnpairedConfig(beta=0.2).beta == 0.2
@@ -335,6 +336,20 @@ def rewards() -> None:
     assert loss > 0
     _, evaluation = tk.build_dataloaders(splits, collate, tk.DataConfig())
     assert "eval_reward_accuracy" in tk.eval_with_gather(accelerator(), model, evaluation, tk.reward_metrics())
+
+
+@shows("tokenize_for_ranking", "collate_lists", "ranking_loss", "ranking_list_metrics", "ranking_baselines")
+def rankings() -> None:
+    rows = [{"query": f"red {i}", "documents": ["one red", "two blue"], "labels": [1, 0]} for i in range(3)]
+    raw = DatasetDict(train=Dataset.from_list(rows), validation=Dataset.from_list(rows))
+    splits, model = tk.tokenize_for_ranking(raw, tokenizer(), tk.DataConfig(max_length=64)), classifier(1)
+    collate = functools.partial(tk.collate_lists, pad_token_id=tokenizer().pad_token_id)
+    loss, shown = tk.ranking_loss(model, collate(documents(splits)), {"examples": 3.0, "comparisons": 3.0})
+    assert loss > 0
+    assert "precision_at_1" in shown
+    _, evaluation = tk.build_dataloaders(splits, collate, tk.DataConfig())
+    assert "eval_ndcg_at_10" in tk.eval_with_gather(accelerator(), model, evaluation, tk.ranking_list_metrics())
+    assert tk.ranking_baselines(raw)["BM25 on words"] == 1.0
 
 
 @shows(

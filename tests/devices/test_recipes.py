@@ -21,6 +21,7 @@ RECIPES = {
     "kto": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "256"],
     "lora": ["--num-samples", "0", "--max-length", "512"],
     "reward": ["--max-length", "256"],
+    "reranker": [],
     "dpo with a second model": ["--num-samples", "0", "--max-length", "256", "--reference", "model", "--pair-layout", "padded"],
 }
 

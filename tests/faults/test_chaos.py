@@ -23,6 +23,7 @@ RECIPES = {
     "dpo": [*LANGUAGE, "--pair-layout", "auto"],
     "kto": LANGUAGE,
     "reward": ["--model", "tiny-llama"],
+    "reranker": [],
     "accelerated": [],
     "zero": [],
 }
@@ -44,6 +45,8 @@ def _rows(recipe: str) -> list[dict]:
             rows.append({"text": f"{asked}. {said}", "label": WORDS[i % 3]})
         elif recipe in ("sft", "lora"):
             rows.append({"prompt": asked, "completion": said})
+        elif recipe == "reranker":
+            rows.append({"query": asked, "positive": said, "negative": other})
         elif recipe == "kto":
             rows.append({"prompt": asked, "completion": said, "label": i % 2 == 0})
         else:

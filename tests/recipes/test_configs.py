@@ -69,6 +69,7 @@ def make_rows(recipe: str) -> list[dict]:
         "accelerated": lambda i: {"text": f"number {i} is {'even' if i % 2 == 0 else 'odd'}", "label": "even" if i % 2 == 0 else "odd"},
         "dpo": lambda i: {"chosen": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")],
                           "rejected": [*said("user", f"say {i}"), *said("assistant", f"no, {i + 1}")]},
+        "reranker": lambda i: {"query": f"say {i}", "positive": f"it is {i}", "negative": f"no, {i + 1}"},
         "pretrain": lambda i: {"text": f"number {i} is said again and again, as are many others " * 9},
         "sft": lambda i: {"messages": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")]},
     }  # fmt: skip

@@ -160,6 +160,8 @@ LINES = {
     "eval_reward_accuracy 0.5208  eval_logps_desirable -78.4870  eval_logps_undesirable -79.2801  eval_kl 0  eval_reward_auc 0.4635",
     "reward": "step 1/1  eval_loss 0.6933  eval_rewards_chosen -0.0598  eval_rewards_rejected -0.0596  eval_reward_margin -2.35e-04  "
     "eval_reward_accuracy 0.5000",
+    "reranker": "step 3/3  eval_loss 1.7072  eval_mrr 0.3194  eval_map 0.3194  eval_recall_at_1 0.1000  eval_ndcg_at_1 0.1000  "
+    "eval_recall_at_10 1  eval_ndcg_at_10 0.4800",
     "accelerated": "step 1/1  eval_loss 1.9366  eval_accuracy 0.2500  eval_f1 0",
     "zero": "step 10/200  loss 1.9366  lr 9.05e-04  norm 12.5000  examples/s 1,200  ETA 1:30",
 }  # printed by the recipes, in a container but for the last one

@@ -36,6 +36,7 @@ _OF_EVALUATION = {
         "kl", "reward_auc",
     ),
     "center_rewards_coefficient": _OF_PAIRS,
+    "ranking_loss": ("mrr", "map", "recall_at_1", "ndcg_at_1", "recall_at_10", "ndcg_at_10"),
 }
 _MOST_METRICS = 40  # of MetricDefinitionList in botocore's service model
 _PER_CLASS, _CLASSES = "_per_class", 10  # how many classes there are is known when the data are read: the first ones
