@@ -27,8 +27,8 @@ FEW_ROWS = 20  # with fewer one row moves an accuracy by more than 5 %
 SHOWN_CHARACTERS = 1000  # of the example; what is longer has its middle left out
 ANSWER_CLASSES = ("desirable", "undesirable")  # of single answers
 Piece = tuple[str, bool]  # text, and whether it is supervised
-# What may be unusual about preferences, by how often: {of one|of several}.
-PAIR_REMARKS = {
+# What may be unusual about the rows of a task, by how often: {of one|of several}.
+REMARKS = {
     "ties": "{row makes|rows make} no pair: none of {its|their} answers is better than another",
     "contradicted": "{answer stands|answers stand} in one list with different scores or ranks, and {is|are} left out of it",
     "undecided": "{row makes|rows make} no pair once these answers are left out",
@@ -70,7 +70,7 @@ class SplitCounts:
     merged: int  # examples in which a token holds both the end of a prompt and the start of what is supervised
     rewritten: int  # chats that the template writes otherwise than they were generated
     classes: dict[str, int]
-    pairs: dict[str, int] = field(default_factory=dict)  # counts of PAIR_REMARKS
+    remarks: dict[str, int] = field(default_factory=dict)  # counts of REMARKS
     short: int = 0  # left out for having fewer tokens than --min-length
     odd_tools: dict[str, tuple[int, str]] = field(default_factory=dict)  # of TOOL_REMARKS: how many chats, and the first one
 
@@ -167,7 +167,7 @@ def summarize(
         percentile_95=int(percentile_95), longest=int(whole.max(initial=0)), duplicates=len(rows) - len(set(rows)),
         also_in_train=sum(row in train_rows for row in rows),
         classes={label: sums[f"class {label}"] for label in classes},
-        pairs={remark: sums[remark] for remark in PAIR_REMARKS if sums[remark]},
+        remarks={remark: sums[remark] for remark in REMARKS if sums[remark]},
         odd_tools=_odd_tools(sums), **{key: sums[key] for key in counted},
     )  # fmt: skip
 
@@ -296,7 +296,7 @@ def _remarks(split: SplitCounts, report: DataReport) -> list[str]:
             split.rewritten, "{chat has|chats have} earlier turns that the template writes otherwise than when they were the "
             "last, such as without their thinking; they are trained on as written",
         ))  # fmt: skip
-    lines += [_counted(count, PAIR_REMARKS[remark]) for remark, count in split.pairs.items()]
+    lines += [_counted(count, REMARKS[remark]) for remark, count in split.remarks.items()]
     lines += [
         f"WARNING: {_counted(count, TOOL_REMARKS[remark])}: {'first at ' if count > 1 else ''}{with_given_paths(first)}"
         for remark, (count, first) in split.odd_tools.items()

@@ -202,7 +202,7 @@ def test_options_of_a_row_reach_the_template(tokenizer):
     options = {"mood": "merry", "tools": [{"type": "function"}]}
     assert parts_of(found) == plain_chat(tokenizer, row["prompt"], row["chosen"], row["rejected"], **options)
     assert tokenizer.decode(found["input_ids"]).startswith("merry1")
-    assert prepared.report.splits[0].pairs == {}
+    assert prepared.report.splits[0].remarks == {}
 
 
 ARRANGED = {
@@ -267,7 +267,7 @@ def test_a_prompt_that_the_template_writes_otherwise_ends_where_the_answers_begi
     assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n")
     for answer, name in zip(answers, ("chosen", "rejected"), strict=True):
         assert tokenizer.decode(answer) == row[name][0]["content"] + TURN_END
-    assert prepared.report.splits[0].pairs == {"rewritten_prompts": 1}
+    assert prepared.report.splits[0].remarks == {"rewritten_prompts": 1}
 
 
 # ------------------------------------------------------------------------------------------------------ scores and ranks
@@ -317,7 +317,7 @@ def test_the_best_answer_of_a_list_is_paired_with_the_worst_and_ties_are_counted
         assert "margin" not in found[0]
     else:
         assert [row["margin"] for row in found] == [margin for _, margin in expected]
-    assert prepared.report.splits[0].pairs == {"ties": ties}
+    assert prepared.report.splits[0].remarks == {"ties": ties}
     assert ties >= 2
 
 
@@ -362,7 +362,7 @@ def test_a_list_makes_the_pairs_that_are_asked_for_those_furthest_apart_first(to
         assert leads == sorted((lead for lead, *_ in couples), reverse=True)[:most]
         if source == "scores":
             assert [made["margin"] for made in mine] == leads
-    assert prepared.report.splits[0].pairs == {"ties": 1} | ({"capped": capped} if capped else {})
+    assert prepared.report.splits[0].remarks == {"ties": 1} | ({"capped": capped} if capped else {})
     assert (capped > 0) is (most < 5)
     by = "scores (the highest" if source == "scores" else "ranks (the lowest"
     words = {"best_others": "the best with each worse one", "all": "each with each worse one"}[which]
@@ -408,7 +408,7 @@ def test_an_answer_with_two_scores_is_left_out_of_its_list_and_counted(tokenizer
     made, expected = (each["train"].to_list() for each in (found, plain))
     assert [(parts_of(row), row["margin"]) for row in made] == [(parts_of(row), row["margin"]) for row in expected]
     assert {row["origin"] for row in made} == {"train.jsonl:1", "train.jsonl:3"}
-    assert found.report.splits[0].pairs == {"ties": 1, "contradicted": 2, "undecided": 1}
+    assert found.report.splits[0].remarks == {"ties": 1, "contradicted": 2, "undecided": 1}
 
 
 @pytest.mark.parametrize("columns", [("score_chosen", "score_rejected"), ("chosen-rating", "rejected-rating"), ("margin",)])
@@ -421,7 +421,7 @@ def test_a_margin_is_the_difference_of_the_scores(tokenizer, columns):
     ]
     prepared = prepare("preference", splits_of(rows), tokenizer, DataConfig())
     assert prepared["train"]["margin"][:] == [2.5, 0.0, -3.0]
-    assert prepared.report.splits[0].pairs == {"not_higher": 2}
+    assert prepared.report.splits[0].remarks == {"not_higher": 2}
 
 
 # ------------------------------------------------------------------------------------------------------------- truncation
@@ -464,8 +464,8 @@ def test_truncation_takes_the_same_from_both_sides_and_is_counted(tokenizer, beg
     assert counts.tokens == sum(len(part) for parts in left for part in parts)
     assert counts.tokens + counts.cut_tokens == sum(len(part) for parts in whole for part in parts)
     assert counts.supervised_tokens == sum(len(chosen) + len(rejected) for _, chosen, rejected in left)
-    assert counts.pairs["identical"] == len(cut) - len(left) >= 2
-    assert counts.pairs["clipped"] == sum(len(a[0]) < len(b[0]) for a, b in zip(cut, whole, strict=True))
+    assert counts.remarks["identical"] == len(cut) - len(left) >= 2
+    assert counts.remarks["clipped"] == sum(len(a[0]) < len(b[0]) for a, b in zip(cut, whole, strict=True))
     assert [row["pair"] for row in found] == list(range(len(found)))
 
 
@@ -572,7 +572,7 @@ def test_a_stream_is_refused(tokenizer):
 
 
 def test_the_preflight_names_the_parts_of_its_example_and_what_is_peculiar(tokenizer):
-    """Fails when: chosen and rejected are swapped in `part_pieces`, or a count of PAIR_REMARKS isn't printed."""
+    """Fails when: chosen and rejected are swapped in `part_pieces`, or a count of REMARKS isn't printed."""
     more = {"role": "user", "content": "Sure?"}
     rows = [{**CHAT, "rejected": [NO, more, YES], "margin": 0.0}]
     preflight = prepare("preference", splits_of(rows), tokenizer, DataConfig()).report
@@ -605,7 +605,7 @@ def test_counts_and_rows_are_the_same_from_the_cache(tokenizer):
         found = tokenize_for_preference(splits_of(rows), tokenizer, DataConfig(max_length=40))
         outputs.append((found["train"].to_list(), found["train"]._fingerprint, found.report))
     assert outputs[0] == outputs[1]
-    assert outputs[0][2].splits[0].pairs["identical"] == 1
+    assert outputs[0][2].splits[0].remarks["identical"] == 1
 
 
 def test_pairs_are_numbered_through_all_batches_and_splits(tokenizer):
