@@ -38,7 +38,7 @@ def main(config: Config) -> tk.Summary:
     from toolkit.runs.overview import verdict_of
     from toolkit.runs.run_card import end_run_card, write_run_card
     from toolkit.system.json_lines import append_line
-    from toolkit.training.anomalies import Divergence, Unstable, report_nonfinite
+    from toolkit.training.anomalies import Diverged, Divergence, Unstable, report_nonfinite
 
     check_output_dir(config)
     device = torch.device("cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu")
@@ -80,6 +80,10 @@ def main(config: Config) -> tk.Summary:
         warnings.extend(found)
         for warning in found:
             print(f"WARNING: {warning}", flush=True)
+        if found and config.divergence == "stop":
+            summary.metrics["status"] = "diverged"
+            write_summary(output_dir, summary)
+            raise Diverged(f"stopped after step {step}, because of --divergence stop: {found[0]}")
 
     with claimed(config) as output_dir:
         write_run_card(output_dir / "run.json", None, config, model, train, optimizer)

@@ -192,7 +192,7 @@ def test_the_task_is_told_by_the_columns(columns: list[str], task: str) -> None:
     ("columns", "recipe", "renames"),
     [
         (["review", "sentiment"], "accelerated", "review=text,sentiment=label"), (["question", "answer"], "sft", "question=prompt,answer=completion"),
-        (["query", "winner", "loser"], "dpo", "winner=chosen,loser=rejected"), (["dialog"], "sft", "dialog=messages"), (["article"], "pretrain", "article=text"),
+        (["query", "winner", "loser"], "dpo", "winner=chosen,loser=rejected"), (["dialog"], "sft", "dialog=messages"), (["review", "stars"], "accelerated", "review=text,stars=label"), (["article"], "pretrain", "article=text"),
     ],
     ids=lambda value: str(value),
 )  # fmt: skip

@@ -480,9 +480,32 @@ def of_cache(chance: random.Random) -> Case:
     )  # fmt: skip
 
 
+NO_NUMBERS: list[Any] = [None, "x", [7], -1, 10**30, 0.5]
+WRONG_IN_RUN: dict[str, list[Any]] = {
+    "step": NO_NUMBERS, "position": NO_NUMBERS, "tokens": [None, "x", [7]], "source": [None, "x", [7]], "fingerprint": [None, 7, []],
+    "settings": [None, "x", [7], 3], "layout": [None, "x", [7]], "objective": ["x", [None], {}, ["x"]], "ranked": [7, [[]], [[1]], [["x", 1]]],
+    "divergence": ["x", [7], {"x": 1}, {"steps": "x"}], "window": [7, [7], [{"x": 1}]], "best": [7, {"x": 1}], "warnings": [7, [7]],
+}  # fmt: skip
+WRONG_IN_STATE: dict[str, list[Any]] = {
+    "run": [None, "x", [7], {}, {"x": 1}], "optimizer": [None, "x", [7], {}, {"x": 1}, {"$list": []}, {"$dict": []}], "scaler": [None, "x", [7]],
+    "parameter_names": [None, "x", [7], {"x": 1}], "random": [None, "x", {}, {"$dict": []}], "base": [None, "x", [7], {"x": 1}],
+}  # fmt: skip
+
+
+def _with_a_wrong_part(state: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """A checkpoint's record with one part, or one field of its run, that can't be meant, or is left out."""
+    place, wrong = (state["run"], WRONG_IN_RUN) if chance.random() < 0.6 else (state, WRONG_IN_STATE)
+    name = chance.choice(list(wrong))
+    place[name] = chance.choice(wrong[name])
+    if chance.random() < 0.1:
+        del place[name]
+        state["run"].pop("position", None)
+    return state
+
+
 def of_checkpoint(chance: random.Random) -> Case:
     """A checkpoint whose manifest vouches for something else, or whose files are damaged."""
-    kind = chance.choice(["no files", "wrong size", "no digest", "path outside", "newer", "fields", "state", "cut", "flipped", "list", "step"])
+    kind = chance.choice(["no files", "wrong size", "no digest", "path outside", "newer", "fields", "state", "part", "cut", "flipped", "list", "step"])
 
     def damage(folder: Path) -> None:
         shutil.copytree(folder / BASE, folder / "out")
@@ -500,6 +523,9 @@ def of_checkpoint(chance: random.Random) -> Case:
             return
         if kind == "state":
             text = chance.choice(["{}", "[]", "7", "[" * 5000, '{"run": 1}'])
+        if kind == "part":  # of another type, or left out
+            text = json.dumps(_with_a_wrong_part(json.loads((newest / "state.json").read_text()), chance))
+        if kind in ("state", "part"):
             (newest / "state.json").write_text(text)
             manifest["files"]["state.json"] = {"size": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
         first = next(iter(manifest["files"]))
@@ -514,6 +540,7 @@ def of_checkpoint(chance: random.Random) -> Case:
         path.write_text(json.dumps({**manifest, "sha256": digest}))
 
     arguments = ("--config", f"{BASE}/config.yaml", "--output-dir", "out", "--resume-from", "out/checkpoints/step-2", "--max-steps", "3")
+    arguments += ("--allow-change", "max_steps")
     return Case("checkpoints", kind, "sft", arguments, ("step-2",), prepare=damage)
 
 

@@ -1,7 +1,7 @@
 """Inputs that were once met with a traceback, a hang, a wrong message or silence; one row each.
 
-Fails when, for instance: MOST_LEVELS is not asked for, `is_special` returns nothing, `most` is left out of a setting, or
-`_check_written` returns at once.
+Fails when, for instance: MOST_LEVELS is not asked for, `wrong_part` or `wrong_field` finds nothing, `is_special` returns nothing,
+`most` is left out of a setting, or `_check_written` returns at once.
 """
 
 import hashlib
@@ -57,19 +57,24 @@ def labels(*names: str) -> Any:
     return ("basic", ("--model", "tiny-bert", *malformed._tiny_basic(), "--dataset", "labels.jsonl"), file("labels.jsonl", text))
 
 
-def manifest(change: Callable[[dict[str, Any]], Any]) -> Any:
-    """A run continued from a checkpoint whose manifest was changed and given its right digest again."""
+def manifest(change: Callable[[dict[str, Any]], Any], record: Callable[[dict[str, Any]], Any] = lambda _: None) -> Any:
+    """A run continued from a checkpoint whose manifest, or record, was changed and given its right digest again."""
 
     def rewrite(folder: Path) -> None:
         path = folder / BASE / "checkpoints/step-2/MANIFEST.json"
         content = json.loads(path.read_text())
         content.pop("sha256")
+        state = json.loads((path.parent / "state.json").read_text())
+        record(state)
+        text = json.dumps(state)
+        (path.parent / "state.json").write_text(text)
+        content["files"]["state.json"] = {"size": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
         change(content)
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         path.write_text(json.dumps({**content, "sha256": digest}))
 
     words = ("--config", f"{BASE}/config.yaml", "--output-dir", BASE, "--resume-from", f"{BASE}/checkpoints/step-2", "--max-steps", "3")
-    return ("sft", words, with_good(rewrite))
+    return ("sft", (*words, "--allow-change", "max_steps"), with_good(rewrite))
 
 
 def command(*words: str, **files: str) -> Any:
@@ -175,6 +180,16 @@ KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a manifest with a wrong field": (manifest(lambda content: content["files"]["state.json"].update(size="x")), ("MANIFEST.json", "state.json")),
     "a manifest with a list": (manifest(lambda content: content.update(files=["state.json"])), ("MANIFEST.json",)),
     "a manifest of another step": (manifest(lambda content: content.update(step=7)), ("MANIFEST.json", "step 7")),
+    **{
+        f"a record with {said}": (manifest(lambda _: None, change), ("step-2", "holds no state of a run", word))
+        for said, change, word in (
+            ("a number for the run", lambda state: state.update(run=1), "run"), ("a list of settings", lambda state: state["run"].update(settings=[7]), "settings"),
+            ("no position", lambda state: state["run"].pop("position"), "position"), ("a step below 0", lambda state: state["run"].update(step=-1), "step"),
+            ("a loss that is text", lambda state: state["run"].update(objective=["x"]), "objective"),
+            ("an optimizer without state", lambda state: state.update(optimizer={"$dict": []}), "optimizer"),
+            ("no random numbers", lambda state: state.update(random={"$dict": []}), "random"), ("a list for the base", lambda state: state.update(base=[7]), "base"),
+        )
+    },
     "a cut job of the Hub's queue": (command("push", BASE, **{f"{BASE}__hub_queue__000001-x__job_DOT_json": '{"repo_id": "a'}), ("job.json",)),
     "a metrics.jsonl of other things to resume": (resumed("metrics.jsonl", '7\n{"step": "x"}\n[]\n{"step": ' + "9" * 400 + "}\n" + "[" * 99_999 + "\n"), ()),
     "a nested record to resume": (resumed("samples.jsonl", '{"a":' * 900 + "1" + "}" * 900 + "\n"), ()),

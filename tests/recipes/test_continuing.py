@@ -281,6 +281,22 @@ def test_the_plain_recipe_skips_or_stops_at_a_loss_that_is_nan(run_recipe: Any, 
         assert all(bool(torch.isfinite(tensor).all()) for tensor in run.weights().values())
 
 
+@pytest.mark.parametrize("divergence", ["warn", "stop"])
+def test_the_plain_recipe_ends_a_run_that_diverged_where_it_shall(run_recipe: Any, rows: Path, tmp_path: Path, divergence: str) -> None:
+    """A loss that is 9 times as high from step 4 on. Fails when: `warn` doesn't ask the setting, or no summary is written."""
+    line = "                part.backward()\n"
+    recipe = copy_of_recipe(tmp_path, "basic", line, f"                part = part * (9 if step > 3 else 1)\n{line}")
+    run = run_recipe(recipe, *TINY, "--max-steps", "20", "--divergence", divergence, env={"PYTHONPATH": str(ROOT)})
+    assert "Traceback" not in run.err
+    assert run.summary["warnings"][0].startswith("the loss was far above the first one in 10 steps in a row")
+    if divergence == "warn":
+        assert (run.code, run.summary["status"]) == (0, "finished"), run.err
+        return
+    assert (run.code, run.summary["status"]) == (1, "diverged"), run.err
+    assert "stopped after step 13, because of --divergence stop" in run.err
+    assert not (run.output_dir / "model").exists()
+
+
 def test_pretraining_goes_on_with_the_tokenizer_of_a_given_model(run_recipe: Any, tmp_path: Path) -> None:
     """On text from which another one would be made. Fails when: a tokenizer is trained whatever --model says."""
     for name, words in (("first", "the river runs under the bridge "), ("second", "eine Katze sitzt auf dem Dach ")):

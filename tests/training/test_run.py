@@ -69,7 +69,7 @@ def rows(poisoned: int | None = None) -> DatasetDict:
     )  # fmt: skip
 
 
-def train(config: Config, on_step=None, step_loss=loss_fn) -> tuple[nn.Module, tk.Run]:
+def train(config: Config, on_step=None, step_loss=loss_fn, before_step=None) -> tuple[nn.Module, tk.Run]:
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(config.seed)
     model = Bigram()
@@ -78,6 +78,8 @@ def train(config: Config, on_step=None, step_loss=loss_fn) -> tuple[nn.Module, t
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     with tk.open_run(accelerator, config, model, optimizer, loader) as run:
         for batch in run:
+            if before_step is not None:
+                before_step(run)
             run.log(tk.train_step(accelerator, model, optimizer, batch, step_loss, [config.learning_rate * (1 - run.progress)]))
             if on_step is not None and on_step(run):
                 break
@@ -485,35 +487,47 @@ def test_other_data_than_the_checkpoint_was_trained_on_is_refused(tmp_path: Path
         train(replace(config, resume=True))
 
 
+@pytest.mark.parametrize("earlier", ["3cd29ec97b62b262-rows", f"tokenized-{'0' * 24}-rows", "-rows"])
+def test_data_of_an_earlier_version_s_fingerprint_are_called_incomparable_and_the_run_goes_on(tmp_path: Path, capsys, earlier: str) -> None:
+    """Fails when: an earlier fingerprint is compared, and the run refused, or nothing is said."""
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, max_steps=4)
+    train(config)
+    path = tmp_path / "run/checkpoints/step-4"
+    state = ckpt.load_checkpoint(path)
+    state.run["fingerprint"] = earlier
+    shutil.rmtree(path)
+    ckpt.save_checkpoint(path.parent, 4, state)
+    train(replace(config, resume=True))
+    assert "the data can't be compared" in capsys.readouterr().out
+
+
 def test_random_numbers_of_user_code_go_on_after_a_resume(tmp_path: Path) -> None:
-    """torch's, NumPy's and random's, drawn between the steps. Fails when: restore_random_state is not called, or too early."""
+    """torch's, NumPy's and random's, drawn before each step, whose forward seeds them again.
+
+    Fails when: restore_random_state is not called, or too early.
+    """
     import random
 
     def drawing(into: list):
-        def draw(run: tk.Run) -> bool:
-            into.append((torch.rand(()).item(), np.random.rand(), random.random()))
-            return False
-
-        return draw
+        return lambda run: into.append((torch.rand(()).item(), np.random.rand(), random.random()))
 
     whole: list = []
     config = Config(output_dir=str(tmp_path / "whole"))
-    train(config, drawing(whole))
+    train(config, before_step=drawing(whole))
     parts: list = []
     config = replace(config, output_dir=str(tmp_path / "parts"), save_strategy="steps", save_steps=2)
 
     def dies_after_five(run: tk.Run) -> bool:
-        drawing(parts)(run)
         if run.step == 5:
             raise KeyError("dies")
         return False
 
     with pytest.raises(KeyError):
-        train(config, dies_after_five)
+        train(config, dies_after_five, before_step=drawing(parts))
     del parts[4:]  # the checkpoint is that of step 4
     torch.manual_seed(99), np.random.seed(99), random.seed(99)
-    train(replace(config, resume=True), drawing(parts))
-    assert parts == whole
+    train(replace(config, resume=True), before_step=drawing(parts))
+    assert parts[1:] == whole[1:]  # what comes before the first step of all is not the run's
 
 
 @pytest.mark.parametrize(

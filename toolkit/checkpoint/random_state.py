@@ -32,3 +32,17 @@ def restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def wrong_random_state(state: dict[str, Any]) -> str:
+    """What keeps this from being a state of the generators, tried with others than the global ones; empty if nothing does."""
+    try:
+        version, words, gauss = state["python"]
+        random.Random().setstate((version, tuple(words.tolist()), gauss))
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        np.random.RandomState().set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        torch.Generator().set_state(state["torch"])
+        len(state["cuda"])
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        return f"random holds no state of the generators: {type(error).__name__}: {error}"
+    return ""

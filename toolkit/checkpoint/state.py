@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.checkpoint.compat import origin_of
-from toolkit.checkpoint.random_state import capture_random_state
+from toolkit.checkpoint.random_state import capture_random_state, wrong_random_state
 from toolkit.checkpoint.trees import flatten, unflatten
 from toolkit.config import Refusal
 from toolkit.system.nonfinite import has_nonfinite
@@ -118,6 +118,29 @@ def apply_state(
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(state.model[name])
+
+
+def wrong_part(state: State) -> str:
+    """What keeps a state that was read from being one, whatever digest it has; empty where nothing does."""
+    for name in ("run", "scaler", "kept", "random", "base", "optimizer"):
+        if not isinstance(getattr(state, name), dict):
+            return f"{name} is no dictionary"
+    moments, base = state.optimizer.get("state"), state.base
+    groups: Any = state.optimizer.get("param_groups")
+    is_grouped = _is_list_of(groups, dict) and all(_is_list_of(group.get("params"), int) for group in groups)
+    if not isinstance(moments, dict) or not is_grouped:
+        return "optimizer is no state of an optimizer"
+    if not set(moments) <= {index for group in groups for index in group["params"]}:
+        return "optimizer has moments of parameters that are in no group"
+    if not _is_list_of(state.parameter_names, list) or not all(_is_list_of(names, str) for names in state.parameter_names):
+        return "parameter_names holds no names"
+    if base and not all(isinstance(base.get(name), str) for name in ("model", "sha256")):
+        return "base is not what identifies a model"
+    return wrong_random_state(state.random)
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
 def base_identity(model: nn.Module) -> dict[str, Any]:

@@ -250,6 +250,12 @@ class OptimConfig(Settings):
         on_resume="free",
     )
     max_nonfinite_steps: int = setting(3, "Stop after N such steps in a row.", least=1, most=10**9, on_resume="free")
+    divergence: str = setting(
+        "warn",
+        "When training goes wrong without an error (no gradient left, a loss far above the first, most steps skipped, a final "
+        "metric worse than the first): warn, or stop.",
+        choices=("warn", "stop"), on_resume="free",
+    )
 
 
 @dataclass(frozen=True)
@@ -343,12 +349,6 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, SeedConfig):
     eval_on_start: bool = setting(False, "Evaluate before the first step as well.", on_resume="free")
     eval_delay: float = setting(
         0.0, "No evaluation before N steps (epochs, with that strategy).", least=0.0, most=1e12, on_resume="evaluation"
-    )
-    divergence: str = setting(
-        "warn",
-        "When training goes wrong without an error (no gradient left, a loss far above the first, most steps skipped, a final "
-        "metric worse than the first): warn, or stop.",
-        choices=("warn", "stop"), on_resume="free",
     )
     save_strategy: str = setting("epoch", "When to write a checkpoint.", choices=("no", "steps", "epoch"), on_resume="free")
     save_total_limit: int | None = setting(

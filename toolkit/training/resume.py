@@ -96,7 +96,9 @@ def check_settings_to_resume(config: RunConfig) -> None:
             continue  # it is named when the checkpoint is looked for
         try:
             record = json.loads((path / "state.json").read_text(encoding="utf-8"))["run"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if not isinstance(record, dict) or not isinstance(record.get("settings", {}), dict):
             continue
         try:
             _changed_settings(record, config, given_settings(config))
@@ -106,6 +108,7 @@ def check_settings_to_resume(config: RunConfig) -> None:
             return
     if refused:
         raise refused[0]
+
 
 # Of 0.1.0, which named the code that read the rows too; `content-` names the tokens alone.
 _EARLIER_FINGERPRINT = re.compile(r"(tokenized-[0-9a-f]{24}|[0-9a-f]{16}|)-")

@@ -84,6 +84,19 @@ class RunState:
         known["window"] = [StepMetrics(**step) for step in record.get("window", ())]
         return cls(**known)
 
+    @classmethod
+    def wrong_field(cls, record: Any) -> str:
+        """The field that keeps what was read from being a run's state, whatever digest it has; empty where none does."""
+        if not isinstance(record, dict):
+            return "run"
+        missing = [name for name in ("step", "position", "source", "fingerprint") if name not in record]
+        wrong = [each.name for each in fields(cls) if each.name in record and not _is_of(each.type, record[each.name])]
+        if not wrong and record.get("best") and not {"name", "value", "step"} <= record["best"].keys():
+            wrong = ["best"]
+        if not wrong and any(len(each) != 2 for each in record.get("ranked", ())):
+            wrong = ["ranked"]
+        return next(iter(missing + wrong), "")
+
     def begin_step(self, batch: Batch) -> None:
         """The next global batch is taken."""
         self.step += 1
@@ -120,6 +133,26 @@ class RunState:
     def judged_by_another(self, name: str, sign: int) -> bool:
         """Whether the best evaluation so far was the best by another metric, or in the other direction."""
         return bool(self.best) and (self.best["name"], self.best.get("sign", sign)) != (name, sign)
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a value that JSON holds can be one of a field's type, which is given as it is written."""
+    if kind in _PARTS:  # a checkpoint that is older than `divergence` has none
+        own = {each.name: each.type for each in fields(_PARTS[kind])}
+        is_part = isinstance(value, dict) and value.keys() <= own.keys()
+        return not value or (is_part and all(_is_of(own[name], each) for name, each in value.items()))
+    if kind.endswith(" | None"):
+        return value is None or _is_of(kind.removesuffix(" | None"), value)
+    if kind.startswith("list["):
+        return isinstance(value, list) and all(_is_of(kind[5:-1], each) for each in value)
+    if kind.startswith("dict["):
+        return isinstance(value, dict)
+    if kind == "int":
+        return type(value) is int and 0 <= value < 2**63
+    return type(value) in {"float": (int, float), "bool": (bool,), "str": (str,)}[kind]
+
+
+_PARTS: dict[Any, Any] = {"Divergence": Divergence, "StepMetrics": StepMetrics}
 
 
 def summarize(

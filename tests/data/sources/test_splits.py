@@ -129,6 +129,8 @@ TURNS = {  # what is before the user's words, before the assistant's, and behind
     "hh-rlhf": ("\n\nHuman: ", "\n\nAssistant:", ""),
     "alpaca": ("Below is an instruction.\n\n### Instruction:\n", "\n\n### Response:\n", ""),
     "chatml": ("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n"),
+    "phi-3": ("<|user|>\n", "<|end|>\n<|assistant|>\n", "<|end|>\n"),
+    "vicuna": ("A chat. USER: ", " ASSISTANT: ", "</s>"),
     "llama-2": ("<s>[INST] ", " [/INST] ", " </s>"),
     "gemma": ("<start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n", "<end_of_turn>"),
     "questions": ("Q: ", "\nA: ", ""),

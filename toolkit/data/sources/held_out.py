@@ -36,6 +36,7 @@ _ANSWER_BEGINS = re.compile(
     r"""(?:^|\n)[ \t]*[#*]*[ ]*(?:assistant|ai|bot|chatbot|chatgpt|gpt|model|response|answer|output|completion|reply|a)[ ]*[*]*:
     |(?:^|\n)[#]+[ ]*(?:assistant|response|answer|output)\b
     |(?:^|\n)[ \t]*TL;?DR:
+    |(?-i:\sASSISTANT:)
     |<\|(?:im_start|start_header_id|start_of_role|start)\|>\s*assistant\b | <start_of_turn>model\b
     |<[|｜](?:assistant|bot|chatbot_token)[|｜]> | \[/INST\]""",
     re.IGNORECASE | re.VERBOSE,

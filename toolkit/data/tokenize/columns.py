@@ -35,7 +35,7 @@ _OTHER_NAMES = {
     "labels": ("scores", "label", "relevance", "relevances", "grades"),
     "positive": ("positives", "pos", "relevant"),
     "negative": ("negatives", "neg", "irrelevant", "hard_negative"),
-    "label": ("relevance", "class", "category", "target", "sentiment", "intent", "y", "labels", "score"),
+    "label": ("relevance", "class", "category", "target", "sentiment", "intent", "y", "labels", "score", "stars", "rating"),
 }
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "bing": "assistant", "chatgpt": "assistant"}
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython")
