@@ -301,6 +301,47 @@ def losses_of_pairs() -> None:
     assert weights is not None
 
 
+def questions() -> DatasetDict:
+    """Whether each number is even: an answer of the fourth word of its text."""
+    answers = [{"text": [text.split()[-1].strip(".")], "answer_start": [text.index(text.split()[-1])]} for text in TEXTS]
+    return rows(question=[f"What is {n}?" for n in range(20)], context=TEXTS, answers=answers)
+
+
+@dataclass(frozen=True)
+class QuestionConfig(tk.ModelConfig, tk.DataConfig, tk.QuestionAnsweringConfig, tk.OptimConfig, tk.RunConfig):
+    model: str = "tiny-bert"
+    hidden_size: int | None = 32
+    num_hidden_layers: int | None = 1
+    max_length: int = 64
+    doc_stride: int = 8
+    max_steps: int = 2
+    use_cpu: bool = True
+
+
+@shows(
+    "QuestionAnsweringConfig", "tokenize_for_question_answering", "collate_windows", "question_answering_loss", "reference_answers",
+    "question_answering_metrics", "squad_metrics", "question_baselines", "sample_questions", "sample_answers", "answer_questions",
+)  # fmt: skip
+def answers_from_a_text() -> None:
+    config, raw = QuestionConfig(), questions()
+    assert isinstance(config, tk.QuestionAnsweringConfig)
+    tokenizer = tk.load_tokenizer(config)
+    splits = tk.tokenize_for_question_answering(raw, tokenizer, config)
+    model = tk.load_model("AutoModelForQuestionAnswering", config, tokenizer)
+    windows = tk.collate_windows([splits["train"][i] for i in range(3)], pad_token_id=tokenizer.pad_token_id)
+    loss, _ = tk.question_answering_loss(model, windows, {"examples": 3.0})
+    assert loss > 0
+    accelerator = Accelerator(cpu=True)
+    _, evaluation = tk.build_dataloaders(splits, tk.collate_windows, config, accelerator)
+    metrics = tk.question_answering_metrics(tk.reference_answers(raw))
+    assert 0 <= tk.eval_with_gather(accelerator, model, evaluation, metrics)["eval_f1"] <= 1
+    assert tk.squad_metrics(["an even one"], [["even", "odd"]])["f1"] == pytest.approx(2 / 3)
+    assert 0 < tk.question_baselines(raw)["first sentence"] < 1
+    asked = tk.sample_questions(raw, 1)
+    assert tk.sample_answers(accelerator, model, tokenizer, asked, config)[0]["reference"] in ("even", "odd")
+    assert tk.answer_questions(model, tokenizer, asked.rows, max_length=64, doc_stride=8)[0][0].text in asked.rows[0]["context"]
+
+
 @shows("kto_kl", "kto_loss", "apo_zero_unpaired_loss", "unpaired_loss")
 def losses_of_single_answers() -> None:
     policy, reference, desirable = torch.tensor([-3.0, -4.0]), torch.tensor([-3.5, -3.5]), torch.tensor([True, False])

@@ -27,6 +27,7 @@ from .config.methods import (
     LossConfig as LossConfig,
     PairsConfig as PairsConfig,
     PreferenceConfig as PreferenceConfig,
+    QuestionAnsweringConfig as QuestionAnsweringConfig,
     RankedAnswersConfig as RankedAnswersConfig,
     RankingConfig as RankingConfig,
     ReferenceConfig as ReferenceConfig,
@@ -40,6 +41,7 @@ from .data.loading.collate import collate_packed as collate_packed, collate_padd
 from .data.loading.collate_answers import collate_answers as collate_answers
 from .data.loading.collate_lists import collate_lists as collate_lists
 from .data.loading.collate_pairs import collate_pairs as collate_pairs
+from .data.loading.collate_windows import collate_windows as collate_windows
 from .data.loading.loaders import build_dataloaders as build_dataloaders
 from .data.loading.mismatched import mismatch_answers as mismatch_answers
 from .data.loading.order import epoch_order as epoch_order, seed_micro_batch as seed_micro_batch
@@ -48,10 +50,12 @@ from .data.report import print_data_report as print_data_report
 from .data.sources.load import load_splits as load_splits
 from .data.texts import text_size as text_size, texts_of as texts_of
 from .data.tokenize.labels import label_settings as label_settings
+from .data.tokenize.question_answering import reference_answers as reference_answers
 from .data.tokenize.tasks import (
     tokenize_for_classification as tokenize_for_classification,
     tokenize_for_lm as tokenize_for_lm,
     tokenize_for_preference as tokenize_for_preference,
+    tokenize_for_question_answering as tokenize_for_question_answering,
     tokenize_for_ranking as tokenize_for_ranking,
     tokenize_for_sft as tokenize_for_sft,
     tokenize_for_unpaired as tokenize_for_unpaired,
@@ -64,10 +68,16 @@ from .demo_corpus.baselines import (
     unpaired_baselines as unpaired_baselines,
 )
 from .demo_corpus.bm25 import ranking_baselines as ranking_baselines
+from .demo_corpus.question_baselines import question_baselines as question_baselines
 from .diagnostics.memory_table import (
     memory_table as memory_table,
 )
 from .export.model_directory import save_model as save_model
+from .generation.answered_questions import (
+    answer_questions as answer_questions,
+    sample_answers as sample_answers,
+    sample_questions as sample_questions,
+)
 from .generation.samples import sample_prompts as sample_prompts, sample_texts as sample_texts
 from .losses.answer_logps import answer_logps as answer_logps, mismatched_logps as mismatched_logps, pair_logps as pair_logps
 from .losses.causal_lm import (
@@ -107,6 +117,7 @@ from .losses.preference import (
     preference_loss as preference_loss,
     preference_metrics as preference_metrics,
 )
+from .losses.question_answering import question_answering_loss as question_answering_loss
 from .losses.ranking import ranking_list_metrics as ranking_list_metrics, ranking_loss as ranking_loss
 from .losses.reward import pair_rewards as pair_rewards, reward_loss as reward_loss, reward_metrics as reward_metrics
 from .losses.unpaired import (
@@ -118,6 +129,10 @@ from .losses.unpaired import (
 )
 from .metrics.classification import classification_metrics as classification_metrics
 from .metrics.metric import Metrics as Metrics
+from .metrics.question_answering import (
+    question_answering_metrics as question_answering_metrics,
+    squad_metrics as squad_metrics,
+)
 from .models.load import load_model as load_model
 from .models.lora import add_adapter as add_adapter
 from .models.padding import pad_apart_from_end as pad_apart_from_end

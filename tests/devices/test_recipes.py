@@ -22,6 +22,7 @@ RECIPES = {
     "lora": ["--num-samples", "0", "--max-length", "512"],
     "reward": ["--max-length", "256"],
     "reranker": [],
+    "question_answering": ["--doc-stride", "16", "--num-samples", "1"],
     "dpo with a second model": ["--num-samples", "0", "--max-length", "256", "--reference", "model", "--pair-layout", "padded"],
 }
 

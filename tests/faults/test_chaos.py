@@ -25,6 +25,7 @@ RECIPES = {
     "reward": ["--model", "tiny-llama"],
     "reranker": [],
     "accelerated": [],
+    "question_answering": ["--max-length", "40", "--doc-stride", "8", "--num-samples", "1"],
     "zero": [],
 }
 
@@ -43,6 +44,9 @@ def _rows(recipe: str) -> list[dict]:
             rows.append({"text": f"{asked}. {said}"})
         elif recipe in ("accelerated", "zero"):
             rows.append({"text": f"{asked}. {said}", "label": WORDS[i % 3]})
+        elif recipe == "question_answering":
+            context, word = f"{asked}. {said}", said.split()[0]
+            rows.append({"question": other, "context": context, "answers": {"text": [word], "answer_start": [context.index(word)]}})
         elif recipe in ("sft", "lora"):
             rows.append({"prompt": asked, "completion": said})
         elif recipe == "reranker":

@@ -10,7 +10,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "recipes/configs").glob("*.yaml"))
 # The recipe that takes a config's settings with an adapter where it has none, and without one where it has one.
-WITH_AND_WITHOUT = {"sft": "lora", "lora": "sft", "dpo": "dpo"}
+WITH_AND_WITHOUT = {"sft": "lora", "lora": "sft", "dpo": "dpo", "question_answering": "question_answering"}
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 8192}
 ARCHITECTURES = {
@@ -70,6 +70,8 @@ def make_rows(recipe: str) -> list[dict]:
         "dpo": lambda i: {"chosen": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")],
                           "rejected": [*said("user", f"say {i}"), *said("assistant", f"no, {i + 1}")]},
         "reranker": lambda i: {"query": f"say {i}", "positive": f"it is {i}", "negative": f"no, {i + 1}"},
+        "question_answering": lambda i: {"question": "Which number?", "context": f"number {i} is said " + "again and " * 300,
+                                         "answers": {"text": [str(i)], "answer_start": [7]}},
         "pretrain": lambda i: {"text": f"number {i} is said again and again, as are many others " * 9},
         "sft": lambda i: {"messages": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")]},
     }  # fmt: skip

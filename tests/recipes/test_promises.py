@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-RECIPES = ["basic", "accelerated", "sft", "lora", "dpo", "kto", "reward", "reranker", "pretrain"]
+RECIPES = ["basic", "accelerated", "sft", "lora", "dpo", "kto", "reward", "reranker", "pretrain", "question_answering"]
 SMALL = ["--hidden-size", "32", "--num-hidden-layers", "2", "--max-train-examples", "120", "--max-eval-examples", "24"]
 SMALL_OF = {
     "basic": [*SMALL, "--max-length", "64"],
@@ -19,6 +19,7 @@ SMALL_OF = {
     "lora": [*SMALL, "--max-length", "128", "--num-samples", "1", "--sample-max-new-tokens", "4", "--lora-dropout", "0.1"],
     "dpo": [*SMALL, "--max-length", "128", "--num-samples", "1", "--sample-max-new-tokens", "4", "--pair-layout", "auto"],
     "kto": [*SMALL, "--max-length", "128", "--num-samples", "1", "--sample-max-new-tokens", "4", "--desirable-weight", "1.3"],
+    "question_answering": [*SMALL, "--max-length", "64", "--doc-stride", "16", "--num-samples", "1"],
     "reward": [*SMALL, "--max-length", "128", "--center-rewards-coefficient", "0.01"],
     "reranker": [*SMALL, "--max-length", "64", "--ranking-loss", "listnet"],
     "pretrain": [
@@ -63,7 +64,7 @@ def test_config_yaml_fed_back_repeats_the_run(run_recipe, tmp_path: Path, recipe
     assert {**settings[0], "output_dir": 0} == {**settings[1], "output_dir": 0}
 
 
-EPOCHS = {"accelerated": "1.34", "sft": "1.5", "lora": "1.5", "dpo": "0.84", "kto": "0.42", "reward": "0.84", "reranker": "0.84", "pretrain": "0.13"}
+EPOCHS = {"accelerated": "1.34", "sft": "1.5", "lora": "1.5", "dpo": "0.84", "kto": "0.42", "reward": "0.84", "reranker": "0.84", "pretrain": "0.13", "question_answering": "0.42"}
 
 
 @pytest.mark.parametrize("recipe", EPOCHS)

@@ -162,6 +162,9 @@ LINES = {
     "eval_reward_accuracy 0.5000",
     "reranker": "step 3/3  eval_loss 1.7072  eval_mrr 0.3194  eval_map 0.3194  eval_recall_at_1 0.1000  eval_ndcg_at_1 0.1000  "
     "eval_recall_at_10 1  eval_ndcg_at_10 0.4800",
+    "question_answering": "step 1/1  eval_loss 4.0737  eval_exact_match 0.0500  eval_f1 0.1264  eval_HasAns_exact 0.5000  "
+    "eval_NoAns_exact 0  eval_HasAns_f1 0.5000  eval_NoAns_f1 0  eval_best_exact 1  eval_best_exact_thresh -1.5000  eval_best_f1 1  "
+    "eval_best_f1_thresh -1.5000",
     "accelerated": "step 1/1  eval_loss 1.9366  eval_accuracy 0.2500  eval_f1 0",
     "zero": "step 10/200  loss 1.9366  lr 9.05e-04  norm 12.5000  examples/s 1,200  ETA 1:30",
 }  # printed by the recipes, in a container but for the last one

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config import ClassificationConfig, DataConfig, ModelConfig, RankingConfig, Refusal, RewardConfig
+from toolkit.config import (
+    ClassificationConfig,
+    DataConfig,
+    ModelConfig,
+    QuestionAnsweringConfig,
+    RankingConfig,
+    Refusal,
+    RewardConfig,
+)
 from toolkit.config.setting import nearest
 
 if TYPE_CHECKING:
@@ -30,7 +38,7 @@ TextMetrics = dict[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
-class EvaluationConfig(ModelConfig, DataConfig, ClassificationConfig, RewardConfig, RankingConfig):
+class EvaluationConfig(ModelConfig, DataConfig, ClassificationConfig, RewardConfig, RankingConfig, QuestionAnsweringConfig):
     """What is read of a recipe's settings."""
 
 
@@ -213,11 +221,31 @@ def _pads_apart(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return pad_apart_from_end(tokenizer)
 
 
+def _spans() -> EvaluatedTask:
+    def metrics(loaded: Loaded) -> Metrics:
+        from toolkit.data.tokenize.question_answering import reference_answers
+        from toolkit.metrics.question_answering import question_answering_metrics
+
+        config = loaded.config
+        return question_answering_metrics(
+            reference_answers({"validation": loaded.rows}), n_best_size=config.n_best_size,
+            max_answer_length=config.max_answer_length, null_score_diff_threshold=config.null_score_diff_threshold,
+        )  # fmt: skip
+
+    def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
+        from toolkit.data.loading.collate_windows import collate_windows
+
+        return partial(collate_windows, pad_token_id=tokenizer.pad_token_id)
+
+    return EvaluatedTask(lambda names, config: {}, metrics, collate)
+
+
 # By transformers' class of the model; the first task of each is what is meant where the columns do not say.
 EVALUATED: dict[str, dict[str, EvaluatedTask]] = {
     "AutoModelForCausalLM": {
         "sft": _language("sft"), "lm": _language("lm"), "preference": _pair_likelihoods(), "unpaired": _answer_likelihoods(),
     },
     "AutoModelForSequenceClassification": {"classification": _classes(), "preference": _rewards(), "ranking": _rankings()},
+    "AutoModelForQuestionAnswering": {"question_answering": _spans()},
 }  # fmt: skip
 TASKS = tuple(dict.fromkeys(task for tasks in EVALUATED.values() for task in tasks))

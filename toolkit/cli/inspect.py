@@ -11,7 +11,7 @@ import typer
 
 from toolkit.cli.evaluated_tasks import TASKS
 from toolkit.cli.setting_options import option, read_options
-from toolkit.config import ClassificationConfig, DataConfig, ModelConfig, RankingConfig, Refusal
+from toolkit.config import ClassificationConfig, DataConfig, ModelConfig, QuestionAnsweringConfig, RankingConfig, Refusal
 from toolkit.system.console import printable, say, write
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _MOST_BINS = 12
 
 
 @dataclass(frozen=True)
-class _Config(ModelConfig, DataConfig, ClassificationConfig, RankingConfig):
+class _Config(ModelConfig, DataConfig, ClassificationConfig, RankingConfig, QuestionAnsweringConfig):
     """What is read of a recipe's settings."""
 
 

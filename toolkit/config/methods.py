@@ -42,6 +42,25 @@ class ClassificationConfig(LossConfig):
 
 
 @dataclass(frozen=True)
+class QuestionAnsweringConfig(Settings):
+    """Question answering"""
+
+    doc_stride: int = setting(
+        128, "Tokens that two windows of a long context share.", least=0, most=2**20, on_resume="fixed"
+    )
+    max_answer_length: int = setting(
+        30, "Longest answer that is looked for, in tokens.", least=1, most=2**16, on_resume="evaluation"
+    )
+    n_best_size: int = setting(
+        20, "Best spans that are kept of each window.", least=1, most=2**12, on_resume="evaluation"
+    )
+    null_score_diff_threshold: float = setting(
+        0.0, "Where questions may have no answer: predict none where it scores more than this above the best span. "
+        "best_f1_thresh of an evaluation is the best value.", on_resume="evaluation",
+    )
+
+
+@dataclass(frozen=True)
 class PreferenceConfig(Settings):
     """Preference loss"""
 

@@ -118,6 +118,7 @@ RECIPES_WITH = {
     "RunConfig": "accelerated", "CausalLMConfig": "sft", "AdapterConfig": "lora", "ClassificationConfig": "accelerated",
     "SampleConfig": "sft", "PreferenceConfig": "dpo", "PairsConfig": "dpo", "ReferenceConfig": "dpo",
     "RankedAnswersConfig": "dpo", "UnpairedConfig": "kto", "RewardConfig": "reward", "RankingConfig": "reranker",
+    "QuestionAnsweringConfig": "question_answering",
 }  # fmt: skip
 
 

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # What columns of other names are probably meant for, the surest first.
-_LIKELY = (("chosen", "rejected"), ("text", "label"), ("prompt", "completion"), ("messages",), ("text",))
+_LIKELY = (
+    ("chosen", "rejected"), ("question", "context", "answers"), ("text", "label"), ("prompt", "completion"), ("messages",),
+    ("text",),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ def guess_task(columns: list[str]) -> str:
     present = set(columns)
     if {"chosen", "rejected"} <= present or ("prompt" in present and present & set(ANSWER_LISTS)):
         return "preference"
+    if {"question", "context", "answers"} <= present:
+        return "question_answering"
     if {"prompt", "completion", "label"} <= present:
         return "unpaired"
     if "query" in present and present & {"document", "documents", "positive"}:
@@ -78,7 +83,8 @@ def guess_task(columns: list[str]) -> str:
     meant = " or ".join(f"--rename-columns {each}" for each in dict.fromkeys(renames) if each)
     raise Refusal(
         f"The columns {shown or '(none)'} are none that training knows: messages; prompt and completion; text; text and label; "
-        f"chosen and rejected; query, documents and labels; instruction, input and output; input_ids. "
+        f"chosen and rejected; query, documents and labels; question, context and answers; instruction, input and output; "
+        f"input_ids. "
         + (f"Did you mean: {meant}" if meant else "Rename with --rename-columns old=new")
     )
 
@@ -134,7 +140,7 @@ def inspect_splits(
             train_rows.update(row for part in measures for row in part.rows)
     first = next(iter(plans.values()))
     report = DataReport(
-        form.describe(first, tokenizer), config.max_length, config.overlong, counts, notes,
+        form.describe(first, tokenizer), config.max_length, form.overlong or config.overlong, counts, notes,
         example_names=form.part_names, first_rows=_stream_rows(config) if is_stream else None,
     )  # fmt: skip
     rows = [row for documents in candidates for row in _rows(documents)]

@@ -43,6 +43,9 @@ REMARKS = {
     "turns": "{pair has|pairs have} turns of others than the assistant in {its|their} answers; these count as the answers do",
     "rewritten_prompts": "{prompt is|prompts are} written otherwise by the template once an answer follows; "
     "{it is|they are} trained on so",
+    "unanswerable": "{question has|questions have} no answer in {its|their} context",
+    "cut_answers": "{answer is|answers are} cut by every window: {it is|they are} trained on as none, and can't be found "
+    "whole; a longer --max-length or --doc-stride would hold {it|them}",
 }
 TOOL_REMARKS = {
     UNKNOWN_TOOL: "{chat calls|chats call} a function that is not among {its|their} tools",

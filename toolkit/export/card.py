@@ -26,6 +26,7 @@ SHOWN = (
 _TASKS = {
     "ForCausalLM": ("text-generation", "Text generation"),
     "ForSequenceClassification": ("text-classification", "Text classification"),
+    "ForQuestionAnswering": ("question-answering", "Question answering"),
 }
 _NAME_LINE = re.compile(r'^name = ".*"', re.MULTILINE)
 

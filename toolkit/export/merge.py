@@ -160,7 +160,9 @@ def _text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
 
 @torch.no_grad()
 def _logits(model: nn.Module, rows: list[BatchEncoding]) -> list[torch.Tensor]:
-    return [model.eval()(input_ids=row["input_ids"], attention_mask=row["attention_mask"]).logits for row in rows]
+    outputs = [model.eval()(input_ids=row["input_ids"], attention_mask=row["attention_mask"]) for row in rows]
+    of_spans = ("start_logits", "end_logits")
+    return [torch.stack([output[name] for name in of_spans]) if of_spans[0] in output else output.logits for output in outputs]
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ def sample_prompts(
     name = next((name for name in ("validation", "test", "train") if name in splits), None)
     if name is None or config.num_samples == 0:
         return []
-    prompts = (prompt_of(row, tokenizer) for row in _spread(splits[name], config.num_samples))
+    prompts = (prompt_of(row, tokenizer) for row in spread_rows(splits[name], config.num_samples))
     return [_with_short_reference(prompt, tokenizer, config) for prompt in prompts if prompt]
 
 
@@ -96,7 +96,7 @@ def trim_for_display(text: str, most: int = SHOWN_CHARACTERS, keep: str = "start
     return text[: most - 1] + "…" if keep == "start" else "…" + text[-(most - 1) :]
 
 
-def _spread(split: Dataset | IterableDataset, count: int) -> Iterator[dict[str, Any]]:
+def spread_rows(split: Dataset | IterableDataset, count: int) -> Iterator[dict[str, Any]]:
     """Rows at the middles of `count` equal parts of a dataset; of a stream, the first ones."""
     if not hasattr(split, "__len__"):
         return itertools.islice(iter(split), count)

@@ -31,6 +31,8 @@ _TASKS = {
     "ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS",
     "ForQuestionAnswering": "QUESTION_ANS", "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }  # fmt: skip
+# The heads that peft (0.21.2) trains whole for these tasks, whether their weights are new or not.
+_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",)}
 
 
 def add_adapter(
@@ -115,15 +117,21 @@ def target_modules(model: nn.Module, config: AdapterConfig) -> list[str]:
 
 
 def modules_to_save(model: nn.Module, config: AdapterConfig) -> list[str]:
-    """Full names of the modules trained whole: those that the settings name, and those with weights made up by load_model."""
+    """Full names of the modules trained whole: heads, those that the settings name, and those with weights of load_model's."""
     names = [name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None]
     found = list(loaded(model).new_modules)
+    found += [name for name in names if name in _HEADS.get(_task_of(model) or "", ()) and name not in found]
     for entry in config.lora_modules_to_save:
         matching = [name for name in names if _is_named(name, entry)]
         if not matching:
             raise Refusal(f"--lora-modules-to-save {entry}: the model has no module of that name.{_nearest(entry, names)}")
         found += [name for name in matching if name not in found]
     return found
+
+
+def _task_of(model: nn.Module) -> str | None:
+    """peft's name of the task that a model's class is for."""
+    return next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), None)
 
 
 def trainable_tokens(
@@ -195,14 +203,13 @@ def _lora_config(
     if config.init_lora_weights not in ("true", "gaussian"):
         _check_ranks(config, targets, modules, ranks)
     init: Any = True if config.init_lora_weights == "true" else config.init_lora_weights
-    task = next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), None)
     return LoraConfig(
         r=config.lora_r, lora_alpha=_plain(config.lora_alpha), lora_dropout=config.lora_dropout, target_modules=targets,
         rank_pattern={pattern: int(rank) for pattern, rank in ranks.items()},
         alpha_pattern={pattern: _plain(alpha) for pattern, alpha in alphas.items()},
         modules_to_save=whole or None, use_rslora=config.use_rslora, use_dora=config.use_dora,
         init_lora_weights=init,
-        fan_in_fan_out=any(type(modules[name]).__name__ == "Conv1D" for name in targets), task_type=task,
+        fan_in_fan_out=any(type(modules[name]).__name__ == "Conv1D" for name in targets), task_type=_task_of(model),
         ensure_weight_tying=any(_is_tied(model, modules[name]) for name in whole), revision=revision,
         trainable_token_indices=tokens or None,
     )  # fmt: skip

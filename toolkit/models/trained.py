@@ -32,8 +32,12 @@ AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
 }
-_OF_ADAPTERS = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification"}
+_OF_ADAPTERS = {
+    "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}  # fmt: skip
 
 
 def find_model(written: str) -> str:

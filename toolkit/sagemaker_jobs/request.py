@@ -37,6 +37,10 @@ _OF_EVALUATION = {
     ),
     "center_rewards_coefficient": _OF_PAIRS,
     "ranking_loss": ("mrr", "map", "recall_at_1", "ndcg_at_1", "recall_at_10", "ndcg_at_10"),
+    "doc_stride": (
+        "exact_match", "f1", "HasAns_exact", "HasAns_f1", "NoAns_exact", "NoAns_f1", "best_exact", "best_exact_thresh",
+        "best_f1", "best_f1_thresh",
+    ),
 }
 _MOST_METRICS = 40  # of MetricDefinitionList in botocore's service model
 _PER_CLASS, _CLASSES = "_per_class", 10  # how many classes there are is known when the data are read: the first ones

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as compute
 
 from toolkit.config import Refusal
-from toolkit.data.sources import readers
+from toolkit.data.sources import readers, squad
 from toolkit.data.sources.arrow_cache import cached_splits, write_tables
 from toolkit.data.sources.find_files import COLUMNAR, DataFile
 from toolkit.data.sources.readers import Row, number_columns, read_rows, what_is, with_numbers
@@ -37,7 +37,7 @@ def read_files(files: list[DataFile]) -> Dataset:
         Refusal: what can't be read, with file and line.
     """
     digest = hashlib.blake2b(digest_size=12)
-    for code in (__file__, readers.__file__):
+    for code in (__file__, readers.__file__, squad.__file__):
         digest.update(Path(code).read_bytes())
     for file in files:
         with open(file.path, "rb") as content:

@@ -20,6 +20,7 @@ from typing import Any
 
 from toolkit.config import Refusal
 from toolkit.config.parsing import parse_json
+from toolkit.data.sources.squad import is_squad, squad_rows
 from toolkit.system.console import quoted
 
 Row = dict[str, Any]
@@ -93,14 +94,18 @@ def unreadable_lines(path: str) -> list[str]:
 
 
 def _read_json(path: str) -> Iterator[tuple[int, Row]]:
-    """A list of objects; or, as many tools write under this ending, an object a line."""
+    """A list of objects; or, as many tools write under this ending, an object a line; or SQuAD's articles."""
     first = next((line for _, line in _lines(path) if line.strip()), "")
     if not first:
         return
-    if first.lstrip().startswith("{") and _is_json(first):
+    is_line = first.lstrip().startswith("{") and _is_json(first)
+    if is_line and not ('"paragraphs"' in first and is_squad(parse_json(first.strip(), path))):
         yield from _read_jsonl(path)
         return
     whole = parse_json("".join(line for _, line in _lines(path)), path, is_file=True)
+    if is_squad(whole):
+        yield from squad_rows(whole, path)
+        return
     if not isinstance(whole, list):
         inside = [name for name, value in whole.items() if isinstance(value, list)] if isinstance(whole, dict) else []
         hint = f" If the rows are under {quoted(inside[0])}, save that list alone." if inside else ""

@@ -36,6 +36,9 @@ _OTHER_NAMES = {
     "positive": ("positives", "pos", "relevant"),
     "negative": ("negatives", "neg", "irrelevant", "hard_negative"),
     "label": ("relevance", "class", "category", "target", "sentiment", "intent", "y", "labels", "score", "stars", "rating"),
+    "question": ("query", "prompt", "q"),
+    "context": ("passage", "paragraph", "document", "text", "article"),
+    "answers": ("answer", "label", "labels"),
 }
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "bing": "assistant", "chatgpt": "assistant"}
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython")
@@ -47,7 +50,7 @@ class Plan:
 
     `layout` is text, prompt_completion, chat, prompted_chat (prompt and completion are lists of messages), alpaca or tokenized;
     `supervise` is all, completion, assistant (its turns), answers (its turns in the completion), labels (as the rows say),
-    class, pair (both answers of a preference) or answer (a single one).
+    class, span (of a context), pair (both answers of a preference) or answer (a single one).
     """
 
     layout: str
@@ -58,7 +61,7 @@ class Plan:
 
     @property
     def is_masked(self) -> bool:
-        return self.supervise not in ("all", "class")
+        return self.supervise not in ("all", "class", "span")
 
 
 def columns_of(split: Dataset | IterableDataset, name: str) -> list[str]:

@@ -27,6 +27,7 @@ from toolkit.data.tokenize.preferences import (
     plan_unpaired,
 )
 from toolkit.data.tokenize.prepare import STREAM_ROWS, tokenize_splits, tokenize_streams
+from toolkit.data.tokenize.question_answering import question_answering_format
 from toolkit.data.tokenize.ranking import ranking_format
 
 if TYPE_CHECKING:
@@ -132,6 +133,24 @@ def tokenize_for_classification(splits: Splits, tokenizer: PreTrainedTokenizerBa
     return prepare(classification_format(config), splits, tokenizer, config)
 
 
+def tokenize_for_question_answering(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
+    """Questions and contexts in windows of at most `max_length` tokens, of which two share `doc_stride`.
+
+    A row is a window: `input_ids` are those of the question and of a part of the context, `start_positions` and `end_positions`
+    the first and the last token of its answer, both 0 where the window doesn't hold all of it (of several answers, the first
+    is trained on); `window` is its number within its question, `context_start` the place of the first token of the context,
+    `char_starts` and `char_ends` the characters of each such token; `token_type_ids` where the tokenizer has them; `length`
+    and `origin`.
+
+    Columns that are read: `question`, `context` and `answers`, SQuAD's object of two lists, `text` and `answer_start`, both
+    empty where the context has no answer. `config` holds the settings of QuestionAnsweringConfig too.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    return prepare(question_answering_format(config), splits, tokenizer, config)
+
+
 def tokenize_for_ranking(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
     """Queries, each with a list of documents and a label for each of these.
 
@@ -203,6 +222,7 @@ FORMATS: dict[str, Callable[[DataConfig], Format]] = {
     "unpaired": lambda config: unpaired_format(),
     "classification": classification_format,
     "ranking": ranking_format,
+    "question_answering": question_answering_format,
 }
 
 
@@ -224,8 +244,8 @@ def prepare(task: Format | str, splits: Splits, tokenizer: PreTrainedTokenizerBa
     first = next(iter(tokenized))
     origin, example = example_of(form, next(iter(tokenized[first])), plans[first], tokenizer)
     return Tokenized(tokenized, DataReport(
-        form.describe(plans[first], tokenizer), config.max_length, config.overlong, counts, notes, example, origin,
-        example_names=form.part_names, first_rows=STREAM_ROWS if is_stream else None,
+        form.describe(plans[first], tokenizer), config.max_length, form.overlong or config.overlong, counts, notes, example,
+        origin, example_names=form.part_names, first_rows=STREAM_ROWS if is_stream else None,
     ))  # fmt: skip
 
 

@@ -1,0 +1,105 @@
+"""recipes/question_answering.py as users run it: SQuAD 2.0's JSON, windows, samples, an adapter; and what evaluate and inspect make of it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.warm
+
+SMALL = [
+    "--hidden-size", "32", "--num-hidden-layers", "1", "--max-length", "40", "--doc-stride", "8", "--max-steps", "3", "--eval-strategy",
+    "steps", "--eval-steps", "3", "--num-samples", "2", "--n-best-size", "4", "--per-device-eval-batch-size", "5",
+]  # fmt: skip
+
+
+def squad(paragraphs: int) -> dict[str, Any]:
+    """Two questions about each paragraph, one of them without an answer; contexts of several windows."""
+    made = []
+    for i in range(paragraphs):
+        context = f"In {1800 + i} Ada wrote note number {i}. " + "Nobody knows what else was said then. " * (i % 4)
+        asked = [
+            {"id": f"{i}a", "question": "When did Ada write?", "answers": [{"text": str(1800 + i), "answer_start": 3}], "is_impossible": False},
+            {"id": f"{i}b", "question": "When did Bob read?", "answers": [], "is_impossible": True},
+        ]
+        made.append({"context": context, "qas": asked})
+    return {"version": "v2.0", "data": [{"title": "Notes", "paragraphs": made}]}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> list[str]:
+    (tmp_path / "notes").mkdir()
+    for split, count in (("train", 20), ("validation", 7)):
+        (tmp_path / f"notes/{split}.json").write_text(json.dumps(squad(count)))
+    return ["--dataset", "notes"]
+
+
+def toolkit(fork: Any, folder: Path, *words: str) -> tuple[int, str]:
+    import subprocess
+
+    done = subprocess.run([sys.executable, "-m", "toolkit", *words], cwd=folder, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_squad_2_trains_evaluates_and_shows_its_best_answers(run_recipe: Any, tmp_path: Path, data: list[str]) -> None:
+    """All metrics of SQuAD 2.0 are logged; each sample has four answers and no answer among its n best; `toolkit evaluate` finds the same
+    metrics on the rows that the run held out, with another batch size.
+
+    Fails when: evaluate reads windows of another stride than the run's, or samples are written without their n best.
+    """
+    run = run_recipe("question_answering", *SMALL, *data)
+    assert run.code == 0, run.out + run.err
+    assert "questions have no answer in their context" in run.out
+    names = {"loss", "exact_match", "f1", *(f"{kind}_{name}" for kind in ("HasAns", "NoAns", "best") for name in ("exact", "f1"))}
+    names |= {"best_exact_thresh", "best_f1_thresh"}
+    assert names <= {name.removeprefix("eval_") for name in run.metrics[-1]}
+    samples = [json.loads(line) for line in (run.output_dir / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 2
+    for sample in samples:
+        texts = [answer["text"] for answer in sample["n_best"]]
+        assert len(texts) == 5
+        assert "" in texts
+        assert sample["text"] == texts[0]
+        assert sum(answer["probability"] for answer in sample["n_best"]) == pytest.approx(1)
+    assert "question-answering" in (run.output_dir / "model/README.md").read_text()
+    code, output = toolkit(run_recipe, tmp_path, "evaluate", "out", "--per-device-eval-batch-size", "2", "--json", "--device", "cpu")
+    assert code == 0, output
+    found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    assert found["task"] == "question_answering"
+    assert found["metrics"] == pytest.approx({name: run.summary[f"eval_{name}"] for name in found["metrics"]}, rel=1e-5)
+    assert names == set(found["metrics"])
+
+
+@pytest.mark.slow
+def test_an_adapter_trains_and_merges_to_the_model_it_was(run_recipe: Any, tmp_path: Path, data: list[str]) -> None:
+    """The head is trained whole. Fails when: merge looks for `logits` in what a model of spans returns."""
+    base = run_recipe("question_answering", *SMALL, *data, output_dir="base")
+    assert base.code == 0, base.out + base.err
+    shape = SMALL[4:]
+    run = run_recipe("question_answering", *shape, *data, "--model", "base/model", "--use-peft", "--lora-r", "2")
+    assert run.code == 0, run.out + run.err
+    code, output = toolkit(run_recipe, tmp_path, "evaluate", "out", "--json", "--device", "cpu")
+    assert code == 0, output
+    adapted = json.loads(next(line for line in output.splitlines() if line.startswith("{")))["metrics"]
+    assert adapted["loss"] == pytest.approx(run.summary["eval_loss"], rel=1e-5)
+    code, output = toolkit(run_recipe, tmp_path, "merge", "out/model", "--into", "merged")
+    assert code == 0, output
+    assert (tmp_path / "merged/config.json").exists()
+
+
+def test_inspect_names_every_row_that_training_would_refuse(tmp_path: Path) -> None:
+    """Fails when: inspect takes the columns for another task, or stops at the first row."""
+    rows = [
+        {"question": "Who?", "context": "Ada and Bob.", "answers": {"text": ["Bob"], "answer_start": [8]}},
+        {"question": "Who?", "context": "Ada and Bob.", "answers": {"text": ["Bob"], "answer_start": [7]}},
+        {"question": "", "context": "Ada and Bob.", "answers": {"text": ["Bob"], "answer_start": [8]}},
+        {"question": "Who?", "context": "Ada and Bob.", "answers": {"text": [], "answer_start": []}},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, output = toolkit(None, tmp_path, "inspect", "rows.jsonl", "--eval-fraction", "0")
+    assert code == 1, output
+    assert "Task: question_answering" in output
+    for said in ("2 problems, in 2 rows", "rows.jsonl:2", "it is at 8", "rows.jsonl:3", "question is empty", "1 question has no answer"):
+        assert said in output
