@@ -24,6 +24,7 @@ from .config.methods import (
     AdapterConfig as AdapterConfig,
     CausalLMConfig as CausalLMConfig,
     ClassificationConfig as ClassificationConfig,
+    EmbeddingConfig as EmbeddingConfig,
     LossConfig as LossConfig,
     PairsConfig as PairsConfig,
     PreferenceConfig as PreferenceConfig,
@@ -41,6 +42,7 @@ from .data.loading.collate import collate_packed as collate_packed, collate_padd
 from .data.loading.collate_answers import collate_answers as collate_answers
 from .data.loading.collate_lists import collate_lists as collate_lists
 from .data.loading.collate_pairs import collate_pairs as collate_pairs
+from .data.loading.collate_texts import collate_text_groups as collate_text_groups
 from .data.loading.collate_windows import collate_windows as collate_windows
 from .data.loading.loaders import build_dataloaders as build_dataloaders
 from .data.loading.mismatched import mismatch_answers as mismatch_answers
@@ -53,6 +55,7 @@ from .data.tokenize.labels import label_settings as label_settings
 from .data.tokenize.question_answering import reference_answers as reference_answers
 from .data.tokenize.tasks import (
     tokenize_for_classification as tokenize_for_classification,
+    tokenize_for_embedding as tokenize_for_embedding,
     tokenize_for_lm as tokenize_for_lm,
     tokenize_for_preference as tokenize_for_preference,
     tokenize_for_question_answering as tokenize_for_question_answering,
@@ -69,6 +72,7 @@ from .demo_corpus.baselines import (
 )
 from .demo_corpus.bm25 import ranking_baselines as ranking_baselines
 from .demo_corpus.question_baselines import question_baselines as question_baselines
+from .demo_corpus.retrieval_baselines import retrieval_baselines as retrieval_baselines
 from .diagnostics.memory_table import (
     memory_table as memory_table,
 )
@@ -90,6 +94,14 @@ from .losses.classification import (
     classification_task as classification_task,
     multi_label_loss as multi_label_loss,
     regression_loss as regression_loss,
+)
+from .losses.contrastive import (
+    Texts as Texts,
+    cosent as cosent,
+    cosine_regression as cosine_regression,
+    embedding_task as embedding_task,
+    info_nce as info_nce,
+    matryoshka as matryoshka,
 )
 from .losses.pair_losses import (
     PairLogps as PairLogps,
@@ -128,14 +140,28 @@ from .losses.unpaired import (
     unpaired_metrics as unpaired_metrics,
 )
 from .metrics.classification import classification_metrics as classification_metrics
+from .metrics.embedding import retrieval_metrics as retrieval_metrics, similarity_metrics as similarity_metrics
 from .metrics.metric import Metrics as Metrics
 from .metrics.question_answering import (
     question_answering_metrics as question_answering_metrics,
     squad_metrics as squad_metrics,
 )
+from .metrics.retrieval import (
+    Ranks as Ranks,
+    ranking_metrics as ranking_metrics,
+    ranks_in_corpus as ranks_in_corpus,
+    ranks_in_lists as ranks_in_lists,
+    spearman as spearman,
+)
 from .models.load import load_model as load_model
 from .models.lora import add_adapter as add_adapter
 from .models.padding import pad_apart_from_end as pad_apart_from_end
+from .models.pooling import embed_texts as embed_texts, load_encoder as load_encoder
+from .models.sentence_files import (
+    EmbeddingStyle as EmbeddingStyle,
+    embedding_style as embedding_style,
+    sentence_files as sentence_files,
+)
 from .models.tokenizer import load_tokenizer as load_tokenizer, train_tokenizer as train_tokenizer
 from .optim.optimizers import build_optimizer as build_optimizer
 from .optim.schedules import build_schedule as build_schedule
@@ -147,6 +173,11 @@ from .runs.summary import Summary as Summary
 from .system.interruptions import Interrupted as Interrupted
 from .training.accelerator import build_accelerator as build_accelerator
 from .training.best import load_best as load_best, stopped_improving as stopped_improving
+from .training.contrastive import (
+    cache_gradients as cache_gradients,
+    cached_gradient_loss as cached_gradient_loss,
+    trial_loss as trial_loss,
+)
 from .training.evaluation import eval_with_gather as eval_with_gather
 from .training.memory import fit_micro_batch as fit_micro_batch
 from .training.opening import open_run as open_run, save_to_hub as save_to_hub

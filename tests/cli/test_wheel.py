@@ -28,6 +28,7 @@ TINY = ["--hidden-size", "32", "--num-hidden-layers", "1", "--max-steps", "2", "
 FEW = ["--max-train-examples", "40", "--max-eval-examples", "24"]
 SILENT = ["--num-samples", "0"]
 OF = {
+    "embedding": FEW,
     "basic": FEW, "accelerated": FEW, "question_answering": FEW, "reward": FEW, "reranker": FEW, "zero": FEW, "sft": [*FEW, *SILENT], "lora": [*FEW, *SILENT], "dpo": [*FEW, *SILENT],
     "kto": [*FEW, *SILENT],
     "pretrain": ["--max-train-examples", "8", "--max-eval-examples", "1", "--vocab-size", "300", *SILENT],

@@ -14,6 +14,7 @@ SMALL = [
     "--eval-strategy", "steps", "--eval-steps", "2", "--load-best-model-at-end", "--async-save", "--learning-rate", "1e-3", "--use-cpu",
 ]  # fmt: skip
 RECIPES = {
+    "embedding": ["--two-way", "--false-negative-margin", "0.1"],
     "accelerated": [],
     "sft": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "512"],
     "pretrain": ["--max-train-examples", "8", "--vocab-size", "300", "--num-samples", "1", "--sample-max-new-tokens", "4"],

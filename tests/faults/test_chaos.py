@@ -17,6 +17,7 @@ SHARED = [
 ]  # fmt: skip
 LANGUAGE = ["--model", "tiny-llama", "--num-samples", "1", "--sample-max-new-tokens", "4"]
 RECIPES = {
+    "embedding": [],
     "pretrain": LANGUAGE,
     "sft": LANGUAGE,
     "lora": [*LANGUAGE, "--lora-dropout", "0.1"],
@@ -51,6 +52,8 @@ def _rows(recipe: str) -> list[dict]:
             rows.append({"prompt": asked, "completion": said})
         elif recipe == "reranker":
             rows.append({"query": asked, "positive": said, "negative": other})
+        elif recipe == "embedding":
+            rows.append({"anchor": asked, "positive": said, "negatives": [other] * (i % 2)})
         elif recipe == "kto":
             rows.append({"prompt": asked, "completion": said, "label": i % 2 == 0})
         else:

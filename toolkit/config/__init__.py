@@ -22,6 +22,7 @@ from toolkit.config.methods import (
     AdapterConfig,
     CausalLMConfig,
     ClassificationConfig,
+    EmbeddingConfig,
     LossConfig,
     PairsConfig,
     PreferenceConfig,
@@ -39,7 +40,7 @@ from toolkit.config.values import check_value, check_values, read_values
 
 __all__ = [
     "AdapterConfig", "BatchConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig",
-    "DeviceConfig", "DevicesConfig", "HubConfig", "LossConfig",
+    "DeviceConfig", "DevicesConfig", "EmbeddingConfig", "HubConfig", "LossConfig",
     "ModelConfig",
     "OptimConfig", "OutputConfig", "PairsConfig", "PreferenceConfig", "QuestionAnsweringConfig",
     "RankedAnswersConfig", "RankingConfig",

@@ -160,6 +160,41 @@ class RankingConfig(Settings):
 
 
 @dataclass(frozen=True)
+class EmbeddingConfig(Settings):
+    """Embeddings"""
+
+    loss_type: str = setting(
+        "auto", "info_nce: each anchor finds its positive among all documents of the global batch (MultipleNegativesRanking). "
+        "cosent, cosine: for pairs with a score. auto: info_nce, or cosent where rows have scores.",
+        choices=("auto", "info_nce", "cosent", "cosine"), on_resume="fixed",
+    )
+    temperature: float = setting(
+        0.05, "info_nce and cosent: cosines are divided by it; 1 / scale of sentence-transformers.", above=0.0,
+        on_resume="fixed",
+    )
+    two_way: bool = setting(False, "info_nce: each positive also finds its anchor among all anchors.", on_resume="fixed")
+    false_negative_margin: float | None = setting(
+        None, "info_nce: leave out documents whose cosine is above the positive's by more than this.", least=-2.0, most=2.0,
+        on_resume="fixed",
+    )
+    matryoshka_dims: list[int] = setting(
+        [], "Also train and evaluate embeddings cut to their first N numbers, such as 256,128,64.", least=1, most=2**16,
+        on_resume="fixed",
+    )
+    pooling: str = setting(
+        "auto", "The embedding of a text: mean over its tokens, or the state of the first (cls) or last one. auto: as the "
+        "model was trained, else mean.", choices=("auto", "mean", "cls", "last"), on_resume="fixed",
+    )
+    query_prompt: str | None = setting(
+        None, "Text put before each anchor, such as 'query: '. Default: the model's own.", on_resume="fixed"
+    )
+    document_prompt: str | None = setting(
+        None, "Text put before each positive and negative. Default: the model's own.", on_resume="fixed"
+    )
+    score_scale: float = setting(1.0, "Scores are divided by it: 5 where they go from 0 to 5.", above=0.0, on_resume="fixed")
+
+
+@dataclass(frozen=True)
 class AdapterConfig(Settings):
     """Adapter"""
 

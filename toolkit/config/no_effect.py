@@ -104,6 +104,19 @@ NO_EFFECT = (
         "with {loss_type}: leave it out, or take simpo.",
     ),
     NoEffect(("cpo_alpha",), lambda loss_type: "cpo" not in loss_type, "with {loss_type}: leave it out, or take cpo."),
+    # Embeddings
+    NoEffect(
+        ("two_way", "false_negative_margin"), lambda loss_type: loss_type in ("cosent", "cosine"),
+        "with {loss_type}, which looks at each pair alone: leave it out, or take info_nce.",
+    ),
+    NoEffect(
+        ("temperature",), lambda loss_type: loss_type == "cosine",
+        "with {loss_type}: leave it out, or take info_nce or cosent.",
+    ),
+    NoEffect(
+        ("score_scale",), lambda loss_type: loss_type == "info_nce",
+        "with {loss_type}, which reads no scores: leave it out, or take cosent or cosine.",
+    ),
     # Model
     NoEffect(
         ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",

@@ -115,6 +115,7 @@ def _suggestion(name: str, settings: Mapping[str, Setting], shown: Callable[[str
 
 # For each group of settings that not every recipe has a recipe with it.
 RECIPES_WITH = {
+    "EmbeddingConfig": "embedding",
     "RunConfig": "accelerated", "CausalLMConfig": "sft", "AdapterConfig": "lora", "ClassificationConfig": "accelerated",
     "SampleConfig": "sft", "PreferenceConfig": "dpo", "PairsConfig": "dpo", "ReferenceConfig": "dpo",
     "RankedAnswersConfig": "dpo", "UnpairedConfig": "kto", "RewardConfig": "reward", "RankingConfig": "reranker",

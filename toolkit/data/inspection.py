@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # What columns of other names are probably meant for, the surest first.
 _LIKELY = (
+    ("anchor", "positive"),
     ("chosen", "rejected"), ("question", "context", "answers"), ("text", "label"), ("prompt", "completion"), ("messages",),
     ("text",),
 )  # fmt: skip
@@ -64,6 +65,10 @@ def guess_task(columns: list[str]) -> str:
         return "preference"
     if {"question", "context", "answers"} <= present:
         return "question_answering"
+    if {"anchor", "positive"} <= present or {"sentence1", "sentence2", "score"} <= present:
+        return "embedding"
+    if {"query", "positive"} <= present and not any(name.startswith("negative") for name in present):
+        return "embedding"  # a reranker needs something to tell it from
     if {"prompt", "completion", "label"} <= present:
         return "unpaired"
     if "query" in present and present & {"document", "documents", "positive"}:
@@ -83,6 +88,7 @@ def guess_task(columns: list[str]) -> str:
     meant = " or ".join(f"--rename-columns {each}" for each in dict.fromkeys(renames) if each)
     raise Refusal(
         f"The columns {shown or '(none)'} are none that training knows: messages; prompt and completion; text; text and label; "
+        f"anchor and positive; sentence1, sentence2 and score; "
         f"chosen and rejected; query, documents and labels; question, context and answers; instruction, input and output; "
         f"input_ids. "
         + (f"Did you mean: {meant}" if meant else "Rename with --rename-columns old=new")

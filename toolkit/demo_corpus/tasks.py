@@ -106,6 +106,17 @@ def seq2seq() -> Iterator[Row]:
         }
 
 
+def embed() -> Iterator[Row]:
+    """The same pair as a question and what answers it: a function is found by the first sentence of its docstring."""
+    for function, sentence in _described_functions():
+        yield {
+            "query": sentence,
+            "positive": function.code,
+            "origin": _origin("embed", function),
+            "split": split_of(function.module),
+        }
+
+
 def classify() -> Iterator[Row]:
     """From a function's code to the family of its library: seven classes."""
     family_of = {package: family for family, packages in LIBRARY_FAMILIES.items() for package in packages.split()}
@@ -225,6 +236,7 @@ TASKS = {
     "tag": Task(tag, ("tokens",)),
     "qa": Task(qa, ("context",)),
     "seq2seq": Task(seq2seq, ("source", "target")),
+    "embed": Task(embed, ("query", "positive")),
     "rank": Task(rank, ("query", "code")),
 }
 
@@ -243,6 +255,7 @@ def task_features(task: str) -> Features:
         "tag": {"tokens": Sequence(text), "tags": Sequence(ClassLabel(names=list(TOKEN_ROLES)))},
         "qa": {"question": text, "context": text, "answers": answers},
         "seq2seq": {"source": text, "target": text},
+        "embed": {"query": text, "positive": text},
         "rank": {"query": text, "documents": List(text), "labels": List(Value("int32"))},
     }
     return Features({**columns[task], "origin": text})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def save_model(
     accelerator: Accelerator | None, model: nn.Module, tokenizer: PreTrainedTokenizerBase, output_dir: str | Path,
-    summary: Summary | None = None, *, dtype: str = "auto",
+    summary: Summary | None = None, *, dtype: str = "auto", files: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
     """Write the trained model, its tokenizer and a model card to `output_dir/model` and return that directory.
 
@@ -43,6 +43,7 @@ def save_model(
         accelerator: None: the model is taken as it is.
         summary: of the run, for the card; the rest of the card is made from `output_dir/run.json`.
         dtype: the type of the weights, such as "bfloat16"; "auto": the model's.
+        files: texts of what else the directory holds, by path in it.
 
     Raises:
         BadModel: a written tensor is missing, empty, of another shape or not finite; the old model stays.
@@ -53,7 +54,7 @@ def save_model(
 
     def write() -> None:
         assert state is not None  # on the main process
-        write_model(directory, plain, state, tokenizer, card_of_run(plain, output_dir, summary or Summary()), dtype)
+        write_model(directory, plain, state, tokenizer, card_of_run(plain, output_dir, summary or Summary()), dtype, files)
 
     if accelerator is None:
         write()
@@ -91,7 +92,7 @@ def card_of_run(model: PreTrainedModel, output_dir: str | Path, summary: Summary
 
 def write_model(
     directory: Path, model: PreTrainedModel, state: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, card: str,
-    dtype: str = "auto",
+    dtype: str = "auto", files: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Write a model directory next to its place, read it again, and rename it into its place.
 
@@ -99,7 +100,7 @@ def write_model(
         model: without wrappers; or one of peft.
         state: all its tensors by name, whole; emptied on the way.
         card: the text of README.md.
-        dtype: as `save_model` says.
+        dtype, files: as `save_model` says.
 
     Raises:
         BadModel: as `save_model` says.
@@ -126,6 +127,9 @@ def write_model(
             tokenizer.save_pretrained(temporary)
         _write_dtype(temporary / "config.json", dtype)
         (temporary / "README.md").write_text(card, encoding="utf-8")
+        for path, text in (files or {}).items():
+            make_folder((temporary / path).parent)
+            (temporary / path).write_text(text, encoding="utf-8")
         check_model_directory(temporary, shapes, trained)
         put_in_place(temporary, directory, aside=old)
 

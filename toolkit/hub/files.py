@@ -16,6 +16,7 @@ _MEANT = (
     "adapter_config.json", "adapter_model.safetensors", "model_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "*.tiktoken", "chat_template.jinja", "additional_chat_templates/*.jinja",
+    "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "[0-9]_*/config.json",
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
     "modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py",
     "video_processing_*.py", "feature_extraction_*.py",

@@ -23,6 +23,10 @@ MASKS = ("labels", "completion_mask", "assistant_masks")  # of tokenized rows; t
 CHATS = ("chat", "prompted_chat")
 ALPACA = ("instruction", "input", "output", "system")
 _OTHER_NAMES = {
+    "anchor": ("query", "question", "premise", "title"),
+    "sentence1": ("sentence_1", "text1", "sentence_a", "premise"),
+    "sentence2": ("sentence_2", "text2", "sentence_b", "hypothesis"),
+    "score": ("similarity", "similarity_score", "label"),
     "text": ("content", "sentence", "document", "body", "article", "story", "code", "review", "raw", "texts"),
     "prompt": ("instruction", "question", "query", "input", "inputs", "source", "user", "problem"),
     "completion": ("output", "response", "answer", "target", "outputs", "chosen", "solution", "assistant", "reply"),

@@ -29,6 +29,7 @@ from toolkit.data.tokenize.preferences import (
 from toolkit.data.tokenize.prepare import STREAM_ROWS, tokenize_splits, tokenize_streams
 from toolkit.data.tokenize.question_answering import question_answering_format
 from toolkit.data.tokenize.ranking import ranking_format
+from toolkit.data.tokenize.text_groups import text_group_format
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -176,6 +177,30 @@ def tokenize_for_ranking(splits: Splits, tokenizer: PreTrainedTokenizerBase, con
     return tokenized
 
 
+def tokenize_for_embedding(
+    splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, query_prompt: str = "",
+    document_prompt: str = "", score_scale: float = 1.0,
+) -> Tokenized:  # fmt: skip
+    """Groups of texts, each of which gets an embedding of its own.
+
+    A row's `input_ids` are its texts one behind the other, each with the special tokens that the tokenizer puts around one;
+    `text_tokens`, how many each has; `text_keys`, numbers that are equal for equal texts; `score`, where the data have one;
+    `length` and `origin`.
+
+    Columns that are read: `anchor` (or `query`) and `positive`, with hard negatives in `negative`, in `negative_1`,
+    `negative_2` ... or in a list, `negatives`; or `sentence1`, `sentence2` and `score`.
+
+    Args:
+        query_prompt: put before each anchor, and before both sentences of a scored pair.
+        document_prompt: put before positives and negatives.
+        score_scale: what scores are divided by, after which they lie between -1 and 1.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    return prepare(text_group_format(query_prompt, document_prompt, score_scale), splits, tokenizer, config)
+
+
 def preference_format(pairs_per_prompt: str = "best_worst", max_pairs_per_prompt: int = 10) -> Format:
     """How pairs of a better and a worse answer are read; of lists of answers these settings say which pairs they make."""
     import pyarrow as pa
@@ -221,6 +246,7 @@ FORMATS: dict[str, Callable[[DataConfig], Format]] = {
     "preference": lambda config: preference_format(),
     "unpaired": lambda config: unpaired_format(),
     "classification": classification_format,
+    "embedding": lambda config: text_group_format(),
     "ranking": ranking_format,
     "question_answering": question_answering_format,
 }

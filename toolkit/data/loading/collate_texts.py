@@ -1,0 +1,40 @@
+"""From tokenized groups of texts (an anchor, its positive, hard negatives) to the tensors of one padded micro-batch."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def collate_text_groups(documents: list[dict[str, Any]], *, pad_token_id: int = 0) -> dict[str, Any]:
+    """All texts of all examples as rows, those of an example one behind the other, padded on the right to the longest.
+
+    Returns `input_ids` and `attention_mask` `[texts, longest]`, and of each text, `[texts]`: `example`, the number of its
+    example in the micro-batch; `role`, 0 for the anchor, 1 for the positive, 2 and more for hard negatives; `text_key`, equal
+    for equal texts; `score`, the similarity that the row gives its two texts, 0 where it gives none.
+
+    Each document has `input_ids`, its texts one behind the other, `text_tokens`, how many each has, and `text_keys`.
+    """
+    lengths = [np.asarray(document["text_tokens"], dtype=np.int64) for document in documents]
+    texts = [
+        text
+        for document, sizes in zip(documents, lengths, strict=True)
+        for text in np.split(np.asarray(document["input_ids"], dtype=np.int64), np.cumsum(sizes)[:-1])
+    ]
+    counts = [len(sizes) for sizes in lengths]
+    ids = np.full((len(texts), max(map(len, texts))), pad_token_id, dtype=np.int64)
+    mask = np.zeros_like(ids)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)], mask[row, : len(text)] = text, 1
+    scores = [float(document.get("score", 0.0)) for document in documents]
+    about = {
+        "example": np.repeat(np.arange(len(documents)), counts),
+        "role": np.concatenate([np.arange(count) for count in counts]),
+        "text_key": np.concatenate([np.asarray(document["text_keys"], dtype=np.int64) for document in documents]),
+        "score": np.repeat(np.array(scores, dtype=np.float32), counts),
+    }
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "attention_mask": torch.from_numpy(mask),
+        **{name: torch.from_numpy(values) for name, values in about.items()},
+    }

@@ -1,0 +1,92 @@
+"""Metrics of embeddings over a whole split: retrieval among all its documents, or correlation with the scores of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from toolkit.metrics.metric import Metrics
+from toolkit.metrics.retrieval import ranking_metrics, ranks_in_corpus, spearman
+
+Embed = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+
+
+def retrieval_metrics(
+    embed: Embed, most_texts: int, matryoshka_dims: Sequence[int] = (), at: Sequence[int] = (1, 10),
+    loss_of: Callable[..., float] | None = None,
+) -> Metrics:  # fmt: skip
+    """How well anchors find their positives among all documents of the split, each distinct text once.
+
+    A document answers an anchor when some row has the two as anchor and positive: equal texts are one. They are compared by
+    cosine. `recall_at_k`, `ndcg_at_k`, `mrr`, `map` (`toolkit.metrics.retrieval`), for each of `matryoshka_dims` also of
+    embeddings cut to it, such as `recall_at_10_dim_64`; and `loss`, by `loss_of(vectors, keys, is_there)`.
+
+    Args:
+        embed: embeddings `[texts, d]` of (model, micro-batch of `collate_text_groups`).
+        most_texts: the most texts that a row of the split has.
+    """
+
+    def finalize(rows: dict[str, np.ndarray]) -> dict[str, float]:
+        vectors, keys, is_there = rows["vectors"], rows["keys"], rows["is_there"] > 0
+        result = {"loss": loss_of(vectors, keys, is_there) if loss_of else float("nan")}
+        result |= _retrieval(vectors, keys, is_there, at)
+        for size in sorted(matryoshka_dims):
+            cut = _retrieval(vectors[..., :size], keys, is_there, at)
+            result |= {f"{name}_dim_{size}": value for name, value in cut.items()}
+        return result
+
+    return Metrics(update=None, finalize=finalize, gather=_rows_of(embed, most_texts))
+
+
+def similarity_metrics(embed: Embed, loss_of: Callable[..., float] | None = None) -> Metrics:
+    """Correlation of cosines with the scores of pairs: `spearman`, `pearson`; and `loss`, by `loss_of(vectors, scores)`."""
+    of_texts = _rows_of(embed, 2)
+
+    def gather(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return {**of_texts(model, micro_batch), "scores": micro_batch["score"][micro_batch["role"] == 0]}
+
+    def finalize(rows: dict[str, np.ndarray]) -> dict[str, float]:
+        vectors, scores = _unit(rows["vectors"]), rows["scores"].astype(np.float64)
+        cosines = (vectors[:, 0] * vectors[:, 1]).sum(-1)
+        loss = loss_of(rows["vectors"], rows["scores"]) if loss_of else float("nan")
+        together = np.corrcoef(cosines, scores)[0, 1] if len(set(scores)) > 1 and len(set(cosines)) > 1 else float("nan")
+        return {"loss": loss, "spearman": spearman(cosines, scores), "pearson": float(together)}
+
+    return Metrics(update=None, finalize=finalize, gather=gather)
+
+
+def _rows_of(embed: Embed, most_texts: int) -> Callable[[nn.Module, dict[str, Any]], dict[str, torch.Tensor]]:
+    """For each example `vectors` `[most_texts, d]`, `keys` and `is_there` `[most_texts]`; zeros where it has fewer texts."""
+
+    def gather(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        vectors = embed(model, micro_batch)
+        place = (micro_batch["example"], micro_batch["role"])
+        shape = (int(micro_batch["example"].max()) + 1, most_texts)
+        return {
+            "vectors": vectors.new_zeros(*shape, vectors.shape[-1]).index_put_(place, vectors),
+            "keys": micro_batch["text_key"].new_zeros(shape).index_put_(place, micro_batch["text_key"]),
+            "is_there": torch.zeros(shape, device=vectors.device).index_put_(place, vectors.new_ones(len(vectors)).float()),
+        }
+
+    return gather
+
+
+def _retrieval(vectors: np.ndarray, keys: np.ndarray, is_there: np.ndarray, at: Sequence[int]) -> dict[str, float]:
+    """Anchors are texts 0, positives texts 1, the rest hard negatives, which are documents of the corpus too."""
+    _, first_anchor, anchor_of = np.unique(keys[:, 0], return_index=True, return_inverse=True)
+    is_document = is_there.copy()
+    is_document[:, 0] = False
+    document_keys, first_document = np.unique(keys[is_document], return_index=True)
+    relevant = np.stack([anchor_of, np.searchsorted(document_keys, keys[:, 1])], 1)
+    anchors, documents = _unit(vectors[first_anchor, 0]), _unit(vectors[is_document][first_document])
+    return ranking_metrics(ranks_in_corpus(anchors, documents, np.unique(relevant, axis=0)), at)
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    """Of length 1, float64; zeros stay."""
+    precise = vectors.astype(np.float64)
+    return precise / np.maximum(np.linalg.norm(precise, axis=-1, keepdims=True), 1e-12)
