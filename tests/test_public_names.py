@@ -111,13 +111,14 @@ def settings() -> None:
 
 @shows(
     "AdapterConfig", "CausalLMConfig", "LossConfig", "ClassificationConfig", "PairsConfig", "PreferenceConfig", "RankedAnswersConfig",
-    "RankingConfig", "ReferenceConfig", "RewardConfig", "SampleConfig", "UnpairedConfig",
+    "RankingConfig", "ReferenceConfig", "RewardConfig", "SampleConfig", "UnpairedConfig", "MaskedLMConfig",
 )  # fmt: skip
 def settings_of_methods() -> None:
     assert tk.AdapterConfig().lora_r > 0
     assert tk.LossConfig().label_smoothing_factor == 0
     assert tk.CausalLMConfig().z_loss == 0
     assert tk.ClassificationConfig(problem_type="regression").problem_type == "regression"
+    assert tk.MaskedLMConfig().mlm_probability == 0.15
     assert tk.PairsConfig().pair_layout == "auto"
     assert tk.PreferenceConfig(loss_type=["simpo"]).loss_type == ["simpo"]
     assert tk.RankedAnswersConfig().pairs_per_prompt
@@ -212,6 +213,29 @@ def language_modeling() -> None:
     assert tk.eval_with_gather(accelerator(), model, evaluation, with_bytes)["eval_bits_per_byte"] > 0
     tokens = tk.Metrics(lambda model, micro_batch: {"tokens": torch.tensor(micro_batch["input_ids"].numel())}, lambda sums: {"tokens": float(sums["tokens"])})
     assert tk.eval_with_gather(accelerator(), model, evaluation, tokens)["eval_tokens"] > 0
+
+
+@dataclass(frozen=True)
+class Masked(tk.DataConfig, tk.MaskedLMConfig):
+    max_length: int = 64
+    max_steps: int = 1
+
+
+@shows("tokenize_for_masked_lm", "build_masks", "mask_tokens", "masked_token_baselines", "masked_lm_loss", "masked_lm_metrics")
+def filling_gaps() -> None:
+    encoder = tk.train_tokenizer(TEXTS, 300, encoder=True)
+    splits = tk.tokenize_for_masked_lm(rows(text=TEXTS), encoder, Masked())
+    masks, collate = tk.build_masks(encoder, Masked()), functools.partial(tk.collate_padded, aligned=True)
+    assert masks.func is tk.mask_tokens
+    train, evaluation = tk.build_dataloaders(splits, collate, Masked(), augment=masks, augment_evaluation=masks)
+    model = tk.load_model("AutoModelForMaskedLM", tk.ModelConfig(model="tiny-bert", hidden_size=32, num_hidden_layers=1), encoder)
+    batch = next(iter(train.batches()))
+    loss, metrics = tk.masked_lm_loss(model, batch.micro_batches[0], batch.totals)
+    assert loss.requires_grad
+    assert 0 <= metrics["masked_accuracy"] <= 1
+    found = tk.eval_with_gather(accelerator(), model, evaluation, tk.masked_lm_metrics)
+    assert found["eval_pseudo_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
+    assert tk.masked_token_baselines(splits, evaluation, encoder)["unigram"] > 0
 
 
 @shows("build_optimizer", "build_schedule", "train_step", "accumulate_micro_batch", "accumulate_gradients", "clip_and_update", "sum_over_ranks", "fit_micro_batch")

@@ -90,7 +90,7 @@ def make_splits(config: Config) -> Any:
     return DatasetDict(train=Dataset.from_list(rows), validation=Dataset.from_list(rows[:6]))
 
 
-def replace_some(document: dict[str, Any], random_numbers: np.random.Generator) -> dict[str, Any]:
+def replace_some(document: dict[str, Any], random_numbers: np.random.Generator, progress: float) -> dict[str, Any]:
     ids = np.array(document["input_ids"])
     ids[random_numbers.random(len(ids)) < 0.3] = random_numbers.integers(1, POISON)
     return {**document, "input_ids": ids}

@@ -26,6 +26,7 @@ from .config.methods import (
     ClassificationConfig as ClassificationConfig,
     EmbeddingConfig as EmbeddingConfig,
     LossConfig as LossConfig,
+    MaskedLMConfig as MaskedLMConfig,
     PairsConfig as PairsConfig,
     PreferenceConfig as PreferenceConfig,
     QuestionAnsweringConfig as QuestionAnsweringConfig,
@@ -48,6 +49,7 @@ from .data.loading.loaders import build_dataloaders as build_dataloaders
 from .data.loading.mismatched import mismatch_answers as mismatch_answers
 from .data.loading.order import epoch_order as epoch_order, seed_micro_batch as seed_micro_batch
 from .data.loading.packing import pack_best_fit as pack_best_fit, pack_wrapped as pack_wrapped
+from .data.loading.token_masks import build_masks as build_masks, mask_tokens as mask_tokens
 from .data.report import print_data_report as print_data_report
 from .data.sources.load import load_splits as load_splits
 from .data.texts import text_size as text_size, texts_of as texts_of
@@ -57,6 +59,7 @@ from .data.tokenize.tasks import (
     tokenize_for_classification as tokenize_for_classification,
     tokenize_for_embedding as tokenize_for_embedding,
     tokenize_for_lm as tokenize_for_lm,
+    tokenize_for_masked_lm as tokenize_for_masked_lm,
     tokenize_for_preference as tokenize_for_preference,
     tokenize_for_question_answering as tokenize_for_question_answering,
     tokenize_for_ranking as tokenize_for_ranking,
@@ -66,6 +69,7 @@ from .data.tokenize.tasks import (
 from .demo_corpus.baselines import (
     answer_baselines as answer_baselines,
     class_baselines as class_baselines,
+    masked_token_baselines as masked_token_baselines,
     preference_baselines as preference_baselines,
     text_baselines as text_baselines,
     unpaired_baselines as unpaired_baselines,
@@ -103,6 +107,7 @@ from .losses.contrastive import (
     info_nce as info_nce,
     matryoshka as matryoshka,
 )
+from .losses.masked_lm import masked_lm_loss as masked_lm_loss, masked_lm_metrics as masked_lm_metrics
 from .losses.pair_losses import (
     PairLogps as PairLogps,
     aot_loss as aot_loss,

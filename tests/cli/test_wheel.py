@@ -31,6 +31,7 @@ OF = {
     "embedding": FEW,
     "basic": FEW, "accelerated": FEW, "question_answering": FEW, "reward": FEW, "reranker": FEW, "zero": FEW, "sft": [*FEW, *SILENT], "lora": [*FEW, *SILENT], "dpo": [*FEW, *SILENT],
     "kto": [*FEW, *SILENT],
+    "masked_lm": ["--max-train-examples", "4", "--max-eval-examples", "1", "--vocab-size", "300"],
     "pretrain": ["--max-train-examples", "8", "--max-eval-examples", "1", "--vocab-size", "300", *SILENT],
 }  # fmt: skip
 # All copies in one process, since the imports take longer than the runs.

@@ -40,6 +40,7 @@ class Everything(
     tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.ClassificationConfig, tk.PairsConfig,
     tk.RankedAnswersConfig, tk.ReferenceConfig, tk.PreferenceConfig,
     tk.RewardConfig,
+    tk.MaskedLMConfig,
     tk.SampleConfig,
     tk.RunConfig,
 ):  # fmt: skip
@@ -254,6 +255,7 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
      {"resume_from": "runs/x/checkpoints/step-4", "overwrite_output_dir": True, "output_dir": "./runs/x"},
      {"output_dir": "runs/xy"}),
     ("", "--report-to wandb,none", {"report_to": ["wandb", "none"]}, {"report_to": ["wandb"]}),
+    ("", "--mask-replace-prob 0.95", {"mask_replace_prob": 0.95}, {"random_replace_prob": 0.05}),
     ("", "--max-steps", {"streaming": True}, {"max_steps": 10}),
     ("", "old=new", {"rename_columns": ["a=b", "question"]}, {"rename_columns": ["a=b"]}),
     ("", "--model-revision", {"model": "org/m", "trust_remote_code": True}, {"model_revision": "1f2e"}),

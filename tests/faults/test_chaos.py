@@ -25,6 +25,7 @@ RECIPES = {
     "kto": LANGUAGE,
     "reward": ["--model", "tiny-llama"],
     "reranker": [],
+    "masked_lm": ["--mlm-probability-end", "0.1"],
     "accelerated": [],
     "question_answering": ["--max-length", "40", "--doc-stride", "8", "--num-samples", "1"],
     "zero": [],
@@ -41,7 +42,7 @@ def _rows(recipe: str) -> list[dict]:
     for i in range(60):
         said, other = _sentence(numbers, numbers.randrange(3, 12)), _sentence(numbers, numbers.randrange(3, 12))
         asked = f"{i}: {_sentence(numbers, numbers.randrange(2, 8))}"
-        if recipe == "pretrain":
+        if recipe in ("pretrain", "masked_lm"):
             rows.append({"text": f"{asked}. {said}"})
         elif recipe in ("accelerated", "zero"):
             rows.append({"text": f"{asked}. {said}", "label": WORDS[i % 3]})

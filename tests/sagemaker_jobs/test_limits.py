@@ -165,6 +165,7 @@ LINES = {
     "question_answering": "step 1/1  eval_loss 4.0737  eval_exact_match 0.0500  eval_f1 0.1264  eval_HasAns_exact 0.5000  "
     "eval_NoAns_exact 0  eval_HasAns_f1 0.5000  eval_NoAns_f1 0  eval_best_exact 1  eval_best_exact_thresh -1.5000  eval_best_f1 1  "
     "eval_best_f1_thresh -1.5000",
+    "masked_lm": "step 0/505  eval_loss 8.3624  eval_pseudo_perplexity 4283  eval_masked_accuracy 3.67e-04",
     "accelerated": "step 1/1  eval_loss 1.9366  eval_accuracy 0.2500  eval_f1 0",
     "zero": "step 10/200  loss 1.9366  lr 9.05e-04  norm 12.5000  examples/s 1,200  ETA 1:30",
 }  # printed by the recipes, in a container but for the last one

@@ -10,7 +10,7 @@ import typer
 
 from toolkit.cli.evaluated_tasks import TASKS
 from toolkit.cli.setting_options import option, read_options
-from toolkit.config import ClassificationConfig, DataConfig, ModelConfig
+from toolkit.config import ClassificationConfig, DataConfig, MaskedLMConfig, ModelConfig, SeedConfig
 from toolkit.system.console import say
 
 _BATCH_SIZE = "Rows in one forward pass on the device. Changes no metric."
@@ -38,6 +38,7 @@ def evaluate(
             help="Language models: loss, perplexity, token_accuracy, where every token is supervised bits_per_byte, and where "
             "rows have answers modules of evaluate that compare texts, such as exact_match, bleu or a script's path. "
             "Of pairs logps_accuracy, of marked answers logps_auc, and others. "
+            "Masked language models: loss, pseudo_perplexity, masked_accuracy. "
             "Classifiers: accuracy, f1 and others, or modules of evaluate. Reward models: loss, reward_accuracy and others. "
             "Default: all; of classifiers the usual.",
         ),
@@ -80,6 +81,8 @@ def evaluate(
     completion_only_loss: Annotated[bool | None, option(DataConfig, "completion_only_loss")] = None,
     assistant_only_loss: Annotated[bool | None, option(DataConfig, "assistant_only_loss")] = None,
     problem_type: Annotated[str | None, option(ClassificationConfig, "problem_type")] = None,
+    mlm_probability: Annotated[str | None, option(MaskedLMConfig, "mlm_probability")] = None,
+    seed: Annotated[str | None, option(SeedConfig, "seed", help="Seed of the tokens that are hidden.")] = None,
     rename_columns: Annotated[str | None, option(DataConfig, "rename_columns", "OLD=NEW,...")] = None,
     sample_by: Annotated[str | None, option(DataConfig, "sample_by")] = None,
     tokenizer: Annotated[str | None, option(ModelConfig, "tokenizer")] = None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config import (
     ClassificationConfig,
     DataConfig,
+    MaskedLMConfig,
     ModelConfig,
     QuestionAnsweringConfig,
     RankingConfig,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from toolkit.data.loading.loaders import Collate
+    from toolkit.data.loading.packing import Augment
     from toolkit.data.tokenize.format import Format
     from toolkit.metrics.metric import Metrics
 
@@ -30,6 +32,7 @@ OF_LIKELIHOODS = (
     "log-probabilities of whole answers by this model alone, in nats: no reference model enters, so they are not the rewards "
     "that DPO and KTO log"
 )
+OF_MASKS = "over tokens that the seed hides: the same ones at each evaluation with one seed and one set of masking settings"
 LM_METRICS = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
 # Two answers and what the data say, on which a module of evaluate is tried before the model is loaded.
 _TRIAL = (["one two three four five", "six"], ["one two three four five", "seven"])
@@ -38,7 +41,9 @@ TextMetrics = dict[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
-class EvaluationConfig(ModelConfig, DataConfig, ClassificationConfig, RewardConfig, RankingConfig, QuestionAnsweringConfig):
+class EvaluationConfig(
+    ModelConfig, DataConfig, ClassificationConfig, RewardConfig, RankingConfig, QuestionAnsweringConfig, MaskedLMConfig
+):  # fmt: skip
     """What is read of a recipe's settings."""
 
 
@@ -63,12 +68,14 @@ class EvaluatedTask:
     metrics(loaded): what is computed.
     form(config, model): how the rows are read; None: as the task's name says.
     collate(tokenizer): from tokenized rows to a micro-batch.
+    augment(tokenizer, config): what changes a tokenized row before, such as masks.
     """
 
     check: Callable[[list[str], EvaluationConfig], TextMetrics]
     metrics: Callable[[Loaded], Metrics]
     collate: Callable[[PreTrainedTokenizerBase], Collate]
     form: Callable[[EvaluationConfig, PreTrainedModel], Format] | None = None
+    augment: Callable[[PreTrainedTokenizerBase, EvaluationConfig], Augment] | None = None
     fit_tokenizer: Callable[[PreTrainedTokenizerBase], PreTrainedTokenizerBase] | None = None
     keeps_all: bool = False  # the metrics are those that were asked for already
     remark: str = ""
@@ -176,6 +183,29 @@ def _classes() -> EvaluatedTask:
     return EvaluatedTask(check, metrics, _padded, form, keeps_all=True)
 
 
+def _masked() -> EvaluatedTask:
+    def check(names: list[str], config: EvaluationConfig) -> TextMetrics:
+        check_names(names, ("loss", "pseudo_perplexity", "masked_accuracy"))
+        return {}
+
+    def metrics(loaded: Loaded) -> Metrics:
+        from toolkit.losses.masked_lm import masked_lm_metrics
+
+        return masked_lm_metrics
+
+    def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
+        from toolkit.data.loading.collate import collate_padded
+
+        return partial(collate_padded, pad_token_id=tokenizer.pad_token_id, aligned=True)
+
+    def augment(tokenizer: PreTrainedTokenizerBase, config: EvaluationConfig) -> Augment:
+        from toolkit.data.loading.token_masks import build_masks
+
+        return build_masks(tokenizer, config)
+
+    return EvaluatedTask(check, metrics, collate, augment=augment, remark=OF_MASKS)
+
+
 def class_names(model: PreTrainedModel) -> list[str] | None:
     """The classes as the model numbers them; None where it has no names for them."""
     labels: dict[int, str] = model.config.id2label  # type: ignore[assignment]  # of a classifier
@@ -247,5 +277,6 @@ EVALUATED: dict[str, dict[str, EvaluatedTask]] = {
     },
     "AutoModelForSequenceClassification": {"classification": _classes(), "preference": _rewards(), "ranking": _rankings()},
     "AutoModelForQuestionAnswering": {"question_answering": _spans()},
+    "AutoModelForMaskedLM": {"masked_lm": _masked()},
 }  # fmt: skip
 TASKS = tuple(dict.fromkeys(task for tasks in EVALUATED.values() for task in tasks))

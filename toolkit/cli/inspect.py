@@ -11,7 +11,15 @@ import typer
 
 from toolkit.cli.evaluated_tasks import TASKS
 from toolkit.cli.setting_options import option, read_options
-from toolkit.config import ClassificationConfig, DataConfig, ModelConfig, QuestionAnsweringConfig, RankingConfig, Refusal
+from toolkit.config import (
+    ClassificationConfig,
+    DataConfig,
+    MaskedLMConfig,
+    ModelConfig,
+    QuestionAnsweringConfig,
+    RankingConfig,
+    Refusal,
+)
 from toolkit.system.console import printable, say, write
 
 if TYPE_CHECKING:
@@ -24,7 +32,7 @@ _MOST_BINS = 12
 
 
 @dataclass(frozen=True)
-class _Config(ModelConfig, DataConfig, ClassificationConfig, RankingConfig, QuestionAnsweringConfig):
+class _Config(ModelConfig, DataConfig, ClassificationConfig, RankingConfig, QuestionAnsweringConfig, MaskedLMConfig):
     """What is read of a recipe's settings."""
 
 
@@ -122,7 +130,7 @@ def _show(found: "Inspection", task: str, splits: Any, settings: _Config) -> Non
     ]  # fmt: skip
     if len(found.whole["train"]):
         lines += ["Lengths of train, in tokens", *_histogram(found.whole["train"], settings), ""]
-    if task in ("sft", "lm") and len(found.kept.get("train", ())):
+    if task in ("sft", "lm", "masked_lm") and len(found.kept.get("train", ())):
         lines += [_packing(found.kept["train"], settings), ""]
     for origin, pieces in found.examples:
         lines += [*example_lines(pieces, origin, found.report.example_names, marks), ""]

@@ -81,7 +81,10 @@ def evaluate_model(
     if show is not None:
         show(splits.report)
     tokenized = splits["evaluation"]
-    loader = EvalLoader(PlainRows(tokenized), evaluated.collate(tokenizer), config.per_device_eval_batch_size)
+    augment = evaluated.augment(tokenizer, config) if evaluated.augment else None
+    loader = EvalLoader(
+        PlainRows(tokenized), evaluated.collate(tokenizer), config.per_device_eval_batch_size, augment=augment, seed=config.seed
+    )
     names = [name for name in dict.fromkeys(metrics) if name not in of_texts]
     wanted = evaluated.metrics(Loaded(config, names, model, tokenizer, rows, tokenized))
     values = eval_with_gather(Accelerator(cpu=target.type == "cpu"), model, loader, wanted, prefix="")

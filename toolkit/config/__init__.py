@@ -24,6 +24,7 @@ from toolkit.config.methods import (
     ClassificationConfig,
     EmbeddingConfig,
     LossConfig,
+    MaskedLMConfig,
     PairsConfig,
     PreferenceConfig,
     QuestionAnsweringConfig,
@@ -41,6 +42,7 @@ from toolkit.config.values import check_value, check_values, read_values
 __all__ = [
     "AdapterConfig", "BatchConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig",
     "DeviceConfig", "DevicesConfig", "EmbeddingConfig", "HubConfig", "LossConfig",
+    "MaskedLMConfig",
     "ModelConfig",
     "OptimConfig", "OutputConfig", "PairsConfig", "PreferenceConfig", "QuestionAnsweringConfig",
     "RankedAnswersConfig", "RankingConfig",

@@ -25,6 +25,28 @@ class CausalLMConfig(LossConfig):
 
 
 @dataclass(frozen=True)
+class MaskedLMConfig(Settings):
+    """Masks"""
+
+    mlm_probability: float = setting(
+        0.15, "Share of the tokens that are hidden and predicted.", above=0.0, below=1.0, on_resume="fixed"
+    )
+    mlm_probability_end: float | None = setting(
+        None, "The share at the end of the run, where it changes from step to step in a line; also that of evaluations. "
+        "Default: it stays.", above=0.0, below=1.0, on_resume="fixed",
+    )
+    mask_replace_prob: float = setting(
+        0.8, "Share of these that the mask token replaces.", least=0.0, most=1.0, on_resume="fixed"
+    )
+    random_replace_prob: float = setting(
+        0.1, "Share of these that a random token replaces; the rest is kept as it is.", least=0.0, most=1.0, on_resume="fixed"
+    )
+    whole_word_mask: bool = setting(
+        False, "Hide whole words: all tokens of one, or none.", on_resume="fixed"
+    )
+
+
+@dataclass(frozen=True)
 class ClassificationConfig(LossConfig):
     """Classification"""
 

@@ -139,6 +139,11 @@ CONTRADICTIONS = (
         lambda report_to: "none" in report_to and len(report_to) > 1,
         "{report_to} asks for trackers and for none: leave none out.",
     ),
+    # Masks
+    Contradiction(
+        lambda mask_replace_prob, random_replace_prob: mask_replace_prob + random_replace_prob > 1,
+        "{mask_replace_prob} and {random_replace_prob}: are shares of the same tokens, at most 1 together. Lower one.",
+    ),
     # Data
     Contradiction(
         lambda streaming, max_steps: streaming and max_steps is None,

@@ -120,6 +120,7 @@ RECIPES_WITH = {
     "SampleConfig": "sft", "PreferenceConfig": "dpo", "PairsConfig": "dpo", "ReferenceConfig": "dpo",
     "RankedAnswersConfig": "dpo", "UnpairedConfig": "kto", "RewardConfig": "reward", "RankingConfig": "reranker",
     "QuestionAnsweringConfig": "question_answering",
+    "MaskedLMConfig": "masked_lm",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What a trained model must beat, from the same splits without a neural network.
 
-Of text, compressors and n-gram models; of answers, n-grams; of classes, logistic regression on words; of preferences, the
+Of text, compressors and n-gram models; of answers, n-grams; of masked tokens, how frequent each is; of classes, logistic
+regression on words; of preferences, the
 length of an answer and what it shares with its prompt. Nothing to compare with (an empty dict) without a validation split.
 """
 
@@ -13,11 +14,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.data.loading.collate import IGNORED
+from toolkit.data.loading.token_masks import special_ids
 from toolkit.data.texts import texts_of_tokens
 from toolkit.data.tokenize.columns import label_column
 from toolkit.metrics.classes import area_under_curve
@@ -25,6 +28,8 @@ from toolkit.metrics.classes import area_under_curve
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
+
+    from toolkit.data.loading.loaders import EvalLoader
 
 NGRAM_TOKENS = 4_000_000  # training tokens that n-grams are counted on: a few seconds
 LABELED_ROWS = 20_000  # training rows that a classifier of words, or its like, is fitted to: a few seconds
@@ -61,6 +66,24 @@ def answer_baselines(tokenized: Splits, vocab_size: int) -> dict[str, float]:
     # "per byte" of as many bytes as tokens is per token
     bits = {name: ngram_bits_per_byte(train, held_out, len(held_out), vocab_size, order) for name, order in orders.items()}
     return {name: value * math.log(2) for name, value in bits.items()}
+
+
+def masked_token_baselines(
+    tokenized: Splits, evaluation: EvalLoader | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, float]:
+    """Mean loss in nats, over the tokens that evaluations hide, of a unigram model of the training tokens.
+
+    It knows how often each token is, and nothing of its neighbors. Special tokens, which are never hidden, are not counted.
+    Nothing for a stream.
+    """
+    if evaluation is None or not hasattr(tokenized["train"], "__len__"):
+        return {}
+    train = _tokens(tokenized["train"])
+    whole = replace(evaluation, rank=0, world_size=1, workers=0)
+    labels = np.concatenate([batch.micro_batches[0]["labels"].numpy().ravel() for batch in whole])
+    hidden = labels[labels != IGNORED]
+    counted = train[~np.isin(train, special_ids(tokenizer))]
+    return {"unigram": ngram_bits_per_byte(counted, hidden, len(hidden), len(tokenizer), 1) * math.log(2)}
 
 
 def preference_baselines(tokenized: Splits) -> dict[str, float]:

@@ -25,6 +25,7 @@ SHOWN = (
 )  # fmt: skip
 _TASKS = {
     "ForCausalLM": ("text-generation", "Text generation"),
+    "ForMaskedLM": ("fill-mask", "Masked language modeling"),
     "ForSequenceClassification": ("text-classification", "Text classification"),
     "ForQuestionAnswering": ("question-answering", "Question answering"),
 }

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForQuestionAnswering": "AutoModelForQuestionAnswering",
 }

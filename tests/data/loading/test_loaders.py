@@ -106,7 +106,7 @@ def test_workers_change_nothing_and_the_global_random_state_is_left_alone(worker
 def test_augmentation_is_a_function_of_seed_epoch_and_example() -> None:
     """The same whatever ran before and on any rank; another epoch, another draw. Fails when: the generator is shared."""
 
-    def replace_first(document: dict, random_numbers: np.random.Generator) -> dict:
+    def replace_first(document: dict, random_numbers: np.random.Generator, progress: float) -> dict:
         return {**document, "input_ids": np.append(random_numbers.integers(100, 10**6), document["input_ids"][1:])}
 
     splits = DatasetDict(train=token_dataset(rows=12))

@@ -20,8 +20,18 @@ from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate import collate_padded
 from toolkit.data.loading.collate_answers import collate_answers
 from toolkit.data.loading.collate_pairs import collate_pairs
-from toolkit.data.loading.order import StepPlan, cut_step, hash_numbers, plan_steps
-from toolkit.data.loading.packing import Document, PackedRows, Packing, PlainRows, Rows, column, pack_best_fit, pack_wrapped
+from toolkit.data.loading.order import StepPlan, cut_step, generator_of, hash_numbers, plan_steps
+from toolkit.data.loading.packing import (
+    Augment,
+    Document,
+    PackedRows,
+    Packing,
+    PlainRows,
+    Rows,
+    column,
+    pack_best_fit,
+    pack_wrapped,
+)
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.data.sources.load import commits_of_sources
 
@@ -32,19 +42,33 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "EvalLoader", "StreamLoader", "TrainLoader", "build_dataloaders", "packing_name"]
 
 Collate = Callable[[list[Document]], dict[str, Any]]
-Augment = Callable[[Document, np.random.Generator], Document]
 
 
 class _StepReader(Dataset):
-    """Item of a plan: the batch it describes, so that a worker process makes a whole step."""
+    """Item of a plan: the batch it describes, so that a worker process makes a whole step.
 
-    def __init__(self, rows: Rows, collate: Collate, seed: int, augment: Augment | None = None) -> None:
+    `examples_to_consume`: of the run, for an augmentation that changes with its progress; None: of an evaluation.
+    """
+
+    def __init__(
+        self, rows: Rows, collate: Collate, seed: int, augment: Augment | None = None, examples_to_consume: int | None = None
+    ) -> None:
         self.rows, self.collate, self.seed, self.augment = rows, collate, seed, augment
+        self.examples_to_consume = examples_to_consume
 
     def __getitem__(self, plan: StepPlan) -> Batch:
+        totals = {unit: float(values[plan.everyone].sum()) for unit, values in self.rows.units.items()}
+        if self.augment is None:
+            read = [self.rows.documents([example for _, example in piece]) for piece, _ in plan.pieces]
+        else:
+            augmented = self._augmented(plan, self.augment)
+            read = [[document for place in piece for document in augmented[place]] for piece, _ in plan.pieces]
+            if "tokens" in totals:  # the index knows those of the documents as they were
+                everyone = [document for documents in augmented.values() for document in documents]
+                totals["tokens"] = float(sum(document["supervised_tokens"] for document in everyone))
         return Batch(
-            micro_batches=[self.collate(self._read(piece)) for piece, _ in plan.pieces],
-            totals={unit: float(values[plan.everyone].sum()) for unit, values in self.rows.units.items()},
+            micro_batches=[self.collate(documents) for documents in read],
+            totals=totals,
             real=[real for _, real in plan.pieces],
             seeds=[hash_numbers(self.seed, *piece[0]) for piece, _ in plan.pieces],
             position=plan.position,
@@ -53,14 +77,22 @@ class _StepReader(Dataset):
             indices=[[example for _, example in piece] for piece, _ in plan.pieces],
         )
 
-    def _read(self, piece: list[tuple[int, int]]) -> list[Document]:
-        if self.augment is None:
-            return self.rows.documents([example for _, example in piece])
-        augmented = []
-        for epoch, example in piece:
-            random_numbers = np.random.Generator(np.random.PCG64(hash_numbers(self.seed, "augment", epoch, example)))
-            augmented += [self.augment(document, random_numbers) for document in self.rows.documents([example])]
+    def _augmented(self, plan: StepPlan, augment: Augment) -> dict[tuple[int, int], list[Document]]:
+        """The documents of the global batch by (epoch, example): every rank must know how many tokens all of them supervise."""
+        augmented = {}
+        for position, example in enumerate(plan.everyone, plan.position):
+            epoch, documents = position // len(self.rows), self.rows.documents([example])
+            if self.examples_to_consume is None:
+                augmented[0, example] = [augment(document, _numbers_of(document, self.seed), 1.0) for document in documents]
+            else:
+                numbers, progress = generator_of(self.seed, "augment", epoch, example), position / self.examples_to_consume
+                augmented[epoch, example] = [augment(document, numbers, progress) for document in documents]
         return augmented
+
+
+def _numbers_of(document: Document, seed: int) -> np.random.Generator:
+    """For an evaluation: a function of the seed and the document alone, however it is packed and in whatever split it is."""
+    return generator_of(seed, "augment", np.asarray(document["input_ids"], dtype=np.int64).tobytes())
 
 
 @dataclass
@@ -103,7 +135,7 @@ class TrainLoader:
         longest = np.argsort(-self.rows.lengths, kind="stable")[: self.micro_batch_size]
         piece = [(0, int(example)) for example in longest]
         plan = StepPlan(0, len(piece), [(piece, True)], longest.tolist())
-        return _StepReader(self.rows, self.collate, self.seed)[plan].micro_batches[0]
+        return self._reader()[plan].micro_batches[0]
 
     def batches(self, position: int = 0) -> Iterator[Batch]:
         """Yield the batch of each step from `position` (examples consumed) to the end of the run."""
@@ -111,8 +143,10 @@ class TrainLoader:
             self.epoch_size, self.examples_to_consume, self.seed, position, self.global_batch_size, self.micro_batch_size,
             self.rank, self.world_size, self.lengths,
         )  # fmt: skip
-        reader = _StepReader(self.rows, self.collate, self.seed, self.augment)
-        yield from _load(reader, plans, self.workers, self.pin_memory)
+        yield from _load(self._reader(), plans, self.workers, self.pin_memory)
+
+    def _reader(self) -> _StepReader:
+        return _StepReader(self.rows, self.collate, self.seed, self.augment, self.examples_to_consume)
 
 
 @dataclass
@@ -129,6 +163,8 @@ class EvalLoader:
     world_size: int = 1
     workers: int = 0
     pin_memory: bool = False
+    augment: Augment | None = None
+    seed: int = 0  # of the augmentation
 
     def __len__(self) -> int:
         return math.ceil(math.ceil(len(self.rows) / self.micro_batch_size) / self.world_size)
@@ -137,7 +173,7 @@ class EvalLoader:
         longest_first = np.argsort(-self.rows.lengths, kind="stable")
         whole = cut_step([(0, int(i)) for i in longest_first], 0, self.micro_batch_size, self.rank, self.world_size)
         plans = (StepPlan(0, len(piece), [(piece, real)], [i for _, i in piece]) for piece, real in whole.pieces)
-        return _load(_StepReader(self.rows, self.collate, seed=0), plans, self.workers, self.pin_memory)
+        return _load(_StepReader(self.rows, self.collate, self.seed, self.augment), plans, self.workers, self.pin_memory)
 
 
 def _load(reader: _StepReader, plans: Iterator[StepPlan], workers: int, pin_memory: bool) -> Iterator[Batch]:
@@ -151,12 +187,15 @@ def _load(reader: _StepReader, plans: Iterator[StepPlan], workers: int, pin_memo
 
 def build_dataloaders(
     splits: Mapping[str, MapDataset | IterableDataset], collate: Collate, config: DataConfig,
-    accelerator: Accelerator | None = None, *, augment: Augment | None = None,
+    accelerator: Accelerator | None = None, *, augment: Augment | None = None, augment_evaluation: Augment | None = None,
 ) -> tuple[TrainLoader | StreamLoader, EvalLoader | None]:  # fmt: skip
     """The training loader and the evaluation loader (None without a validation split) of tokenized splits.
 
-    `augment(document, random_numbers)` changes a training document; its generator is a pure function of (seed, epoch,
-    example). Without an accelerator the loaders are those of one process.
+    `augment(document, random_numbers, progress)` changes a training document; its generator is a pure function of (seed, epoch,
+    example), and `progress`, 0 to 1, is how far the run is at the example. One that changes which tokens are supervised says
+    how many there are in `supervised_tokens`. `augment_evaluation` likewise changes a document of the validation split, at
+    progress 1; its generator is a pure function of (seed, tokens of the document), so each evaluation sees the same. Without
+    an accelerator the loaders are those of one process.
     """
     rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     pin_memory = accelerator is not None and accelerator.device.type == "cuda"
@@ -182,14 +221,13 @@ def build_dataloaders(
         evaluation = EvalLoader(
             PackedRows(held_out, pack_held_out(column(held_out, "length"))) if pack_held_out else PlainRows(held_out),
             collate, config.per_device_eval_batch_size, rank, world_size, config.dataloader_num_workers, pin_memory,
+            augment_evaluation, config.seed,
         )  # fmt: skip
     if not hasattr(train_split, "__len__"):
         if config.max_steps is None:
             raise Refusal("--streaming has no end of its own: give --max-steps.")
-        if augment is not None:
-            raise Refusal("--streaming: this recipe's augmentation needs examples with a number of their own. Read them whole.")
         consume = config.max_steps * global_batch_size
-        return StreamLoader(train_split, examples_to_consume=consume, pack=pack, **common), evaluation
+        return StreamLoader(train_split, examples_to_consume=consume, pack=pack, augment=augment, **common), evaluation
     rows = PackedRows(train_split, pack(column(train_split, "length"))) if pack else PlainRows(train_split)
     consume = config.max_steps * global_batch_size if config.max_steps else math.ceil(config.num_train_epochs * len(rows))
     train = TrainLoader(

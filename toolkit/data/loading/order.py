@@ -21,6 +21,11 @@ def hash_numbers(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
+def generator_of(*parts: object) -> np.random.Generator:
+    """A generator that is a function of printable parts alone."""
+    return np.random.Generator(np.random.PCG64(hash_numbers(*parts)))
+
+
 def _hash_indices(count: int, key: int) -> np.ndarray:
     """One 64-bit hash for each index below `count` (splitmix64, Steele et al. 2014)."""
     with np.errstate(over="ignore"):

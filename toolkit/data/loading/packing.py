@@ -5,6 +5,7 @@ Packing is an index over the dataset: it says which documents share a row, and n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Document = dict[str, Any]
+Augment = Callable[[Document, np.random.Generator, float], Document]
+OF_TOKENS = ("input_ids", "labels", "word_starts")  # columns with one entry a token
 NOT_COLLATED = ("length", "origin", "prompt_key")  # columns of a tokenized row that no micro-batch is made from
 
 
@@ -242,8 +245,18 @@ class PackedRows:
 
 
 def cut_document(document: Document, start: int, end: int) -> Document:
-    """The tokens from `start` to `end` of a document, and the labels that go with them."""
-    return {name: value[start:end] if name in ("input_ids", "labels") else value for name, value in document.items()}
+    """The tokens from `start` to `end` of a document, and what goes with them."""
+    cut = {name: value[start:end] if name in OF_TOKENS else value for name, value in document.items()}
+    if "supervised_tokens" in cut and end - start < len(document["input_ids"]):
+        cut["supervised_tokens"] = count_supervised(cut)
+    return cut
+
+
+def count_supervised(document: Document) -> int:
+    """Supervised tokens of a document, without its first one: nothing comes before that to predict it from."""
+    if "labels" not in document:
+        return len(document["input_ids"]) - 1
+    return int((np.asarray(document["labels"])[1:] != IGNORED).sum())
 
 
 def _units(dataset: Dataset) -> dict[str, np.ndarray]:

@@ -14,9 +14,8 @@ import numpy as np
 
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
-from toolkit.data.loading.collate import IGNORED
-from toolkit.data.loading.order import cut_step, epoch_order, hash_numbers
-from toolkit.data.loading.packing import NOT_COLLATED, Document, Packing, cut_document
+from toolkit.data.loading.order import cut_step, epoch_order, generator_of, hash_numbers
+from toolkit.data.loading.packing import NOT_COLLATED, Augment, Document, Packing, count_supervised, cut_document
 
 STREAM_BUFFER = 1024  # documents of a stream that are mixed, and packed, together
 
@@ -42,6 +41,7 @@ class StreamLoader:
     world_size: int = 1
     epoch_size: int | None = None
     commits: dict[str, str] = dataclasses.field(default_factory=dict)  # of datasets of the Hub
+    augment: Augment | None = None
 
     def __post_init__(self) -> None:
         self._mark = _Mark()
@@ -67,13 +67,13 @@ class StreamLoader:
         rows = resumed[1] if resumed and resumed[0] == position else self._rows_from(position)
         while position < self.examples_to_consume:
             size = min(self.global_batch_size, self.examples_to_consume - position)
-            taken = list(islice(rows, size))
+            taken = [self._augmented(row, place) for place, row in enumerate(islice(rows, size), position)]
             plan = cut_step([(0, i) for i in range(size)], position, self.micro_batch_size, self.rank, self.world_size)
             documents = [[document for _, i in piece for document in taken[i]] for piece, _ in plan.pieces]
             flat = [document for row in taken for document in row]
             yield Batch(
                 micro_batches=[self.collate(piece) for piece in documents],
-                totals=_stream_totals(flat, len(taken)),
+                totals=_stream_totals(flat, len(taken), self.augment is not None),
                 real=[real for _, real in plan.pieces],
                 seeds=[hash_numbers(self.seed, 0, position + piece[0][1]) for piece, _ in plan.pieces],
                 position=position,
@@ -82,6 +82,13 @@ class StreamLoader:
                 indices=[[position + i for _, i in piece] for piece, _ in plan.pieces],
             )
             position += size
+
+    def _augmented(self, row: list[Document], position: int) -> list[Document]:
+        """An example of a stream has no number but its position, which is that of every pass."""
+        if self.augment is None:
+            return row
+        numbers, progress = generator_of(self.seed, "augment", 0, position), position / self.examples_to_consume
+        return [self.augment(document, numbers, progress) for document in row]
 
     def longest_micro_batch(self) -> None:
         """Not known of a stream."""
@@ -168,10 +175,11 @@ def _state_of(stream: Any) -> dict[str, Any] | None:
         return None
 
 
-def _stream_totals(documents: list[Document], examples: int) -> dict[str, float]:
+def _stream_totals(documents: list[Document], examples: int, augmented: bool) -> dict[str, float]:
+    """Sums over a global batch; an augmentation has counted what it supervises."""
     totals = {"examples": float(examples)}
     if documents and "supervised_tokens" in documents[0]:
-        counted = [_supervised(document) for document in documents]
+        counted = [document["supervised_tokens"] if augmented else count_supervised(document) for document in documents]
         totals["tokens"] = float(sum(counted))
     if documents and "weight" in documents[0]:
         totals["weight"] = float(sum(document["weight"] for document in documents))
@@ -180,8 +188,3 @@ def _stream_totals(documents: list[Document], examples: int) -> dict[str, float]
             totals[name] = float(sum(document[name] for document in documents))
     return totals
 
-
-def _supervised(document: Document) -> int:
-    if "labels" not in document:
-        return len(document["input_ids"]) - 1
-    return int((np.asarray(document["labels"])[1:] != IGNORED).sum())

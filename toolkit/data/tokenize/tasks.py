@@ -15,6 +15,7 @@ from toolkit.data.tokenize.columns import Plan, columns_of, is_wrapped
 from toolkit.data.tokenize.documents import Encoder
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.language import language_format
+from toolkit.data.tokenize.masked_lm import masked_lm_format
 from toolkit.data.tokenize.masks import read_chat_template
 from toolkit.data.tokenize.pairs import PairRows
 from toolkit.data.tokenize.preferences import (
@@ -201,6 +202,19 @@ def tokenize_for_embedding(
     return prepare(text_group_format(query_prompt, document_prompt, score_scale), splits, tokenizer, config)
 
 
+def tokenize_for_masked_lm(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
+    """Texts for an encoder, each between the special tokens that its tokenizer puts there.
+
+    Nothing is hidden yet: that is drawn in training, anew in each epoch (`build_masks`). Over-long texts that are truncated or
+    split get the special tokens around each part. Columns: `input_ids`, `length`, `supervised_tokens`, with `whole_word_mask`
+    also `word_starts`, and `origin`. `config` holds the settings of MaskedLMConfig too.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    return prepare(masked_lm_format(config), splits, tokenizer, config)
+
+
 def preference_format(pairs_per_prompt: str = "best_worst", max_pairs_per_prompt: int = 10) -> Format:
     """How pairs of a better and a worse answer are read; of lists of answers these settings say which pairs they make."""
     import pyarrow as pa
@@ -249,6 +263,7 @@ FORMATS: dict[str, Callable[[DataConfig], Format]] = {
     "embedding": lambda config: text_group_format(),
     "ranking": ranking_format,
     "question_answering": question_answering_format,
+    "masked_lm": masked_lm_format,
 }
 
 
