@@ -111,7 +111,7 @@ def settings() -> None:
 
 @shows(
     "AdapterConfig", "CausalLMConfig", "LossConfig", "ClassificationConfig", "PairsConfig", "PreferenceConfig", "RankedAnswersConfig",
-    "RankingConfig", "ReferenceConfig", "RewardConfig", "SampleConfig", "UnpairedConfig", "MaskedLMConfig",
+    "RankingConfig", "ReferenceConfig", "RewardConfig", "SampleConfig", "TokenClassificationConfig", "UnpairedConfig", "MaskedLMConfig",
 )  # fmt: skip
 def settings_of_methods() -> None:
     assert tk.AdapterConfig().lora_r > 0
@@ -126,6 +126,7 @@ def settings_of_methods() -> None:
     assert tk.RankingConfig().ranking_loss
     assert tk.RewardConfig()
     assert tk.SampleConfig(num_samples=2).num_samples == 2
+    assert tk.TokenClassificationConfig(tag_scheme="iob2").tag_scheme == "iob2"
     assert tk.UnpairedConfig(beta=0.2).beta == 0.2
 
 
@@ -269,6 +270,32 @@ def classification() -> None:
     _, evaluation = tk.build_dataloaders(splits, tk.collate_padded, tk.DataConfig())
     assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_loss"] > 0
     assert "eval_f1" in tk.eval_with_gather(accelerator(), model, evaluation, tk.classification_metrics(["f1"], num_labels=2))
+
+
+@shows(
+    "Tags", "find_tags", "tokenize_for_token_classification", "space_before_words", "tag_baselines",
+    "tag_metrics", "token_classification_loss",
+)  # fmt: skip
+def token_classification() -> None:
+    raw = rows(tokens=[text.split() for text in TEXTS], tags=[["O", "B-N", "O", "B-P"]] * 20)
+    words = tk.space_before_words(tokenizer())
+    tags = tk.find_tags(raw, TaggedWords())
+    assert tags == tk.Tags(["O", "B-N", "B-P"], "iob2")
+    splits = tk.tokenize_for_token_classification(raw, words, TaggedWords())
+    model = tk.load_model("AutoModelForTokenClassification", tk.ModelConfig(hidden_size=32, num_hidden_layers=1, model="tiny-bert"), words, **tags.settings)
+    micro_batch = tk.collate_padded(documents(splits), words.pad_token_id, aligned=True)
+    loss, metrics = tk.token_classification_loss(model, micro_batch, {"tokens": 12.0})
+    assert loss > 0
+    assert 0 <= metrics["accuracy"] <= 1
+    _, evaluation = tk.build_dataloaders(splits, functools.partial(tk.collate_padded, aligned=True), tk.DataConfig())
+    found = tk.eval_with_gather(accelerator(), model, evaluation, tk.tag_metrics(tags.names, tags.scheme))
+    assert found["eval_loss"] > 0
+    assert tk.tag_baselines(raw, tags)["dictionary"] > found["eval_f1"] - 1
+
+
+@dataclass(frozen=True)
+class TaggedWords(tk.DataConfig, tk.TokenClassificationConfig):
+    max_length: int = 64
 
 
 @dataclass(frozen=True)

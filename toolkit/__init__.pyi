@@ -35,6 +35,7 @@ from .config.methods import (
     ReferenceConfig as ReferenceConfig,
     RewardConfig as RewardConfig,
     SampleConfig as SampleConfig,
+    TokenClassificationConfig as TokenClassificationConfig,
     UnpairedConfig as UnpairedConfig,
 )
 from .config.setting import Refusal as Refusal, Settings as Settings, setting as setting
@@ -64,8 +65,10 @@ from .data.tokenize.tasks import (
     tokenize_for_question_answering as tokenize_for_question_answering,
     tokenize_for_ranking as tokenize_for_ranking,
     tokenize_for_sft as tokenize_for_sft,
+    tokenize_for_token_classification as tokenize_for_token_classification,
     tokenize_for_unpaired as tokenize_for_unpaired,
 )
+from .data.tokenize.token_tags import Tags as Tags, find_tags as find_tags
 from .demo_corpus.baselines import (
     answer_baselines as answer_baselines,
     class_baselines as class_baselines,
@@ -77,6 +80,7 @@ from .demo_corpus.baselines import (
 from .demo_corpus.bm25 import ranking_baselines as ranking_baselines
 from .demo_corpus.question_baselines import question_baselines as question_baselines
 from .demo_corpus.retrieval_baselines import retrieval_baselines as retrieval_baselines
+from .demo_corpus.tag_baselines import tag_baselines as tag_baselines
 from .diagnostics.memory_table import (
     memory_table as memory_table,
 )
@@ -137,6 +141,7 @@ from .losses.preference import (
 from .losses.question_answering import question_answering_loss as question_answering_loss
 from .losses.ranking import ranking_list_metrics as ranking_list_metrics, ranking_loss as ranking_loss
 from .losses.reward import pair_rewards as pair_rewards, reward_loss as reward_loss, reward_metrics as reward_metrics
+from .losses.token_classification import token_classification_loss as token_classification_loss
 from .losses.unpaired import (
     apo_zero_unpaired_loss as apo_zero_unpaired_loss,
     kto_kl as kto_kl,
@@ -158,6 +163,7 @@ from .metrics.retrieval import (
     ranks_in_lists as ranks_in_lists,
     spearman as spearman,
 )
+from .metrics.spans import tag_metrics as tag_metrics
 from .models.load import load_model as load_model
 from .models.lora import add_adapter as add_adapter
 from .models.padding import pad_apart_from_end as pad_apart_from_end
@@ -168,6 +174,7 @@ from .models.sentence_files import (
     sentence_files as sentence_files,
 )
 from .models.tokenizer import load_tokenizer as load_tokenizer, train_tokenizer as train_tokenizer
+from .models.word_tokenizer import space_before_words as space_before_words
 from .optim.optimizers import build_optimizer as build_optimizer
 from .optim.schedules import build_schedule as build_schedule
 from .preference.kl_estimate import estimate_kl as estimate_kl

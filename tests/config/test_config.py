@@ -79,12 +79,13 @@ def test_every_setting_has_help_and_every_default_keeps_its_own_rules(group: typ
 
 
 def test_no_setting_is_declared_by_two_groups_and_no_alias_is_taken() -> None:
-    """Losses of pairs and of single answers, which no recipe has both of, call what they have in common by TRL's names.
+    """Losses of pairs and of single answers, which no recipe has both of, call what they have in common by TRL's names; the metrics
+    of classes and those of tags are both --metrics.
 
     Fails when RunConfig declares a `seed` of its own, or an alias equals another setting's name."""
     declared = [name for group in GROUPS for name in inspect.get_annotations(group)]
     aliases = {alias for group in GROUPS for each in settings_of(group).values() for alias in each.aliases}
-    assert sorted(name for name in set(declared) if declared.count(name) > 1) == ["beta", "loss_type"]
+    assert sorted(name for name in set(declared) if declared.count(name) > 1) == ["beta", "loss_type", "metrics"]
     assert {"beta", "loss_type"} == set(settings_of(tk.PreferenceConfig)) & set(settings_of(tk.UnpairedConfig))
     assert not aliases & set(declared)
 

@@ -25,6 +25,7 @@ RECIPES = {
     "reward": ["--max-length", "256"],
     "reranker": [],
     "question_answering": ["--doc-stride", "16", "--num-samples", "1"],
+    "token_classification": [],
     "dpo with a second model": ["--num-samples", "0", "--max-length", "256", "--reference", "model", "--pair-layout", "padded"],
 }
 

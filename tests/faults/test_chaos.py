@@ -28,6 +28,7 @@ RECIPES = {
     "masked_lm": ["--mlm-probability-end", "0.1"],
     "accelerated": [],
     "question_answering": ["--max-length", "40", "--doc-stride", "8", "--num-samples", "1"],
+    "token_classification": [],
     "zero": [],
 }
 
@@ -49,6 +50,8 @@ def _rows(recipe: str) -> list[dict]:
         elif recipe == "question_answering":
             context, word = f"{asked}. {said}", said.split()[0]
             rows.append({"question": other, "context": context, "answers": {"text": [word], "answer_start": [context.index(word)]}})
+        elif recipe == "token_classification":
+            rows.append({"tokens": said.split(), "tags": [f"length {len(word)}" for word in said.split()]})
         elif recipe in ("sft", "lora"):
             rows.append({"prompt": asked, "completion": said})
         elif recipe == "reranker":

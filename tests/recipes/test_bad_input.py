@@ -61,6 +61,14 @@ CASES: dict[str, tuple[str, Write, tuple[str, ...]]] = {
         "accelerated", jsonl(*['{"text": "good", "label": "a"}', '{"text": "bad", "label": "b"}'] * 20, '{"text": "odd", "label": 1.5}'),
         ("data.jsonl", "label"),
     ),
+    "words and tags of unequal number": (
+        "token_classification", jsonl(*['{"tokens": ["a", "b"], "tags": ["X", "Y"]}'] * 20, '{"tokens": ["a"], "tags": ["X", "Y"]}'), ("data.jsonl:21", "2 tags"),
+    ),
+    "span outside its text": (
+        "token_classification", jsonl(*['{"text": "a b", "spans": [{"start": 0, "end": 1, "label": "X"}]}', '{"text": "a", "spans": [{"start": 0, "end": 2, "label": "X"}]}'] * 9), ("data.jsonl:2", "outside"),
+    ),
+    "conll line without a tag": ("token_classification", raw_bytes(b"a O\nb B-X\nc\n", "data.conll"), ("data.conll:3", "1 column")),
+    "unknown metric of tags": ("token_classification", flags("--metrics", "f1_makro"), ("f1_makro", "f1_macro")),
     "label missing": ("accelerated", jsonl('{"text": "good", "label": "a"}', '{"text": "bad", "label": null}'), ("data.jsonl:2", "label")),
     "csv with a ragged row": ("accelerated", raw_bytes(b"text,label\ngood,a\nbad,b,c,d\n", "data.csv"), ("data.csv:3",)),
     "csv with an empty label": ("accelerated", raw_bytes(b"text,label\ngood,a\nbad,b\nodd,\n", "data.csv"), ("data.csv:4", "empty")),

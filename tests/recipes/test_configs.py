@@ -73,6 +73,7 @@ def make_rows(recipe: str) -> list[dict]:
         "question_answering": lambda i: {"question": "Which number?", "context": f"number {i} is said " + "again and " * 300,
                                          "answers": {"text": [str(i)], "answer_start": [7]}},
         "pretrain": lambda i: {"text": f"number {i} is said again and again, as are many others " * 9},
+        "token_classification": lambda i: {"tokens": ["Anna", "counts", str(i)], "ner_tags": ["B-PER", "O", "I-NUM" if i % 7 else "O"]},
         "sft": lambda i: {"messages": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")]},
     }  # fmt: skip
     return [makers.get(recipe, makers["sft"])(i) for i in range(80)]

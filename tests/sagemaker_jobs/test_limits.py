@@ -167,6 +167,8 @@ LINES = {
     "eval_best_f1_thresh -1.5000",
     "masked_lm": "step 0/505  eval_loss 8.3624  eval_pseudo_perplexity 4283  eval_masked_accuracy 3.67e-04",
     "accelerated": "step 1/1  eval_loss 1.9366  eval_accuracy 0.2500  eval_f1 0",
+    "token_classification": "step 20/20  eval_loss 1.1202  eval_accuracy 0.6473  eval_precision 0.3473  eval_recall 0.2802  eval_f1 0.2974  "
+    "eval_f1_macro 0.2974",
     "zero": "step 10/200  loss 1.9366  lr 9.05e-04  norm 12.5000  examples/s 1,200  ETA 1:30",
 }  # printed by the recipes, in a container but for the last one
 

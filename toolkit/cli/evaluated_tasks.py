@@ -16,6 +16,7 @@ from toolkit.config import (
     RankingConfig,
     Refusal,
     RewardConfig,
+    TokenClassificationConfig,
 )
 from toolkit.config.setting import nearest
 
@@ -42,7 +43,8 @@ TextMetrics = dict[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class EvaluationConfig(
-    ModelConfig, DataConfig, ClassificationConfig, RewardConfig, RankingConfig, QuestionAnsweringConfig, MaskedLMConfig
+    ModelConfig, DataConfig, ClassificationConfig, TokenClassificationConfig, RewardConfig, RankingConfig,
+    QuestionAnsweringConfig, MaskedLMConfig,
 ):  # fmt: skip
     """What is read of a recipe's settings."""
 
@@ -213,6 +215,33 @@ def class_names(model: PreTrainedModel) -> list[str] | None:
     return None if all(name == f"LABEL_{number}" for number, name in enumerate(names)) else names
 
 
+def _tags() -> EvaluatedTask:
+    def check(names: list[str], config: EvaluationConfig) -> TextMetrics:
+        from toolkit.metrics.spans import tag_metrics
+
+        tag_metrics(["O", "B-X", "I-X"], "plain" if config.tag_scheme == "plain" else "iob2", names)
+        return {}
+
+    def metrics(loaded: Loaded) -> Metrics:
+        from toolkit.data.tokenize.token_tags import find_tags
+        from toolkit.metrics.spans import tag_metrics
+
+        found = find_tags({"evaluation": loaded.rows}, loaded.config, class_names(loaded.model))
+        return tag_metrics(found.names, found.scheme, loaded.names, strict=loaded.config.strict_entities)
+
+    def form(config: EvaluationConfig, model: PreTrainedModel) -> Format:
+        from toolkit.data.tokenize.token_tags import token_classification_format
+
+        return token_classification_format(config, class_names(model))
+
+    def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
+        from toolkit.data.loading.collate import collate_padded
+
+        return partial(collate_padded, pad_token_id=tokenizer.pad_token_id, aligned=True)
+
+    return EvaluatedTask(check, metrics, collate, form, keeps_all=True)
+
+
 def _rewards() -> EvaluatedTask:
     def metrics(loaded: Loaded) -> Metrics:
         from toolkit.losses.reward import reward_metrics
@@ -278,5 +307,6 @@ EVALUATED: dict[str, dict[str, EvaluatedTask]] = {
     "AutoModelForSequenceClassification": {"classification": _classes(), "preference": _rewards(), "ranking": _rankings()},
     "AutoModelForQuestionAnswering": {"question_answering": _spans()},
     "AutoModelForMaskedLM": {"masked_lm": _masked()},
+    "AutoModelForTokenClassification": {"token_classification": _tags()},
 }  # fmt: skip
 TASKS = tuple(dict.fromkeys(task for tasks in EVALUATED.values() for task in tasks))

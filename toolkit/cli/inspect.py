@@ -19,6 +19,7 @@ from toolkit.config import (
     QuestionAnsweringConfig,
     RankingConfig,
     Refusal,
+    TokenClassificationConfig,
 )
 from toolkit.system.console import printable, say, write
 
@@ -32,7 +33,10 @@ _MOST_BINS = 12
 
 
 @dataclass(frozen=True)
-class _Config(ModelConfig, DataConfig, ClassificationConfig, RankingConfig, QuestionAnsweringConfig, MaskedLMConfig):
+class _Config(
+    ModelConfig, DataConfig, ClassificationConfig, RankingConfig, QuestionAnsweringConfig, MaskedLMConfig,
+    TokenClassificationConfig,
+):  # fmt: skip
     """What is read of a recipe's settings."""
 
 

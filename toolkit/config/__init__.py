@@ -33,6 +33,7 @@ from toolkit.config.methods import (
     ReferenceConfig,
     RewardConfig,
     SampleConfig,
+    TokenClassificationConfig,
     UnpairedConfig,
 )
 from toolkit.config.rules import check_together, implied_settings
@@ -47,7 +48,8 @@ __all__ = [
     "OptimConfig", "OutputConfig", "PairsConfig", "PreferenceConfig", "QuestionAnsweringConfig",
     "RankedAnswersConfig", "RankingConfig",
     "ReferenceConfig", "Refusal", "RewardConfig",
-    "RunConfig", "SampleConfig", "SeedConfig", "Setting", "Settings", "UnpairedConfig", "changed_settings",
+    "RunConfig", "SampleConfig", "SeedConfig", "Setting", "Settings", "TokenClassificationConfig",
+    "UnpairedConfig", "changed_settings",
     "check_together", "check_value", "check_values",
     "implied_settings", "read_config_file", "read_values", "setting", "settings_of", "show_value", "trained_model",
     "write_config_file",

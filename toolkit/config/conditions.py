@@ -97,12 +97,13 @@ PLAIN_METRIC = re.compile(r"accuracy|balanced_accuracy|matthews_correlation|(f1|
 
 # What is measured where --metrics names nothing.
 USUAL_METRICS = {"single_label": ["accuracy", "f1"], "multi_label": ["accuracy", "f1"], "regression": ["mse", "mae", "r2"]}
+USUAL_TAG_METRICS = ["accuracy", "precision", "recall", "f1", "f1_macro"]
 
 
 def never_measured(metric: str, metrics: list[str]) -> bool:
     if not all(PLAIN_METRIC.fullmatch(name) for name in metrics):
         return False
-    metric = re.sub(r"_class_\d+$", "_per_class", metric.removeprefix("eval_"))
+    metric = re.sub(r"_class_.+$", "_per_class", metric.removeprefix("eval_"))
     return metric not in ("loss", *metrics)
 
 

@@ -83,6 +83,29 @@ class QuestionAnsweringConfig(Settings):
 
 
 @dataclass(frozen=True)
+class TokenClassificationConfig(LossConfig):
+    """Token classification"""
+
+    tag_scheme: str = setting(
+        "auto", "How tags mark entities: with B- and I- (iob1, iob2), E- and S- too (iobes), or not at all (plain: each word "
+        "counts). One that is named is checked row by row.",
+        choices=("auto", "plain", "iob1", "iob2", "iobes"), on_resume="fixed",
+    )
+    label_all_tokens: bool = setting(
+        False, "Train all sub-words of a word on its tag, not only the first. Metrics are of the first in any case.",
+        on_resume="fixed",
+    )
+    strict_entities: bool = setting(
+        False, "Count only entities whose tags follow the scheme (seqeval's strict mode); else I- after O begins one too.",
+        on_resume="fixed",
+    )
+    metrics: list[str] = setting(
+        [], "Metrics on the evaluation split: accuracy, precision, recall, f1 (of entities micro averages, of plain tags "
+        "macro), with _micro, _macro, _weighted or _per_class. Default: these four and f1_macro.", on_resume="free",
+    )
+
+
+@dataclass(frozen=True)
 class PreferenceConfig(Settings):
     """Preference loss"""
 

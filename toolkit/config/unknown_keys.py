@@ -121,6 +121,7 @@ RECIPES_WITH = {
     "RankedAnswersConfig": "dpo", "UnpairedConfig": "kto", "RewardConfig": "reward", "RankingConfig": "reranker",
     "QuestionAnsweringConfig": "question_answering",
     "MaskedLMConfig": "masked_lm",
+    "TokenClassificationConfig": "token_classification",
 }  # fmt: skip
 
 

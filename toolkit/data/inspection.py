@@ -73,6 +73,10 @@ def guess_task(columns: list[str]) -> str:
         return "unpaired"
     if "query" in present and present & {"document", "documents", "positive"}:
         return "ranking"
+    if present & {"tokens", "words"} and present & {"tags", "ner_tags", "labels"}:
+        return "token_classification"
+    if "text" in present and present & {"spans", "entities"}:
+        return "token_classification"
     if "label" in present or ({"text", "labels"} <= present and "input_ids" not in present):
         return "classification"
     if (
@@ -90,7 +94,7 @@ def guess_task(columns: list[str]) -> str:
         f"The columns {shown or '(none)'} are none that training knows: messages; prompt and completion; text; text and label; "
         f"anchor and positive; sentence1, sentence2 and score; "
         f"chosen and rejected; query, documents and labels; question, context and answers; instruction, input and output; "
-        f"input_ids. "
+        f"tokens and tags; input_ids. "
         + (f"Did you mean: {meant}" if meant else "Rename with --rename-columns old=new")
     )
 

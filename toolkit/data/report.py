@@ -40,6 +40,11 @@ REMARKS = {
     "no_relevant": "{list has|lists have} no document with a label above 0, and {counts|count} 0 in mrr, map, recall and ndcg",
     "same_label": "{list has|lists have} one label for all of {its|their} documents: nothing in {it|them} can be compared",
     "cut_queries": "{query is|queries are} longer than half of --max-length, and cut too",
+    "cut_words": "{word and its tag is|words and their tags are} beyond --max-length, and {is|are} neither trained on nor "
+    "counted in a metric",
+    "untokenized_words": "{word has|words have} no token at all, and {is|are} neither trained on nor counted in a metric",
+    "spans_in_words": "{span begins or ends|spans begin or end} inside a word, which is taken whole",
+    "broken_tags": "{tag breaks|tags break} the scheme of the others; read as an entity that begins there",
     "turns": "{pair has|pairs have} turns of others than the assistant in {its|their} answers; these count as the answers do",
     "rewritten_prompts": "{prompt is|prompts are} written otherwise by the template once an answer follows; "
     "{it is|they are} trained on so",
@@ -308,7 +313,8 @@ def _remarks(split: SplitCounts, report: DataReport) -> list[str]:
         few = _counted(split.examples, "{row is|rows are}") if split.examples else "no rows are left, which is"
         lines.append(f"{few} too few to tell one model from another; its metrics say little")
     if split.classes:
-        shares = [f"{label} {count / max(split.examples, 1):.1%}" for label, count in split.classes.items()]
+        whole = max(split.examples, sum(split.classes.values()), 1)  # of tags, words
+        shares = [f"{label} {count / whole:.1%}" for label, count in split.classes.items()]
         lines.append("classes: " + ", ".join(shares[:12]) + (f" and {len(shares) - 12} more" if len(shares) > 12 else ""))
     return [f"{split.name}: {line}" for line in lines]
 

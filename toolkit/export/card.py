@@ -28,6 +28,7 @@ _TASKS = {
     "ForMaskedLM": ("fill-mask", "Masked language modeling"),
     "ForSequenceClassification": ("text-classification", "Text classification"),
     "ForQuestionAnswering": ("question-answering", "Question answering"),
+    "ForTokenClassification": ("token-classification", "Token classification"),
 }
 _NAME_LINE = re.compile(r'^name = ".*"', re.MULTILINE)
 

@@ -34,10 +34,11 @@ AUTO_CLASSES = {
     "ForMaskedLM": "AutoModelForMaskedLM",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForTokenClassification": "AutoModelForTokenClassification",
 }
 _OF_ADAPTERS = {
     "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering", "TOKEN_CLS": "AutoModelForTokenClassification",
 }  # fmt: skip
 
 
@@ -91,9 +92,7 @@ def longest_example(config: ModelConfig) -> int | None:
     return positions_of(_published_config(config))
 
 
-def load_trained(
-    auto_class: str, config: ModelConfig, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_trained(auto_class: str, config: ModelConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model, on `device` and in evaluation mode, and tokenizer. An adapter is put on its base, from wherever that is.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 import toolkit
 from toolkit.config import Refusal
-from toolkit.config.conditions import USUAL_METRICS
+from toolkit.config.conditions import USUAL_METRICS, USUAL_TAG_METRICS
 from toolkit.sagemaker_jobs.job import LONGEST_RUN, SECRET, Job
 
 ENTRY = "start.py"
@@ -142,7 +142,7 @@ def metric_definitions(settings: Mapping[str, Any]) -> list[dict[str, str]]:
     SageMaker reads the first group of each match as a number. Other lines, such as a generated sample, don't begin this way.
     """
     names = ["loss", *(name for setting, found in _OF_EVALUATION.items() if setting in settings for name in found)]
-    usual = USUAL_METRICS.get(settings.get("problem_type", ""), [])
+    usual = USUAL_TAG_METRICS if "tag_scheme" in settings else USUAL_METRICS.get(settings.get("problem_type", ""), [])
     metrics = [name for name in settings.get("metrics") or usual if re.fullmatch(r"\w+", name)]
     names += [name for name in metrics if not name.endswith(_PER_CLASS)]
     names.append(settings.get("metric_for_best_model", "eval_loss").removeprefix("eval_"))

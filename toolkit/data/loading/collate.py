@@ -45,8 +45,8 @@ def collate_padded(documents: list[dict[str, Any]], pad_token_id: int = 0, *, al
 
     Returns `input_ids` and `attention_mask` `[examples, longest]` and `labels`: for token labels of the same shape, with
     -100 on the padding (and `supervised_positions`; `aligned` as in `collate_packed`), for labels of whole examples
-    `[examples]` or `[examples, classes]`. `token_type_ids` and `weight` are there when the rows have them. The attention mask
-    tells padding apart, never the id: a pad id that is also an end of text is supervised where the text ends.
+    `[examples]` or `[examples, classes]`. `token_type_ids`, `word_labels` and `weight` are there when the rows have them. The
+    attention mask tells padding apart, never the id: a pad id that is also an end of text is supervised where the text ends.
     """
     lengths = [len(document["input_ids"]) for document in documents]
     shape = (len(documents), max(lengths))
@@ -65,6 +65,11 @@ def collate_padded(documents: list[dict[str, Any]], pad_token_id: int = 0, *, al
         batch.update(labels=torch.from_numpy(labels), supervised_positions=_supervised_positions(labels, aligned))
     else:
         batch["labels"] = _example_labels(documents)
+    if "word_labels" in documents[0]:  # of the first sub-word of each word, where others have labels too
+        of_words = np.full(shape, IGNORED, dtype=np.int64)
+        for i, document in enumerate(documents):
+            of_words[i, : lengths[i]] = document["word_labels"]
+        batch["word_labels"] = torch.from_numpy(of_words)
     if "weight" in documents[0]:
         batch["weight"] = torch.tensor([float(document["weight"]) for document in documents])
     return batch

@@ -26,7 +26,10 @@ _SPLIT_WORDS = {
 }
 _ABOUT_THE_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 _ENDINGS = f"{', '.join((*TEXT_READERS, *COLUMNAR))}; text also compressed as {', '.join(COMPRESSIONS)}"
-_FAMILIES = ((".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".txt",), (".parquet",), (".arrow", ".feather"))
+_FAMILIES = (
+    (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".txt",), (".conll", ".bio", ".iob"), (".parquet",),
+    (".arrow", ".feather"),
+)  # fmt: skip
 # Of the files that this process has looked for, by the name of their rows: the path that was given; None: two have that name.
 _GIVEN: dict[str, str | None] = {}
 

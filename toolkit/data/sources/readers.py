@@ -156,6 +156,38 @@ def _read_paragraphs(path: str) -> Iterator[tuple[int, Row]]:
             yield numbers[0], {"text": "".join(texts).rstrip("\r\n")}
 
 
+def _read_conll(path: str) -> Iterator[tuple[int, Row]]:
+    """A row a sentence, numbered by its first line: `tokens`, the first column, and `tags`, the last; those between by number.
+
+    Columns are parted by tabs, else by spaces; a blank line ends a sentence. Lines of -DOCSTART-, and `# id` before a sentence
+    (MultiCoNER's), are no words.
+    """
+    separator, width, begins = " ", 0, 0
+    words: list[list[str]] = []
+    for number, line in itertools.chain(_lines(path), [(0, "")]):
+        line = line.rstrip("\r\n")
+        if not line.strip():
+            if words:
+                columns = [list(column) for column in zip(*words, strict=True)]
+                between = {f"column_{place}": column for place, column in enumerate(columns[1:-1], 2)}
+                yield begins, {"tokens": columns[0], "tags": columns[-1], **between}
+            words = []
+            continue
+        if line.startswith("-DOCSTART-") or (not words and line.startswith("# id ")):
+            continue
+        separator = separator if width else "\t" if "\t" in line else " "
+        fields = line.split("\t") if separator == "\t" else [field for field in line.split(" ") if field]
+        width, begins = width or len(fields), begins if words else number
+        if len(fields) != width or width < 2:
+            there = f"the lines before it have {width}" if width != len(fields) else "a line is a word and its tag"
+            columns_found = f"{len(fields)} column{'s' if len(fields) != 1 else ''}"
+            raise Refusal(
+                f"{path}:{number}: {columns_found}, and {there}. Columns are parted by "
+                f"{'tabs' if separator == chr(9) else 'spaces'}, sentences by blank lines: correct the line."
+            )
+        words.append(fields)
+
+
 def _read_document(path: str) -> Iterator[tuple[int, Row]]:
     """The whole file as one row."""
     text = "".join(line for _, line in _lines(path))
@@ -230,5 +262,8 @@ TEXT_READERS: dict[str, Callable[[str], Iterator[tuple[int, Row]]]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".txt": _read_txt,
+    ".conll": _read_conll,
+    ".bio": _read_conll,
+    ".iob": _read_conll,
 }
 _TXT_READERS = {"line": _read_txt, "paragraph": _read_paragraphs, "document": _read_document}

@@ -54,7 +54,8 @@ class Plan:
 
     `layout` is text, prompt_completion, chat, prompted_chat (prompt and completion are lists of messages), alpaca or tokenized;
     `supervise` is all, completion, assistant (its turns), answers (its turns in the completion), labels (as the rows say),
-    class, span (of a context), pair (both answers of a preference) or answer (a single one).
+    class, span (of a context), pair (both answers of a preference), answer (a single one), or the scheme of its tags (plain,
+    iob1, iob2, iobes); of these the layout is words, or spans over a text.
     """
 
     layout: str

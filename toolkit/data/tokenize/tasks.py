@@ -31,6 +31,7 @@ from toolkit.data.tokenize.prepare import STREAM_ROWS, tokenize_splits, tokenize
 from toolkit.data.tokenize.question_answering import question_answering_format
 from toolkit.data.tokenize.ranking import ranking_format
 from toolkit.data.tokenize.text_groups import text_group_format
+from toolkit.data.tokenize.token_tags import token_classification_format
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -215,6 +216,22 @@ def tokenize_for_masked_lm(splits: Splits, tokenizer: PreTrainedTokenizerBase, c
     return prepare(masked_lm_format(config), splits, tokenizer, config)
 
 
+def tokenize_for_token_classification(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
+    """Words with a tag each, cut into sub-words one by one, as `is_split_into_words` does.
+
+    Columns: `input_ids`; `labels`, the number of a word's tag at its first sub-word, -100 elsewhere; with `label_all_tokens` at
+    all its sub-words, and those of the first ones again in `word_labels`; `length`, `supervised_tokens` and `origin`. `config`
+    holds the settings of TokenClassificationConfig too.
+
+    Columns that are read: `tokens` and `tags` (also `words`; `ner_tags`, `labels`), or `text` and `spans` (also `entities`),
+    each with `start`, `end` and `label`.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    return prepare(token_classification_format(config), splits, tokenizer, config)
+
+
 def preference_format(pairs_per_prompt: str = "best_worst", max_pairs_per_prompt: int = 10) -> Format:
     """How pairs of a better and a worse answer are read; of lists of answers these settings say which pairs they make."""
     import pyarrow as pa
@@ -264,6 +281,7 @@ FORMATS: dict[str, Callable[[DataConfig], Format]] = {
     "ranking": ranking_format,
     "question_answering": question_answering_format,
     "masked_lm": masked_lm_format,
+    "token_classification": token_classification_format,
 }
 
 

@@ -1,0 +1,78 @@
+"""Spans of characters to tags of words: a text is cut into words, and each span becomes B- and I- of its label."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+from toolkit.config import Refusal
+from toolkit.data.tokenize.columns import describe
+from toolkit.system.console import quoted
+
+WORDS = re.compile(r"\w+|[^\w\s]")
+Span = tuple[int, int, str]
+
+
+def read_spans(value: Any, text: str, column: str, origin: str, names: list[str] | None = None) -> list[Span]:
+    """Start, end and label of each span, in their order; `names` of labels that are numbers.
+
+    Raises:
+        Refusal: what is no span, lies outside the text, or overlaps another one.
+    """
+    if isinstance(value, dict) and {"start", "end", "label"} <= value.keys():  # as datasets gives a sequence of objects
+        value = [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=True)]
+    if not isinstance(value, list):
+        raise Refusal(f"{origin}: {column} is {describe(value)}, and must be a list of start, end and label; [] of none.")
+    spans = list[Span]()
+    for number, span in enumerate(value, 1):
+        start, end, label = (span.get(key) if isinstance(span, dict) else None for key in ("start", "end", "label"))
+        if not isinstance(start, int) or not isinstance(end, int) or label is None or label == "":
+            raise Refusal(
+                f"{origin}: span {number} of {column} is {describe(span)}, and must have start, end (numbers of characters) "
+                "and label. Correct or remove it."
+            )
+        if not 0 <= start < end <= len(text):
+            raise Refusal(
+                f"{origin}: span {number} of {column}, {start} to {end}, is outside its text of {len(text)} characters, or "
+                "empty. start is the first character, from 0; end is the one after the last."
+            )
+        spans.append((start, end, names[label] if names and isinstance(label, int) else str(label)))
+    spans.sort()
+    for (start, end, label), (then, until, other) in pairwise(spans):
+        if then < end:
+            raise Refusal(
+                f"{origin}: the spans {quoted(text[start:end])} ({label}, {start} to {end}) and {quoted(text[then:until])} "
+                f"({other}, {then} to {until}) overlap. A word has one tag: keep one of them."
+            )
+    return spans
+
+
+def tag_words(text: str, spans: list[Span], origin: str) -> tuple[list[str], list[str], int]:
+    """The words of a text, their tags (O, B-label, I-label), and how many spans begin or end inside a word.
+
+    A word that a span touches is in it whole.
+
+    Raises:
+        Refusal: a text without words, a span without one, or two spans in one word.
+    """
+    words = list(WORDS.finditer(text))
+    if not words:
+        raise Refusal(f"{origin}: text has no words. Fill it in or remove the row.")
+    tags, cut, first = ["O"] * len(words), 0, 0
+    for start, end, label in spans:
+        while first < len(words) and words[first].end() <= start:
+            first += 1
+        last = first
+        while last < len(words) and words[last].start() < end:
+            last += 1
+        if first == last:
+            raise Refusal(f"{origin}: the span {start} to {end} ({label}) holds no word, only white space. Remove it.")
+        if tags[first] != "O":
+            raise Refusal(
+                f"{origin}: the word {quoted(words[first].group())} has parts of two spans ({tags[first][2:]} and {label}). "
+                "A word has one tag: keep one of them."
+            )
+        tags[first:last] = [f"B-{label}", *[f"I-{label}"] * (last - first - 1)]
+        cut += words[first].start() < start or words[last - 1].end() > end
+    return [word.group() for word in words], tags, cut

@@ -1,0 +1,338 @@
+"""Token classification: words with a tag each, or texts with spans, to documents whose sub-words have labels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.config import DataConfig, Refusal, TokenClassificationConfig
+from toolkit.data.report import Piece
+from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, wrong_columns
+from toolkit.data.tokenize.documents import CHUNK_CHARACTERS, IGNORED, Cut, Documents, Encoder, cut_documents
+from toolkit.data.tokenize.format import Format, Splits
+from toolkit.data.tokenize.labels import Classes, declared_names
+from toolkit.data.tokenize.spans import read_spans, tag_words
+from toolkit.data.tokenize.tag_schemes import WRITTEN, continuations, parts_of_tags, scheme_of
+from toolkit.system.console import printable, quoted
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset, IterableDataset
+    from tokenizers import Encoding
+    from transformers import PreTrainedTokenizerBase
+
+_WORDS, _TAGS, _SPANS = ("tokens", "words"), ("tags", "ner_tags", "labels"), ("spans", "entities")
+_SHOWN_WORDS = 40
+_READ_ROWS = 10_000
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The tags in the order of their numbers, and the scheme that they follow: plain, iob1, iob2 or iobes."""
+
+    names: list[str]
+    scheme: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a model must know of them, as fields of its config."""
+        return {
+            "num_labels": len(self.names), "id2label": dict(enumerate(self.names)),
+            "label2id": {name: number for number, name in enumerate(self.names)},
+        }  # fmt: skip
+
+
+def find_tags(splits: Splits, config: TokenClassificationConfig, class_names: list[str] | None = None) -> Tags:
+    """The tags of the training split (without one, of the first): those that the dataset declares, else those that occur.
+
+    Args:
+        class_names: those of a model that has learned its tags already; then only the scheme is looked for.
+
+    Raises:
+        Refusal: columns without words and tags, a tag that is missing, a scheme that the tags do not have.
+    """
+    from datasets import Dataset
+
+    name = "train" if "train" in splits else next(iter(splits))
+    split = splits[name]
+    layout, _, column = _columns_read(columns_of(split, name), name)
+    declared = class_names or _declared(split, column, layout)
+    if not isinstance(split, Dataset):
+        if declared is None:
+            raise Refusal("A stream must declare its tags (a ClassLabel feature): it can't be read to the end to find them.")
+        return Tags(declared, _checked_scheme(scheme_of(declared, []), declared, config))
+    names = declared or _names_in(split, column, layout)
+    if layout == "spans":
+        return Tags(names, _checked_scheme("iob2", names, config))
+    return Tags(names, _checked_scheme(scheme_of(names, _sentences(split, column, names)), names, config))
+
+
+def token_classification_format(config: DataConfig, class_names: list[str] | None = None) -> Format:
+    """How tagged words are read; `config` holds the settings of TokenClassificationConfig too.
+
+    `class_names` are the tags in the order of their numbers, of a model that has them already.
+    """
+    import pyarrow as pa
+
+    if not isinstance(config, TokenClassificationConfig):
+        raise TypeError("token classification needs the settings of TokenClassificationConfig next to those of DataConfig")
+    label_all, is_checked = config.label_all_tokens, config.tag_scheme != "auto" or config.strict_entities
+
+    def plan(splits: Splits, given: DataConfig) -> tuple[dict[str, Plan], list[str]]:
+        if given.overlong == "split":
+            raise Refusal("--overlong split: an entity may lie across the cut. Choose truncate, drop or refuse.")
+        tags = find_tags(splits, config, class_names)
+        plans = {}
+        for name, split in splits.items():
+            present = columns_of(split, name)
+            layout, words, column = _columns_read(present, name)
+            numbered = _declared(split, column, layout) if layout == "words" else None
+            places = class_names if class_names and not any(each.isdecimal() for each in class_names) else None
+            columns = (words, column, *(["origin"] if "origin" in present else []))
+            plans[name] = Plan(layout, tags.scheme, columns, Classes(tags.names, numbered=numbered or places))
+        return plans, []
+
+    def rows(plan: Plan, encoder: Encoder, given: DataConfig) -> TaggedWords:
+        return TaggedWords(plan, encoder, label_all, is_checked, given.max_length, given.overlong)
+
+    def columns(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> dict[str, pa.DataType]:
+        labels = pa.list_(pa.int32())
+        return {"labels": labels} | ({"word_labels": labels} if label_all else {})
+
+    return Format(
+        "token_classification", plan, rows, columns, _describe, _show, settings=(label_all, is_checked),
+        class_names=lambda plan: tuple(plan.classes.names) if plan.classes else (), ends_texts=False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TaggedWords:
+    """Reads batches of rows: all that it needs next to them."""
+
+    plan: Plan
+    encoder: Encoder
+    label_all: bool  # all sub-words of a word have its tag, not only the first
+    is_checked: bool  # tags that break their scheme are refused, not counted
+    max_length: int
+    overlong: str
+
+    def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
+        """Whole documents, or shortened ones where over-long rows are truncated: what is after the words must stay."""
+        assert self.plan.classes is not None
+        remarks, names = Counter[str](), self.plan.classes.names
+        words, tags = self._words_and_tags(batch, origins, remarks)
+        self._check_scheme(words, tags, origins, remarks)
+        later, prefix, suffix = continuations(names), self.encoder.prefix, self.encoder.suffix
+        room = max(self.max_length - len(prefix) - len(suffix), 0) if self.overlong == "truncate" else None
+        values, labels, of_words, whole = [], [], list[list[int]](), []
+        for row, encoding in zip(tags, self._encodings(words), strict=True):
+            places = np.array(encoding.word_ids, dtype=np.int64)
+            is_first = np.diff(places, prepend=-1) != 0
+            first = np.where(is_first, row[places], IGNORED)
+            marked = np.where(is_first, row[places], later[row[places]]) if self.label_all else first
+            kept = first[:room]
+            remarks.update(untokenized_words=len(row) - int(is_first.sum()), cut_words=int(is_first[len(kept) :].sum()))
+            remarks.update({f"class {names[tag]}": int(n) for tag, n in enumerate(np.bincount(kept[kept >= 0])) if n})
+            values.append(np.array([*prefix, *encoding.ids[:room], *suffix], dtype=np.int32))
+            labels.append(_framed(marked[:room], len(prefix), len(suffix)))
+            of_words.append(_framed(kept, len(prefix), len(suffix)).tolist() if self.label_all else [])
+            whole.append(len(encoding.ids) + len(prefix) + len(suffix))
+        documents = Documents(
+            np.concatenate(values), np.concatenate([[0], np.cumsum(list(map(len, values)))]), np.concatenate(labels), origins,
+            np.array(whole, dtype=np.int64), {"word_labels": of_words} if self.label_all else {}, aligned=True,
+        )  # fmt: skip
+        return documents, +remarks
+
+    def cut(self, documents: Documents) -> tuple[Documents, Cut]:
+        """Drop or refuse what is too long, or count what was truncated."""
+        if self.overlong != "truncate":
+            return cut_documents(documents, self.max_length, self.overlong)
+        lost = int(documents.whole.sum() - len(documents.values))
+        return documents, Cut(overlong=int((documents.whole > self.max_length).sum()), tokens=lost)
+
+    def _words_and_tags(
+        self, batch: Batch, origins: list[str], remarks: Counter[str]
+    ) -> tuple[list[list[str]], list[np.ndarray]]:
+        """The words of each row, and the numbers of their tags."""
+        assert self.plan.classes is not None
+        classes, (first, second) = self.plan.classes, self.plan.columns[:2]
+        places = {name: number for number, name in enumerate(classes.names)}
+        if classes.numbered is not None:
+            places |= {number: places[name] for number, name in enumerate(classes.numbered) if name in places}  # type: ignore[misc]
+        words, tags = [], []
+        if self.plan.layout == "spans":
+            check_texts(batch[first], first, origins)
+        for value, of_words, origin in zip(batch[first], batch[second], origins, strict=True):
+            if self.plan.layout == "spans":
+                found, written, cut = tag_words(value, read_spans(of_words, value, second, origin), origin)
+                remarks.update(spans_in_words=cut)
+            else:
+                found, written = value, of_words
+                _check_words(found, written, first, second, origin)
+            numbers = [places.get(tag, -1) for tag in written]
+            if -1 in numbers:
+                at = numbers.index(-1)
+                classes.number(written[at], f"{origin}: word {at + 1}, {quoted(found[at])}")  # refuses it
+                numbers = [classes.number(tag, origin) for tag in written]
+            words.append(found)
+            tags.append(np.array(numbers, dtype=np.int64))
+        return words, tags
+
+    def _check_scheme(self, words: list[list[str]], tags: list[np.ndarray], origins: list[str], remarks: Counter[str]) -> None:
+        assert self.plan.classes is not None
+        scheme, parts = self.plan.supervise, parts_of_tags(self.plan.classes.names)
+        if parts is None or not (broken := parts.breaches(tags, scheme)).any():
+            return
+        if not self.is_checked:
+            remarks.update(broken_tags=int(broken.sum()))
+            return
+        at = int(np.argmax(broken))
+        row = int(np.searchsorted(np.cumsum([len(sentence) for sentence in tags]), at, side="right"))
+        word = at - sum(len(sentence) for sentence in tags[:row])
+        tag = self.plan.classes.names[tags[row][word]]
+        before = self.plan.classes.names[tags[row][word - 1]] if word else "nothing"
+        raise Refusal(
+            f"{origins[row]}: word {word + 1}, {quoted(words[row][word])}, has the tag {quoted(tag)} after {before}, which "
+            f"breaks {scheme.upper()}: {WRITTEN[scheme]}. Correct the tag, or take --tag-scheme auto, which reads it as it is."
+        )
+
+    def _encodings(self, words: list[list[str]]) -> Iterator[Encoding]:
+        """The sub-words of each row, with the word that each is of, as a tokenizer finds them word by word."""
+        start, size = 0, 0
+        for i, row in enumerate(words):
+            size += sum(map(len, row))
+            if size >= CHUNK_CHARACTERS or i == len(words) - 1:
+                piece: Any = words[start : i + 1]
+                yield from self.encoder.plain.encode_batch(piece, is_pretokenized=True, add_special_tokens=False)
+                start, size = i + 1, 0
+
+
+def _framed(labels: np.ndarray, before: int, after: int) -> np.ndarray:
+    return np.pad(labels.astype(np.int32), (before, after), constant_values=IGNORED)
+
+
+def _check_words(words: Any, tags: Any, words_column: str, tags_column: str, origin: str) -> None:
+    """Refuse what is not a list of words with a list of as many tags."""
+    for value, column, what in ((words, words_column, "words"), (tags, tags_column, "tags")):
+        if not isinstance(value, list) or not value:
+            raise Refusal(f"{origin}: {column} is {describe(value)}, and must be a list of {what}. Correct or remove the row.")
+    if len(words) != len(tags):
+        raise Refusal(f"{origin}: {len(words)} words and {len(tags)} tags; each word has one tag. Correct or remove the row.")
+    for number, word in enumerate(words, 1):
+        if not isinstance(word, str) or not word.strip():
+            what = describe(word) if not isinstance(word, str) or not word else "nothing but white space"
+            raise Refusal(f"{origin}: word {number} of {words_column} is {what}. Remove it with its tag, or correct it.")
+
+
+def _columns_read(present: list[str], split: str) -> tuple[str, str, str]:
+    """The layout, words or spans, and the columns of the words (or text) and of their tags (or spans)."""
+    words, tags, spans = (next((name for name in names if name in present), None) for names in (_WORDS, _TAGS, _SPANS))
+    if words and tags:
+        return "words", words, tags
+    if "text" in present and spans:
+        return "spans", "text", spans
+    hint = " A CoNLL file must end in .conll, .bio or .iob." if present in (["text"], ["text", "origin"]) else ""
+    needed = "tokens (a list of words) and tags (one a word); or text and spans (a list of start, end and label)"
+    raise Refusal(wrong_columns(present, split, needed, ()) + hint)
+
+
+def _declared(split: Dataset | IterableDataset, column: str, layout: str) -> list[str] | None:
+    return declared_names(split, column) if layout == "words" else None
+
+
+def _names_in(split: Dataset, column: str, layout: str) -> list[str]:
+    """The tags that occur in a split, O first and then by type; refuses what is missing."""
+    found: set[Any] = set()
+    for at, values in _batches(split, column):
+        for i, value in enumerate(values):
+            if layout == "spans":
+                text = split[at + i]["text"] if not isinstance(value, list) else ""
+                labels = [span.get("label") for span in value] if isinstance(value, list) else [
+                    label for _, _, label in read_spans(value, text, column, _origin(split, at + i))
+                ]  # fmt: skip
+                found.update(label for label in labels if label is not None)
+            elif not isinstance(value, list) or None in value or "" in value:
+                missing = describe(value) if not isinstance(value, list) else "a list in which a tag is missing"
+                raise Refusal(f"{_origin(split, at + i)}: {column} is {missing}. Correct or remove the row.")
+            else:
+                found.update(value)
+    if layout == "spans":
+        return ["O", *(f"{prefix}-{label}" for label in sorted(map(str, found)) for prefix in "BI")]
+    if wrong := [tag for tag in found if isinstance(tag, (float, list, dict))]:
+        raise Refusal(f"{column} holds {describe(wrong[0])}; a tag is a word or a whole number.")
+    numbers = sorted(tag for tag in found if not isinstance(tag, str))
+    names = sorted((tag for tag in found if isinstance(tag, str)), key=lambda tag: (tag != "O", tag[2:], tag))
+    if parts_of_tags(names) is None:
+        names = sorted(names)
+    if len(numbers) + len(names) < 2:
+        raise Refusal(f"All tags of the train split are {quoted([*numbers, *names][0])}: there is nothing to tell apart.")
+    return [*map(str, numbers), *names]
+
+
+def _sentences(split: Dataset, column: str, names: list[str]) -> Iterator[list[np.ndarray]]:
+    """The numbers of the tags of all rows, some at a time; what is no tag is refused where the rows are read."""
+    declared = declared_names(split, column)
+    places: dict[Any, int] = {name: number for number, name in enumerate(names)}
+    if declared is not None:
+        places |= {number: places[name] for number, name in enumerate(declared) if name in places}
+    for _, values in _batches(split, column):
+        yield [np.array([places[tag] for tag in value if tag in places], dtype=np.int64) for value in values if value]
+
+
+def _batches(split: Dataset, column: str) -> Iterator[tuple[int, list[Any]]]:
+    rows = split.with_format(None).select_columns([column])
+    for at in range(0, len(rows), _READ_ROWS):
+        yield at, rows[at : at + _READ_ROWS][column]
+
+
+def _origin(split: Dataset, number: int) -> str:
+    return split[number].get("origin") or f"row {number} of the train split"
+
+
+def _checked_scheme(found: str, names: Sequence[str], config: TokenClassificationConfig) -> str:
+    """The scheme that was asked for, where the tags have it; else the one that was found."""
+    wanted = config.tag_scheme
+    if wanted not in ("auto", "plain") and (found == "plain" or (found == "iobes") != (wanted == "iobes")):
+        what = "have no prefixes B- and I-" if found == "plain" else f"are those of {found.upper()}"
+        raise Refusal(f"--tag-scheme {wanted}: the tags {what} ({', '.join(list(names)[:8])}). Take --tag-scheme auto.")
+    scheme = found if wanted == "auto" else wanted
+    if config.strict_entities and scheme == "plain":
+        raise Refusal("--strict-entities: plain tags have no entities, each word counts by itself. Remove it.")
+    return scheme
+
+
+def _describe(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> str:
+    number = len(plan.classes.names) if plan.classes else 0
+    what = "words with a tag each" if plan.layout == "words" else "texts with spans"
+    return f"{what}, {number} tags ({'plain' if plan.supervise == 'plain' else plan.supervise.upper()})"
+
+
+def _show(row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Piece]]:
+    """The first words as word/tag; those with a tag other than O are marked."""
+    assert plan.classes is not None
+    labels = row.get("word_labels", row["labels"])
+    starts = [i for i, label in enumerate(labels) if label != IGNORED]
+    pieces: list[Piece] = []
+    for start, end in zip(starts[:_SHOWN_WORDS], [*starts[1:], len(labels)], strict=False):
+        ids = [token for token in row["input_ids"][start:end] if token not in tokenizer.all_special_ids]
+        tag = plan.classes.names[labels[start]]
+        pieces += [(f"{printable(str(tokenizer.decode(ids)).strip())}/{tag}", tag != "O"), (" ", False)]
+    return "", [*pieces, (f"... {len(starts) - _SHOWN_WORDS} more words", False)] if len(starts) > _SHOWN_WORDS else pieces
+
+
+def tagged_words(split: Dataset, names: list[str]) -> Iterator[tuple[list[str], list[int]]]:
+    """The words of each row and the numbers of their tags, as `find_tags` numbers them; rows must be whole."""
+    layout, words, tags = _columns_read(split.column_names, "train")
+    numbered = _declared(split, tags, layout)
+    plan = Plan(layout, "plain", (words, tags), Classes(names, numbered=numbered))
+    reader = TaggedWords(plan, None, False, False, 0, "truncate")  # type: ignore[arg-type]  # without an encoder: words alone
+    rows = split.with_format(None).select_columns([words, tags])
+    for at in range(0, len(rows), _READ_ROWS):
+        batch = rows[at : at + _READ_ROWS]
+        origins = [f"row {at + i}" for i in range(len(batch[words]))]
+        for found, numbers in zip(*reader._words_and_tags(batch, origins, Counter()), strict=True):
+            yield found, numbers.tolist()
