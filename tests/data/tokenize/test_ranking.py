@@ -76,7 +76,7 @@ def test_a_query_that_takes_more_than_half_of_the_room_is_cut_too_and_counted(en
     row = tokenized["train"][0]
     pairs = [encoder(rows[0]["query"], document, truncation="longest_first", max_length=41) for document in rows[0]["documents"]]
     assert row["input_ids"] == [token for pair in pairs for token in pair["input_ids"]]
-    assert tokenized.report.splits[0].pairs["cut_queries"] == 1
+    assert tokenized.report.splits[0].remarks["cut_queries"] == 1
     assert tokenized.report.splits[0].overlong == 1
 
 
@@ -144,9 +144,9 @@ def test_other_columns_are_refused_with_what_to_type(encoder: Any, columns: dict
 def test_lists_in_which_nothing_is_relevant_or_can_be_compared_are_kept_counted_and_refused_when_all_are_so(encoder: Any) -> None:
     """Fails when: same_label is counted for bce too, or a data set without a comparison trains a loss that compares."""
     report = tk.tokenize_for_ranking(splits_of(LISTS), encoder, Config()).report.splits[0]
-    assert (report.examples, report.pairs) == (4, {"no_relevant": 1, "same_label": 2})
+    assert (report.examples, report.remarks) == (4, {"no_relevant": 1, "same_label": 2})
     of_bce = tk.tokenize_for_ranking(splits_of(LISTS[1:]), encoder, Config(ranking_loss="bce")).report.splits[0]
-    assert of_bce.pairs == {"no_relevant": 1}
+    assert of_bce.remarks == {"no_relevant": 1}
     with pytest.raises(Refusal, match="--ranking-loss bce"):
         tk.tokenize_for_ranking(splits_of(LISTS[2:]), encoder, Config())
     assert len(tk.tokenize_for_ranking(splits_of(LISTS[2:]), encoder, Config(ranking_loss="bce"))["train"]) == 2
