@@ -200,6 +200,7 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return CrossEncoder(str(directory), device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_loss_and_gradient_are_those_of_sentence_transformers(cross_encoder: Any, loss_type: str) -> None:
     """Fails when: bits are nats, or a comparison's weight leaves out LambdaRank's part. Equal to 1e-6."""
