@@ -45,11 +45,12 @@ def main(config: Config) -> tk.Summary:
 
     collate = partial(tk.collate_text_groups, pad_token_id=tokenizer.pad_token_id)
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
+    tk.check_batches(train.global_batch_size, train.examples_to_consume, config.embedding_loss)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     embed = partial(tk.embed_texts, pooling=style.pooling)
     loss, metrics = tk.embedding_task(
-        splits, train, embed, loss_type=config.loss_type, temperature=config.temperature, two_way=config.two_way,
-        false_negative_margin=config.false_negative_margin, matryoshka_dims=config.matryoshka_dims,
+        splits, embed, train.global_batch_size, loss_type=config.embedding_loss, temperature=config.temperature,
+        two_way=config.two_way, false_negative_margin=config.false_negative_margin, matryoshka_dims=config.matryoshka_dims,
     )  # fmt: skip
     files = tk.sentence_files(model, style, config.max_length)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -540,6 +541,57 @@ def checkpoints() -> None:
 @shows("Interrupted")
 def ends_of_a_run() -> None:
     assert not issubclass(tk.Interrupted, Exception)
+
+
+@shows(
+    "EmbeddingConfig", "embedding_style", "EmbeddingStyle", "load_encoder", "sentence_files", "tokenize_for_embedding",
+    "collate_text_groups", "embed_texts", "embedding_task", "check_batches", "cache_gradients", "cached_gradient_loss", "trial_loss",
+    "retrieval_baselines",
+)  # fmt: skip
+def embeddings() -> None:
+    @dataclass(frozen=True)
+    class Mine(Config, tk.EmbeddingConfig):
+        model: str = "tiny-bert"
+
+    config = Mine()
+    encoder_tokenizer = tk.train_tokenizer(TEXTS, vocab_size=300, encoder=True)
+    style = tk.embedding_style(config, pooling=config.pooling)
+    assert style == tk.EmbeddingStyle("mean", "", "")
+    raw = rows(query=[f"What is {n}?" for n in range(20)], positive=TEXTS)
+    splits = tk.tokenize_for_embedding(raw, encoder_tokenizer, config, query_prompt=style.query_prompt)
+    model = tk.load_encoder(config, encoder_tokenizer)
+    assert "modules.json" in tk.sentence_files(model, style, config.max_length)
+    collate = functools.partial(tk.collate_text_groups, pad_token_id=encoder_tokenizer.pad_token_id)
+    train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator())
+    tk.check_batches(train.global_batch_size, train.examples_to_consume)
+    embed = functools.partial(tk.embed_texts, pooling=style.pooling)
+    loss, metrics = tk.embedding_task(splits, embed, train.global_batch_size, two_way=True)
+    batch = next(iter(train.batches()))
+    assert tk.trial_loss(embed)(model, batch.micro_batches[0], batch.totals)[0].requires_grad
+    batch = tk.cache_gradients(accelerator(), model, batch, embed, loss)
+    assert tk.accumulate_gradients(accelerator(), model, batch, tk.cached_gradient_loss(embed))["loss"] > 0
+    assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_recall_at_10"] == 1.0
+    assert tk.retrieval_baselines(raw).keys() == {"chance", "TF-IDF"}
+
+
+@shows("Texts", "info_nce", "cosent", "cosine_regression", "matryoshka")
+def losses_of_embeddings() -> None:
+    keys, owners = torch.arange(8), torch.arange(4)
+    torch.manual_seed(0)
+    texts = tk.Texts(torch.randn(4, 6), torch.randn(4, 6), keys[:4], keys[4:], owners, torch.tensor([0.0, 0.3, 0.6, 1.0]))
+    losses = (functools.partial(tk.info_nce, temperature=0.1), tk.cosent, tk.cosine_regression, tk.matryoshka(tk.info_nce, [6, 2]))
+    assert all(loss(texts, slice(0, 4))[0] > 0 for loss in losses)
+
+
+@shows("retrieval_metrics", "similarity_metrics", "Ranks", "ranks_in_lists", "ranks_in_corpus", "ranking_metrics", "spearman")
+def metrics_of_rankings() -> None:
+    ranks = tk.ranks_in_lists(np.array([0.1, 0.9, 0.5]), np.array([1, 0, 2]), np.array([7, 7, 7]))
+    assert isinstance(ranks, tk.Ranks)
+    assert tk.ranking_metrics(ranks, at=(2,))["mrr"] == 0.5
+    assert tk.ranks_in_corpus(np.eye(2), np.eye(2), np.array([[0, 0], [1, 1]])).rank.tolist() == [1, 1]
+    assert tk.spearman(np.arange(4), np.arange(4) ** 2) == pytest.approx(1.0)
+    assert tk.retrieval_metrics(lambda model, micro_batch: micro_batch, most_texts=2).gather is not None
+    assert tk.similarity_metrics(lambda model, micro_batch: micro_batch).gather is not None
 
 
 @shows("memory_table")

@@ -105,6 +105,7 @@ from .losses.classification import (
 )
 from .losses.contrastive import (
     Texts as Texts,
+    check_batches as check_batches,
     cosent as cosent,
     cosine_regression as cosine_regression,
     embedding_task as embedding_task,

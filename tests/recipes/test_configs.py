@@ -69,6 +69,7 @@ def make_rows(recipe: str) -> list[dict]:
         "accelerated": lambda i: {"text": f"number {i} is {'even' if i % 2 == 0 else 'odd'}", "label": "even" if i % 2 == 0 else "odd"},
         "dpo": lambda i: {"chosen": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")],
                           "rejected": [*said("user", f"say {i}"), *said("assistant", f"no, {i + 1}")]},
+        "embedding": lambda i: {"anchor": f"say {i}", "positive": f"it is {i}", "negative": f"no, {i + 1}"},
         "reranker": lambda i: {"query": f"say {i}", "positive": f"it is {i}", "negative": f"no, {i + 1}"},
         "question_answering": lambda i: {"question": "Which number?", "context": f"number {i} is said " + "again and " * 300,
                                          "answers": {"text": [str(i)], "answer_start": [7]}},

@@ -160,6 +160,8 @@ LINES = {
     "eval_reward_accuracy 0.5208  eval_logps_desirable -78.4870  eval_logps_undesirable -79.2801  eval_kl 0  eval_reward_auc 0.4635",
     "reward": "step 1/1  eval_loss 0.6933  eval_rewards_chosen -0.0598  eval_rewards_rejected -0.0596  eval_reward_margin -2.35e-04  "
     "eval_reward_accuracy 0.5000",
+    "embedding": "step 3/3  eval_loss 4.1234  eval_mrr 0.0818  eval_map 0.0818  eval_recall_at_1 0.0240  eval_ndcg_at_1 0.0240  "
+    "eval_recall_at_10 0.1680  eval_ndcg_at_10 0.0858",
     "reranker": "step 3/3  eval_loss 1.7072  eval_mrr 0.3194  eval_map 0.3194  eval_recall_at_1 0.1000  eval_ndcg_at_1 0.1000  "
     "eval_recall_at_10 1  eval_ndcg_at_10 0.4800",
     "question_answering": "step 1/1  eval_loss 4.0737  eval_exact_match 0.0500  eval_f1 0.1264  eval_HasAns_exact 0.5000  "

@@ -1,8 +1,13 @@
 """The two-pass step against one graph over the whole global batch and a plain double loop over texts."""
 
 import functools
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +16,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate_texts import collate_text_groups
 from toolkit.data.loading.order import cut_step, hash_numbers, seed_micro_batch
-from toolkit.losses.contrastive import ContrastiveLoss, cosent, cosine_regression, info_nce, matryoshka
+from toolkit.losses.contrastive import ContrastiveLoss, Texts, check_batches, cosent, cosine_regression, info_nce, matryoshka
 from toolkit.models.pooling import embed_texts
 from toolkit.training.contrastive import cache_gradients, cached_gradient_loss
 from toolkit.training.step import accumulate_gradients
@@ -154,3 +160,104 @@ def test_gradient_is_that_of_one_graph_over_the_global_batch_for_every_split(
     metrics, found = in_two_passes(name, batch_of(documents(), micro), dtype, 0.1, block=7)
     assert float(metrics["loss"]) == pytest.approx(loss, rel=tolerance)
     assert error({n: g.double() for n, g in found.items()}, gradient) < (tolerance if dtype == torch.float64 else 2e-5)
+
+
+def of_ranks(folder: Path, ranks: int, micro: int, count: int, way: str) -> list[dict[tuple[str, str], Any]]:
+    """What each rank found of the same global batch."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script = str(Path(__file__).with_name("contrastive_ranks.py"))
+    processes = []
+    for rank in range(ranks):
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        environment = {**os.environ, **{k: str(v) for k, v in numbers.items()}, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, script, str(folder), str(micro), str(count), way]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True))
+    for process in processes:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err[-3000:]
+    return [torch.load(folder / f"result-{rank}.pt") for rank in range(ranks)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "micro", "count", "way"),
+    [(2, 8, 64, "plain"), (2, 13, 64, "plain"), (3, 13, 40, "plain"), (2, 13, 64, "checkpointing"), (1, 8, 64, "checkpointing")],
+)
+def test_ranks_have_the_gradient_of_one_graph_over_the_global_batch(
+    ranks: int, micro: int, count: int, way: str, tmp_path: Path
+) -> None:
+    """Under DDP, with dropout .1: 2 x 4 x 8; 13 + 13 + 13 + 13 + 12 on two ranks, where one gets a padding micro-batch; 3 ranks
+    of which two get one; and with recomputed layers. Float64 to 1e-10, float32 to 2e-5 of each parameter's gradient.
+
+    Fails when: the texts of a padding micro-batch are negatives; gradients are not added up over the ranks; a rank's share
+    starts at another place of the gathered texts.
+    """
+    results = of_ranks(tmp_path, ranks, micro, count, way)
+    for name in LOSSES:
+        loss, gradient = in_one_graph(name, micro, 0.1, count)
+        for result in results:
+            for dtype, tolerance in (("torch.float64", 1e-10), ("torch.float32", 2e-5)):
+                found = result[name, dtype]
+                assert float(found["loss"]) == pytest.approx(loss, rel=tolerance)
+                assert error({n: g.double() for n, g in found["gradients"].items()}, gradient) < tolerance, (name, dtype)
+
+
+@pytest.mark.slow
+def test_under_bf16_autocast_two_ranks_have_the_gradient_of_one_process(tmp_path: Path) -> None:
+    """2 x 4 x 8 against 1 x 8 x 8, both in bf16, dropout .1: equal to what float32 sums of bf16 products allow.
+
+    Fails when: the first pass runs outside of autocast, so that its embeddings are others.
+    """
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    one, two = of_ranks(tmp_path / "one", 1, 8, 64, "bf16")[0], of_ranks(tmp_path / "two", 2, 8, 64, "bf16")[0]
+    for key, found in two.items():
+        assert float(found["loss"]) == pytest.approx(float(one[key]["loss"]), rel=1e-5)
+        assert error(found["gradients"], one[key]["gradients"]) < 1e-3
+
+
+def test_the_controls_are_far_off() -> None:
+    """What the exactness is worth: with other masks in the second pass, or negatives of the micro-batch alone, the gradient is
+    wrong by tens of percent.
+
+    Fails when: the comparison above is blind.
+    """
+    _, gradient = in_one_graph("two-way", 8, 0.1)
+    batch = batch_of(documents(), 8)
+    accelerator, model = Accelerator(cpu=True), encoder(torch.float64, 0.1)
+    cached = cache_gradients(accelerator, model, batch, embed_texts, LOSSES["two-way"])
+    cached.seeds = [seed + 1 for seed in cached.seeds]
+    accumulate_gradients(accelerator, model, cached, cached_gradient_loss(embed_texts))
+    assert error({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, gradient) > 0.2
+    _, alone = in_two_passes("two-way", batch_of(documents()[:8], 8), torch.float64, 0.1)
+    assert error(alone, gradient) > 0.2
+
+
+def test_running_statistics_are_refused() -> None:
+    """Fails when: a model with batch normalization is embedded twice without a word."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(Refusal, match="running statistics"):
+        cache_gradients(Accelerator(cpu=True), model, batch_of(documents()[:4], 2), embed_texts, info_nce)
+
+
+@pytest.mark.parametrize(("size", "examples", "whole"), [(1, 64, ""), (8, 17, "--max-steps 2"), (8, 1, "--global-batch-size")])
+def test_a_global_batch_of_one_example_is_refused(size: int, examples: int, whole: str) -> None:
+    """Also as the last one of a run. Fails when: only the size of whole batches is looked at."""
+    with pytest.raises(Refusal, match=whole):
+        check_batches(size, examples, "info_nce")
+    check_batches(8, 18, "info_nce")
+
+
+def test_false_negatives_are_counted() -> None:
+    """Three anchors, two of which have the same positive; the third one's negative is the first one's positive.
+
+    Fails when: known pairs are those of the anchor's own row alone.
+    """
+    keys = torch.tensor([1, 2, 3]), torch.tensor([10, 10, 30, 10])
+    vectors = torch.eye(4)
+    texts = Texts(vectors[:3], vectors, *keys, torch.tensor([0, 1, 2, 2]))
+    _, metrics = info_nce(texts, slice(0, 3))
+    # anchor 0 loses document 1 and the negative, anchor 1 document 0 and the negative, anchor 2 nothing
+    assert int(metrics["false_negatives"]) == 4

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config import (
     ClassificationConfig,
     DataConfig,
+    EmbeddingConfig,
     MaskedLMConfig,
     ModelConfig,
     QuestionAnsweringConfig,
@@ -43,6 +44,7 @@ TextMetrics = dict[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class EvaluationConfig(
+    EmbeddingConfig,
     ModelConfig, DataConfig, ClassificationConfig, TokenClassificationConfig, RewardConfig, RankingConfig,
     QuestionAnsweringConfig, MaskedLMConfig,
 ):  # fmt: skip
@@ -299,11 +301,43 @@ def _spans() -> EvaluatedTask:
     return EvaluatedTask(lambda names, config: {}, metrics, collate)
 
 
+def _embeddings() -> EvaluatedTask:
+    def form(config: EvaluationConfig, model: PreTrainedModel) -> Format:
+        from toolkit.data.tokenize.text_groups import text_group_format
+        from toolkit.models.sentence_files import embedding_style
+
+        style = embedding_style(config, query_prompt=config.query_prompt, document_prompt=config.document_prompt)
+        return text_group_format(style.query_prompt, style.document_prompt, config.score_scale)
+
+    def metrics(loaded: Loaded) -> Metrics:
+        from toolkit.losses.contrastive import embedding_task
+        from toolkit.models.pooling import embed_texts
+        from toolkit.models.sentence_files import embedding_style
+
+        config = loaded.config
+        style = embedding_style(config, pooling=config.pooling)
+        accumulated = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        return embedding_task(
+            {"validation": loaded.tokenized}, partial(embed_texts, pooling=style.pooling),
+            config.global_batch_size or accumulated, loss_type=config.embedding_loss, temperature=config.temperature,
+            two_way=config.two_way, false_negative_margin=config.false_negative_margin,
+            matryoshka_dims=config.matryoshka_dims,
+        )[1]  # fmt: skip
+
+    def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
+        from toolkit.data.loading.collate_texts import collate_text_groups
+
+        return partial(collate_text_groups, pad_token_id=tokenizer.pad_token_id)
+
+    return EvaluatedTask(lambda names, config: {}, metrics, collate, form)
+
+
 # By transformers' class of the model; the first task of each is what is meant where the columns do not say.
 EVALUATED: dict[str, dict[str, EvaluatedTask]] = {
     "AutoModelForCausalLM": {
         "sft": _language("sft"), "lm": _language("lm"), "preference": _pair_likelihoods(), "unpaired": _answer_likelihoods(),
     },
+    "AutoModel": {"embedding": _embeddings()},
     "AutoModelForSequenceClassification": {"classification": _classes(), "preference": _rewards(), "ranking": _rankings()},
     "AutoModelForQuestionAnswering": {"question_answering": _spans()},
     "AutoModelForMaskedLM": {"masked_lm": _masked()},

@@ -14,6 +14,7 @@ from toolkit.cli.setting_options import option, read_options
 from toolkit.config import (
     ClassificationConfig,
     DataConfig,
+    EmbeddingConfig,
     MaskedLMConfig,
     ModelConfig,
     QuestionAnsweringConfig,
@@ -34,6 +35,7 @@ _MOST_BINS = 12
 
 @dataclass(frozen=True)
 class _Config(
+    EmbeddingConfig,
     ModelConfig, DataConfig, ClassificationConfig, RankingConfig, QuestionAnsweringConfig, MaskedLMConfig,
     TokenClassificationConfig,
 ):  # fmt: skip

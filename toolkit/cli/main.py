@@ -24,6 +24,7 @@ COMMANDS = {
         "sagemaker": ("toolkit.sagemaker_jobs.command:app", "A recipe as a SageMaker job: submit, follow, fetch, simulate."),
     },
     "Data": {
+        "mine": ("toolkit.cli.mine:mine", "Find hard negatives with an embedding model."),
         "inspect": ("toolkit.cli.inspect:inspect", "Look at a dataset as training would see it: lengths, masks, problems."),
     },
     "Models": {

@@ -208,7 +208,7 @@ class RankingConfig(Settings):
 class EmbeddingConfig(Settings):
     """Embeddings"""
 
-    loss_type: str = setting(
+    embedding_loss: str = setting(
         "auto", "info_nce: each anchor finds its positive among all documents of the global batch (MultipleNegativesRanking). "
         "cosent, cosine: for pairs with a score. auto: info_nce, or cosent where rows have scores.",
         choices=("auto", "info_nce", "cosent", "cosine"), on_resume="fixed",

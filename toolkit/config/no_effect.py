@@ -106,16 +106,16 @@ NO_EFFECT = (
     NoEffect(("cpo_alpha",), lambda loss_type: "cpo" not in loss_type, "with {loss_type}: leave it out, or take cpo."),
     # Embeddings
     NoEffect(
-        ("two_way", "false_negative_margin"), lambda loss_type: loss_type in ("cosent", "cosine"),
-        "with {loss_type}, which looks at each pair alone: leave it out, or take info_nce.",
+        ("two_way", "false_negative_margin"), lambda embedding_loss: embedding_loss in ("cosent", "cosine"),
+        "with {embedding_loss}, which looks at each pair alone: leave it out, or take info_nce.",
     ),
     NoEffect(
-        ("temperature",), lambda loss_type: loss_type == "cosine",
-        "with {loss_type}: leave it out, or take info_nce or cosent.",
+        ("temperature",), lambda embedding_loss: embedding_loss == "cosine",
+        "with {embedding_loss}: leave it out, or take info_nce or cosent.",
     ),
     NoEffect(
-        ("score_scale",), lambda loss_type: loss_type == "info_nce",
-        "with {loss_type}, which reads no scores: leave it out, or take cosent or cosine.",
+        ("score_scale",), lambda embedding_loss: embedding_loss == "info_nce",
+        "with {embedding_loss}, which reads no scores: leave it out, or take cosent or cosine.",
     ),
     # Model
     NoEffect(

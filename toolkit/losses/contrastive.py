@@ -21,9 +21,6 @@ from toolkit.metrics.metric import Metrics
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-
-    from toolkit.data.loading.loaders import StreamLoader, TrainLoader
-
 Values = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
@@ -157,7 +154,7 @@ def matryoshka(loss: ContrastiveLoss, dimensions: Sequence[int]) -> ContrastiveL
 
 
 def embedding_task(
-    splits: Mapping[str, Dataset | IterableDataset], train: TrainLoader | StreamLoader, embed: Embed, *,
+    splits: Mapping[str, Dataset | IterableDataset], embed: Embed, global_batch_size: int, *,
     loss_type: str = "auto", temperature: float = 0.05, two_way: bool = False, false_negative_margin: float | None = None,
     matryoshka_dims: Sequence[int] = (),
 ) -> tuple[ContrastiveLoss, Metrics]:  # fmt: skip
@@ -167,19 +164,20 @@ def embedding_task(
     they can be, so that it compares with that of training.
 
     Args:
-        train: its global batches are checked.
         embed: embeddings `[texts, d]` of (model, micro-batch).
         loss_type: info_nce, cosent or cosine; auto: cosent where rows have scores, else info_nce.
 
     Raises:
-        Refusal: a loss without the scores that it needs, or a contrastive one of single examples.
+        Refusal: a loss without the scores that it needs.
     """
-    has_scores = "score" in next(iter(splits["train"]))
+    held_out = splits.get("validation", splits.get("train"))
+    assert held_out is not None
+    has_scores = "score" in next(iter(held_out))
     kind = ("cosent" if has_scores else "info_nce") if loss_type == "auto" else loss_type
     if has_scores != (kind != "info_nce"):
         needed = "rows of sentence1, sentence2 and score" if kind != "info_nce" else "rows of anchor and positive"
         other = "cosent" if has_scores else "info_nce"
-        raise Refusal(f"--loss-type {kind}: needs {needed}. Take --loss-type {other}, or other rows.")
+        raise Refusal(f"--embedding-loss {kind}: needs {needed}. Take --embedding-loss {other}, or other rows.")
     losses: dict[str, ContrastiveLoss] = {
         "info_nce": partial(
             info_nce, temperature=temperature, two_way=two_way, false_negative_margin=false_negative_margin
@@ -188,18 +186,27 @@ def embedding_task(
         "cosine": cosine_regression,
     }  # fmt: skip
     loss = matryoshka(losses[kind], matryoshka_dims) if matryoshka_dims else losses[kind]
-    if kind != "cosine":
-        check_batches(train.global_batch_size, train.examples_to_consume, kind)
     if has_scores:
         return loss, similarity_metrics(embed, partial(_loss_of_scored, loss))
-    held_out = splits.get("validation", splits["train"]).select_columns(["text_tokens"])
-    most_texts = max(len(row["text_tokens"]) for row in held_out)
-    of_batches = partial(_loss_of_batches, loss, train.global_batch_size)
+    evaluated = splits["validation"].select_columns(["text_tokens"]) if "validation" in splits else ()
+    most_texts = max((len(row["text_tokens"]) for row in evaluated), default=2)
+    of_batches = partial(_loss_of_batches, loss, global_batch_size)
     return loss, retrieval_metrics(embed, most_texts, matryoshka_dims, loss_of=of_batches)
 
 
-def check_batches(global_batch_size: int, examples_to_consume: int, kind: str) -> None:
-    """Refuse global batches of one example, which has nothing to be compared with."""
+def check_batches(global_batch_size: int, examples_to_consume: int, loss_type: str = "info_nce") -> None:
+    """Refuse global batches of one example, which has nothing to be compared with.
+
+    Args:
+        global_batch_size, examples_to_consume: of a training loader.
+        loss_type: as `embedding_task` takes it; cosine compares nothing.
+
+    Raises:
+        Refusal: batches of one example, or a last one that would be.
+    """
+    if loss_type == "cosine":
+        return
+    kind = "a contrastive loss"
     if global_batch_size < 2:
         raise Refusal(f"--global-batch-size {global_batch_size}: {kind} compares examples with each other. Take 64 or more.")
     if examples_to_consume % global_batch_size == 1:

@@ -32,7 +32,7 @@ def retrieval_metrics(
 
     def finalize(rows: dict[str, np.ndarray]) -> dict[str, float]:
         vectors, keys, is_there = rows["vectors"], rows["keys"], rows["is_there"] > 0
-        result = {"loss": loss_of(vectors, keys, is_there) if loss_of else float("nan")}
+        result = {"loss": loss_of(vectors, keys, is_there)} if loss_of else {}
         result |= _retrieval(vectors, keys, is_there, at)
         for size in sorted(matryoshka_dims):
             cut = _retrieval(vectors[..., :size], keys, is_there, at)
@@ -52,9 +52,9 @@ def similarity_metrics(embed: Embed, loss_of: Callable[..., float] | None = None
     def finalize(rows: dict[str, np.ndarray]) -> dict[str, float]:
         vectors, scores = _unit(rows["vectors"]), rows["scores"].astype(np.float64)
         cosines = (vectors[:, 0] * vectors[:, 1]).sum(-1)
-        loss = loss_of(rows["vectors"], rows["scores"]) if loss_of else float("nan")
+        result = {"loss": loss_of(rows["vectors"], rows["scores"])} if loss_of else {}
         together = np.corrcoef(cosines, scores)[0, 1] if len(set(scores)) > 1 and len(set(cosines)) > 1 else float("nan")
-        return {"loss": loss, "spearman": spearman(cosines, scores), "pearson": float(together)}
+        return {**result, "spearman": spearman(cosines, scores), "pearson": float(together)}
 
     return Metrics(update=None, finalize=finalize, gather=gather)
 

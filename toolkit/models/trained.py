@@ -33,6 +33,7 @@ AUTO_CLASSES = {
     "LMHeadModel": "AutoModelForCausalLM",
     "ForMaskedLM": "AutoModelForMaskedLM",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "Model": "AutoModel",
     "ForQuestionAnswering": "AutoModelForQuestionAnswering",
     "ForTokenClassification": "AutoModelForTokenClassification",
 }
@@ -99,13 +100,14 @@ def load_trained(auto_class: str, config: ModelConfig, device: torch.device) -> 
         Refusal: what `load_model` refuses; a part of the model that was never trained.
     """
     from toolkit.models.load import load_model
+    from toolkit.models.pooling import load_encoder
 
     try:
         tokenizer = load_tokenizer(config)
         if is_adapter(config.model):
             model = _adapted(auto_class, config, tokenizer)
         else:
-            model = load_model(auto_class, config, tokenizer)
+            model = load_encoder(config, tokenizer) if auto_class == "AutoModel" else load_model(auto_class, config, tokenizer)
             untrained = loaded(model).new_modules
             if untrained:
                 raise Refusal(f"{config.model}: has no trained head for this ({', '.join(untrained)}): train it first.")

@@ -36,6 +36,9 @@ _OF_EVALUATION = {
         "kl", "reward_auc",
     ),
     "center_rewards_coefficient": _OF_PAIRS,
+    "embedding_loss": (
+        "mrr", "map", "recall_at_1", "ndcg_at_1", "recall_at_10", "ndcg_at_10", "spearman", "pearson",
+    ),
     "ranking_loss": ("mrr", "map", "recall_at_1", "ndcg_at_1", "recall_at_10", "ndcg_at_10"),
     "doc_stride": (
         "exact_match", "f1", "HasAns_exact", "HasAns_f1", "NoAns_exact", "NoAns_f1", "best_exact", "best_exact_thresh",

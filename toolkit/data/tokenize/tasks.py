@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config import DataConfig, RankingConfig, Refusal
+from toolkit.config import DataConfig, EmbeddingConfig, RankingConfig, Refusal
 from toolkit.data.report import ANSWER_CLASSES, DataReport, Piece, part_pieces
 from toolkit.data.tokenize.answers import ANSWER_COLUMNS, AnswerRows, weight_notes
 from toolkit.data.tokenize.classification import classification_format
@@ -277,7 +277,9 @@ FORMATS: dict[str, Callable[[DataConfig], Format]] = {
     "preference": lambda config: preference_format(),
     "unpaired": lambda config: unpaired_format(),
     "classification": classification_format,
-    "embedding": lambda config: text_group_format(),
+    "embedding": lambda config: text_group_format(
+        score_scale=config.score_scale if isinstance(config, EmbeddingConfig) else 1.0
+    ),
     "ranking": ranking_format,
     "question_answering": question_answering_format,
     "masked_lm": masked_lm_format,

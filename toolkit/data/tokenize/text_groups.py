@@ -66,7 +66,7 @@ def _plan(splits: Splits, config: DataConfig) -> tuple[dict[str, Plan], list[str
         if layout is None:
             needed = "anchor (or query) and positive, with negatives or without; or sentence1, sentence2 and score"
             raise Refusal(wrong_columns(present, name, needed, LAYOUTS))
-        negatives = sorted(filter(_NEGATIVE.fullmatch, present), key=lambda column: (len(column), column))
+        negatives = negative_columns(present)
         kind = SCORED if layout == LAYOUTS[-1] else GROUPED
         read = (*layout, *(negatives if kind == GROUPED else ()), *(["origin"] if "origin" in present else []))
         plans[name] = Plan(kind, "all", read)
@@ -146,8 +146,13 @@ def text_key(text: str) -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-def _texts_of(row: Mapping[str, Any], origin: str) -> list[str]:
-    """Anchor, positive and negatives of a row; a negative that is missing (null) is none."""
+def negative_columns(columns: list[str]) -> list[str]:
+    """Those that hold hard negatives: negative_2 before negative_10."""
+    return sorted(filter(_NEGATIVE.fullmatch, columns), key=lambda column: (len(column), column))
+
+
+def texts_of_row(row: Mapping[str, Any], origin: str = "") -> list[str]:
+    """The texts of columns, in their order; a negative that is missing (null) is none."""
     texts = list[str]()
     for column, value in row.items():
         is_negative = bool(_NEGATIVE.fullmatch(column))
@@ -155,6 +160,12 @@ def _texts_of(row: Mapping[str, Any], origin: str) -> list[str]:
         given = [text for text in values if not (is_negative and text is None)]
         check_texts(given, column, [origin] * len(given))
         texts += given
+    return texts
+
+
+def _texts_of(row: Mapping[str, Any], origin: str) -> list[str]:
+    """Anchor, positive and negatives of a row."""
+    texts = texts_of_row(row, origin)
     (anchor, positive), negatives = (text.strip() for text in texts[:2]), texts[2:]
     for negative in negatives:
         if negative.strip() in (anchor, positive):
