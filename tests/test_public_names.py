@@ -601,6 +601,42 @@ def memory() -> None:
     assert "ZeRO-3" in tk.memory_table(accelerator(), model, optimizer, tk.OptimConfig(optim="adamw_torch"))
 
 
+@shows(
+    "Seq2SeqConfig", "GeneratedTextConfig", "tokenize_for_seq2seq", "collate_seq2seq", "decoder_start", "set_target_language",
+    "seq2seq_loss", "seq2seq_metrics", "target_metrics", "targets_of", "sample_targets", "copy_baselines",
+)  # fmt: skip
+def sources_and_targets() -> None:
+    @dataclass(frozen=True)
+    class Config(tk.ModelConfig, tk.DataConfig, tk.Seq2SeqConfig, tk.GeneratedTextConfig):
+        model: str = "tiny-t5"
+        hidden_size: int | None = 32
+        num_hidden_layers: int | None = 1
+        max_length: int = 64
+        max_target_length: int = 8
+        max_steps: int | None = 1
+
+    config = Config(num_samples=1)
+    assert issubclass(Config, tk.Seq2SeqConfig)
+    assert issubclass(Config, tk.GeneratedTextConfig)
+    splits = tk.tokenize_for_seq2seq(rows(source=TEXTS, target=[text[-5:] for text in TEXTS]), tokenizer(), config)
+    assert tk.targets_of(splits)[0] == "even."
+    assert tk.copy_baselines(splits, tokenizer(), "exact_match")["copy of the source"] == 0
+    model = tk.load_model("AutoModelForSeq2SeqLM", config, tokenizer())
+    tk.set_target_language(model, tokenizer())
+    first = tk.decoder_start(model)
+    assert first == tokenizer().pad_token_id
+    collate = functools.partial(tk.collate_seq2seq, pad_token_id=tokenizer().pad_token_id, decoder_start_token_id=first)
+    _, evaluation = tk.build_dataloaders(splits, collate, config)
+    micro_batch = collate(documents(splits))
+    loss, _ = tk.seq2seq_loss(model, micro_batch, {"tokens": len(micro_batch["supervised_positions"])})
+    assert loss > 0
+    assert tk.eval_with_gather(accelerator(), model, evaluation, tk.seq2seq_metrics)["eval_loss"] > 0
+    texts = tk.target_metrics(accelerator(), tokenizer(), tk.targets_of(splits), config, config.max_target_length)
+    assert tk.eval_with_gather(accelerator(), model, evaluation, texts)["eval_exact_match"] == 0
+    shown = tk.sample_targets(accelerator(), model, tokenizer(), evaluation, config, config.max_target_length)
+    assert [sample["prompt"] for sample in shown] == [TEXTS[18]]
+
+
 def test_every_public_name_has_an_example_that_uses_it() -> None:
     """Fails when: a line is added to toolkit/__init__.pyi, or an example no longer uses what it is said to show."""
     assert sorted(EXAMPLES) == sorted({*tk.__all__, "__version__"})

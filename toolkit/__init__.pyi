@@ -25,6 +25,7 @@ from .config.methods import (
     CausalLMConfig as CausalLMConfig,
     ClassificationConfig as ClassificationConfig,
     EmbeddingConfig as EmbeddingConfig,
+    GeneratedTextConfig as GeneratedTextConfig,
     LossConfig as LossConfig,
     MaskedLMConfig as MaskedLMConfig,
     PairsConfig as PairsConfig,
@@ -35,6 +36,7 @@ from .config.methods import (
     ReferenceConfig as ReferenceConfig,
     RewardConfig as RewardConfig,
     SampleConfig as SampleConfig,
+    Seq2SeqConfig as Seq2SeqConfig,
     TokenClassificationConfig as TokenClassificationConfig,
     UnpairedConfig as UnpairedConfig,
 )
@@ -44,6 +46,7 @@ from .data.loading.collate import collate_packed as collate_packed, collate_padd
 from .data.loading.collate_answers import collate_answers as collate_answers
 from .data.loading.collate_lists import collate_lists as collate_lists
 from .data.loading.collate_pairs import collate_pairs as collate_pairs
+from .data.loading.collate_seq2seq import collate_seq2seq as collate_seq2seq
 from .data.loading.collate_texts import collate_text_groups as collate_text_groups
 from .data.loading.collate_windows import collate_windows as collate_windows
 from .data.loading.loaders import build_dataloaders as build_dataloaders
@@ -64,6 +67,7 @@ from .data.tokenize.tasks import (
     tokenize_for_preference as tokenize_for_preference,
     tokenize_for_question_answering as tokenize_for_question_answering,
     tokenize_for_ranking as tokenize_for_ranking,
+    tokenize_for_seq2seq as tokenize_for_seq2seq,
     tokenize_for_sft as tokenize_for_sft,
     tokenize_for_token_classification as tokenize_for_token_classification,
     tokenize_for_unpaired as tokenize_for_unpaired,
@@ -72,6 +76,7 @@ from .data.tokenize.token_tags import Tags as Tags, find_tags as find_tags
 from .demo_corpus.baselines import (
     answer_baselines as answer_baselines,
     class_baselines as class_baselines,
+    copy_baselines as copy_baselines,
     masked_token_baselines as masked_token_baselines,
     preference_baselines as preference_baselines,
     text_baselines as text_baselines,
@@ -91,6 +96,11 @@ from .generation.answered_questions import (
     sample_questions as sample_questions,
 )
 from .generation.samples import sample_prompts as sample_prompts, sample_texts as sample_texts
+from .generation.targets import (
+    sample_targets as sample_targets,
+    target_metrics as target_metrics,
+    targets_of as targets_of,
+)
 from .losses.answer_logps import answer_logps as answer_logps, mismatched_logps as mismatched_logps, pair_logps as pair_logps
 from .losses.causal_lm import (
     causal_lm_loss as causal_lm_loss,
@@ -142,6 +152,7 @@ from .losses.preference import (
 from .losses.question_answering import question_answering_loss as question_answering_loss
 from .losses.ranking import ranking_list_metrics as ranking_list_metrics, ranking_loss as ranking_loss
 from .losses.reward import pair_rewards as pair_rewards, reward_loss as reward_loss, reward_metrics as reward_metrics
+from .losses.seq2seq import seq2seq_loss as seq2seq_loss, seq2seq_metrics as seq2seq_metrics
 from .losses.token_classification import token_classification_loss as token_classification_loss
 from .losses.unpaired import (
     apo_zero_unpaired_loss as apo_zero_unpaired_loss,
@@ -165,6 +176,7 @@ from .metrics.retrieval import (
     spearman as spearman,
 )
 from .metrics.spans import tag_metrics as tag_metrics
+from .models.encoder_decoder import decoder_start as decoder_start, set_target_language as set_target_language
 from .models.load import load_model as load_model
 from .models.lora import add_adapter as add_adapter
 from .models.padding import pad_apart_from_end as pad_apart_from_end

@@ -32,6 +32,7 @@ OF = {
     "basic": FEW, "accelerated": FEW, "question_answering": FEW, "reward": FEW, "reranker": FEW, "token_classification": FEW, "zero": FEW, "sft": [*FEW, *SILENT], "lora": [*FEW, *SILENT], "dpo": [*FEW, *SILENT],
     "kto": [*FEW, *SILENT],
     "masked_lm": ["--max-train-examples", "4", "--max-eval-examples", "1", "--vocab-size", "300"],
+    "seq2seq": [*FEW, *SILENT, "--max-target-length", "8"],
     "pretrain": ["--max-train-examples", "8", "--max-eval-examples", "1", "--vocab-size", "300", *SILENT],
 }  # fmt: skip
 # All copies in one process, since the imports take longer than the runs.

@@ -42,6 +42,7 @@ class Everything(
     tk.RewardConfig,
     tk.MaskedLMConfig,
     tk.SampleConfig,
+    tk.Seq2SeqConfig, tk.GeneratedTextConfig,
     tk.RunConfig,
 ):  # fmt: skip
     dataset: str = "stdlib:pretrain"
@@ -80,12 +81,13 @@ def test_every_setting_has_help_and_every_default_keeps_its_own_rules(group: typ
 
 def test_no_setting_is_declared_by_two_groups_and_no_alias_is_taken() -> None:
     """Losses of pairs and of single answers, which no recipe has both of, call what they have in common by TRL's names; the metrics
-    of classes and those of tags are both --metrics.
+    of classes, of tags and of generated texts are all --metrics, and what is shown of causal models and of encoder-decoders is
+    --num-samples.
 
     Fails when RunConfig declares a `seed` of its own, or an alias equals another setting's name."""
     declared = [name for group in GROUPS for name in inspect.get_annotations(group)]
     aliases = {alias for group in GROUPS for each in settings_of(group).values() for alias in each.aliases}
-    assert sorted(name for name in set(declared) if declared.count(name) > 1) == ["beta", "loss_type", "metrics"]
+    assert sorted(name for name in set(declared) if declared.count(name) > 1) == ["beta", "loss_type", "metrics", "num_samples", "temperature"]
     assert {"beta", "loss_type"} == set(settings_of(tk.PreferenceConfig)) & set(settings_of(tk.UnpairedConfig))
     assert not aliases & set(declared)
 
@@ -248,6 +250,11 @@ OF_THE_ADAPTER: dict[str, Any] = {
 
 # (setting of a no-effect rule, or "" for a contradiction; words of the message; values that break it; values that mend it)
 RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("", "choose one", {"do_sample": True, "num_beams": 4}, {"num_beams": 1}),
+    ("temperature", "--do-sample", {"temperature": 0.7}, {"do_sample": True}),
+    ("top_p", "--do-sample", {"top_p": 0.7}, {"do_sample": True}),
+    ("length_penalty", "--num-beams 4", {"length_penalty": 0.7, "num_beams": 1}, {"num_beams": 2}),
+    ("metrics", "--no-predict-with-generate", {"metrics": ["bleu"], "predict_with_generate": False}, {"predict_with_generate": True}),
     ("", "--bf16 and --fp16", {"bf16": True, "fp16": True}, {"fp16": False}),
     ("", "--dtype float16", {"fp16": True, "dtype": "float16"}, {"dtype": "float32"}),
     ("", "--resume-from runs/a names another", {"resume": True, "resume_from": "runs/a"}, {"resume": False}),

@@ -26,6 +26,7 @@ RECIPES = {
     "reranker": [],
     "question_answering": ["--doc-stride", "16", "--num-samples", "1"],
     "token_classification": [],
+    "seq2seq": ["--num-samples", "1", "--max-target-length", "8", "--num-beams", "2"],
     "dpo with a second model": ["--num-samples", "0", "--max-length", "256", "--reference", "model", "--pair-layout", "padded"],
 }
 

@@ -29,6 +29,7 @@ RECIPES = {
     "accelerated": [],
     "question_answering": ["--max-length", "40", "--doc-stride", "8", "--num-samples", "1"],
     "token_classification": [],
+    "seq2seq": ["--model", "tiny-t5", "--num-samples", "1", "--max-target-length", "12"],
     "zero": [],
 }
 
@@ -60,6 +61,8 @@ def _rows(recipe: str) -> list[dict]:
             rows.append({"anchor": asked, "positive": said, "negatives": [other] * (i % 2)})
         elif recipe == "kto":
             rows.append({"prompt": asked, "completion": said, "label": i % 2 == 0})
+        elif recipe == "seq2seq":
+            rows.append({"source": asked, "target": said})
         else:
             rows.append({"prompt": asked, "chosen": said, "rejected": other})
     return rows

@@ -10,7 +10,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "recipes/configs").glob("*.yaml"))
 # The recipe that takes a config's settings with an adapter where it has none, and without one where it has one.
-WITH_AND_WITHOUT = {"sft": "lora", "lora": "sft", "dpo": "dpo", "question_answering": "question_answering"}
+WITH_AND_WITHOUT = {"sft": "lora", "lora": "sft", "dpo": "dpo", "question_answering": "question_answering", "seq2seq": "seq2seq"}
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 8192}
 ARCHITECTURES = {
@@ -24,6 +24,9 @@ ARCHITECTURES = {
         }},
     ),
     "HuggingFaceTB/SmolLM3-3B": ("SmolLM3", {**SMALL, "num_key_value_heads": 1, "no_rope_layer_interval": 2}),
+    "google/flan-t5-base": ("T5", {
+        "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+    }),
     "answerdotai/ModernBERT-base": ("ModernBert", {**SMALL, "global_attn_every_n_layers": 2, "local_attention": 32}),
 }  # fmt: skip
 
@@ -40,8 +43,11 @@ def make_model(folder: Path, name: str) -> None:
     if kind == "ModernBert":
         tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
         special.update(cls_token_id=tokenizer.cls_token_id, sep_token_id=tokenizer.sep_token_id)
+    if kind == "T5":
+        special.update(decoder_start_token_id=tokenizer.pad_token_id)
+        del special["bos_token_id"]
     config = getattr(transformers, f"{kind}Config")(vocab_size=len(tokenizer), **settings, **special)
-    head = "ForMaskedLM" if kind == "ModernBert" else "ForCausalLM"
+    head = {"ModernBert": "ForMaskedLM", "T5": "ForConditionalGeneration"}.get(kind, "ForCausalLM")
     getattr(transformers, kind + head)(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -75,6 +81,7 @@ def make_rows(recipe: str) -> list[dict]:
                                          "answers": {"text": [str(i)], "answer_start": [7]}},
         "pretrain": lambda i: {"text": f"number {i} is said again and again, as are many others " * 9},
         "token_classification": lambda i: {"tokens": ["Anna", "counts", str(i)], "ner_tags": ["B-PER", "O", "I-NUM" if i % 7 else "O"]},
+        "seq2seq": lambda i: {"dialogue": f"say {i} and {i + 1} and so on", "summary": f"say numbers from {i}"},
         "sft": lambda i: {"messages": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")]},
     }  # fmt: skip
     return [makers.get(recipe, makers["sft"])(i) for i in range(80)]

@@ -10,7 +10,15 @@ import typer
 
 from toolkit.cli.evaluated_tasks import TASKS
 from toolkit.cli.setting_options import option, read_options
-from toolkit.config import ClassificationConfig, DataConfig, MaskedLMConfig, ModelConfig, SeedConfig
+from toolkit.config import (
+    ClassificationConfig,
+    DataConfig,
+    GeneratedTextConfig,
+    MaskedLMConfig,
+    ModelConfig,
+    SeedConfig,
+    Seq2SeqConfig,
+)
 from toolkit.system.console import say
 
 _BATCH_SIZE = "Rows in one forward pass on the device. Changes no metric."
@@ -37,6 +45,7 @@ def evaluate(
             show_default=False,
             help="Language models: loss, perplexity, token_accuracy, where every token is supervised bits_per_byte, and where "
             "rows have answers modules of evaluate that compare texts, such as exact_match, bleu or a script's path. "
+            "Encoder-decoders: loss, perplexity, token_accuracy, bleu, chrf, rouge, exact_match. "
             "Of pairs logps_accuracy, of marked answers logps_auc, and others. "
             "Masked language models: loss, pseudo_perplexity, masked_accuracy. "
             "Classifiers: accuracy, f1 and others, or modules of evaluate. Reward models: loss, reward_accuracy and others. "
@@ -83,6 +92,11 @@ def evaluate(
     problem_type: Annotated[str | None, option(ClassificationConfig, "problem_type")] = None,
     mlm_probability: Annotated[str | None, option(MaskedLMConfig, "mlm_probability")] = None,
     seed: Annotated[str | None, option(SeedConfig, "seed", help="Seed of the tokens that are hidden.")] = None,
+    max_target_length: Annotated[str | None, option(Seq2SeqConfig, "max_target_length")] = None,
+    source_prefix: Annotated[str | None, option(Seq2SeqConfig, "source_prefix")] = None,
+    source_lang: Annotated[str | None, option(Seq2SeqConfig, "source_lang")] = None,
+    target_lang: Annotated[str | None, option(Seq2SeqConfig, "target_lang")] = None,
+    num_beams: Annotated[str | None, option(GeneratedTextConfig, "num_beams")] = None,
     rename_columns: Annotated[str | None, option(DataConfig, "rename_columns", "OLD=NEW,...")] = None,
     sample_by: Annotated[str | None, option(DataConfig, "sample_by")] = None,
     tokenizer: Annotated[str | None, option(ModelConfig, "tokenizer")] = None,

@@ -11,17 +11,20 @@ from toolkit.config import (
     ClassificationConfig,
     DataConfig,
     EmbeddingConfig,
+    GeneratedTextConfig,
     MaskedLMConfig,
     ModelConfig,
     QuestionAnsweringConfig,
     RankingConfig,
     Refusal,
     RewardConfig,
+    Seq2SeqConfig,
     TokenClassificationConfig,
 )
 from toolkit.config.setting import nearest
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -46,7 +49,7 @@ TextMetrics = dict[str, Callable[..., Any]]
 class EvaluationConfig(
     EmbeddingConfig,
     ModelConfig, DataConfig, ClassificationConfig, TokenClassificationConfig, RewardConfig, RankingConfig,
-    QuestionAnsweringConfig, MaskedLMConfig,
+    QuestionAnsweringConfig, MaskedLMConfig, Seq2SeqConfig, GeneratedTextConfig,
 ):  # fmt: skip
     """What is read of a recipe's settings."""
 
@@ -73,6 +76,9 @@ class EvaluatedTask:
     form(config, model): how the rows are read; None: as the task's name says.
     collate(tokenizer): from tokenized rows to a micro-batch.
     augment(tokenizer, config): what changes a tokenized row before, such as masks.
+    collate_for(model, tokenizer): the same where the model decides on it, in place of `collate`.
+    texts(loaded, of_texts, accelerator): how texts are generated for the metrics that compare them; None: as a causal language
+        model answers its prompts.
     """
 
     check: Callable[[list[str], EvaluationConfig], TextMetrics]
@@ -81,6 +87,8 @@ class EvaluatedTask:
     form: Callable[[EvaluationConfig, PreTrainedModel], Format] | None = None
     augment: Callable[[PreTrainedTokenizerBase, EvaluationConfig], Augment] | None = None
     fit_tokenizer: Callable[[PreTrainedTokenizerBase], PreTrainedTokenizerBase] | None = None
+    collate_for: Callable[[PreTrainedModel, PreTrainedTokenizerBase], Collate] | None = None
+    texts: Callable[[Loaded, TextMetrics, Accelerator], Metrics] | None = None
     keeps_all: bool = False  # the metrics are those that were asked for already
     remark: str = ""
 
@@ -332,12 +340,45 @@ def _embeddings() -> EvaluatedTask:
     return EvaluatedTask(lambda names, config: {}, metrics, collate, form)
 
 
+def _seq2seq() -> EvaluatedTask:
+    known = LM_METRICS[:-1]
+
+    def check(names: list[str], config: EvaluationConfig) -> TextMetrics:
+        from toolkit.metrics.text import choose_text_metrics
+
+        others = [name for name in names if name not in known]
+        check_names([name for name in others if nearest(name, known)], known)
+        return choose_text_metrics(others) if others or not names else {}
+
+    def metrics(loaded: Loaded) -> Metrics:
+        from toolkit.losses.seq2seq import seq2seq_metrics
+
+        return seq2seq_metrics
+
+    def collate_for(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Collate:
+        from toolkit.data.loading.collate_seq2seq import collate_seq2seq
+        from toolkit.models.encoder_decoder import decoder_start
+
+        return partial(collate_seq2seq, pad_token_id=tokenizer.pad_token_id, decoder_start_token_id=decoder_start(model))
+
+    def texts(loaded: Loaded, of_texts: TextMetrics, accelerator: Accelerator) -> Metrics:
+        from toolkit.generation.targets import target_metrics
+
+        return target_metrics(
+            accelerator, loaded.tokenizer, list(loaded.tokenized["target"]), loaded.config, loaded.config.max_target_length,
+            of_texts,
+        )  # fmt: skip
+
+    return EvaluatedTask(check, metrics, _padded, collate_for=collate_for, texts=texts)
+
+
 # By transformers' class of the model; the first task of each is what is meant where the columns do not say.
 EVALUATED: dict[str, dict[str, EvaluatedTask]] = {
     "AutoModelForCausalLM": {
         "sft": _language("sft"), "lm": _language("lm"), "preference": _pair_likelihoods(), "unpaired": _answer_likelihoods(),
     },
     "AutoModel": {"embedding": _embeddings()},
+    "AutoModelForSeq2SeqLM": {"seq2seq": _seq2seq()},
     "AutoModelForSequenceClassification": {"classification": _classes(), "preference": _rewards(), "ranking": _rankings()},
     "AutoModelForQuestionAnswering": {"question_answering": _spans()},
     "AutoModelForMaskedLM": {"masked_lm": _masked()},

@@ -110,7 +110,9 @@ def generate(
         "model_revision": model_revision, "tokenizer": tokenizer, "chat_template": chat_template,
         "trust_remote_code": trust_remote_code, "dtype": dtype,
     }  # fmt: skip
-    loaded, tokens = _load(model, settings, device, seed)
+    loaded, tokens = _load(model, settings, device, seed, ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"))
+    if loaded.config.is_encoder_decoder:
+        raw = True  # a source is read as it is
     if prompt:
         prompts = [text_prompt(text, tokens, raw, system) for text in prompt]
     else:
@@ -217,7 +219,9 @@ def _prompt_lines(prompt: list[str] | None, file: Path | None) -> list[str]:
     return list(io.StringIO(read_text_file(file, f"--file {file}", most=1 << 30), newline=None))
 
 
-def _load(model: str, settings: dict[str, Any], device: str | None, seed: int) -> tuple[Any, Any]:
+def _load(
+    model: str, settings: dict[str, Any], device: str | None, seed: int, kinds: tuple[str, ...] = ("AutoModelForCausalLM",)
+) -> tuple[Any, Any]:
     from toolkit.models.trained import find_model
 
     config = read_options(ModelConfig, {"dtype": "auto", "model": find_model(model), **_given(settings)})
@@ -226,11 +230,14 @@ def _load(model: str, settings: dict[str, Any], device: str | None, seed: int) -
     from toolkit.export.model_directory import no_progress_bar
     from toolkit.models.trained import auto_class_of, best_device, load_trained
 
-    if auto_class_of(config) != "AutoModelForCausalLM":
+    kind = auto_class_of(config)
+    if kind not in kinds:
+        if kind == "AutoModelForSeq2SeqLM":
+            raise Refusal(f"{config.model}: an encoder-decoder, which holds no chat: {as_typed('toolkit', 'generate', model)}")
         instead = as_typed("toolkit", "evaluate", model)
         raise Refusal(f"{config.model}: is a classifier, which writes no text. For its metrics: {instead}")
     with no_progress_bar():
-        loaded = load_trained("AutoModelForCausalLM", config, best_device(device))
+        loaded = load_trained(kind, config, best_device(device))
     torch.manual_seed(seed)
     return loaded
 

@@ -20,6 +20,7 @@ from toolkit.config import (
     QuestionAnsweringConfig,
     RankingConfig,
     Refusal,
+    Seq2SeqConfig,
     TokenClassificationConfig,
 )
 from toolkit.system.console import printable, say, write
@@ -37,7 +38,7 @@ _MOST_BINS = 12
 class _Config(
     EmbeddingConfig,
     ModelConfig, DataConfig, ClassificationConfig, RankingConfig, QuestionAnsweringConfig, MaskedLMConfig,
-    TokenClassificationConfig,
+    TokenClassificationConfig, Seq2SeqConfig,
 ):  # fmt: skip
     """What is read of a recipe's settings."""
 
@@ -74,6 +75,10 @@ def inspect(
     completion_only_loss: Annotated[bool | None, option(_Config, "completion_only_loss")] = None,
     assistant_only_loss: Annotated[bool | None, option(_Config, "assistant_only_loss")] = None,
     problem_type: Annotated[str | None, option(_Config, "problem_type")] = None,
+    max_target_length: Annotated[str | None, option(_Config, "max_target_length")] = None,
+    source_prefix: Annotated[str | None, option(_Config, "source_prefix")] = None,
+    source_lang: Annotated[str | None, option(_Config, "source_lang")] = None,
+    target_lang: Annotated[str | None, option(_Config, "target_lang")] = None,
     rename_columns: Annotated[str | None, option(_Config, "rename_columns", "OLD=NEW,...")] = None,
     sample_by: Annotated[str | None, option(_Config, "sample_by")] = None,
     train_split: Annotated[str | None, option(_Config, "train_split")] = None,

@@ -82,16 +82,19 @@ def evaluate_model(
         show(splits.report)
     tokenized = splits["evaluation"]
     augment = evaluated.augment(tokenizer, config) if evaluated.augment else None
+    collate = evaluated.collate_for(model, tokenizer) if evaluated.collate_for else evaluated.collate(tokenizer)
     loader = EvalLoader(
-        PlainRows(tokenized), evaluated.collate(tokenizer), config.per_device_eval_batch_size, augment=augment, seed=config.seed
+        PlainRows(tokenized), collate, config.per_device_eval_batch_size, augment=augment, seed=config.seed
     )
     names = [name for name in dict.fromkeys(metrics) if name not in of_texts]
-    wanted = evaluated.metrics(Loaded(config, names, model, tokenizer, rows, tokenized))
-    values = eval_with_gather(Accelerator(cpu=target.type == "cpu"), model, loader, wanted, prefix="")
+    loaded, accelerator = Loaded(config, names, model, tokenizer, rows, tokenized), Accelerator(cpu=target.type == "cpu")
+    values = eval_with_gather(accelerator, model, loader, evaluated.metrics(loaded), prefix="")
     if metrics and not evaluated.keeps_all:
         check_names(names, tuple(values))
         values = {name: values[name] for name in names}
-    if of_texts:
+    if of_texts and evaluated.texts:
+        values |= eval_with_gather(accelerator, model, loader, evaluated.texts(loaded, of_texts, accelerator), prefix="")
+    elif of_texts:
         values |= _text_metrics(of_texts, rows, model, tokenizer, max_new_tokens)
     seen = None if trained is None else count_trained_on(rows, trained)
     return Evaluated(task, name, len(tokenized), values, seen, evaluated.remark)

@@ -23,6 +23,7 @@ from toolkit.config.methods import (
     CausalLMConfig,
     ClassificationConfig,
     EmbeddingConfig,
+    GeneratedTextConfig,
     LossConfig,
     MaskedLMConfig,
     PairsConfig,
@@ -33,6 +34,7 @@ from toolkit.config.methods import (
     ReferenceConfig,
     RewardConfig,
     SampleConfig,
+    Seq2SeqConfig,
     TokenClassificationConfig,
     UnpairedConfig,
 )
@@ -42,13 +44,13 @@ from toolkit.config.values import check_value, check_values, read_values
 
 __all__ = [
     "AdapterConfig", "BatchConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig",
-    "DeviceConfig", "DevicesConfig", "EmbeddingConfig", "HubConfig", "LossConfig",
+    "DeviceConfig", "DevicesConfig", "EmbeddingConfig", "GeneratedTextConfig", "HubConfig", "LossConfig",
     "MaskedLMConfig",
     "ModelConfig",
     "OptimConfig", "OutputConfig", "PairsConfig", "PreferenceConfig", "QuestionAnsweringConfig",
     "RankedAnswersConfig", "RankingConfig",
     "ReferenceConfig", "Refusal", "RewardConfig",
-    "RunConfig", "SampleConfig", "SeedConfig", "Setting", "Settings", "TokenClassificationConfig",
+    "RunConfig", "SampleConfig", "SeedConfig", "Seq2SeqConfig", "Setting", "Settings", "TokenClassificationConfig",
     "UnpairedConfig", "changed_settings",
     "check_together", "check_value", "check_values",
     "implied_settings", "read_config_file", "read_values", "setting", "settings_of", "show_value", "trained_model",

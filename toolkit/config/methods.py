@@ -106,6 +106,54 @@ class TokenClassificationConfig(LossConfig):
 
 
 @dataclass(frozen=True)
+class Seq2SeqConfig(LossConfig):
+    """Source and target"""
+
+    max_target_length: int = setting(
+        128, "Longest target, in tokens; max_length is that of the source.", least=2, most=2**20, on_resume="fixed"
+    )
+    source_prefix: str | None = setting(None, "Put before each source, such as 'summarize: ' for T5.", on_resume="fixed")
+    source_lang: str | None = setting(
+        None, "Language of the sources: a key of translation, and the code of a multilingual tokenizer (en_XX, eng_Latn).",
+        on_resume="fixed",
+    )
+    target_lang: str | None = setting(None, "Language of the targets, likewise.", on_resume="fixed")
+
+
+@dataclass(frozen=True)
+class GeneratedTextConfig(SeedConfig):
+    """Generated texts"""
+
+    predict_with_generate: bool = setting(
+        True, "Generate a text for each evaluation example, and compare it with its reference.", on_resume="free"
+    )
+    metrics: list[str] = setting(
+        [], "Metrics of the texts: bleu, chrf, rouge, exact_match, or a module of evaluate. Default: these four, as far as "
+        "sacrebleu and rouge-score are installed.", on_resume="free",
+    )
+    num_beams: int | None = setting(
+        None, "Beams of the search; 1 is greedy decoding. Default: as the model's generation_config says.", least=1, most=1024,
+        aliases=("generation_num_beams",), on_resume="free",
+    )
+    max_new_tokens: int | None = setting(
+        None, "Longest generated text, in tokens. Default: max_target_length.", least=1, most=2**20, on_resume="free"
+    )
+    do_sample: bool = setting(False, "Draw each token at random, the same ones at every evaluation.", on_resume="free")
+    temperature: float = setting(1.0, "Temperature of the draws.", above=0.0, on_resume="free")
+    top_p: float = setting(
+        1.0, "Draw from the most probable tokens that sum up to this.", above=0.0, most=1.0, on_resume="free"
+    )
+    length_penalty: float | None = setting(
+        None, "Of beams: above 0 prefers longer texts. Default: as the model's generation_config says.", on_resume="free"
+    )
+    no_repeat_ngram_size: int | None = setting(
+        None, "No sequence of N tokens twice in a text. Default: as the model's generation_config says.", least=0, most=1024,
+        on_resume="free",
+    )
+    num_samples: int = setting(3, "Generated texts to show at each evaluation.", least=0, most=10**4, on_resume="free")
+
+
+@dataclass(frozen=True)
 class PreferenceConfig(Settings):
     """Preference loss"""
 

@@ -117,6 +117,17 @@ NO_EFFECT = (
         ("score_scale",), lambda embedding_loss: embedding_loss == "info_nce",
         "with {embedding_loss}, which reads no scores: leave it out, or take cosent or cosine.",
     ),
+    # Generated texts
+    NoEffect(
+        ("temperature", "top_p"), lambda do_sample: not do_sample, "without --do-sample: leave it out, or add --do-sample.",
+    ),
+    NoEffect(
+        ("length_penalty",), lambda num_beams: num_beams == 1, "with one beam: leave it out, or take --num-beams 4.",
+    ),
+    NoEffect(
+        ("metrics",), lambda predict_with_generate: not predict_with_generate,
+        "with --no-predict-with-generate, where no text is compared: leave one of the two out.",
+    ),
     # Model
     NoEffect(
         ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",

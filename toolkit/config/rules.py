@@ -114,6 +114,11 @@ def _holds(condition: Callable[..., Any], values: Mapping[str, Any]) -> bool:
 
 # Values that cannot all be meant, whoever set them.
 CONTRADICTIONS = (
+    # Generated texts
+    Contradiction(
+        lambda do_sample, num_beams: do_sample and (num_beams or 1) > 1,
+        "--do-sample draws one text, {num_beams} searches among several: choose one.",
+    ),
     # Precision
     Contradiction(lambda bf16, fp16: bf16 and fp16, "--bf16 and --fp16 are two precisions for one computation: choose one."),
     Contradiction(

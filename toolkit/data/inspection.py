@@ -20,6 +20,7 @@ from toolkit.data.tokenize.documents import Documents
 from toolkit.data.tokenize.labels import missing_label
 from toolkit.data.tokenize.preferences import ANSWER_LISTS
 from toolkit.data.tokenize.prepare import BATCH_ROWS, STREAM_ROWS, Reader, build_reader
+from toolkit.data.tokenize.seq2seq import PAIRS, TRANSLATION
 from toolkit.data.tokenize.tasks import FORMATS, example_of, plan_splits
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def guess_task(columns: list[str]) -> str:
         return "token_classification"
     if "text" in present and present & {"spans", "entities"}:
         return "token_classification"
+    if TRANSLATION in present or any(present >= {*pair} for pair in PAIRS):
+        return "seq2seq"
     if "label" in present or ({"text", "labels"} <= present and "input_ids" not in present):
         return "classification"
     if (
@@ -94,7 +97,7 @@ def guess_task(columns: list[str]) -> str:
         f"The columns {shown or '(none)'} are none that training knows: messages; prompt and completion; text; text and label; "
         f"anchor and positive; sentence1, sentence2 and score; "
         f"chosen and rejected; query, documents and labels; question, context and answers; instruction, input and output; "
-        f"tokens and tags; input_ids. "
+        f"tokens and tags; source and target; input_ids. "
         + (f"Did you mean: {meant}" if meant else "Rename with --rename-columns old=new")
     )
 

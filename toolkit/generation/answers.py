@@ -91,7 +91,8 @@ def text_prompt(text: str, tokenizer: PreTrainedTokenizerBase, raw: bool, system
 def answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, sampling: Sampling, show: Callable[[str], None]
 ) -> str:
-    """Continue a prompt until the model ends its turn; `show` gets the text piece by piece, and the whole is returned.
+    """Continue a prompt until the model ends its turn, or write the target of an encoder-decoder for it; `show`
+    gets the text piece by piece, and the whole is returned.
 
     Raises:
         Refusal: the prompt leaves no room within the model's positions.
@@ -100,18 +101,23 @@ def answer(
 
     if not prompt.isascii() and any("\ud800" <= sign <= "\udfff" for sign in prompt):
         raise Refusal(f"The prompt {quoted(prompt[:60])} is not UTF-8: it holds bytes that are no character.")
-    encoder = build_encoder(tokenizer)
-    (encoding,) = encoder.encode([prompt])
-    ids = encoder.add_start(encoding.ids) or [tokenizer.eos_token_id or 0]
+    is_source = model.config.is_encoder_decoder
+    if is_source:  # with all that the tokenizer puts around a source
+        ids = list(tokenizer(prompt, verbose=False)["input_ids"])
+    else:
+        encoder = build_encoder(tokenizer)
+        (encoding,) = encoder.encode([prompt])
+        ids = encoder.add_start(encoding.ids) or [tokenizer.eos_token_id or 0]
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    if len(ids) >= longest:
+    if len(ids) >= longest + is_source:
         raise Refusal(
             f"The prompt has {len(ids):,} tokens, and the model {longest:,} positions: shorten it, or /reset the chat."
         )
     settings = GenerationConfig.from_dict(model.generation_config.to_dict())
     stops = stop_ids(model, tokenizer)
     settings.update(
-        max_new_tokens=min(sampling.max_new_tokens, longest - len(ids)), max_length=None, eos_token_id=stops or None,
+        max_new_tokens=min(sampling.max_new_tokens, longest - (1 if is_source else len(ids))), max_length=None,
+        eos_token_id=stops or None,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
     )  # fmt: skip
     if sampling.temperature is not None or sampling.top_p is not None:
@@ -121,8 +127,14 @@ def answer(
     if not settings.do_sample:
         settings.update(temperature=None, top_p=None, top_k=None)
     input_ids = torch.tensor([ids], device=model.device)
-    streamer, text = _streamer(tokenizer, len(ids), show)
     generate: Any = model.generate  # GenerationMixin's, which the type of a model does not tell
+    if is_source and (settings.num_beams or 1) > 1:  # the best text is known at the end: there are no pieces to show
+        with torch.inference_mode():
+            output = generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=settings)
+        whole = str(tokenizer.decode(output[0], skip_special_tokens=True))
+        show(whole)
+        return whole
+    streamer, text = _streamer(tokenizer, 1 if is_source else len(ids), show)  # of a decoder the token that it begins with
     with torch.inference_mode():
         generate(
             input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=settings, streamer=streamer

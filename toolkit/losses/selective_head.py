@@ -70,7 +70,8 @@ def at_positions(model: nn.Module, inputs: dict[str, Any], positions: torch.Tens
     """
     base = unwrapped(model)
     if model not in _HEAD_COMES_LAST:
-        _HEAD_COMES_LAST[model] = head_comes_last(model, base, inputs["input_ids"])
+        with _bias_taken_out(base):
+            _HEAD_COMES_LAST[model] = head_comes_last(model, base, inputs["input_ids"])
     if "use_cache" in _forward_parameters(base):
         inputs = {**inputs, "use_cache": False}
     if not _HEAD_COMES_LAST[model]:
@@ -80,19 +81,37 @@ def at_positions(model: nn.Module, inputs: dict[str, Any], positions: torch.Tens
     head = base.get_output_embeddings()
     original, vocabulary = head.forward, base.config.get_text_config().vocab_size
 
+    def logits_of(rows: torch.Tensor) -> torch.Tensor:
+        return original(rows) if bias is None else original(rows) + bias.to(rows.device)
+
     def of_hidden_states(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions.to(hidden.device))
         parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
         # [1, 1, n] in the place of logits [batch, length, V]; not a view, whose hooks FSDP2 could lose
-        return torch.stack([compute(original, parameters, rows, vocabulary)])[None]
+        return torch.stack([compute(logits_of, parameters, rows, vocabulary)])[None]
 
-    with _forward_replaced(head, of_hidden_states):
+    with _bias_taken_out(base) as bias, _forward_replaced(head, of_hidden_states):
         return model(**inputs).logits.flatten()
+
+
+@contextmanager
+def _bias_taken_out(base: PreTrainedModel) -> Iterator[torch.Tensor | None]:
+    """The buffer that BART and its like (transformers 5.23) add to what their head returned, with a zero in its place."""
+    inner = _inner(base)
+    bias = getattr(inner, "final_logits_bias", None)
+    if bias is None:
+        yield None
+        return
+    inner.final_logits_bias = bias.new_zeros(1, 1)
+    try:
+        yield bias
+    finally:
+        inner.final_logits_bias = bias
 
 
 def _logits_at(model: nn.Module, base: PreTrainedModel, inputs: dict[str, Any], positions: torch.Tensor) -> torch.Tensor:
     """Logits `[P, V]` at flat positions, as the model itself makes them."""
-    length = inputs["input_ids"].shape[1]
+    length = inputs.get("decoder_input_ids", inputs["input_ids"]).shape[1]
     if "logits_to_keep" in _forward_parameters(base):
         columns = torch.unique(positions % length) if len(positions) else positions.new_zeros(1)
         inputs = {**inputs, "logits_to_keep": columns}  # for every row of the batch
@@ -102,9 +121,13 @@ def _logits_at(model: nn.Module, base: PreTrainedModel, inputs: dict[str, Any], 
 
 
 def _forward_parameters(base: PreTrainedModel) -> Mapping[str, Any]:
-    body: Any = base  # an adapter's own forward takes anything
-    inner = body.get_base_model() if hasattr(body, "get_base_model") else body
-    return inspect.signature(inner.forward).parameters
+    return inspect.signature(_inner(base).forward).parameters  # an adapter's own forward takes anything
+
+
+def _inner(base: PreTrainedModel) -> Any:
+    """The model itself, below an adapter."""
+    body: Any = base
+    return body.get_base_model() if hasattr(body, "get_base_model") else body
 
 
 def head_comes_last(model: nn.Module, base: PreTrainedModel, input_ids: torch.Tensor) -> bool:
@@ -133,7 +156,8 @@ def head_comes_last(model: nn.Module, base: PreTrainedModel, input_ids: torch.Te
         stack.enter_context(evaluation_mode(model))
         stack.enter_context(_forward_replaced(head, pattern))
         stack.enter_context(uncompiled(base))  # not worth compiling for
-        returned = model(input_ids=tokens).logits
+        decoded = {"decoder_input_ids": tokens} if base.config.is_encoder_decoder else {}
+        returned = model(input_ids=tokens, **decoded).logits
     if len(calls) == 1 and calls[0][0] and returned.shape == calls[0][1].shape and bool((returned == calls[0][1]).all()):
         return True
     return _not_last(base, "changes its logits after the head")

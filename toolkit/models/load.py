@@ -238,9 +238,20 @@ def _model_class(auto: Any, auto_class: str, model_config: PretrainedConfig, con
     """The class that will be made; None when it is the repository's own code, which is not read yet."""
     if auto_class in (getattr(model_config, "auto_map", None) or {}) and config.trust_remote_code:
         return None
+    if auto_class == "AutoModelForCausalLM" and model_config.is_encoder_decoder:  # transformers would take its decoder alone
+        raise Refusal(
+            f"--model {config.model}: an encoder-decoder (model type {model_config.model_type!r}), which writes a target "
+            "and does not continue a text. Train it with recipes/seq2seq.py, or name a causal language model such as "
+            "tiny-llama."
+        )
     try:
         return class_for(auto, model_config)
     except KeyError:
+        if auto_class == "AutoModelForSeq2SeqLM":
+            raise Refusal(
+                f"--model {config.model}: model type {model_config.model_type!r} is no encoder-decoder. recipes/sft.py trains "
+                "causal language models; here name a model such as tiny-t5 or google/flan-t5-base."
+            ) from None
         raise Refusal(
             f"--model {config.model}: model type {model_config.model_type!r} has no {auto_class} in transformers. "
             "Name a model made for this task."

@@ -29,7 +29,7 @@ ALL_LINEAR, TEMPLATE = "all-linear", "template"
 # The end of a model class's name, and what peft calls that task.
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS",
-    "ForQuestionAnswering": "QUESTION_ANS", "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForQuestionAnswering": "QUESTION_ANS", "ForConditionalGeneration": "SEQ_2_SEQ_LM", "MTModel": "SEQ_2_SEQ_LM",
 }  # fmt: skip
 # The heads that peft (0.21.2) trains whole for these tasks, whether their weights are new or not.
 _HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",)}

@@ -38,6 +38,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512,
         "max_position_embeddings": 512, "hidden_act": "gelu",
     },
+    "tiny-t5": {
+        "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 384,
+        "hidden_act": "gelu_new",
+    },
 }  # fmt: skip
 
 
@@ -172,8 +176,21 @@ def _bert(dimensions: dict[str, Any]) -> PretrainedConfig:
     return BertConfig(**dimensions)
 
 
+def _t5(dimensions: dict[str, Any]) -> PretrainedConfig:
+    """As many layers in the decoder as in the encoder, and feed-forward layers that are gated, as in T5 1.1."""
+    from transformers import T5Config
+
+    width, heads = dimensions["hidden_size"], dimensions["num_attention_heads"]
+    return T5Config(
+        vocab_size=dimensions["vocab_size"], d_model=width, d_kv=width // heads, d_ff=dimensions["intermediate_size"],
+        num_layers=dimensions["num_hidden_layers"], num_heads=heads, feed_forward_proj=f"gated-{dimensions['hidden_act']}",
+        eos_token_id=dimensions["eos_token_id"], pad_token_id=dimensions["pad_token_id"],
+        **{"decoder_start_token_id": dimensions["pad_token_id"]},
+    )  # fmt: skip
+
+
 def _head_dim(dimensions: dict[str, Any]) -> int:
     return dimensions["hidden_size"] // dimensions["num_attention_heads"]
 
 
-_MAKERS = {"llama": _llama, "qwen3": _qwen3, "gemma3": _gemma3, "bert": _bert}
+_MAKERS = {"llama": _llama, "qwen3": _qwen3, "gemma3": _gemma3, "bert": _bert, "t5": _t5}

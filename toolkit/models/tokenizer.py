@@ -71,11 +71,14 @@ _TOKENIZER_FILES = (
 _UNUSED_TOKENS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|pad_token|>")
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
+def load_tokenizer(config: ModelConfig, *, is_fast: bool = True) -> PreTrainedTokenizerFast:
     """The tokenizer of `config.tokenizer`, else the model's own; for a built-in shape one trained on the embedded corpus.
 
     It always has a pad token, never a new one, which would not fit the embedding. Where that is the end-of-text token
     nothing is lost: masks go by position, never by id.
+
+    Args:
+        is_fast: refuse one without a fast version, which masks need; sources and targets are encoded by any.
 
     Raises:
         Refusal: an unknown or unreachable name, a directory without a tokenizer, a tokenizer or chat template that can't
@@ -87,7 +90,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
         if config.vocab_size is not None:
             name = config.tokenizer or config.model
             raise Refusal(f"--vocab-size {config.vocab_size} has no effect: the tokenizer of {name} has its own. Remove it.")
-        tokenizer = _pretrained_tokenizer(config)
+        tokenizer = _pretrained_tokenizer(config, is_fast)
     if config.chat_template is not None:
         tokenizer.chat_template = _read_chat_template(config.chat_template)
     if tokenizer.pad_token_id is None:
@@ -148,7 +151,7 @@ def _embedded_tokenizer(vocab_size: int, encoder: bool) -> PreTrainedTokenizerFa
     return PreTrainedTokenizerFast.from_pretrained(cache_folder(f"tokenizer-{content.hexdigest()[:20]}", build))
 
 
-def _pretrained_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
+def _pretrained_tokenizer(config: ModelConfig, is_fast: bool) -> PreTrainedTokenizerFast:
     name = config.tokenizer or config.model
     setting = "--tokenizer" if config.tokenizer else "--model"
     is_directory = Path(name).expanduser().is_dir()
@@ -179,7 +182,7 @@ def _pretrained_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
     except Exception as error:  # whatever a file or the Hub can do wrong; the cause stays attached
         reason = hub_problem(error, name, revision) or f"its tokenizer can't be loaded: {_first_line(error)}"
         raise Refusal(f"{setting} {name}: {reason}{'' if is_directory else _suggest(name)}") from error
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
+    if is_fast and getattr(tokenizer, "backend_tokenizer", None) is None:
         raise Refusal(
             f"{setting} {name}: its tokenizer ({type(tokenizer).__name__}) has no fast version (tokenizer.json), which the "
             "supervised masks need. Name another with --tokenizer"

@@ -36,10 +36,13 @@ AUTO_CLASSES = {
     "Model": "AutoModel",
     "ForQuestionAnswering": "AutoModelForQuestionAnswering",
     "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "MTModel": "AutoModelForSeq2SeqLM",
 }
 _OF_ADAPTERS = {
     "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification",
     "QUESTION_ANS": "AutoModelForQuestionAnswering", "TOKEN_CLS": "AutoModelForTokenClassification",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
 }  # fmt: skip
 
 
@@ -103,7 +106,7 @@ def load_trained(auto_class: str, config: ModelConfig, device: torch.device) -> 
     from toolkit.models.pooling import load_encoder
 
     try:
-        tokenizer = load_tokenizer(config)
+        tokenizer = load_tokenizer(config, is_fast=auto_class != "AutoModelForSeq2SeqLM")
         if is_adapter(config.model):
             model = _adapted(auto_class, config, tokenizer)
         else:

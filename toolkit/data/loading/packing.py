@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 Augment = Callable[[Document, np.random.Generator, float], Document]
 OF_TOKENS = ("input_ids", "labels", "word_starts")  # columns with one entry a token
-NOT_COLLATED = ("length", "origin", "prompt_key")  # columns of a tokenized row that no micro-batch is made from
+NOT_COLLATED = ("length", "origin", "prompt_key", "target")  # columns of a tokenized row that no micro-batch is made from
 
 
 @dataclass(frozen=True)

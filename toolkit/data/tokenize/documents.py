@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,15 +32,21 @@ class Encoder:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    plain: Tokenizer
+    plain: Tokenizer | None  # None: a tokenizer in Python (Marian's), which encodes whole texts by itself and no others
     prefix: list[int]  # what the tokenizer puts before a text, such as BOS
     suffix: list[int]  # and after it
     end: int | None  # end-of-text token
     vocabulary: int
 
+    @property
+    def fast(self) -> Tokenizer:
+        if self.plain is None:
+            raise Refusal(f"{type(self.tokenizer).__name__}: has no fast version (tokenizer.json), which these rows need.")
+        return self.plain
+
     def encode(self, texts: list[str], positions: bool = False) -> Iterator[Encoding]:
         """Encodings without special tokens, in the order of `texts`; character positions only where asked for."""
-        encode = self.plain.encode_batch if positions else self.plain.encode_batch_fast
+        encode = self.fast.encode_batch if positions else self.fast.encode_batch_fast
         start, size = 0, 0
         for i, text in enumerate(texts):
             size += len(text)
@@ -61,18 +69,28 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
     """Costs a copy of the tokenizer (half a second for a large vocabulary), so that the caller's own stays as it is."""
     from tokenizers import Tokenizer
 
+    prefix, suffix = _special_tokens_around(tokenizer)
+    if not has_fast_version(tokenizer):
+        return Encoder(tokenizer, None, prefix, suffix, tokenizer.eos_token_id, len(tokenizer))
     plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     plain.no_truncation()
     plain.no_padding()
     plain.post_processor = None
     plain.encode_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens
-    prefix, suffix = _special_tokens_around(tokenizer)
     return Encoder(tokenizer, plain, prefix, suffix, tokenizer.eos_token_id, len(tokenizer))
+
+
+def has_fast_version(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return getattr(tokenizer, "backend_tokenizer", None) is not None
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """A digest of all that decides how texts and chats become ids. Truncation and padding, which use changes, are left out."""
-    content = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')[2]  # they are before it
+    if has_fast_version(tokenizer):
+        content = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')[2]  # they are before it
+    else:
+        with TemporaryDirectory() as folder:
+            content = repr([Path(path).read_bytes() for path in tokenizer.save_vocabulary(folder) or ()])
     rest = [tokenizer.chat_template, tokenizer.special_tokens_map, list(_special_tokens_around(tokenizer))]
     return hashlib.sha256((content + json.dumps(rest, sort_keys=True, default=str)).encode()).hexdigest()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config import DataConfig, EmbeddingConfig, RankingConfig, Refusal
+from toolkit.config import DataConfig, EmbeddingConfig, RankingConfig, Refusal, Seq2SeqConfig
 from toolkit.data.report import ANSWER_CLASSES, DataReport, Piece, part_pieces
 from toolkit.data.tokenize.answers import ANSWER_COLUMNS, AnswerRows, weight_notes
 from toolkit.data.tokenize.classification import classification_format
@@ -15,6 +15,7 @@ from toolkit.data.tokenize.columns import Plan, columns_of, is_wrapped
 from toolkit.data.tokenize.documents import Encoder
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.language import language_format
+from toolkit.data.tokenize.languages import set_languages
 from toolkit.data.tokenize.masked_lm import masked_lm_format
 from toolkit.data.tokenize.masks import read_chat_template
 from toolkit.data.tokenize.pairs import PairRows
@@ -30,6 +31,7 @@ from toolkit.data.tokenize.preferences import (
 from toolkit.data.tokenize.prepare import STREAM_ROWS, tokenize_splits, tokenize_streams
 from toolkit.data.tokenize.question_answering import question_answering_format
 from toolkit.data.tokenize.ranking import ranking_format
+from toolkit.data.tokenize.seq2seq import seq2seq_format
 from toolkit.data.tokenize.text_groups import text_group_format
 from toolkit.data.tokenize.token_tags import token_classification_format
 
@@ -232,6 +234,26 @@ def tokenize_for_token_classification(splits: Splits, tokenizer: PreTrainedToken
     return prepare(token_classification_format(config), splits, tokenizer, config)
 
 
+def tokenize_for_seq2seq(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
+    """Sources with their targets, for an encoder-decoder.
+
+    A row's `input_ids` are the tokens of the source and then those of the target, `source_tokens` of them the source's, each
+    with what the tokenizer puts around it; a target ends with the end of text. `target` is its text, `supervised_tokens` its
+    tokens; `length` and `origin`.
+
+    Columns that are read: `source` and `target`, `document` and `summary`, `article` and `highlights`, `dialogue` and
+    `summary`, `text` and `summary`, `input_text` and `target_text`; or `translation`, an object with a text for each language.
+    `config` holds the settings of Seq2SeqConfig too. A multilingual tokenizer is set to its two languages.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row; a language that the tokenizer does not have.
+    """
+    form = seq2seq_format(config)
+    assert isinstance(config, Seq2SeqConfig)
+    set_languages(tokenizer, config.source_lang, config.target_lang)
+    return prepare(form, splits, tokenizer, config)
+
+
 def preference_format(pairs_per_prompt: str = "best_worst", max_pairs_per_prompt: int = 10) -> Format:
     """How pairs of a better and a worse answer are read; of lists of answers these settings say which pairs they make."""
     import pyarrow as pa
@@ -284,6 +306,7 @@ FORMATS: dict[str, Callable[[DataConfig], Format]] = {
     "question_answering": question_answering_format,
     "masked_lm": masked_lm_format,
     "token_classification": token_classification_format,
+    "seq2seq": seq2seq_format,
 }
 
 

@@ -207,7 +207,7 @@ class TaggedWords:
             size += sum(map(len, row))
             if size >= CHUNK_CHARACTERS or i == len(words) - 1:
                 piece: Any = words[start : i + 1]
-                yield from self.encoder.plain.encode_batch(piece, is_pretokenized=True, add_special_tokens=False)
+                yield from self.encoder.fast.encode_batch(piece, is_pretokenized=True, add_special_tokens=False)
                 start, size = i + 1, 0
 
 

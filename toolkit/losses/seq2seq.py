@@ -1,0 +1,65 @@
+"""Cross-entropy of the target's tokens in an encoder-decoder, and its metrics.
+
+The decoder reads the target shifted by one (`collate_seq2seq` does that), so the label at a position is what that position
+predicts: nothing is shifted here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from toolkit.losses.causal_lm import exponential
+from toolkit.losses.selective_head import supervised_sums
+from toolkit.metrics.metric import Metrics, ratio
+
+NOT_FOR_THE_MODEL = ("labels", "supervised_positions")
+
+
+def seq2seq_loss(
+    model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float], *, label_smoothing_factor: float = 0.0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """This micro-batch's part of the mean over all target tokens of the global batch, `totals["tokens"]`.
+
+    For logits `x` over `V` tokens and label `y`, with `p = softmax(x)` and `e` the smoothing factor:
+
+        loss = (1 - e) * -log p[y]  +  e * mean over V of -log p
+
+    which is that of `torch.nn.functional.cross_entropy`. The head is applied at the positions of the target alone, in chunks:
+    logits `[batch, length, V]` are never built. Logits are raised to float32 (float64 stays) and sums are kept in float64.
+
+    `micro_batch`: `input_ids`, `attention_mask` `[batch, source]`; `decoder_input_ids` and `labels` `[batch, target]`, -100 on
+    padding; `supervised_positions`, the flat indices of the labels that count.
+
+    Returns the loss, 0-d, and `token_accuracy`, likewise a part of the mean.
+    """
+    loss, correct, _ = _sums(model, micro_batch, label_smoothing_factor)
+    tokens = max(float(totals["tokens"]), 1.0)
+    return loss / tokens, {"token_accuracy": correct / tokens}
+
+
+def _sums(
+    model: nn.Module, micro_batch: dict[str, Any], label_smoothing_factor: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Loss and correct predictions, both summed over the target's tokens, and the number of these."""
+    positions = micro_batch["supervised_positions"]
+    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+    targets = micro_batch["labels"].reshape(-1)[positions]
+    loss, correct = supervised_sums(model, inputs, positions, targets, label_smoothing_factor)
+    return loss, correct, len(positions)
+
+
+def _update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    nll, correct, tokens = _sums(model, micro_batch)
+    return {"nll": nll, "correct": correct.round().long(), "tokens": torch.tensor(tokens, device=nll.device)}
+
+
+def _finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
+    loss = ratio(sums["nll"], sums["tokens"])
+    return {"loss": loss, "perplexity": exponential(loss), "token_accuracy": ratio(sums["correct"], sums["tokens"])}
+
+
+seq2seq_metrics = Metrics(update=_update, finalize=_finalize)
+"""Means over the target's tokens of a split: loss in nats, perplexity = exp(loss), token accuracy. No smoothing."""
