@@ -66,8 +66,7 @@ def test_known_answers_score_as_they_must(prediction: str, answers: list[str], e
 def test_metrics_of_answers_are_those_of_the_scripts(examples: int, seed: int) -> None:
     """Both versions; some answers are only articles, some predictions empty, margins have ties. Equal to 14 digits.
 
-    Fails when: 2.0 counts a prediction of articles as one without words, `>` of the threshold becomes `>=`, or a tie of margins is
-    sorted otherwise.
+    Fails when: 2.0 keeps gold answers that are only articles, `>` of the threshold becomes `>=`, or ties of margins change places.
     """
     numbers = np.random.default_rng(seed)
     predictions = texts(numbers, examples)
@@ -184,14 +183,14 @@ def test_windows_of_any_batch_size_give_the_metrics_of_whole_contexts(version: i
 
 
 def test_a_row_has_the_same_width_however_few_spans_there_are() -> None:
-    """A context of two tokens has three spans; the row has five places, the last two empty.
+    """A context of two tokens has three spans; the row has twenty places, more than there are pairs of all four tokens.
 
     Fails when: rows are as wide as there are spans, which ranks can't gather.
     """
     chars = {"char_starts": torch.tensor([[-1, 0, 4, -1]]), "char_ends": torch.tensor([[-1, 3, 7, -1]])}
     logits = torch.tensor([[9.0, 1.0, 2.0, 9.0]])
-    rows = best_spans(logits, logits * 2, chars, 5, 30)
-    assert rows["starts"].tolist() == [[4, 0, 0, -1, -1]]
-    assert rows["ends"].tolist() == [[7, 7, 3, -1, -1]]
-    assert rows["scores"].tolist() == [[6.0, 5.0, 3.0, -torch.inf, -torch.inf]]
+    rows = best_spans(logits, logits * 2, chars, 20, 30)
+    assert rows["starts"].tolist() == [[4, 0, 0, *[-1] * 17]]
+    assert rows["ends"].tolist() == [[7, 7, 3, *[-1] * 17]]
+    assert rows["scores"].tolist() == [[6.0, 5.0, 3.0, *[-torch.inf] * 17]]
     assert rows["no_answer"].tolist() == [27.0]

@@ -73,6 +73,29 @@ def test_squad_2_trains_evaluates_and_shows_its_best_answers(run_recipe: Any, tm
 
 
 @pytest.mark.slow
+def test_two_ranks_train_and_evaluate_as_one_process(tiny: Any, tmp_path: Path, data: list[str]) -> None:
+    """Global batches of 12 windows, 3 x 4 on one process and 4 + 4 + 4 over two ranks; 21 windows to evaluate in fives. Losses and norms
+    to 1e-5, every metric of SQuAD 2.0 alike to 6 digits.
+
+    Fails when: windows are joined in the order in which the ranks gathered them.
+    """
+    flags = [*SMALL, "--dataset", str(tmp_path / "notes"), "--global-batch-size", "12", "--per-device-train-batch-size", "4", "--dropout", "0"]
+    flags += ["--logging-steps", "1", "--learning-rate", "1e-3", "--use-cpu"]
+    script = str(Path(__file__).resolve().parents[2] / "recipes/question_answering.py")
+    one = tiny(*flags, script=script, output_dir="one")
+    assert one.code == 0, one.out[-3000:]
+    ranks = tiny.ranks(2, *flags, script=script, output_dir="two")
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].out[-3000:]
+    for name in ("loss", "grad_norm"):
+        found, expected = ([event[name] for event in run.metrics if name in event] for run in (ranks[0], one))
+        assert len(expected) == 3
+        assert found == pytest.approx(expected, rel=1e-5)
+    found, expected = ({name: value for name, value in run.metrics[-1].items() if name.startswith("eval_")} for run in (ranks[0], one))
+    assert len(expected) == 11
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
 def test_an_adapter_trains_and_merges_to_the_model_it_was(run_recipe: Any, tmp_path: Path, data: list[str]) -> None:
     """The head is trained whole. Fails when: merge looks for `logits` in what a model of spans returns."""
     base = run_recipe("question_answering", *SMALL, *data, output_dir="base")

@@ -192,10 +192,8 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def _f1_or_no_words(prediction: str, answer: str) -> float:
-    """F1 as 2.0 has it: of two texts of which one has no words, whether the other has none either."""
-    if normalized(prediction) and normalized(answer):
-        return f1(prediction, answer)
-    return exact_match(prediction, answer)
+    """F1 as 2.0 has it: where no answer is right, whether the prediction has no words either."""
+    return f1(prediction, answer) if answer else exact_match(prediction, answer)
 
 
 def _best(score: Any, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
