@@ -50,7 +50,7 @@ def _rows(recipe: str) -> list[dict]:
             rows.append({"text": f"{asked}. {said}", "label": WORDS[i % 3]})
         elif recipe == "question_answering":
             context, word = f"{asked}. {said}", said.split()[0]
-            rows.append({"question": other, "context": context, "answers": {"text": [word], "answer_start": [context.index(word)]}})
+            rows.append({"question": f"Which is {i}?", "context": context, "answers": {"text": [word], "answer_start": [context.index(word)]}})
         elif recipe == "token_classification":
             rows.append({"tokens": said.split(), "tags": [f"length {len(word)}" for word in said.split()]})
         elif recipe in ("sft", "lora"):

@@ -16,6 +16,7 @@ from toolkit.config import (
     GeneratedTextConfig,
     MaskedLMConfig,
     ModelConfig,
+    QuestionAnsweringConfig,
     SeedConfig,
     Seq2SeqConfig,
 )
@@ -47,7 +48,7 @@ def evaluate(
             "rows have answers modules of evaluate that compare texts, such as exact_match, bleu or a script's path. "
             "Encoder-decoders: loss, perplexity, token_accuracy, bleu, chrf, rouge, exact_match. "
             "Of pairs logps_accuracy, of marked answers logps_auc, and others. "
-            "Masked language models: loss, pseudo_perplexity, masked_accuracy. "
+            "Masked language models: loss, pseudo_perplexity, masked_accuracy. Spans: exact_match, f1 and others. "
             "Classifiers: accuracy, f1 and others, or modules of evaluate. Reward models: loss, reward_accuracy and others. "
             "Default: all; of classifiers the usual.",
         ),
@@ -97,6 +98,9 @@ def evaluate(
     source_lang: Annotated[str | None, option(Seq2SeqConfig, "source_lang")] = None,
     target_lang: Annotated[str | None, option(Seq2SeqConfig, "target_lang")] = None,
     num_beams: Annotated[str | None, option(GeneratedTextConfig, "num_beams")] = None,
+    doc_stride: Annotated[str | None, option(QuestionAnsweringConfig, "doc_stride")] = None,
+    max_answer_length: Annotated[str | None, option(QuestionAnsweringConfig, "max_answer_length")] = None,
+    null_score_diff_threshold: Annotated[str | None, option(QuestionAnsweringConfig, "null_score_diff_threshold")] = None,
     rename_columns: Annotated[str | None, option(DataConfig, "rename_columns", "OLD=NEW,...")] = None,
     sample_by: Annotated[str | None, option(DataConfig, "sample_by")] = None,
     tokenizer: Annotated[str | None, option(ModelConfig, "tokenizer")] = None,

@@ -79,6 +79,7 @@ def inspect(
     source_prefix: Annotated[str | None, option(_Config, "source_prefix")] = None,
     source_lang: Annotated[str | None, option(_Config, "source_lang")] = None,
     target_lang: Annotated[str | None, option(_Config, "target_lang")] = None,
+    doc_stride: Annotated[str | None, option(_Config, "doc_stride")] = None,
     rename_columns: Annotated[str | None, option(_Config, "rename_columns", "OLD=NEW,...")] = None,
     sample_by: Annotated[str | None, option(_Config, "sample_by")] = None,
     train_split: Annotated[str | None, option(_Config, "train_split")] = None,
