@@ -23,7 +23,7 @@ RECIPES = {
     "kto": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "256"],
     "lora": ["--num-samples", "0", "--max-length", "512"],
     "reward": ["--max-length", "256"],
-    "reranker": [],
+    "reranker": ["--ranking-loss", "bce"],  # from random weights the others have gradients near 0
     "question_answering": ["--doc-stride", "16", "--num-samples", "1"],
     "token_classification": [],
     "seq2seq": ["--num-samples", "1", "--max-target-length", "8", "--num-beams", "2"],

@@ -43,6 +43,9 @@ _ANSWER_BEGINS = re.compile(
 )
 _QUESTION_ENDS = re.compile(r"\?(?=\s)")
 _BORDERS = (re.compile(r"\n"), re.compile(r"[.!:;](?=\s)"), re.compile(r"\s"))
+_WITH_PARTNER = (
+    ("context", "question"), ("source", "target"), ("query", "document"), ("query", "documents"), ("query", "positive"),
+)  # fmt: skip
 _ROWS_LOOKED_AT = 100  # of a stream, for pairs whose prompt can't be determined
 
 
@@ -146,17 +149,7 @@ def _input_columns(columns: Iterable[str]) -> list[str]:
     """
     names = set(columns)
     found: list[str] = [name for name in ("prompt", "messages", "conversations") if name in names]
-    found += [
-        name
-        for name, partner in (
-            ("context", "question"),
-            ("source", "target"),
-            ("query", "document"),
-            ("query", "documents"),
-            ("query", "positive"),
-        )
-        if {name, partner} <= names
-    ]
+    found += [name for name, partner in _WITH_PARTNER if {name, partner} <= names]
     return found + [name for name in ("chosen", "tokens", "text", "input_ids") if name in names and "prompt" not in names]
 
 
