@@ -133,6 +133,14 @@ KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "half a surrogate pair in arguments": (rows(called('{"a": "\\ud800"}')), ("rows.jsonl:13", "arguments of look", "\\ud800")),
     "a key twice in arguments": (rows(called('{"a": 1, "a": 2}')), ("rows.jsonl:13", "a is twice")),
     "a NaN in arguments": (rows(called('{"a": NaN}')), ("rows.jsonl:13", "NaN")),
+    "a template's variable that cuts the chat": (
+        rows(json.dumps({"messages": [CHAT[0], CHAT[1]], "chat_template_kwargs": {"truncation": True, "max_length": 3}})),
+        ("rows.jsonl:13", "max_length, truncation"),
+    ),
+    "a template's variable that is an argument": (
+        rows(json.dumps({"messages": [CHAT[0], CHAT[1]], "chat_template_kwargs": {"continue_final_message": True}})),
+        ("rows.jsonl:13", "continue_final_message"),
+    ),
     "a role that is a list": (rows('{"messages": [{"role": ["user"], "content": "x"}]}'), ("rows.jsonl",)),
     "a token id beyond the vocabulary": (data("ids.jsonl", b'{"input_ids": [1, 2]}\n{"input_ids": [1, 70000]}\n'), ("ids.jsonl:2", "70000")),
     "a token id of 2**40": (data("ids.jsonl", b'{"input_ids": [1, 2]}\n{"input_ids": [1, 1099511627776]}\n'), ("ids.jsonl:2",)),

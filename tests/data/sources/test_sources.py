@@ -267,6 +267,8 @@ def test_splits_are_chosen_by_name_and_cut_after_that(settings: dict[str, Any], 
         ({"rename_columns": ["txt=text"]}, "no column 'txt'. It has: a, b"),
         ({"rename_columns": ["a=b"]}, "has a column 'b' already"),
         ({"rename_columns": ["a"]}, "should be old=new"),
+        ({"rename_columns": ["a=text", "a=prompt"]}, "'a' is there twice"),
+        ({"rename_columns": ["a=text", "b=text"]}, "can't both be called 'text'"),
         ({"streaming": True}, "--max-eval-examples 500"),
     ],
 )

@@ -236,3 +236,16 @@ def test_a_sampled_prompt_is_what_training_reads_and_its_reference_the_call(make
     splits = DatasetDict(validation=Dataset.from_list([{"messages": called()[:2], "tools": SCHEMA}]))
     (prompt,) = tk.sample_prompts(splits, tokenizer, tk.SampleConfig(sample_max_new_tokens=400))
     assert json.loads(prompt["reference"]) == {"name": "zqweather", "arguments": ARGUMENTS}
+
+
+def test_a_content_in_parts_is_its_text_and_other_parts_are_refused_by_row() -> None:
+    """As multimodal chats have it. Fails when: the list reaches the template, which writes it as Python does, or nothing."""
+    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "much?", "image_url": None}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"text": "4."}]}]
+    assert [message["content"] for message in read_messages(chat, "messages", "a.jsonl:1")] == ["How much?", "4."]
+    wrong = {"of type 'image_url'": {"type": "image_url", "image_url": {"url": "x"}}, "the number 5": 5, "of type 'text'": {"type": "text"}}
+    for said, part in wrong.items():
+        with pytest.raises(Refusal, match=f"a.jsonl:1: message 1 of messages: content has a part {said}"):
+            read_messages([{"role": "user", "content": [*parts, part]}, chat[1]], "messages", "a.jsonl:1")
+    with pytest.raises(Refusal, match="an assistant turn with nothing in it"):
+        read_messages([chat[0], {"role": "assistant", "content": [{"type": "text", "text": " "}]}], "messages", "a.jsonl:1")

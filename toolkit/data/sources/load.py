@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
+from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -116,7 +118,7 @@ def load_source(source: Source, config: DataConfig) -> Splits:
     for split, rows in splits.items():
         if not config.streaming and len(rows) == 0:
             raise Refusal(f"--dataset {source.dataset}: the split {quoted(split)} has no rows.")
-    renames = source.rename_columns or dict(_rename(entry) for entry in config.rename_columns)
+    renames = source.rename_columns or _renames(config.rename_columns)
     return {split: _renamed(rows, renames, source.dataset) for split, rows in splits.items()} if renames else splits
 
 
@@ -228,6 +230,13 @@ def _first(rows: Rows, most: int | None) -> Rows:
     return rows.take(most) if not hasattr(rows, "__len__") else rows.select(range(min(most, len(rows))))
 
 
+def _renames(entries: Sequence[str]) -> dict[str, str]:
+    pairs = [_rename(entry) for entry in entries]
+    if twice := [old for old, count in Counter(old for old, _ in pairs).items() if count > 1]:
+        raise Refusal(f"--rename-columns {','.join(entries)}: {quoted(twice[0])} is there twice: keep one.")
+    return dict(pairs)
+
+
 def _rename(entry: str) -> tuple[str, str]:
     found = re.fullmatch(r"\s*([^=]+?)\s*=\s*([^=]+?)\s*", entry)
     if not found:
@@ -239,6 +248,9 @@ def _renamed(rows: Rows, renames: dict[str, str], dataset: str) -> Rows:
     columns = column_names(rows)
     written = {name.strip(): name for name in columns}  # a list of settings has lost the blanks around its entries
     renames = {old if old in columns else written.get(old, old): new for old, new in renames.items()}
+    if twice := [new for new, count in Counter(renames.values()).items() if count > 1]:
+        written_so = ",".join(f"{old}={new}" for old, new in renames.items())
+        raise Refusal(f"--rename-columns {written_so}: two columns can't both be called {quoted(twice[0])}.")
     for old, new in renames.items():
         if old not in columns:
             there = ", ".join(name for name in columns if name != "origin")

@@ -45,6 +45,12 @@ _OTHER_NAMES = {
     "answers": ("answer", "label", "labels"),
 }
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "bing": "assistant", "chatgpt": "assistant"}
+# Arguments of transformers' apply_chat_template (5.23), which are the toolkit's to give; what else it gets is the template's.
+_OF_RENDERING = frozenset({
+    "messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+})  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython")
 
 
@@ -168,6 +174,11 @@ def read_options(row: dict[str, Any], origin: str) -> dict[str, Any]:
         raise Refusal(f"{origin}: tools is {describe(tools)}, and must be a list of objects. Correct or remove the row.")
     if variables and not isinstance(variables, dict):
         raise Refusal(f"{origin}: chat_template_kwargs is {describe(variables)}, and must be an object. Correct the row.")
+    if taken := _OF_RENDERING.intersection(variables or ()):
+        raise Refusal(
+            f"{origin}: chat_template_kwargs has {', '.join(sorted(taken))}, which says how a chat is rendered or cut "
+            "and is no variable of a template. Remove it from the row."
+        )
     return {**(variables or {}), **({"tools": tools} if tools else {})}
 
 
@@ -217,6 +228,8 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
     content = message.get("content")
     if content is not None and not isinstance(content, (str, list)):
         raise Refusal(f"{where}: content is {describe(content)}, and must be text. Correct or remove the row.")
+    if isinstance(content, list):
+        content = message["content"] = _joined_parts(content, where)
     if role == "assistant" and {"tool_calls", "function_call"} & message.keys():
         message = read_calls(message, where)
     said = [content, message.get("tool_calls"), message.get("reasoning_content"), message.get("thinking")]
@@ -225,6 +238,15 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
     if role != "assistant" and content is None:
         raise Refusal(f"{where} has no content. Correct or remove the row.")
     return message
+
+
+def _joined_parts(parts: list[Any], where: str) -> str:
+    """The text of a content in parts. Most templates of text models would write the list itself, or nothing."""
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            kind = f"of type {quoted(str(part['type']))}" if isinstance(part, dict) and part.get("type") else describe(part)
+            raise Refusal(f"{where}: content has a part {kind}, and only text can be trained on. Remove the part or the row.")
+    return "".join(part["text"] for part in parts)
 
 
 def _without_none(value: Any) -> Any:
