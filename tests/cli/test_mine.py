@@ -90,7 +90,7 @@ def test_the_file_holds_each_row_with_the_nearest_wrong_documents(model: Path, t
 def test_evaluate_knows_the_model_and_its_rows(model: Path, tmp_path: Path) -> None:
     """Recall among six documents is 1 at ten, and mrr is that of a plain search.
 
-    Fails when: the prompts of the model are not put before the texts.
+    Fails when: `embedding` is no task of a model without a head.
     """
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     found = [

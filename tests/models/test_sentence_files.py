@@ -92,7 +92,7 @@ def test_loss_and_gradient_are_those_of_their_cached_loss(tokenizer: Any, tmp_pa
     """
     pytest.importorskip("sentence_transformers")
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 
     model, directory = saved(tmp_path, tokenizer, "mean")
     rows = [(text, f"the {text}", f"no {text}") for text in TEXTS]

@@ -14,15 +14,18 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from torch import nn
 
-from toolkit.config import Refusal
+from toolkit.config import DataConfig, Refusal
 from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate_texts import collate_text_groups
+from toolkit.data.loading.loaders import build_dataloaders
 from toolkit.data.loading.order import cut_step, hash_numbers, seed_micro_batch
 from toolkit.losses.contrastive import ContrastiveLoss, Texts, check_batches, cosent, cosine_regression, info_nce, matryoshka
 from toolkit.models.pooling import embed_texts
-from toolkit.training.contrastive import cache_gradients, cached_gradient_loss
+from toolkit.training.contrastive import cache_gradients, cached_gradient_loss, trial_loss
+from toolkit.training.memory import fit_micro_batch
 from toolkit.training.step import accumulate_gradients
 
 EXAMPLES, VOCABULARY = 64, 90
@@ -261,3 +264,29 @@ def test_false_negatives_are_counted() -> None:
     _, metrics = info_nce(texts, slice(0, 3))
     # anchor 0 loses document 1 and the negative, anchor 1 document 0 and the negative, anchor 2 nothing
     assert int(metrics["false_negatives"]) == 4
+
+
+def test_a_micro_batch_that_does_not_fit_is_halved_and_the_gradient_stays() -> None:
+    """16 examples a step with room for 32 texts: 8 at a time, and still the gradient of one graph over all 16.
+
+    Fails when: fit_micro_batch tries the step's loss, which has no gradients of embeddings yet.
+    """
+    rows = Dataset.from_list([{**group, "length": len(group["input_ids"])} for group in documents(16)])
+    config = DataConfig(per_device_train_batch_size=16, auto_find_batch_size=True, max_steps=1)
+    accelerator, model = Accelerator(cpu=True), encoder(torch.float64, 0.0)
+    train, _ = build_dataloaders({"train": rows}, collate_text_groups, config, accelerator)
+
+    def embed(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
+        if len(micro_batch["role"]) > 32:
+            raise torch.OutOfMemoryError("out of memory")
+        return embed_texts(model, micro_batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train = fit_micro_batch(accelerator, model, optimizer, train, trial_loss(embed), config)
+    assert train.micro_batch_size == 8
+    batch = next(iter(train.batches()))
+    cached = cache_gradients(accelerator, model, batch, embed, LOSSES["two-way"])
+    metrics = accumulate_gradients(accelerator, model, cached, cached_gradient_loss(embed))
+    loss, gradient = in_one_graph("two-way", 16, 0.0, 16)
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-10)
+    assert error({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, gradient) < 1e-10
