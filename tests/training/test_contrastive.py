@@ -209,7 +209,8 @@ def test_ranks_have_the_gradient_of_one_graph_over_the_global_batch(
 
 @pytest.mark.slow
 def test_under_bf16_autocast_two_ranks_have_the_gradient_of_one_process(tmp_path: Path) -> None:
-    """2 x 4 x 8 against 1 x 8 x 8, both in bf16, dropout .1: equal to what float32 sums of bf16 products allow.
+    """2 x 4 x 8 against 1 x 8 x 8, both in bf16, dropout .1: the losses to 1e-5, the whole gradient to 1 %, since a row of it that
+    differs in the last bit of float32 may be rounded to the next number of bf16.
 
     Fails when: the first pass runs outside of autocast, so that its embeddings are others.
     """
@@ -218,7 +219,8 @@ def test_under_bf16_autocast_two_ranks_have_the_gradient_of_one_process(tmp_path
     one, two = of_ranks(tmp_path / "one", 1, 8, 64, "bf16")[0], of_ranks(tmp_path / "two", 2, 8, 64, "bf16")[0]
     for key, found in two.items():
         assert float(found["loss"]) == pytest.approx(float(one[key]["loss"]), rel=1e-5)
-        assert error(found["gradients"], one[key]["gradients"]) < 1e-3
+        ours, its = (torch.cat([each.flatten() for each in result["gradients"].values()]) for result in (found, one[key]))
+        assert float((ours - its).norm() / its.norm()) < 1e-2
 
 
 def test_the_controls_are_far_off() -> None:
