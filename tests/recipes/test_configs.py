@@ -14,6 +14,7 @@ WITH_AND_WITHOUT = {"sft": "lora", "lora": "sft", "dpo": "dpo", "question_answer
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 8192}
 ARCHITECTURES = {
+    "BAAI/bge-base-en-v1.5": ("Bert", SMALL),
     "Qwen/Qwen3-0.6B": ("Qwen3", {**SMALL, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}),
     "Qwen/Qwen3-4B": ("Qwen3", {**SMALL, "num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}),
     "meta-llama/Llama-3.2-1B-Instruct": (
@@ -47,7 +48,7 @@ def make_model(folder: Path, name: str) -> None:
         special.update(decoder_start_token_id=tokenizer.pad_token_id)
         del special["bos_token_id"]
     config = getattr(transformers, f"{kind}Config")(vocab_size=len(tokenizer), **settings, **special)
-    head = {"ModernBert": "ForMaskedLM", "T5": "ForConditionalGeneration"}.get(kind, "ForCausalLM")
+    head = {"ModernBert": "ForMaskedLM", "Bert": "ForMaskedLM", "T5": "ForConditionalGeneration"}.get(kind, "ForCausalLM")
     getattr(transformers, kind + head)(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
