@@ -19,13 +19,13 @@ import toolkit as tk
 class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.EmbeddingConfig, tk.OptimConfig, tk.RunConfig):
     model: str = "tiny-bert"
     dataset: str = "stdlib:embed"
-    max_length: int = 128
+    max_length: int = 96
     learning_rate: float = 1e-3
     warmup_steps: float = 0.1
     per_device_train_batch_size: int = 32
     gradient_accumulation_steps: int = 4
     per_device_eval_batch_size: int = 32
-    num_train_epochs: float = 6.0
+    num_train_epochs: float = 3.0
     output_dir: str = "runs/embedding"
 
 
