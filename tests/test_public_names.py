@@ -217,6 +217,18 @@ def language_modeling() -> None:
     assert tk.eval_with_gather(accelerator(), model, evaluation, tokens)["eval_tokens"] > 0
 
 
+@shows("choose_text_metrics", "held_out_prompts", "answer_metrics")
+def generated_answers() -> None:
+    prompts = tk.held_out_prompts(chats()["validation"], tokenizer())
+
+    def share_of_lines(answers: Any, references: Any) -> dict[str, float]:
+        return {"lines": sum("\n" in answer for answer in answers) / len(answers)}
+
+    metrics = tk.choose_text_metrics(["exact_match", share_of_lines])
+    found = tk.answer_metrics(accelerator(), language_model(), tokenizer(), prompts, metrics, max_new_tokens=4)
+    assert set(found) == {"eval_exact_match", "eval_lines"}
+
+
 @dataclass(frozen=True)
 class Masked(tk.DataConfig, tk.MaskedLMConfig):
     max_length: int = 64

@@ -95,6 +95,7 @@ from .generation.answered_questions import (
     sample_answers as sample_answers,
     sample_questions as sample_questions,
 )
+from .generation.held_out_answers import answer_metrics as answer_metrics, held_out_prompts as held_out_prompts
 from .generation.samples import sample_prompts as sample_prompts, sample_texts as sample_texts
 from .generation.targets import (
     sample_targets as sample_targets,
@@ -176,6 +177,7 @@ from .metrics.retrieval import (
     spearman as spearman,
 )
 from .metrics.spans import tag_metrics as tag_metrics
+from .metrics.text import choose_text_metrics as choose_text_metrics
 from .models.encoder_decoder import decoder_start as decoder_start, set_target_language as set_target_language
 from .models.load import load_model as load_model
 from .models.lora import add_adapter as add_adapter

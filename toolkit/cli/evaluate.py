@@ -45,7 +45,7 @@ def evaluate(
             metavar="A,B",
             show_default=False,
             help="Language models: loss, perplexity, token_accuracy, where every token is supervised bits_per_byte, and where "
-            "rows have answers modules of evaluate that compare texts, such as exact_match, bleu or a script's path. "
+            "rows have answers metrics of its answers: bleu, chrf, rouge, exact_match, modules of evaluate or a script's path. "
             "Encoder-decoders: loss, perplexity, token_accuracy, bleu, chrf, rouge, exact_match. "
             "Of pairs logps_accuracy, of marked answers logps_auc, and others. "
             "Masked language models: loss, pseudo_perplexity, masked_accuracy. Spans: exact_match, f1 and others. "

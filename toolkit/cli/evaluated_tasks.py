@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.config import (
     ClassificationConfig,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from toolkit.data.loading.packing import Augment
     from toolkit.data.tokenize.format import Format
     from toolkit.metrics.metric import Metrics
+    from toolkit.metrics.text import TextMetric
 
 OF_LIKELIHOODS = (
     "log-probabilities of whole answers by this model alone, in nats: no reference model enters, so they are not the rewards "
@@ -39,10 +40,8 @@ OF_LIKELIHOODS = (
 )
 OF_MASKS = "over tokens that the seed hides: the same ones at each evaluation with one seed and one set of masking settings"
 LM_METRICS = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
-# Two answers and what the data say, on which a module of evaluate is tried before the model is loaded.
-_TRIAL = (["one two three four five", "six"], ["one two three four five", "seven"])
 
-TextMetrics = dict[str, Callable[..., Any]]
+TextMetrics = dict[str, "TextMetric"]
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,12 @@ def _padded(tokenizer: PreTrainedTokenizerBase) -> Collate:
 
 
 def _check_language(names: list[str], config: EvaluationConfig, task: str) -> TextMetrics:
-    from toolkit.metrics.external import load_metric
+    from toolkit.metrics.text import choose_text_metrics
 
     others = [name for name in names if name not in LM_METRICS]
     check_names([name for name in others if nearest(name, LM_METRICS)], LM_METRICS)
     check_names(others if task == "lm" else [], LM_METRICS, "where rows have no answers")
-    return {name: load_metric(name, LM_METRICS, _TRIAL) for name in others}
+    return {name: metric for name in others for metric in choose_text_metrics([name]).values()}
 
 
 def _language_metrics(loaded: Loaded) -> Metrics:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cli.evaluated_tasks import EVALUATED, EvaluationConfig, Loaded, TextMetrics, check_names
+from toolkit.cli.evaluated_tasks import EVALUATED, EvaluationConfig, Loaded, check_names
 from toolkit.config import DataConfig, Refusal
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,8 @@ def evaluate_model(
 
     Args:
         metrics: names; empty: all of a language model's, of a reward model's, and accuracy and F1 of a classifier. Of a
-            language model whose rows have answers also modules of `evaluate` that compare texts, such as exact_match or bleu.
+            language model whose rows have answers also those of its answers: bleu, chrf, rouge, exact_match, or a module of
+            `evaluate` that compares texts.
         task: one of TASKS. Default: what the model is made for, and of a language model what the columns are known for:
             of marked answers its log-probabilities are compared (`toolkit.losses.answer_logps`).
         split: of the source; "validation" of a source that has none are the rows that training would hold out. Default:
@@ -95,7 +95,10 @@ def evaluate_model(
     if of_texts and evaluated.texts:
         values |= eval_with_gather(accelerator, model, loader, evaluated.texts(loaded, of_texts, accelerator), prefix="")
     elif of_texts:
-        values |= _text_metrics(of_texts, rows, model, tokenizer, max_new_tokens)
+        from toolkit.generation.held_out_answers import answer_metrics, held_out_prompts
+
+        prompts = held_out_prompts(rows, tokenizer)
+        values |= answer_metrics(accelerator, model, tokenizer, prompts, of_texts, max_new_tokens, prefix="")
     seen = None if trained is None else count_trained_on(rows, trained)
     return Evaluated(task, name, len(tokenized), values, seen, evaluated.remark)
 
@@ -125,33 +128,3 @@ def _task_of(columns: list[str], tasks: list[str]) -> str:
 
     guessed = guess_task(columns)
     return guessed if guessed in tasks else "lm" if "lm" in tasks and "text" in columns else tasks[0]
-
-
-def _text_metrics(
-    of_texts: TextMetrics, rows: Dataset, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int
-) -> dict[str, float]:
-    """What modules of `evaluate` make of the model's answers and those of the data, both without the white space around them.
-
-    Each prompt is answered by greedy decoding, by itself: in a batch, padding could round another token to the top.
-    """
-    from tqdm.auto import tqdm
-
-    from toolkit.generation.answers import Sampling, answer
-    from toolkit.generation.samples import prompt_of
-    from toolkit.metrics.external import flat_metrics
-
-    answers, references = list[str](), list[str]()
-    for number, row in enumerate(tqdm(rows, desc="Answering", unit=" prompts", disable=None, leave=False)):
-        asked = prompt_of({key: value for key, value in row.items() if key not in ("text", "input_ids")}, tokenizer)
-        if asked is None or "reference" not in asked:
-            raise Refusal(
-                f"{row.get('origin') or f'row {number}'}: holds no prompt with an answer to compare with, which --metrics "
-                f"{', '.join(of_texts)} needs. Take rows of prompt and completion, or messages."
-            )
-        text = answer(model, tokenizer, asked["prompt"], Sampling(max_new_tokens, temperature=0), lambda piece: None)
-        answers.append(text.strip())
-        references.append(asked["reference"].strip())
-    metrics: dict[str, float] = {}
-    for name, compute in of_texts.items():
-        metrics |= flat_metrics(name, compute(answers, references), taken=metrics)
-    return metrics

@@ -76,8 +76,8 @@ def sample_texts(
         max_new_tokens=new_tokens, do_sample=False, use_cache=True, eos_token_id=stops or None, pad_token_id=padding
     )
     draw = [_draw_with(config.sample_temperature, config.seed, len(ids))] if config.sample_temperature else []
-    input_ids, attention_mask = _pad_left(ids, padding, accelerator.device)
-    with _as_for_inference(inner), accelerator.autocast():
+    input_ids, attention_mask = pad_left(ids, padding, accelerator.device)
+    with as_for_inference(inner), accelerator.autocast():
         output = inner.generate(
             input_ids=input_ids, attention_mask=attention_mask, generation_config=settings, logits_processor=draw,
             synced_gpus=engine_of(accelerator).shards,  # a rank that ended earlier would leave the others waiting
@@ -192,7 +192,7 @@ def _draw_with(temperature: float, seed: int, count: int) -> Callable[[torch.Ten
     return add_noise
 
 
-def _pad_left(ids: list[list[int]], padding: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_left(ids: list[list[int]], padding: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     longest = max(map(len, ids))
     rows = [[padding] * (longest - len(row)) + row for row in ids]
     mask = [[0] * (longest - len(row)) + [1] * len(row) for row in ids]
@@ -200,7 +200,7 @@ def _pad_left(ids: list[list[int]], padding: int, device: torch.device) -> tuple
 
 
 @contextlib.contextmanager
-def _as_for_inference(model: Any) -> Iterator[None]:
+def as_for_inference(model: Any) -> Iterator[None]:
     """In evaluation mode, uncompiled and without the model's own decoding settings; everything restored afterwards."""
     from transformers import GenerationConfig
 

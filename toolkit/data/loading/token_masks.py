@@ -82,8 +82,10 @@ def mask_tokens(
         kind = random_numbers.random(len(chosen))
         ids[chosen[kind < mask_replace_prob]] = mask_token_id
         at_random = chosen[(kind >= mask_replace_prob) & (kind < mask_replace_prob + random_replace_prob)]
-        ordinary = np.flatnonzero(~is_special)
-        ids[at_random] = ordinary[random_numbers.integers(len(ordinary), size=len(at_random))]
+        drawn = random_numbers.integers(len(is_special), size=len(at_random))
+        while (again := is_special[drawn]).any():
+            drawn[again] = random_numbers.integers(len(is_special), size=int(again.sum()))
+        ids[at_random] = drawn
     return {**document, "input_ids": ids, "labels": labels, "supervised_tokens": len(chosen)}
 
 
