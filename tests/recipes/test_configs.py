@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "HuggingFaceTB/SmolLM3-3B": ("SmolLM3", {**SMALL, "num_key_value_heads": 1, "no_rope_layer_interval": 2}),
     "google/flan-t5-base": ("T5", {
         "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+        "initializer_factor": 0.1,
     }),
     "answerdotai/ModernBERT-base": ("ModernBert", {**SMALL, "global_attn_every_n_layers": 2, "local_attention": 32}),
 }  # fmt: skip

@@ -102,7 +102,7 @@ def test_models_of_the_other_kind_and_bad_rows_are_refused(run_recipe: Any, tmp_
     tokenizer.save_pretrained(tmp_path / "bart")
     small = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     BartForConditionalGeneration(BartConfig(vocab_size=len(tokenizer), **small)).save_pretrained(tmp_path / "bart")
-    run = run_recipe("sft", "--model", "bart", "--max-steps", "1", "--max-length", "64", "--use-cpu", "--max-train-examples", "20")
+    run = run_recipe("sft", "--model", "bart", "--max-steps", "1", "--max-length", "1024", "--use-cpu", "--max-train-examples", "20")
     assert (run.code, "recipes/seq2seq.py" in run.err) == (2, True), run.err
     (tmp_path / "bad.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": "a", "target": "  "}\n')
     run = run_recipe("seq2seq", "--dataset", "bad.jsonl", "--eval-fraction", "0")
