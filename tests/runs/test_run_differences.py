@@ -16,7 +16,7 @@ from toolkit.runs.differences import (
 
 
 def checkpointed(output_dir: Path, weight: list[float], momentum: float = 0.5, rate: float = 0.1, step: int = 4) -> Path:
-    optimizer = {"state": {0: {"momentum": torch.tensor(momentum)}}, "param_groups": [{"lr": rate}]}
+    optimizer = {"state": {0: {"momentum": torch.tensor(momentum)}}, "param_groups": [{"params": [0, 1], "lr": rate}]}
     model = {"bias": torch.zeros(2), "weight": torch.tensor(weight)}
     ckpt.save_checkpoint(output_dir / "checkpoints", step, ckpt.State(model, optimizer, [["bias", "weight"]], {}))
     return output_dir

@@ -136,7 +136,7 @@ def wrong_part(state: State) -> str:
         return "parameter_names holds no names"
     if base and not all(isinstance(base.get(name), str) for name in ("model", "sha256")):
         return "base is not what identifies a model"
-    return wrong_random_state(state.random)
+    return wrong_random_state(state.random) if state.random else ""
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

@@ -36,6 +36,7 @@ _OF_EVALUATION = {
         "kl", "reward_auc",
     ),
     "center_rewards_coefficient": _OF_PAIRS,
+    "mlm_probability": ("pseudo_perplexity", "masked_accuracy"),
     "embedding_loss": (
         "mrr", "map", "recall_at_1", "ndcg_at_1", "recall_at_10", "ndcg_at_10", "spearman", "pearson",
     ),

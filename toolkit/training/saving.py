@@ -151,7 +151,7 @@ def put_back(
 
     def load() -> tuple[ckpt.State, list[str]]:
         saved = ckpt.load_checkpoint(path)
-        if wrong := RunState.wrong_field(saved.run):
+        if wrong := RunState.wrong_field(saved.run) or ("" if saved.random else "random is empty"):
             raise Refusal(f"{path}: holds no state of a run (its field {wrong}). Take another checkpoint.")
         notes = changes_since(saved.run, config, accelerator, train)
         notes += other_reference(saved.run.get("reference_made_of"), now.reference_made_of, config)
