@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import toolkit as tk
+from toolkit import checkpoint as ckpt
 from toolkit.distributed.engines.pieces import whole_state_dict
 from toolkit.export.merge import merge_adapter
 from toolkit.export.model_directory import write_model
@@ -135,7 +136,7 @@ def test_every_file_of_a_model_is_readable_as_the_umask_says(tmp_path: Path, tok
     merged = merge_adapter(adapter, dataset=str(tmp_path / "rows.jsonl"))
     write_model(tmp_path / "merged", merged.model, whole_state_dict(None, merged.model) or {}, merged.tokenizer, "card", "float32")
     model = torch.nn.Linear(3, 2)
-    tk.checkpoint.save_checkpoint(tmp_path / "checkpoints", 1, tk.checkpoint.capture_state(model, torch.optim.AdamW(model.parameters()), {}))  # type: ignore[attr-defined]
+    ckpt.save_checkpoint(tmp_path / "checkpoints", 1, ckpt.capture_state(model, torch.optim.AdamW(model.parameters()), {}))
     paths = [path for path in tmp_path.rglob("*") if path.suffix != ".lock"]
     assert {path.name for path in paths} >= {"model.safetensors", "adapter_model.safetensors", "base", "rows.arrow", "optimizer.safetensors"}
     for path in paths:
