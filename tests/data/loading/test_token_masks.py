@@ -88,7 +88,7 @@ def test_what_replaces_a_token_has_the_shares_that_were_asked_for() -> None:
 
 
 def test_whole_words_are_hidden_whole() -> None:
-    """Fails when: tokens are taken one by one in spite of `word_starts`, or a special token doesn't end a word."""
+    """Fails when: tokens are taken one by one in spite of `word_starts`."""
     for seed in range(300):
         document = sentence(30, seed, words=True)
         document["input_ids"][12], document["word_starts"][13] = 2, False
@@ -100,6 +100,12 @@ def test_whole_words_are_hidden_whole() -> None:
                 assert not word or set(word) <= hidden or not set(word) & hidden, (seed, word)
                 word = []
             word += [] if special else [place]
+
+
+def test_a_special_token_ends_a_word() -> None:
+    """Fails when: what is before and what is behind one is hidden together."""
+    document = {"input_ids": np.array([7, 2, 8]), "word_starts": np.array([True, False, False])}
+    assert {tuple(chosen(masked(document, seed))) for seed in range(20)} == {(0,), (2,)}
 
 
 def test_one_token_is_hidden_of_the_shortest_document_and_none_where_all_are_special() -> None:
@@ -216,8 +222,9 @@ def test_an_evaluation_hides_the_same_tokens_each_time_packed_padded_and_in_any_
 def test_a_tokenizer_without_a_mask_is_refused_and_special_tokens_are_those_it_names() -> None:
     """Fails when: tokens that were added as special are left out, or a missing mask is taken for token 0."""
     encoder = train_tokenizer(["some text, more text"], 300, encoder=True)
+    encoder.add_tokens(["<|mine|>"], special_tokens=True)
     names = encoder.convert_ids_to_tokens(special_ids(encoder))
-    assert {"<|cls|>", "<|sep|>", "<|mask|>", "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"} == set(names)
+    assert {"<|cls|>", "<|sep|>", "<|mask|>", "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mine|>"} == set(names)
     decoder = train_tokenizer(["some text, more text"], 300)
     with pytest.raises(Refusal, match="no mask token"):
         build_masks(decoder, MaskedLMConfig())
