@@ -89,7 +89,7 @@ def test_a_help_page_fits_the_terminal(columns: int) -> None:
         (["copy", "sfx"], "Did you mean sft?"),
         (["diff", "nowhere.py"], "nowhere.py: can't be read"),
         (["inspect"], "Invalid value for DATASET: which?"),
-        (["inspect", "x.jsonl", "--task", "sleep"], "sleep: is none of sft, lm, preference, unpaired, classification"),
+        (["inspect", "x.jsonl", "--task", "sleep"], "sleep: is none of sft, lm, preference, unpaired"),
         (["inspect", "x.jsonl", "--max-length", "long"], "--max-length long: must be a whole number"),
         (["generate", "tiny-llama", "--prompt", "x"], "tiny-llama: is a shape with random weights"),
         (["generate", "org/none", "--prompt", "x"], "(and that HF_HUB_OFFLINE is not set), or give a directory\n"),

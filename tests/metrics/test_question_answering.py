@@ -1,7 +1,5 @@
 """Exact match and F1 of answers against the rules of SQuAD's scripts in plain loops, from windows as from whole contexts."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +9,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from tests.metrics import squad_oracle as oracle
 from toolkit.data.loading.batch import Batch
 from toolkit.metrics.question_answering import best_spans, question_answering_metrics, squad_metrics
 from toolkit.training.evaluation import eval_with_gather
-
-sys.path.insert(0, str(Path(__file__).parent))
-import squad_oracle as oracle
 
 PIECES = [
     "the",

@@ -381,7 +381,7 @@ def test_a_broken_directory_is_refused_in_one_message_that_names_it(tmp_path, wh
         (CAUSAL, {"hidden_size": 64}, "--hidden-size 64: is for the built-in shapes"),
         (CAUSAL, {"model_revision": "main"}, "--model-revision main: has no effect on a directory"),
         (CAUSAL, {"attn_implementation": "flash_attention_2"}, "--attn-implementation flash_attention_2: needs"),
-        ("AutoModelForSeq2SeqLM", {}, "model type 'llama' has no AutoModelForSeq2SeqLM"),
+        ("AutoModelForSeq2SeqLM", {}, "model type 'llama' is no encoder-decoder"),
     ],
 )
 def test_settings_that_a_loaded_model_cannot_have_are_refused(tmp_path, auto, settings, message):

@@ -130,7 +130,7 @@ def load_checkpoint(path: str | Path) -> State:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from toolkit.checkpoint.state import State, wrong_part
+    from toolkit.checkpoint.state import State
     from toolkit.checkpoint.trees import unflatten
 
     path = Path(path)
@@ -144,7 +144,7 @@ def load_checkpoint(path: str | Path) -> State:
     try:
         record = json.loads((path / "state.json").read_text(encoding="utf-8"))
         kept = load_file(path / "kept.safetensors")
-        state = State(
+        return State(
             model=load_file(path / "model.safetensors"),
             optimizer=unflatten(load_file(path / "optimizer.safetensors"), record["optimizer"]),
             parameter_names=record["parameter_names"],
@@ -155,9 +155,6 @@ def load_checkpoint(path: str | Path) -> State:
             random=unflatten(load_file(path / "random.safetensors"), record["random"]),
             base=record["base"],
         )
-        if wrong := wrong_part(state):
-            raise ValueError(wrong)
-        return state
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, SafetensorError) as error:
         # its digests are those of its manifest: it was written so, or both were changed
         raise Refusal(f"{path}: holds no state of a run ({type(error).__name__}: {error}). Take another checkpoint.") from error

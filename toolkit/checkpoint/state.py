@@ -121,7 +121,7 @@ def apply_state(
 
 
 def wrong_part(state: State) -> str:
-    """What keeps a state that was read from being one, whatever digest it has; empty where nothing does."""
+    """What keeps a state that was read from being one of a run, whatever digest it has; empty where nothing does."""
     for name in ("run", "scaler", "kept", "random", "base", "optimizer"):
         if not isinstance(getattr(state, name), dict):
             return f"{name} is no dictionary"
@@ -136,7 +136,7 @@ def wrong_part(state: State) -> str:
         return "parameter_names holds no names"
     if base and not all(isinstance(base.get(name), str) for name in ("model", "sha256")):
         return "base is not what identifies a model"
-    return wrong_random_state(state.random) if state.random else ""
+    return wrong_random_state(state.random)
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

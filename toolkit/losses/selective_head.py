@@ -156,7 +156,7 @@ def head_comes_last(model: nn.Module, base: PreTrainedModel, input_ids: torch.Te
         stack.enter_context(evaluation_mode(model))
         stack.enter_context(_forward_replaced(head, pattern))
         stack.enter_context(uncompiled(base))  # not worth compiling for
-        decoded = {"decoder_input_ids": tokens} if base.config.is_encoder_decoder else {}
+        decoded = {"decoder_input_ids": tokens} if getattr(base.config, "is_encoder_decoder", False) else {}
         returned = model(input_ids=tokens, **decoded).logits
     if len(calls) == 1 and calls[0][0] and returned.shape == calls[0][1].shape and bool((returned == calls[0][1]).all()):
         return True

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import checkpoint as ckpt
+from toolkit.checkpoint.state import wrong_part
 from toolkit.config import Refusal
 from toolkit.distributed.engines import element_count, engine_of
 from toolkit.distributed.ranks import largest, on_all
@@ -151,8 +152,9 @@ def put_back(
 
     def load() -> tuple[ckpt.State, list[str]]:
         saved = ckpt.load_checkpoint(path)
-        if wrong := RunState.wrong_field(saved.run) or ("" if saved.random else "random is empty"):
-            raise Refusal(f"{path}: holds no state of a run (its field {wrong}). Take another checkpoint.")
+        field = RunState.wrong_field(saved.run)
+        if wrong := wrong_part(saved) or (field and f"its field {field}"):
+            raise Refusal(f"{path}: holds no state of a run ({wrong}). Take another checkpoint.")
         notes = changes_since(saved.run, config, accelerator, train)
         notes += other_reference(saved.run.get("reference_made_of"), now.reference_made_of, config)
         train.restore(saved.run["source"], saved.run["position"])
