@@ -142,6 +142,7 @@ def _child(
     script: str, arguments: list[str], out: str, err: str, folder: str, environment: dict[str, str], plan: dict[str, Any], clean: bool
 ) -> None:
     os.setpgid(0, 0)
+    interrupt = signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # as a process that still imports
     multiprocessing.set_start_method("fork", force=True)  # a loader's workers start as they do in a user's process
     old = _hub_variables()
     if clean:
@@ -158,6 +159,7 @@ def _child(
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = [script, *arguments]
+    signal.signal(signal.SIGINT, interrupt)
     code: Any = 1
     try:
         if plan:

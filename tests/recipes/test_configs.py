@@ -43,7 +43,7 @@ def make_model(folder: Path, name: str) -> None:
     tokenizer = tk.train_tokenizer(["a few words to learn from, said again and again"] * 50, vocab_size=300)
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     if kind == "ModernBert":
-        tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
+        tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"})
         special.update(cls_token_id=tokenizer.cls_token_id, sep_token_id=tokenizer.sep_token_id)
     if kind == "T5":
         special.update(decoder_start_token_id=tokenizer.pad_token_id)
@@ -86,6 +86,7 @@ def make_rows(recipe: str) -> list[dict]:
         "seq2seq": lambda i: {"dialogue": f"say {i} and {i + 1} and so on", "summary": f"say numbers from {i}"},
         "sft": lambda i: {"messages": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")]},
     }  # fmt: skip
+    makers["masked_lm"] = makers["pretrain"]
     return [makers.get(recipe, makers["sft"])(i) for i in range(80)]
 
 
@@ -107,7 +108,7 @@ def run_config(run_recipe: Any, folder: Path, path: Path, *flags: str, recipe: s
     (folder / "data").mkdir()
     for split, part in (("train", rows[:64]), ("test", rows[64:])):
         (folder / f"data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    short = [*model, "--dataset", "data", "--max-steps", "2", "--logging-steps", "1"]
+    short = [*model, "--dataset", "data", "--train-split", "train", "--max-steps", "2", "--logging-steps", "1"]
     run = run_recipe(recipe, "--config", str(path), *short, *flags, env=env)
     assert run.code == 0, run.out + run.err
     losses = [event["loss"] for event in run.metrics if "loss" in event]

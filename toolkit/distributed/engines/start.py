@@ -253,9 +253,25 @@ def _start_fsdp(
         holding = {type(module).__name__ for module in model.modules() if embedding in module.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(layer_classes(model) - holding)
 
+    before_prepare(accelerator, "fsdp2", check_ties)
     if not choice.fsdp.wrapped_layers:
         before_prepare(accelerator, "fsdp2", name_layers)
     return accelerator
+
+
+def check_ties(model: nn.Module) -> None:
+    """Refuse what Accelerate (1.15) cannot put into one group of FSDP2: it does so with a head tied to the input embedding."""
+    embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}  # type: ignore[operator]
+    owners: dict[nn.Parameter, dict[nn.Module, str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, {})[module] = f"{path}.{name}"
+    for found in owners.values():
+        if len(found) > 1 and not found.keys() <= embeddings:
+            raise Refusal(
+                f"--fsdp: {' and '.join(found.values())} are one parameter, which FSDP2 would put into two groups. "
+                "Take ZeRO (--deepspeed) or DDP."
+            )
 
 
 def _make_group_of_one() -> None:
