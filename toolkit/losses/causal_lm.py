@@ -5,7 +5,7 @@ never a label (the collate functions see to that), so nothing is predicted acros
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from toolkit.losses.selective_head import supervised_sums
 from toolkit.metrics.metric import Metrics, ratio
 
 NOT_FOR_THE_MODEL = ("labels", "weight", "supervised_positions")
+TokenSums = Callable[[nn.Module, dict[str, Any]], tuple[torch.Tensor, torch.Tensor, int]]
 
 
 def causal_lm_loss(
@@ -62,16 +63,6 @@ def _sums(
     return loss, correct, len(positions)
 
 
-def _update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    nll, correct, tokens = _sums(model, micro_batch)
-    return {"nll": nll, "correct": correct.round().long(), "tokens": torch.tensor(tokens, device=nll.device)}
-
-
-def _finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
-    loss = ratio(sums["nll"], sums["tokens"])
-    return {"loss": loss, "perplexity": exponential(loss), "token_accuracy": ratio(sums["correct"], sums["tokens"])}
-
-
 def exponential(value: float) -> float:
     """exp(value), infinite where a float ends (a loss above 709 nats)."""
     try:
@@ -80,7 +71,21 @@ def exponential(value: float) -> float:
         return math.inf
 
 
-causal_lm_metrics = Metrics(update=_update, finalize=_finalize)
+def token_metrics(sums: TokenSums, perplexity: str = "perplexity", accuracy: str = "token_accuracy") -> Metrics:
+    """Means over the supervised tokens of a split, of `sums(model, micro_batch)`: summed loss, right predictions, and tokens."""
+
+    def update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        nll, correct, tokens = sums(model, micro_batch)
+        return {"nll": nll, "correct": correct.round().long(), "tokens": torch.tensor(tokens, device=nll.device)}
+
+    def finalize(found: dict[str, np.ndarray]) -> dict[str, float]:
+        loss = ratio(found["nll"], found["tokens"])
+        return {"loss": loss, perplexity: exponential(loss), accuracy: ratio(found["correct"], found["tokens"])}
+
+    return Metrics(update=update, finalize=finalize)
+
+
+causal_lm_metrics = token_metrics(_sums)
 """Means over the supervised tokens of a split: loss in nats, perplexity = exp(loss), token accuracy. No smoothing."""
 
 
@@ -98,6 +103,6 @@ def causal_lm_metrics_with_bytes(num_bytes: int, num_tokens: int, vocab_size: in
 
     def finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
         named = (num_tokens - float(sums["tokens"])) * math.log2(vocab_size)
-        return {**_finalize(sums), "bits_per_byte": ratio(sums["nll"] / math.log(2) + named, num_bytes)}
+        return {**causal_lm_metrics.finalize(sums), "bits_per_byte": ratio(sums["nll"] / math.log(2) + named, num_bytes)}
 
-    return Metrics(update=_update, finalize=finalize)
+    return Metrics(update=causal_lm_metrics.update, finalize=finalize)

@@ -6,13 +6,11 @@ A label belongs to the token at its own position, unlike in causal language mode
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, exponential
+from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, token_metrics
 from toolkit.losses.selective_head import supervised_sums
-from toolkit.metrics.metric import Metrics, ratio
 
 
 def masked_lm_loss(
@@ -46,16 +44,5 @@ def _sums(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, 
     return loss, correct, len(positions)
 
 
-def _update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    nll, correct, tokens = _sums(model, micro_batch)
-    return {"nll": nll, "correct": correct.round().long(), "tokens": torch.tensor(tokens, device=nll.device)}
-
-
-def _finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
-    loss = ratio(sums["nll"], sums["tokens"])
-    accuracy = ratio(sums["correct"], sums["tokens"])
-    return {"loss": loss, "pseudo_perplexity": exponential(loss), "masked_accuracy": accuracy}
-
-
-masked_lm_metrics = Metrics(update=_update, finalize=_finalize)
+masked_lm_metrics = token_metrics(_sums, "pseudo_perplexity", "masked_accuracy")
 """Means over the masked tokens of a split: loss in nats, pseudo-perplexity = exp(loss), accuracy of the likeliest token."""

@@ -7,13 +7,11 @@ predicts: nothing is shifted here.
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from toolkit.losses.causal_lm import exponential
+from toolkit.losses.causal_lm import token_metrics
 from toolkit.losses.selective_head import supervised_sums
-from toolkit.metrics.metric import Metrics, ratio
 
 NOT_FOR_THE_MODEL = ("labels", "supervised_positions")
 
@@ -51,15 +49,5 @@ def _sums(
     return loss, correct, len(positions)
 
 
-def _update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    nll, correct, tokens = _sums(model, micro_batch)
-    return {"nll": nll, "correct": correct.round().long(), "tokens": torch.tensor(tokens, device=nll.device)}
-
-
-def _finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
-    loss = ratio(sums["nll"], sums["tokens"])
-    return {"loss": loss, "perplexity": exponential(loss), "token_accuracy": ratio(sums["correct"], sums["tokens"])}
-
-
-seq2seq_metrics = Metrics(update=_update, finalize=_finalize)
+seq2seq_metrics = token_metrics(_sums)
 """Means over the target's tokens of a split: loss in nats, perplexity = exp(loss), token accuracy. No smoothing."""
