@@ -72,7 +72,7 @@ def exponential(value: float) -> float:
 
 
 def token_metrics(sums: TokenSums, perplexity: str = "perplexity", accuracy: str = "token_accuracy") -> Metrics:
-    """Means over the supervised tokens of a split, of `sums(model, micro_batch)`: summed loss, right predictions, and tokens."""
+    """Means over the supervised tokens of a split, from `sums(model, micro_batch)`: loss, right predictions and tokens."""
 
     def update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         nll, correct, tokens = sums(model, micro_batch)
