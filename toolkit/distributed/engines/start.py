@@ -261,7 +261,8 @@ def _start_fsdp(
 
 def check_ties(model: nn.Module) -> None:
     """Refuse what Accelerate (1.15) cannot put into one group of FSDP2: it does so with a head tied to the input embedding."""
-    embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}  # type: ignore[operator]
+    heads = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    embeddings = {part for head in heads if head is not None for part in head.modules()}  # PEFT may have wrapped them
     owners: dict[nn.Parameter, dict[nn.Module, str]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
