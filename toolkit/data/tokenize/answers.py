@@ -9,23 +9,55 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.config import Refusal
-from toolkit.data.tokenize.columns import Batch, check_texts, describe, read_messages, with_origin
-from toolkit.data.tokenize.documents import Cut, Documents, join_documents
+from toolkit.config import DataConfig, Refusal
+from toolkit.data.report import ANSWER_CLASSES, Piece
+from toolkit.data.tokenize.columns import Batch, Plan, check_texts, describe, read_messages, with_origin
+from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents
+from toolkit.data.tokenize.format import Format
 from toolkit.data.tokenize.masks import Message
-from toolkit.data.tokenize.pairs import PairRows, PairText, answer_messages, chat_sides, cut_pairs, split_sides
-from toolkit.data.tokenize.preferences import PARTS, PARTS_OF_AN_ANSWER
+from toolkit.data.tokenize.pair_cutting import cut_pairs
+from toolkit.data.tokenize.pairs import (
+    PairRows,
+    PairText,
+    answer_messages,
+    chat_sides,
+    preference_format,
+    show_parts,
+    split_sides,
+)
+from toolkit.data.tokenize.preferences import ANSWER, PARTS, PARTS_OF_AN_ANSWER, describe_preference, plan_unpaired
 
-# What a tokenized row holds next to its tokens, and Arrow's names of the types.
-ANSWER_COLUMNS = {
-    "prompt_tokens": "int32", "completion_tokens": "int32", "desirable": "bool", "answer": "int32", "prompt_key": "int64",
-}  # fmt: skip
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _WRITTEN = {"true": True, "false": False}  # as CSV, where all values are texts, has them
 _SIDE = ("completion",)
+
+
+def unpaired_format() -> Format:
+    """How single answers are read, each marked desirable or undesirable, or made of a pair."""
+    import pyarrow as pa
+
+    as_pairs = preference_format()
+    columns = {
+        "prompt_tokens": pa.int32(), "completion_tokens": pa.int32(), "desirable": pa.bool_(), ANSWER: pa.int32(),
+        "prompt_key": pa.int64(),
+    }  # fmt: skip
+
+    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> AnswerRows:
+        pairs = as_pairs.rows(plan, encoder, config)
+        assert isinstance(pairs, PairRows)
+        return AnswerRows(pairs)
+
+    return Format(
+        "unpaired", lambda splits, config: (plan_unpaired(splits, config), []), rows, lambda plan, tokenizer: columns,
+        lambda plan, tokenizer: describe_preference(plan), _show, part_names=("prompt", "completion"),
+        class_names=lambda plan: ANSWER_CLASSES, numbered=ANSWER,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,3 +183,7 @@ def weight_notes(counts: dict[str, int], desirable_weight: float, undesirable_we
         f"with {desirable:,} desirable and {undesirable:,} undesirable answers the desirable ones weigh {share:.3g} times as "
         f"much; KTO's authors advise 1 to 1.33: --{flag}-weight {least:.3g} to {least * 4 / 3:.3g}"
     ]
+
+
+def _show(row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Piece]]:
+    return "desirable" if row["desirable"] else "undesirable", show_parts(row, PARTS_OF_AN_ANSWER, tokenizer)

@@ -200,6 +200,19 @@ def cut_documents(documents: Documents, max_length: int, overlong: str) -> tuple
     return kept, Cut(int(is_over.sum()), dropped, int((~is_taught).sum()), int(len(documents.values) - len(kept.values)))
 
 
+def leave_out(documents: Documents, max_length: int, overlong: str, measured: str) -> tuple[Documents, Cut]:
+    """Without those longer than `max_length` (drop), or none of them (refuse), by `whole`, the length of what is `measured`."""
+    is_over = documents.whole > max_length
+    if overlong == "refuse" and is_over.any():
+        worst = int(np.argmax(documents.whole))
+        raise Refusal(
+            f"{documents.origins[worst]}: {documents.whole[worst]:,} tokens in {measured}, more than --max-length "
+            f"{max_length}. Shorten the row, raise --max-length, or choose --overlong truncate or drop"
+        )
+    kept, count = documents.take(np.flatnonzero(~is_over)), int(is_over.sum())
+    return kept, Cut(overlong=count, dropped=count, tokens=len(documents.values) - len(kept.values))
+
+
 def _truncate(documents: Documents, max_length: int) -> Documents:
     lengths = documents.lengths
     kept = np.minimum(lengths, max_length)

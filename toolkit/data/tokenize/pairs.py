@@ -10,23 +10,62 @@ begin to differ, cut back by the same rule, and it leaves each answer a token of
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from toolkit.config import Refusal
+from toolkit.config import DataConfig, Refusal
+from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, describe, read_messages, read_options, with_origin
 from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents
-from toolkit.data.tokenize.masks import ChatTemplate, Message, check_rendered, common_prefix, supervised_tokens, turn_start
-from toolkit.data.tokenize.preferences import PARTS, Preference, read_preferences
+from toolkit.data.tokenize.format import Format
+from toolkit.data.tokenize.masks import (
+    ChatTemplate,
+    Message,
+    check_rendered,
+    common_prefix,
+    read_chat_template,
+    supervised_tokens,
+    turn_start,
+)
+from toolkit.data.tokenize.pair_cutting import cut_pairs
+from toolkit.data.tokenize.preferences import (
+    PAIR,
+    PARTS,
+    Preference,
+    describe_preference,
+    plan_preference,
+    read_preferences,
+)
 from toolkit.data.tokenize.tool_calls import odd_tool_turns
 from toolkit.system.console import quoted
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from tokenizers import Encoding
+    from transformers import PreTrainedTokenizerBase
 
 SIDES = ("chosen", "rejected")
+
+
+def preference_format(pairs_per_prompt: str = "best_worst", max_pairs_per_prompt: int = 10) -> Format:
+    """How pairs of a better and a worse answer are read; of lists of answers these settings say which pairs they make."""
+    import pyarrow as pa
+
+    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> PairRows:
+        template = read_chat_template(encoder.tokenizer) if plan.layout.startswith("chat") else None
+        of_lists = (pairs_per_prompt, max_pairs_per_prompt)
+        return PairRows(plan, encoder, template, config.max_length, config.overlong, *of_lists)
+
+    def columns(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> dict[str, pa.DataType]:
+        fields = {name: pa.int32() for name in (*PARTS, PAIR)}
+        return fields | ({"margin": pa.float32()} if plan.margin else {})
+
+    return Format(
+        "preference", lambda splits, config: (plan_preference(splits, config, pairs_per_prompt), []), rows, columns,
+        lambda plan, tokenizer: describe_preference(plan, pairs_per_prompt), _show,
+        part_names=("prompt", "chosen", "rejected"), settings=(pairs_per_prompt, max_pairs_per_prompt), numbered=PAIR,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -234,63 +273,13 @@ def _prompt_tokens(text: PairText, encodings: list[Encoding], sides: list[list[i
     return prompt, is_joined
 
 
-def cut_pairs(documents: Documents, max_length: int, overlong: str, bos: int | None) -> tuple[Documents, Cut]:
-    """No prompt with either of its answers longer than `max_length`: by truncating, dropping or refusing.
 
-    Truncation takes the same from both sides of a pair, so that they keep one prompt. That gives way first, from its left
-    (a BOS stays), as far as the longer answer needs the room, down to half of `max_length`. Then answers longer than the
-    room that is left lose their end, both at the same place. TRL 1.16 never cuts a prompt: it cuts the end of prompt and
-    answer together, so that a long prompt leaves its answers a few tokens and no end, and it drops the pair when the prompt
-    alone fills `max_length`. Here the answers come first, since the comparison is about them and their end is part of it.
-
-    A pair whose answers are the same once they are cut is dropped.
-    """
-    is_over = documents.whole > max_length
-    if not is_over.any():
-        return documents, Cut()
-    if overlong == "refuse":
-        worst = int(np.argmax(documents.whole))
-        raise Refusal(
-            f"{documents.origins[worst]}: {documents.whole[worst]:,} tokens in the prompt with its longer answer, more than "
-            f"--max-length {max_length}. Shorten the row, raise --max-length, or choose --overlong truncate or drop"
-        )
-    if overlong == "drop":
-        kept, dropped, identical, clipped = documents.take(np.flatnonzero(~is_over)), int(is_over.sum()), 0, 0
-    else:
-        cut, is_clipped = _truncate(documents, max_length, bos)
-        is_same = np.zeros(len(cut), dtype=bool)
-        is_same[is_over] = [_has_one_answer(cut, row) for row in np.flatnonzero(is_over).tolist()]
-        kept, dropped, identical, clipped = cut.take(np.flatnonzero(~is_same)), 0, int(is_same.sum()), int(is_clipped.sum())
-    tokens = len(documents.values) - len(kept.values)
-    return kept, Cut(int(is_over.sum()), dropped, tokens=tokens, identical=identical, clipped=clipped)
+def _show(row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Piece]]:
+    return "", show_parts(row, PARTS, tokenizer)
 
 
-def _truncate(documents: Documents, max_length: int, bos: int | None) -> tuple[Documents, np.ndarray]:
-    """All pairs within `max_length`, and which of them lost some of their prompt."""
-    whole = np.array([documents.columns[name] for name in PARTS], dtype=np.int64)  # [3, pairs]
-    prompt, answer = whole[0], whole[1:].max(axis=0)
-    kept_prompt = np.minimum(prompt, np.maximum(max_length - answer, max_length // 2))
-    kept = np.stack([kept_prompt, *np.minimum(whole[1:], max_length - kept_prompt)])
-    lengths = whole.T.ravel()  # of all parts, in the order of the tokens
-    starts = np.cumsum(lengths) - lengths
-    place = np.arange(len(documents.values)) - np.repeat(starts, lengths)
-    first, end = np.zeros_like(kept), kept.copy()  # what is kept of a part
-    first[0], end[0] = prompt - kept_prompt, prompt
-    is_kept = (place >= np.repeat(first.T.ravel(), lengths)) & (place < np.repeat(end.T.ravel(), lengths))
-    if bos is not None:  # it stays in the place of the first token that would
-        begins = documents.bounds[:-1]
-        with_bos = np.flatnonzero((first[0] > 0) & (documents.values[begins] == bos))
-        is_kept[begins[with_bos] + first[0, with_bos]] = False
-        is_kept[begins[with_bos]] = True
-    assert documents.labels is not None
-    columns = {**documents.columns, **{name: part.tolist() for name, part in zip(PARTS, kept, strict=True)}}
-    bounds = np.concatenate([[0], np.cumsum(kept.sum(axis=0))])
-    values, labels = documents.values[is_kept], documents.labels[is_kept]
-    return replace(documents, values=values, labels=labels, bounds=bounds, columns=columns), kept_prompt < prompt
-
-
-def _has_one_answer(documents: Documents, row: int) -> bool:
-    prompt, chosen, rejected = (documents.columns[name][row] for name in PARTS)
-    start = int(documents.bounds[row]) + prompt
-    answers = documents.values[start : start + chosen + rejected]
-    return bool(np.array_equal(answers[:chosen], answers[chosen:]))
+def show_parts(row: dict[str, Any], parts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+    """The text of each part of a tokenized row; `parts`: the columns that hold how many tokens each has."""
+    bounds = list(accumulate((row[name] for name in parts), initial=0))
+    pieces = [row["input_ids"][start:end] for start, end in pairwise(bounds)]
+    return part_pieces(pieces, lambda ids: str(tokenizer.decode(ids)))

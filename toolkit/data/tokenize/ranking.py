@@ -20,7 +20,7 @@ from toolkit.data.compat import fingerprint_of, set_fingerprint
 from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.classification import PairFrame, pair_frame
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, wrong_columns
-from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents
+from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents, leave_out
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.system.console import quoted
 
@@ -177,15 +177,8 @@ class RankingRows:
         is_over = documents.whole > self.max_length
         if not is_over.any():
             return documents, Cut()
-        if self.overlong == "refuse":
-            worst = int(np.argmax(documents.whole))
-            raise Refusal(
-                f"{documents.origins[worst]}: {documents.whole[worst]:,} tokens in the query with its longest document, more "
-                f"than --max-length {self.max_length}. Shorten it, raise --max-length, or choose --overlong truncate or drop"
-            )
-        if self.overlong == "drop":
-            kept = documents.take(np.flatnonzero(~is_over))
-            return kept, Cut(int(is_over.sum()), int(is_over.sum()), tokens=len(documents.values) - len(kept.values))
+        if self.overlong != "truncate":
+            return leave_out(documents, self.max_length, self.overlong, "the query with its longest document")
         kept = self._truncated(documents, is_over)
         return kept, Cut(overlong=int(is_over.sum()), tokens=len(documents.values) - len(kept.values))
 

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import DataConfig, EmbeddingConfig, RankingConfig, Refusal, Seq2SeqConfig
-from toolkit.data.report import ANSWER_CLASSES, DataReport, Piece, part_pieces
-from toolkit.data.tokenize.answers import ANSWER_COLUMNS, AnswerRows, weight_notes
+from toolkit.data.report import DataReport, Piece
+from toolkit.data.tokenize.answers import unpaired_format, weight_notes
 from toolkit.data.tokenize.classification import classification_format
 from toolkit.data.tokenize.columns import Plan, columns_of, is_wrapped
-from toolkit.data.tokenize.documents import Encoder
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.language import language_format
 from toolkit.data.tokenize.languages import set_languages
 from toolkit.data.tokenize.masked_lm import masked_lm_format
-from toolkit.data.tokenize.masks import read_chat_template
-from toolkit.data.tokenize.pairs import PairRows
-from toolkit.data.tokenize.preferences import (
-    ANSWER,
-    PAIR,
-    PARTS,
-    PARTS_OF_AN_ANSWER,
-    describe_preference,
-    plan_preference,
-    plan_unpaired,
-)
+from toolkit.data.tokenize.pairs import preference_format
+from toolkit.data.tokenize.preferences import PAIR
 from toolkit.data.tokenize.prepare import STREAM_ROWS, tokenize_splits, tokenize_streams
 from toolkit.data.tokenize.question_answering import question_answering_format
 from toolkit.data.tokenize.ranking import ranking_format
@@ -36,7 +25,6 @@ from toolkit.data.tokenize.text_groups import text_group_format
 from toolkit.data.tokenize.token_tags import token_classification_format
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
 PLAIN_PROMPTS = ("prompt_completion", "text_pairs", "text_lists", "text_answers")
@@ -254,45 +242,6 @@ def tokenize_for_seq2seq(splits: Splits, tokenizer: PreTrainedTokenizerBase, con
     return prepare(form, splits, tokenizer, config)
 
 
-def preference_format(pairs_per_prompt: str = "best_worst", max_pairs_per_prompt: int = 10) -> Format:
-    """How pairs of a better and a worse answer are read; of lists of answers these settings say which pairs they make."""
-    import pyarrow as pa
-
-    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> PairRows:
-        template = read_chat_template(encoder.tokenizer) if plan.layout.startswith("chat") else None
-        of_lists = (pairs_per_prompt, max_pairs_per_prompt)
-        return PairRows(plan, encoder, template, config.max_length, config.overlong, *of_lists)
-
-    def columns(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> dict[str, pa.DataType]:
-        fields = {name: pa.int32() for name in (*PARTS, PAIR)}
-        return fields | ({"margin": pa.float32()} if plan.margin else {})
-
-    return Format(
-        "preference", lambda splits, config: (plan_preference(splits, config, pairs_per_prompt), []), rows, columns,
-        lambda plan, tokenizer: describe_preference(plan, pairs_per_prompt), _show_pair,
-        part_names=("prompt", "chosen", "rejected"), settings=(pairs_per_prompt, max_pairs_per_prompt), numbered=PAIR,
-    )  # fmt: skip
-
-
-def unpaired_format() -> Format:
-    """How single answers are read, each marked desirable or undesirable, or made of a pair."""
-    import pyarrow as pa
-
-    as_pairs = preference_format()
-
-    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> AnswerRows:
-        pairs = as_pairs.rows(plan, encoder, config)
-        assert isinstance(pairs, PairRows)
-        return AnswerRows(pairs)
-
-    return Format(
-        "unpaired", lambda splits, config: (plan_unpaired(splits, config), []), rows,
-        lambda plan, tokenizer: {name: pa.type_for_alias(kind) for name, kind in ANSWER_COLUMNS.items()},
-        lambda plan, tokenizer: describe_preference(plan), _show_answer, part_names=("prompt", "completion"),
-        class_names=lambda plan: ANSWER_CLASSES, numbered=ANSWER,
-    )  # fmt: skip
-
-
 FORMATS: dict[str, Callable[[DataConfig], Format]] = {
     "sft": lambda config: language_format("sft"),
     "lm": lambda config: language_format("lm"),
@@ -367,17 +316,3 @@ def example_of(form: Format, row: dict[str, Any], plan: Plan, tokenizer: PreTrai
     said, pieces = form.show(row, plan, tokenizer)
     origin = row.get("origin") or "row 0"
     return f"{origin}, {said}" if said else origin, pieces
-
-
-def _show_pair(row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Piece]]:
-    return "", _parts(row, PARTS, tokenizer)
-
-
-def _show_answer(row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Piece]]:
-    return "desirable" if row["desirable"] else "undesirable", _parts(row, PARTS_OF_AN_ANSWER, tokenizer)
-
-
-def _parts(row: dict[str, Any], parts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    bounds = list(accumulate((row[name] for name in parts), initial=0))
-    pieces = [row["input_ids"][start:end] for start, end in pairwise(bounds)]
-    return part_pieces(pieces, lambda ids: str(tokenizer.decode(ids)))

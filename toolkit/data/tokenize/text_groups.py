@@ -16,7 +16,7 @@ import numpy as np
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.report import Piece
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, wrong_columns
-from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents
+from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents, leave_out
 from toolkit.data.tokenize.format import Format, Splits
 
 if TYPE_CHECKING:
@@ -116,18 +116,10 @@ class TextGroups:
         is_over = documents.whole > self.max_length
         if not is_over.any():
             return documents, Cut()
-        if self.overlong == "refuse":
-            worst = int(np.argmax(documents.whole))
-            raise Refusal(
-                f"{documents.origins[worst]}: {documents.whole[worst]:,} tokens in its longest text, more than --max-length "
-                f"{self.max_length}. Shorten the text, raise --max-length, or choose --overlong truncate or drop"
-            )
-        if self.overlong == "truncate":
-            lost = documents.whole - [max(tokens) for tokens in documents.columns["text_tokens"]]
-            return documents, Cut(overlong=int(is_over.sum()), tokens=int(lost.sum()))
-        kept = documents.take(np.flatnonzero(~is_over))
-        count = int(is_over.sum())
-        return kept, Cut(overlong=count, dropped=count, tokens=len(documents.values) - len(kept.values))
+        if self.overlong != "truncate":
+            return leave_out(documents, self.max_length, self.overlong, "its longest text")
+        lost = documents.whole - [max(tokens) for tokens in documents.columns["text_tokens"]]
+        return documents, Cut(overlong=int(is_over.sum()), tokens=int(lost.sum()))
 
     def _score(self, value: Any, origin: str) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
