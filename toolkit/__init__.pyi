@@ -73,18 +73,20 @@ from .data.tokenize.tasks import (
     tokenize_for_unpaired as tokenize_for_unpaired,
 )
 from .data.tokenize.token_tags import Tags as Tags, find_tags as find_tags
-from .demo_corpus.baselines import (
+from .demo_corpus.bm25 import ranking_baselines as ranking_baselines
+from .demo_corpus.class_baselines import class_baselines as class_baselines
+from .demo_corpus.language_baselines import (
     answer_baselines as answer_baselines,
-    class_baselines as class_baselines,
-    copy_baselines as copy_baselines,
     masked_token_baselines as masked_token_baselines,
-    preference_baselines as preference_baselines,
     text_baselines as text_baselines,
+)
+from .demo_corpus.preference_baselines import (
+    preference_baselines as preference_baselines,
     unpaired_baselines as unpaired_baselines,
 )
-from .demo_corpus.bm25 import ranking_baselines as ranking_baselines
 from .demo_corpus.question_baselines import question_baselines as question_baselines
 from .demo_corpus.retrieval_baselines import retrieval_baselines as retrieval_baselines
+from .demo_corpus.seq2seq_baselines import copy_baselines as copy_baselines
 from .demo_corpus.tag_baselines import tag_baselines as tag_baselines
 from .diagnostics.memory_table import (
     memory_table as memory_table,
