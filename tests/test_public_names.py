@@ -480,6 +480,21 @@ def single_answers() -> None:
     assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_kl"] == 0
 
 
+@shows("PromptConfig", "tokenize_for_prompts", "collate_prompts")
+def prompts_with_answers() -> None:
+    @dataclass(frozen=True)
+    class Config(tk.DataConfig, tk.PromptConfig):
+        max_steps: int | None = 1
+
+    raw = rows(prompt=[f"What is {n}?" for n in range(20)], answer=TEXTS)
+    splits = tk.tokenize_for_prompts(raw, tokenizer(), Config())
+    train, _ = tk.build_dataloaders(splits, tk.collate_prompts, Config())
+    batch = next(iter(train.batches())).micro_batches[0]
+    asked = tokenizer().batch_decode(batch["prompt_ids"])
+    assert asked == [row["prompt"] for row in batch["rows"]] == [f"What is {number}?" for number in batch["prompt"]]
+    assert [row["answer"] for row in batch["rows"]] == [TEXTS[number] for number in batch["prompt"]]
+
+
 @dataclass(frozen=True)
 class Preferring(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.PreferenceConfig, tk.ReferenceConfig, tk.AdapterConfig, tk.RunConfig):
     reference: str = "model"

@@ -40,12 +40,14 @@ from .config.methods import (
     TokenClassificationConfig as TokenClassificationConfig,
     UnpairedConfig as UnpairedConfig,
 )
+from .config.prompts import PromptConfig as PromptConfig
 from .config.setting import Refusal as Refusal, Settings as Settings, setting as setting
 from .data.loading.batch import Batch as Batch
 from .data.loading.collate import collate_packed as collate_packed, collate_padded as collate_padded
 from .data.loading.collate_answers import collate_answers as collate_answers
 from .data.loading.collate_lists import collate_lists as collate_lists
 from .data.loading.collate_pairs import collate_pairs as collate_pairs
+from .data.loading.collate_prompts import collate_prompts as collate_prompts
 from .data.loading.collate_seq2seq import collate_seq2seq as collate_seq2seq
 from .data.loading.collate_texts import collate_text_groups as collate_text_groups
 from .data.loading.collate_windows import collate_windows as collate_windows
@@ -65,6 +67,7 @@ from .data.tokenize.tasks import (
     tokenize_for_lm as tokenize_for_lm,
     tokenize_for_masked_lm as tokenize_for_masked_lm,
     tokenize_for_preference as tokenize_for_preference,
+    tokenize_for_prompts as tokenize_for_prompts,
     tokenize_for_question_answering as tokenize_for_question_answering,
     tokenize_for_ranking as tokenize_for_ranking,
     tokenize_for_seq2seq as tokenize_for_seq2seq,

@@ -23,13 +23,16 @@ from toolkit.config import (
     Seq2SeqConfig,
     TokenClassificationConfig,
 )
+from toolkit.config.prompts import PromptConfig
 from toolkit.system.console import printable, say, write
 
 if TYPE_CHECKING:
     import numpy as np
 
     from toolkit.data.inspection import Inspection, Problem
+    from toolkit.data.report import DataReport
 
+_TASKS = (*TASKS, "prompts")  # of which no model is evaluated: what is said to them is sampled
 _BAR = 30  # columns
 _MOST_BINS = 12
 
@@ -38,7 +41,7 @@ _MOST_BINS = 12
 class _Config(
     EmbeddingConfig,
     ModelConfig, DataConfig, ClassificationConfig, RankingConfig, QuestionAnsweringConfig, MaskedLMConfig,
-    TokenClassificationConfig, Seq2SeqConfig,
+    TokenClassificationConfig, Seq2SeqConfig, PromptConfig,
 ):  # fmt: skip
     """What is read of a recipe's settings."""
 
@@ -55,7 +58,7 @@ def inspect(
     task: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(TASKS), help="What to train on it. Default: what the columns are known for.", show_default=False
+            metavar="|".join(_TASKS), help="What to train on it. Default: what the columns are known for.", show_default=False
         ),
     ] = None,
     config: Annotated[
@@ -69,6 +72,7 @@ def inspect(
     trust_remote_code: Annotated[bool | None, option(_Config, "trust_remote_code")] = None,
     max_length: Annotated[str | None, option(_Config, "max_length")] = None,
     overlong: Annotated[str | None, option(_Config, "overlong")] = None,
+    max_prompt_length: Annotated[str | None, option(_Config, "max_prompt_length")] = None,
     packing: Annotated[bool | None, option(_Config, "packing")] = None,
     packing_strategy: Annotated[str | None, option(_Config, "packing_strategy")] = None,
     per_device_train_batch_size: Annotated[str | None, option(_Config, "per_device_train_batch_size")] = None,
@@ -101,8 +105,8 @@ def inspect(
     settings = read_options(_Config, typed, config)
     if dataset is None and config is None:
         raise typer.BadParameter("which? Give a file, a folder, a Hub id or stdlib:NAME.", param_hint="DATASET")
-    if task is not None and task not in TASKS:
-        raise typer.BadParameter(f"{task}: is none of {', '.join(TASKS)}.", param_hint="--task")
+    if task is not None and task not in _TASKS:
+        raise typer.BadParameter(f"{task}: is none of {', '.join(_TASKS)}.", param_hint="--task")
 
     from toolkit.data.inspection import guess_task, inspect_splits
     from toolkit.data.sources.load import load_splits
@@ -141,7 +145,7 @@ def _show(found: "Inspection", task: str, splits: Any, settings: _Config) -> Non
         first, *rest, "",
     ]  # fmt: skip
     if len(found.whole["train"]):
-        lines += ["Lengths of train, in tokens", *_histogram(found.whole["train"], settings), ""]
+        lines += ["Lengths of train, in tokens", *_histogram(found.whole["train"], found.report), ""]
     if task in ("sft", "lm", "masked_lm") and len(found.kept.get("train", ())):
         lines += [_packing(found.kept["train"], settings), ""]
     for origin, pieces in found.examples:
@@ -150,7 +154,7 @@ def _show(found: "Inspection", task: str, splits: Any, settings: _Config) -> Non
     write("\n".join(lines) + "\n", sys.stdout)
 
 
-def _histogram(lengths: "np.ndarray", settings: _Config) -> list[str]:
+def _histogram(lengths: "np.ndarray", report: "DataReport") -> list[str]:
     """A bar for each stretch of lengths; all beyond the 99th percentile in the last one."""
     import numpy as np
 
@@ -170,9 +174,9 @@ def _histogram(lengths: "np.ndarray", settings: _Config) -> list[str]:
         f"  {name:>{width}}  {sign * max(round(_BAR * count / most), count > 0):<{_BAR}}  {count:>{len(f'{most:,}')},}"
         for name, count in rows
     ]
-    over = int((lengths > settings.max_length).sum())
+    over = int((lengths > report.max_length).sum())
     share = f"{over:,} of {len(lengths):,} ({over / len(lengths):.1%})"
-    return [*lines, f"  longer than --max-length {settings.max_length:,}: {share if over else 'none'}"]
+    return [*lines, f"  longer than {report.length_flag} {report.max_length:,}: {share if over else 'none'}"]
 
 
 def _steps() -> Any:

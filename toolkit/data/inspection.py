@@ -90,6 +90,8 @@ def guess_task(columns: list[str]) -> str:
         return "sft"
     if present & {"text", "input_ids"}:
         return "lm"
+    if present & {"prompt", "problem"}:
+        return "prompts"
     shown = ", ".join(name for name in columns if name != "origin")
     renames = [likely_renames(columns, (layout,)) for layout in _LIKELY]
     meant = " or ".join(f"--rename-columns {each}" for each in dict.fromkeys(renames) if each)
@@ -97,7 +99,7 @@ def guess_task(columns: list[str]) -> str:
         f"The columns {shown or '(none)'} are none that training knows: messages; prompt and completion; text; text and label; "
         f"anchor and positive; sentence1, sentence2 and score; "
         f"chosen and rejected; query, documents and labels; question, context and answers; instruction, input and output; "
-        f"tokens and tags; source and target; input_ids. "
+        f"tokens and tags; source and target; prompt; input_ids. "
         + (f"Did you mean: {meant}" if meant else "Rename with --rename-columns old=new")
     )
 
@@ -143,7 +145,7 @@ def inspect_splits(
         if refused and not len(whole[name]):
             continue  # of rows that were all refused nothing more can be said
         try:
-            counts.append(reader.summarize(measures, config.max_length, train_rows))
+            counts.append(reader.summarize(measures, form.longest(config), train_rows))
         except NeedsBothKinds as refusal:
             if not any(what.startswith("label is ") for what in refused):  # which kind those are is not known
                 problems.append(Problem(name, "", str(refusal)))
@@ -153,8 +155,9 @@ def inspect_splits(
             train_rows.update(row for part in measures for row in part.rows)
     first = next(iter(plans.values()))
     report = DataReport(
-        form.describe(first, tokenizer), config.max_length, form.overlong or config.overlong, counts, notes,
+        form.describe(first, tokenizer), form.longest(config), form.overlong or config.overlong, counts, notes,
         example_names=form.part_names, first_rows=_stream_rows(config) if is_stream else None,
+        length_flag=form.length_flag,
     )  # fmt: skip
     rows = [row for documents in candidates for row in _rows(documents)]
     chosen: list[int] = np.unique(np.linspace(0, len(rows) - 1, num_examples).astype(int)).tolist() if rows else []

@@ -96,6 +96,7 @@ class DataReport:
     example_origin: str = ""
     example_names: tuple[str, ...] = ()  # of the pieces, where each is shown by itself
     first_rows: int | None = None  # of a stream: how many rows were counted
+    length_flag: str = "--max-length"  # of the setting that says the longest length
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _count_turn_ends(documents: Documents, rules: Rules) -> tuple[int, int]:
 
 def summarize(
     name: str, measures: list[Measures], is_masked: bool, max_length: int, classes: list[str],
-    train_rows: Set[int] = frozenset(),
+    train_rows: Set[int] = frozenset(), length_flag: str = "--max-length",
 ) -> SplitCounts:  # fmt: skip
     """Counts of a split; `train_rows` are the hashes of the training split's rows, for another split.
 
@@ -154,7 +155,7 @@ def summarize(
     if not sums["examples"] and len(whole):
         raise Refusal(
             f"Nothing is left of the {name} split: of its {len(whole):,} examples {sums['overlong']:,} are longer than "
-            f"--max-length {max_length}, and {sums['unsupervised']:,} have no supervised token within it. Raise it: the "
+            f"{length_flag} {max_length}, and {sums['unsupervised']:,} have no supervised token within it. Raise it: the "
             f"longest example has {whole.max():,} tokens."
         )
     if name == "train" and is_masked and sums["ends"] and not sums["kept_ends"]:

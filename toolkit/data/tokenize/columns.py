@@ -60,8 +60,8 @@ class Plan:
 
     `layout` is text, prompt_completion, chat, prompted_chat (prompt and completion are lists of messages), alpaca or tokenized;
     `supervise` is all, completion, assistant (its turns), answers (its turns in the completion), labels (as the rows say),
-    class, span (of a context), pair (both answers of a preference), answer (a single one), or the scheme of its tags (plain,
-    iob1, iob2, iobes); of these the layout is words, or spans over a text.
+    class, span (of a context), prompt (nothing: answers are sampled), pair (both answers of a preference), answer (a single
+    one), or the scheme of its tags (plain, iob1, iob2, iobes); of these the layout is words, or spans over a text.
     """
 
     layout: str
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def is_masked(self) -> bool:
-        return self.supervise not in ("all", "class", "span")
+        return self.supervise not in ("all", "class", "span", "prompt")
 
 
 def columns_of(split: Dataset | IterableDataset, name: str) -> list[str]:

@@ -55,6 +55,7 @@ class Format:
     ends_texts: whether the end of a text is learned, so that the tokenizer must have one.
     gather(splits): where several rows make one example, splits in which they are one row.
     overlong: what becomes of over-long rows, in the words of --overlong, where that setting has no say in it.
+    max_length, length_flag: the longest row, where another setting than --max-length says it, and that one's flag.
     """
 
     task: str
@@ -71,3 +72,9 @@ class Format:
     ends_texts: bool = True
     gather: Callable[[Splits], Splits] = lambda splits: splits
     overlong: str | None = None
+    max_length: int | None = None
+    length_flag: str = "--max-length"
+
+    def longest(self, config: DataConfig) -> int:
+        """Most tokens of a row."""
+        return self.max_length or config.max_length

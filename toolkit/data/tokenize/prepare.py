@@ -77,7 +77,7 @@ def tokenize_streams(
         if not first:
             raise _no_rows(name)
         _, measures = reader.read({column: [row.get(column) for row in first] for column in reader.plan.columns}, 0)
-        counts.append(reader.summarize([measures], config.max_length, set()))
+        counts.append(reader.summarize([measures], form.longest(config), set()))
         columns = list(split.column_names or first[0])
         work = partial(_stream_batch, reader=reader)
         tokenized[name] = split.map(work, batched=True, batch_size=STREAM_ROWS, with_indices=True, remove_columns=columns)
@@ -112,7 +112,7 @@ class Reader:
     def summarize(self, measures: list[Measures], max_length: int, train_rows: set[int]) -> SplitCounts:
         """The counts of all batches of the split; `train_rows` are hashes of those of the training split."""
         classes = [*self.form.class_names(self.plan)]
-        return summarize(self.name, measures, self.plan.is_masked, max_length, classes, train_rows)
+        return summarize(self.name, measures, self.plan.is_masked, max_length, classes, train_rows, self.form.length_flag)
 
 
 def build_reader(form: Format, name: str, plan: Plan, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Reader:
@@ -139,7 +139,7 @@ def _write(
         schema = _schema(reader, tokenizer)
         tables = _tables(split, reader, schema, measures, digest, numbers, config.preprocessing_num_workers or 1)
         write_tables(folder / f"{name}.arrow", schema, tables)
-        counts.append(vars(reader.summarize(measures, config.max_length, train_rows)))
+        counts.append(vars(reader.summarize(measures, form.longest(config), train_rows)))
         digests[name] = f"tokens-{digest.hexdigest()}-{name}"
         if name == "train":
             train_rows.update(row for part in measures for row in part.rows)

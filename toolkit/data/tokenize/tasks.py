@@ -18,6 +18,7 @@ from toolkit.data.tokenize.masked_lm import masked_lm_format
 from toolkit.data.tokenize.pairs import preference_format
 from toolkit.data.tokenize.preferences import PAIR
 from toolkit.data.tokenize.prepare import STREAM_ROWS, tokenize_splits, tokenize_streams
+from toolkit.data.tokenize.prompts import prompt_format
 from toolkit.data.tokenize.question_answering import question_answering_format
 from toolkit.data.tokenize.ranking import ranking_format
 from toolkit.data.tokenize.seq2seq import seq2seq_format
@@ -27,7 +28,7 @@ from toolkit.data.tokenize.token_tags import token_classification_format
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PLAIN_PROMPTS = ("prompt_completion", "text_pairs", "text_lists", "text_answers")
+PLAIN_PROMPTS = ("prompt_completion", "text_pairs", "text_lists", "text_answers", "text_prompt")
 
 
 class Tokenized(dict[str, Any]):
@@ -242,6 +243,23 @@ def tokenize_for_seq2seq(splits: Splits, tokenizer: PreTrainedTokenizerBase, con
     return prepare(form, splits, tokenizer, config)
 
 
+def tokenize_for_prompts(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
+    """Prompts to sample completions for.
+
+    A row's `input_ids` are the prompt's tokens: messages are rendered with the chat template up to where an answer begins, and
+    so are questions and problems where the tokenizer has a chat template; a `prompt` that is text is taken as it is, behind
+    BOS if the tokenizer uses one. `row` is JSON of all columns of the data and of the prompt as given, text or messages, under
+    `prompt`; `prompt` numbers the rows of all splits, those of train first; `length` and `origin`.
+
+    Columns that are read: `prompt`, text or messages; `messages`, whose last answer is left out; `question`, `problem`; any
+    others are kept for reward functions. `config` holds the settings of PromptConfig too. Over-long prompts are never cut.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    return prepare(prompt_format(config), splits, tokenizer, config)
+
+
 FORMATS: dict[str, Callable[[DataConfig], Format]] = {
     "sft": lambda config: language_format("sft"),
     "lm": lambda config: language_format("lm"),
@@ -256,6 +274,7 @@ FORMATS: dict[str, Callable[[DataConfig], Format]] = {
     "masked_lm": masked_lm_format,
     "token_classification": token_classification_format,
     "seq2seq": seq2seq_format,
+    "prompts": prompt_format,
 }
 
 
@@ -277,8 +296,9 @@ def prepare(task: Format | str, splits: Splits, tokenizer: PreTrainedTokenizerBa
     first = next(iter(tokenized))
     origin, example = example_of(form, next(iter(tokenized[first])), plans[first], tokenizer)
     return Tokenized(tokenized, DataReport(
-        form.describe(plans[first], tokenizer), config.max_length, form.overlong or config.overlong, counts, notes, example,
+        form.describe(plans[first], tokenizer), form.longest(config), form.overlong or config.overlong, counts, notes, example,
         origin, example_names=form.part_names, first_rows=STREAM_ROWS if is_stream else None,
+        length_flag=form.length_flag,
     ))  # fmt: skip
 
 
@@ -297,9 +317,9 @@ def plan_splits(
     unread = [column for column in columns_of(splits[name], name) if column not in plan.columns]
     if unread:
         notes.append(f"columns not read: {', '.join(unread)}")
-    if config.max_length > tokenizer.model_max_length:
+    if form.longest(config) > tokenizer.model_max_length:
         limit = f"the limit of {tokenizer.model_max_length} tokens that the tokenizer has for its model"
-        notes.append(f"--max-length {config.max_length} is above {limit}")
+        notes.append(f"{form.length_flag} {form.longest(config)} is above {limit}")
     if plan.layout in PLAIN_PROMPTS and tokenizer.chat_template:
         notes.append(
             "prompts are plain text, trained without the tokenizer's chat template; it is applied to messages ({role, content})"
