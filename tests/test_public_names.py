@@ -112,7 +112,7 @@ def settings() -> None:
 
 @shows(
     "AdapterConfig", "CausalLMConfig", "LossConfig", "ClassificationConfig", "PairsConfig", "PreferenceConfig", "RankedAnswersConfig",
-    "RankingConfig", "ReferenceConfig", "RewardConfig", "SampleConfig", "TokenClassificationConfig", "UnpairedConfig", "MaskedLMConfig",
+    "RankingConfig", "ReferenceConfig", "RewardConfig", "RewardFunctionsConfig", "SampleConfig", "TokenClassificationConfig", "UnpairedConfig", "MaskedLMConfig",
 )  # fmt: skip
 def settings_of_methods() -> None:
     assert tk.AdapterConfig().lora_r > 0
@@ -126,6 +126,7 @@ def settings_of_methods() -> None:
     assert tk.ReferenceConfig().reference == "auto"
     assert tk.RankingConfig().ranking_loss
     assert tk.RewardConfig()
+    assert tk.RewardFunctionsConfig(reward_funcs=["number"]).on_reward_error == "stop"
     assert tk.SampleConfig(num_samples=2).num_samples == 2
     assert tk.TokenClassificationConfig(tag_scheme="iob2").tag_scheme == "iob2"
     assert tk.UnpairedConfig(beta=0.2).beta == 0.2
@@ -431,7 +432,7 @@ def pairs() -> None:
     assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_reward_margin"] == 0
 
 
-@shows("reward_loss", "reward_metrics", "pair_rewards")
+@shows("reward_loss", "reward_metrics", "pair_rewards", "answer_rewards")
 def rewards() -> None:
     splits, model = tk.tokenize_for_preference(preferences(), tokenizer(), tk.DataConfig(max_length=64)), classifier(1)
     collate = functools.partial(tk.collate_pairs, layout="padded", pad_token_id=tokenizer().pad_token_id)
@@ -441,6 +442,19 @@ def rewards() -> None:
     assert loss > 0
     _, evaluation = tk.build_dataloaders(splits, collate, tk.DataConfig())
     assert "eval_reward_accuracy" in tk.eval_with_gather(accelerator(), model, evaluation, tk.reward_metrics())
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    assert tk.answer_rewards(model, inputs).shape == (1,)
+
+
+@shows("Rollout", "Reward", "load_rewards", "score_rollouts")
+def rewards_of_completions() -> None:
+    row = {"prompt": "What is 2 + 2?", "answer": "4"}
+    rollouts = [tk.Rollout(0, index, [5, 6], [7], [-0.1], False, row, text) for index, text in enumerate(["It is 4.", "5"])]
+    loaded = tk.load_rewards(tk.RewardFunctionsConfig(reward_funcs=["number"], reward_weights=[2.0]))
+    mine = tk.Reward("short", lambda completions, **columns: [-len(text) / 10 for text in completions])
+    scored = tk.score_rollouts(rollouts, [*loaded, mine], accelerator())
+    assert [each.rewards for each in scored] == [{"number": 1.0, "short": -0.8}, {"number": 0.0, "short": -0.1}]
+    assert [each.reward for each in scored] == [1.2, -0.1]
 
 
 @shows("tokenize_for_ranking", "collate_lists", "ranking_loss", "ranking_list_metrics", "ranking_baselines")

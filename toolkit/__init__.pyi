@@ -41,6 +41,7 @@ from .config.methods import (
     UnpairedConfig as UnpairedConfig,
 )
 from .config.prompts import PromptConfig as PromptConfig
+from .config.rewards import RewardFunctionsConfig as RewardFunctionsConfig
 from .config.setting import Refusal as Refusal, Settings as Settings, setting as setting
 from .data.loading.batch import Batch as Batch
 from .data.loading.collate import collate_packed as collate_packed, collate_padded as collate_padded
@@ -157,7 +158,12 @@ from .losses.preference import (
 )
 from .losses.question_answering import question_answering_loss as question_answering_loss
 from .losses.ranking import ranking_list_metrics as ranking_list_metrics, ranking_loss as ranking_loss
-from .losses.reward import pair_rewards as pair_rewards, reward_loss as reward_loss, reward_metrics as reward_metrics
+from .losses.reward import (
+    answer_rewards as answer_rewards,
+    pair_rewards as pair_rewards,
+    reward_loss as reward_loss,
+    reward_metrics as reward_metrics,
+)
 from .losses.seq2seq import seq2seq_loss as seq2seq_loss, seq2seq_metrics as seq2seq_metrics
 from .losses.token_classification import token_classification_loss as token_classification_loss
 from .losses.unpaired import (
@@ -201,6 +207,9 @@ from .preference.kl_estimate import estimate_kl as estimate_kl
 from .preference.pair_layouts import choose_answer_layout as choose_answer_layout, choose_pair_layout as choose_pair_layout
 from .preference.reference import Reference as Reference, build_reference as build_reference, sync_reference as sync_reference
 from .report.page import write_report as write_report
+from .rollouts.rewards import Reward as Reward, load_rewards as load_rewards
+from .rollouts.rollout import Rollout as Rollout
+from .rollouts.scoring import score_rollouts as score_rollouts
 from .runs.summary import Summary as Summary
 from .system.interruptions import Interrupted as Interrupted
 from .training.accelerator import build_accelerator as build_accelerator

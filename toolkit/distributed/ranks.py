@@ -59,6 +59,16 @@ def on_all(accelerator: Accelerator, action: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]  # an action that returned nothing returns None
 
 
+def from_all(accelerator: Accelerator, action: Callable[[], Result]) -> list[Result]:
+    """What `action` returned on each rank, on every rank; what one rank refuses or can't read, every rank refuses."""
+    result = on_all(accelerator, action)
+    if accelerator.num_processes == 1:
+        return [result]
+    results: list[Any] = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(results, result, group=_cpu_group())
+    return results
+
+
 @cache
 def _cpu_group() -> torch.distributed.ProcessGroup | None:
     """A group that takes CPU tensors: the default one where it does, else one of its own."""

@@ -62,9 +62,14 @@ def reward_metrics(*, center_rewards_coefficient: float | None = None, margin_co
 def pair_rewards(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Rewards of the chosen and of the rejected answers, each `[pairs]`, float32 or wider, from one forward pass."""
     inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
-    scores = model(**inputs).logits.squeeze(-1)
-    chosen, rejected = scores.to(torch.promote_types(scores.dtype, torch.float32)).chunk(2)
+    chosen, rejected = answer_rewards(model, inputs).chunk(2)
     return chosen, rejected
+
+
+def answer_rewards(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    """The reward of each row, `[rows]`, float32 or wider: a prompt with its answer, of `input_ids` and `attention_mask`."""
+    scores = model(**inputs).logits.squeeze(-1)
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 def reward_losses(

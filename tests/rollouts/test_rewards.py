@@ -1,0 +1,72 @@
+"""Loading rewards: each way to name one, and each mistake, refused before a model is loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.config import Refusal
+from toolkit.config.rewards import RewardFunctionsConfig
+from toolkit.rollouts.rewards import load_rewards
+
+GOOD = "def good(completions, **columns):\n    return [1.0] * len(completions)\n\nclass Kind:\n    pass\n\nnumber = 3\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good_rewards.py").write_text(GOOD)
+    (tmp_path / "broken_rewards.py").write_text("import nothing_of_that_name\n")
+    (tmp_path / "raising_rewards.py").write_text("x = 1\ny = x / 0\n")
+    (tmp_path / "written_wrong.py").write_text("def f(:\n")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def test_a_reward_is_found_by_module_file_and_in_trls_way(folder: Path) -> None:
+    """Fails when: the working directory is not looked in, or the name is the whole of what was written."""
+    (folder / "other.py").write_text(GOOD)
+    config = RewardFunctionsConfig(reward_funcs=["good_rewards:good", "./other.py:good", "exact_match"], reward_weights=[1, 2, 3])
+    rewards = load_rewards(config)
+    assert [(each.name, each.weight) for each in rewards] == [("good_rewards.good", 1), ("other.good", 2), ("exact_match", 3)]
+    assert [each.function(completions=["a"]) for each in rewards[:2]] == [[1.0], [1.0]]
+    dotted = load_rewards(RewardFunctionsConfig(reward_funcs=["good_rewards.good"], reward_processes=0))
+    assert [(each.name, each.weight) for each in dotted] == [("good", 1.0)]
+
+
+REFUSED = {
+    "none at all": ([], [], ["--reward-funcs", "no reward"]),
+    "no module": (["not_a_module_of_mine:f"], [], ["not_a_module_of_mine"]),
+    "no file": (["missing.py:f"], [], ["missing.py"]),
+    "an import in it": (["broken_rewards.py:f"], [], ["nothing_of_that_name"]),
+    "raises": (["raising_rewards:f"], [], ["ZeroDivisionError", "raising_rewards.py:2"]),
+    "syntax": (["written_wrong.py:f"], [], ["SyntaxError"]),
+    "no such name": (["good_rewards:goood"], [], ["Did you mean good"]),
+    "no function": (["good_rewards:number"], [], ["int 3"]),
+    "a class": (["good_rewards:Kind"], [], ["class"]),
+    "a mistyped name": (["exact_mach"], [], ["exact_match"]),
+    "no model in it": (["empty"], [], ["empty"]),
+    "fewer weights": (["exact_match", "number"], [1.0], ["--reward-weights", "2"]),
+    "more weights": (["exact_match"], [1.0, 2.0], ["--reward-weights"]),
+    "weights of 0": (["exact_match"], [0.0], ["--reward-weights"]),
+    "twice": (["exact_match", "exact_match"], [], ["twice"]),
+    "no length": (["length"], [], ["--reward-length"]),
+    "no name": (["good_rewards:"], [], ["module:function"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_reward_that_cannot_be_is_refused_when_it_is_loaded(folder: Path, case: str) -> None:
+    """Fails when: its check is taken out of `load_rewards` or `load_function`."""
+    written, weights, words = REFUSED[case]
+    with pytest.raises(Refusal) as refused:
+        load_rewards(RewardFunctionsConfig(reward_funcs=written, reward_weights=weights), tokenizer=object())  # type: ignore[arg-type]
+    assert [each for each in words if each not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize(("name", "settings"), [("regex", {"reward_pattern": "(["}), ("json_schema", {"reward_schema": "schema.json"}), ("json_schema", {"reward_schema": "no.json"})])
+def test_a_pattern_and_a_schema_that_are_none_are_refused_at_once(folder: Path, name: str, settings: dict[str, str]) -> None:
+    """Fails when: they are not compiled in `_built_in`."""
+    pytest.importorskip("jsonschema")
+    (folder / "schema.json").write_text('{"type": "objekt"}')
+    with pytest.raises(Refusal, match=next(iter(settings)).replace("_", "-")):
+        load_rewards(RewardFunctionsConfig(reward_funcs=[name], **settings))  # type: ignore[arg-type]

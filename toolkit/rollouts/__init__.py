@@ -1,0 +1,1 @@
+"""Rollouts: from prompts to scored completions, and what their rewards are worth."""

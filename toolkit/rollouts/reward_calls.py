@@ -1,0 +1,243 @@
+"""One call of a reward function: what it is given, what is taken of what it returns, and what is said of its faults.
+
+It has TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, and is called with the
+completions of one prompt. So the calls are the same for any batch and number of ranks. Nothing heavy is imported here: worker
+processes begin with this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+import os
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from toolkit.config import Refusal
+from toolkit.config.setting import nearest
+
+RewardFunction = Callable[..., list[float | None] | Awaitable[list[float | None]]]
+Call = dict[str, list[Any]]  # by argument: prompts, completions, completion_ids and the columns, one item a completion
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a process finds a function: `module:function` or `file.py:function`, and arguments that are always the same."""
+
+    written: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass
+class Outcome:
+    """What came of one call."""
+
+    values: list[float | None]  # of each completion; None where the function does not apply, or failed
+    problems: dict[int, str] = field(default_factory=dict)  # of the completions it failed for, by place
+    misfit: str = ""  # it can't be used at all: another number of values, an argument that no column has
+    output: str = ""  # what it wrote to the screen
+
+
+def failed(call: Call, problem: str) -> Outcome:
+    """The outcome of a call that ended without any value."""
+    count = len(call["completions"])
+    return Outcome([None] * count, dict.fromkeys(range(count), problem))
+
+
+def load_function(source: Source) -> RewardFunction:
+    """The function of a source.
+
+    Raises:
+        Refusal: it can't be imported, is not there, or can't be called.
+    """
+    written = source.written
+    place, colon, name = written.rpartition(":")
+    if not colon:  # as TRL writes it: module.function
+        place, _, name = written.rpartition(".")
+    flag = f"--reward-funcs {written}"
+    if not place or not name:
+        raise Refusal(f"{flag}: write module:function, or path/to/file.py:function.")
+    try:
+        module = _module_of_file(place, flag) if place.endswith(".py") else _import(place)
+    except Refusal:
+        raise
+    except ModuleNotFoundError as error:
+        missing = f"no module {error.name}" if error.name else str(error)
+        where = "" if error.name and place.startswith(error.name) else f", which {place} imports"
+        raise Refusal(
+            f"{flag}: there is {missing}{where}. A module is looked for as Python does, and in {os.getcwd()}; a file is "
+            "given as path/to/file.py:function."
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise Refusal(f"{flag}: importing {place} ended with {describe(error)}. Mend it first.") from error
+    function: Any = module
+    for part in name.split("."):
+        if not hasattr(function, part):
+            near = nearest(part, [each for each in dir(function) if callable(getattr(function, each))])
+            raise Refusal(f"{flag}: {place} has no {part}." + (f" Did you mean {near}?" if near else ""))
+        function = getattr(function, part)
+    if inspect.isclass(function):
+        raise Refusal(f"{flag}: is a class. Name a function f(prompts, completions, **columns) -> list of numbers.")
+    if not callable(function):
+        raise Refusal(f"{flag}: is {_of_type(function)}, which can't be called. Name a function.")
+    return partial(function, **dict(source.arguments)) if source.arguments else function
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether a call gives something to wait for: `async def`, also of an object's `__call__` or behind `partial`."""
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def carry_out(function: RewardFunction, call: Call) -> Outcome:
+    """Call a function. Where that fails, each completion is tried alone, so that one of them does not cost the others."""
+    arguments, misfit = _arguments(function, call)
+    if misfit:
+        return Outcome([], misfit=misfit)
+    try:
+        returned = function(**arguments)
+    except Refusal as refusal:
+        return Outcome([], misfit=str(refusal))
+    except (Exception, SystemExit) as error:
+        if len(call["completions"]) == 1:
+            return failed(call, describe(error))
+        return _joined([carry_out(function, alone) for alone in _one_by_one(call)])
+    return _read(returned, len(call["completions"]))
+
+
+async def carry_out_async(function: RewardFunction, call: Call, timeout: float) -> Outcome:
+    """The same for an async function, with a time limit over all of it, in seconds."""
+    try:
+        return await asyncio.wait_for(_awaited(function, call), timeout)
+    except TimeoutError:
+        return failed(call, too_slow(timeout))
+
+
+async def _awaited(function: RewardFunction, call: Call) -> Outcome:
+    arguments, misfit = _arguments(function, call)
+    if misfit:
+        return Outcome([], misfit=misfit)
+    try:
+        returned = await function(**arguments)  # type: ignore[misc]  # is_async has said so
+    except Refusal as refusal:
+        return Outcome([], misfit=str(refusal))
+    except (Exception, SystemExit) as error:
+        if len(call["completions"]) == 1:
+            return failed(call, describe(error))
+        return _joined(list(await asyncio.gather(*(_awaited(function, alone) for alone in _one_by_one(call)))))
+    return _read(returned, len(call["completions"]))
+
+
+def too_slow(timeout: float) -> str:
+    return f"no answer within {timeout:g} seconds (--reward-timeout)"
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, with the line of the user's code that it comes from."""
+    words = " ".join(str(error).split())
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(_STDLIB)]
+    last = (own or frames)[-1:]
+    where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
+    return f"{type(error).__name__}{f': {words[:300]}' if words else ''}{where}"
+
+
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+
+
+def _import(name: str) -> ModuleType:
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
+
+
+def _module_of_file(written: str, flag: str) -> ModuleType:
+    """A file as a module; what lies next to it can be imported from it."""
+    path = os.path.abspath(os.path.expanduser(written))
+    if not os.path.isfile(path):
+        raise Refusal(f"{flag}: there is no file {written} (looked for in {os.getcwd()}).")
+    name = f"rewards_of_{os.path.splitext(os.path.basename(path))[0]}_{abs(hash(path)):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if os.path.dirname(path) not in sys.path:
+        sys.path.append(os.path.dirname(path))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _arguments(function: RewardFunction, call: Call) -> tuple[Call, str]:
+    """What of the call the function takes: all of it where it has `**columns`; and what it asks for in vain."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some functions written in C do not say
+        return call, ""
+    if any(each.kind is each.POSITIONAL_ONLY and each.default is each.empty for each in parameters):
+        return {}, "has arguments without names; take prompts, completions and **columns"
+    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    wanted = [name for name, each in named.items() if each.default is each.empty and name not in call]
+    if wanted:
+        return {}, f"asks for {' and '.join(wanted)}; there are {', '.join(call)}"
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return call if takes_all else {name: values for name, values in call.items() if name in named}, ""
+
+
+def _one_by_one(call: Call) -> list[Call]:
+    return [{name: values[place : place + 1] for name, values in call.items()} for place in range(len(call["completions"]))]
+
+
+def _joined(alone: Sequence[Outcome]) -> Outcome:
+    """The outcomes of calls with one completion each, as one."""
+    misfit = next((each.misfit for each in alone if each.misfit), "")
+    if misfit:
+        return Outcome([], misfit=misfit)
+    problems = {place: each.problems[0] for place, each in enumerate(alone) if each.problems}
+    return Outcome([value for each in alone for value in each.values], problems)
+
+
+def _read(returned: Any, count: int) -> Outcome:
+    """The values of a call's completions: finite numbers, or None."""
+    if hasattr(returned, "tolist"):  # a numpy array or a tensor
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple):
+        return Outcome([], misfit=f"returned {_of_type(returned)}; a list of {count} numbers, one a completion, would be right")
+    if len(returned) != count:
+        return Outcome([], misfit=f"returned {len(returned)} values for {count} completions; it must be one a completion")
+    values, problems = list[float | None](), dict[int, str]()
+    for place, each in enumerate(returned):
+        value = each.item() if hasattr(each, "item") and getattr(each, "ndim", 0) == 0 else each
+        if value is None:
+            values.append(None)
+        elif not isinstance(value, numbers.Real):
+            problems[place] = f"returned {_of_type(value)}, not a number"
+            values.append(None)
+        elif not math.isfinite(value):
+            problems[place] = f"returned {float(value)}"
+            values.append(None)
+        else:
+            values.append(float(value))
+    return Outcome(values, problems)
+
+
+def _of_type(value: object) -> str:
+    shown = repr(value)
+    return f"{type(value).__name__} {shown[:60]}{'...' if len(shown) > 60 else ''}"

@@ -1,0 +1,210 @@
+"""Which rewards a run has, each with its name, its weight, and how completions are scored by it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config import ModelConfig, Refusal
+from toolkit.config.rewards import RewardFunctionsConfig
+from toolkit.config.setting import nearest, show_value
+from toolkit.rollouts.builtin_rewards import BUILT_IN, check_pattern, jsonschema_installed, read_schema
+from toolkit.rollouts.python_reward import python
+from toolkit.rollouts.reward_calls import (
+    Call,
+    Outcome,
+    RewardFunction,
+    Source,
+    carry_out,
+    carry_out_async,
+    is_async,
+    load_function,
+)
+from toolkit.rollouts.reward_processes import RewardProcesses
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from toolkit.rollouts.reward_model import RewardModel
+
+SECONDS, CODE_SECONDS = 60.0, 5.0  # that a function has for the completions of a prompt, and one completion's code
+
+Runner = Callable[[list[Call]], list[Outcome]]
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One reward: a function of completions with a name and a weight.
+
+    `function` has TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`. In a recipe,
+    `tk.Reward("short", my_function)` is one that runs in the training process.
+    """
+
+    name: str
+    function: RewardFunction
+    weight: float = 1.0
+    run: Runner | None = None  # carries out calls of the function; None: in this process, one after the other
+    model: RewardModel | None = None  # in place of the function
+
+    def outcomes(self, calls: list[Call]) -> list[Outcome]:
+        """What came of each call, in their order."""
+        return (self.run or partial(run_here, self.function))(calls)
+
+
+def load_rewards(config: RewardFunctionsConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> list[Reward]:
+    """The rewards of `config.reward_funcs`, all imported and checked: what is wrong is found before the model is loaded.
+
+    Args:
+        tokenizer: the policy's, for reward models, which must have its vocabulary. Default: that of `config.model`.
+
+    Raises:
+        Refusal: no reward, one that can't be imported or called, another number of weights, a reward model with another
+            vocabulary, a setting that a built-in reward needs.
+    """
+    written, weights = config.reward_funcs, config.reward_weights
+    if not written:
+        raise Refusal(
+            "--reward-funcs: no reward, so there is nothing to learn. Name a function (my_rewards.py:correct), a directory of "
+            f"recipes/reward.py, or one of {', '.join(NAMES)}."
+        )
+    if weights and len(weights) != len(written):
+        raise Refusal(
+            f"--reward-weights {show_value(weights)}: {len(weights)} for {len(written)} of --reward-funcs "
+            f"({', '.join(written)}). Give one for each."
+        )
+    if weights and not any(weights):
+        raise Refusal("--reward-weights: all are 0, so there is nothing to learn. Give a reward another weight.")
+    twice = next((each for number, each in enumerate(written) if each in written[:number]), None)
+    if twice:
+        raise Refusal(f"--reward-funcs {twice}: given twice. Give it once, with the sum of both --reward-weights.")
+    processes = RewardProcesses(config.reward_processes) if config.reward_processes else None
+    loaded = [_load(each, config, tokenizer, processes) for each in written]
+    names = _distinct([reward.name for reward in loaded], written)
+    return [
+        Reward(name, reward.function, weight, reward.run, reward.model)
+        for name, reward, weight in zip(names, loaded, weights or [1.0] * len(loaded), strict=True)
+    ]
+
+
+def run_here(function: RewardFunction, calls: list[Call], timeout: float | None = None) -> list[Outcome]:
+    """The outcomes of calls in this process; async ones all at once, in a thread whose loop is their own."""
+    if not is_async(function):
+        return _captured(lambda: [carry_out(function, call) for call in calls])
+
+    async def all_at_once() -> list[Outcome]:
+        return list(await asyncio.gather(*(carry_out_async(function, call, timeout or 1e9) for call in calls)))
+
+    def in_a_loop() -> list[Outcome]:
+        return asyncio.run(all_at_once())
+
+    with ThreadPoolExecutor(1) as thread:
+        return _captured(lambda: thread.submit(in_a_loop).result())
+
+
+def _captured(action: Callable[[], list[Outcome]]) -> list[Outcome]:
+    """The outcomes, the last of them with what was printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+        outcomes = action()
+    if outcomes:
+        outcomes[-1].output = output.getvalue()
+    return outcomes
+
+
+def _load(
+    written: str, config: RewardFunctionsConfig, tokenizer: PreTrainedTokenizerBase | None, processes: RewardProcesses | None
+) -> Reward:
+    """One reward by what was written, with the name that its function has."""
+    if written in NAMES:
+        return _built_in(written, config, processes)
+    if os.path.isdir(os.path.expanduser(written)):
+        return _of_model(written, config, tokenizer)
+    if ":" not in written and "." not in written:
+        near = nearest(written, NAMES)
+        raise Refusal(
+            f"--reward-funcs {written}: is neither built in ({', '.join(NAMES)}) nor a directory here. A function is given as "
+            "module:function or file.py:function." + (f" Did you mean {near}?" if near else "")
+        )
+    source = Source(written)
+    function = load_function(source)
+    name = written.replace(":", ".").rpartition(".")[2]
+    return _in_processes(name, function, source, config, processes)
+
+
+def _in_processes(
+    name: str, function: RewardFunction, source: Source, config: RewardFunctionsConfig, processes: RewardProcesses | None
+) -> Reward:
+    timeout = config.reward_timeout or SECONDS
+    if processes is None:
+        return Reward(name, function, run=partial(run_here, function, timeout=timeout))
+    run = partial(processes.run, source, timeout=timeout, is_async=is_async(function))
+    return Reward(name, function, run=run)
+
+
+def _built_in(name: str, config: RewardFunctionsConfig, processes: RewardProcesses | None) -> Reward:
+    """A built-in reward with its settings. Those whose patterns come from elsewhere may hang, and run where functions do."""
+    if name == "python":
+        each = partial(python, cpu_seconds=config.reward_timeout or CODE_SECONDS, memory_mib=config.reward_memory)
+        return Reward(name, each, run=partial(_run_codes, each, max(1, config.reward_processes)))
+    arguments: dict[str, Any] = {}
+    if name in ("exact_match", "number"):
+        arguments = {"column": config.answer_column}
+    elif name == "length":
+        if config.reward_length is None:
+            raise Refusal("--reward-funcs length: up to how many tokens is a completion not too long? Add --reward-length N.")
+        arguments = {"tokens": config.reward_length}
+    elif name == "regex" and config.reward_pattern is not None:
+        check_pattern(config.reward_pattern, "--reward-pattern")
+        arguments = {"compiled_from": config.reward_pattern}
+    elif name == "json_schema":
+        jsonschema_installed()
+        if config.reward_schema is not None:
+            arguments = {"schema_text": read_schema(config.reward_schema)}
+    function = partial(BUILT_IN[name], **arguments)
+    if name not in ("regex", "json_schema"):
+        return Reward(name, function)
+    source = Source(f"toolkit.rollouts.builtin_rewards:{name}", tuple(arguments.items()))
+    return _in_processes(name, function, source, config, processes)
+
+
+def _run_codes(function: RewardFunction, at_once: int, calls: list[Call]) -> list[Outcome]:
+    """Calls of the reward python, which starts a process for each completion and waits for it."""
+    with ThreadPoolExecutor(at_once) as threads:
+        return list(threads.map(partial(carry_out, function), calls))
+
+
+def _of_model(written: str, config: RewardFunctionsConfig, tokenizer: PreTrainedTokenizerBase | None) -> Reward:
+    from toolkit.models.tokenizer import load_tokenizer
+    from toolkit.rollouts.reward_model import RewardModel
+
+    if tokenizer is None:
+        if not isinstance(config, ModelConfig):
+            raise TypeError("a reward model is compared with the policy's tokenizer: load_rewards(config, tokenizer)")
+        tokenizer = load_tokenizer(config)
+    folder = os.path.basename(os.path.abspath(os.path.expanduser(written)))
+    name = os.path.basename(os.path.dirname(os.path.abspath(os.path.expanduser(written)))) if folder == "model" else folder
+    return Reward(name, _only_tokens, model=RewardModel(written, tokenizer))
+
+
+def _only_tokens(**columns: Any) -> list[float | None]:
+    raise TypeError("a reward model reads the tokens of rollouts: score_rollouts")
+
+
+def _distinct(names: Sequence[str], written: Sequence[str]) -> list[str]:
+    """Names that are all different: where two functions have one name, their files and modules tell them apart."""
+    if len(set(names)) == len(names):
+        return list(names)
+    longer = [
+        f"{os.path.basename(place.rpartition(':')[0]).removesuffix('.py') or place}.{name}" if names.count(name) > 1 else name
+        for name, place in zip(names, written, strict=True)
+    ]
+    return longer if len(set(longer)) == len(longer) else list(written)
+
+
+NAMES = (*BUILT_IN, "python")

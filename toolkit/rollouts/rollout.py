@@ -1,0 +1,22 @@
+"""A rollout: one completion of a prompt that was sampled from a policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Rollout:
+    """One completion of a prompt, sampled from a policy, and what it was worth."""
+
+    prompt: int  # number of the prompt in the training data (its example)
+    index: int  # in the group of the prompt's completions, from 0
+    prompt_ids: list[int]
+    completion_ids: list[int]  # its end-of-sequence token included, where it ended
+    logps: list[float]  # of the completion's tokens, of the distribution that was sampled, nats
+    truncated: bool  # cut at the longest completion length
+    row: dict[str, Any]  # the prompt's columns: "prompt" as given (text, or a list of messages), and all others (answer, ...)
+    completion: str  # its text, special tokens left out
+    rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward by its name; None: it does not apply
+    reward: float = 0.0  # the weighted sum
