@@ -8,14 +8,24 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.evaluated_tasks import TASKS
-from toolkit.cli.setting_options import option, read_options
+from toolkit.cli.setting_options import (
+    TASKS,
+    ChatTemplate,
+    Device,
+    DType,
+    ModelName,
+    Revision,
+    Tokenizer,
+    TrustRemoteCode,
+    check_task,
+    option,
+    read_options,
+)
 from toolkit.config import (
     ClassificationConfig,
     DataConfig,
     GeneratedTextConfig,
     MaskedLMConfig,
-    ModelConfig,
     QuestionAnsweringConfig,
     SeedConfig,
     Seq2SeqConfig,
@@ -29,14 +39,7 @@ _NO_SETTINGS = ("metrics", "task", "split", "config", "as_json", "device", "mode
 
 
 def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A run's output directory, a model's or an adapter's directory, or a Hub id.",
-            show_default=False,
-        ),
-    ],
+    model: ModelName,
     dataset: Annotated[str | None, option(DataConfig, "dataset")] = None,
     metrics: Annotated[
         str | None,
@@ -103,17 +106,12 @@ def evaluate(
     null_score_diff_threshold: Annotated[str | None, option(QuestionAnsweringConfig, "null_score_diff_threshold")] = None,
     rename_columns: Annotated[str | None, option(DataConfig, "rename_columns", "OLD=NEW,...")] = None,
     sample_by: Annotated[str | None, option(DataConfig, "sample_by")] = None,
-    tokenizer: Annotated[str | None, option(ModelConfig, "tokenizer")] = None,
-    chat_template: Annotated[str | None, option(ModelConfig, "chat_template", "FILE")] = None,
-    model_revision: Annotated[str | None, option(ModelConfig, "model_revision")] = None,
-    trust_remote_code: Annotated[bool | None, option(ModelConfig, "trust_remote_code")] = None,
-    dtype: Annotated[str | None, option(ModelConfig, "dtype")] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device", metavar="NAME", help="Such as cuda:1 or cpu. Default: an accelerator, if any.", show_default=False
-        ),
-    ] = None,
+    tokenizer: Tokenizer = None,
+    chat_template: ChatTemplate = None,
+    model_revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = None,
+    dtype: DType = None,
+    device: Device = None,
 ) -> None:
     """Evaluate a model on a dataset: metrics over all rows of a split, exact for any batch size.
 
@@ -122,13 +120,10 @@ def evaluate(
     They are the metrics that training logs, computed in float32 unless --dtype says otherwise, and rows are read as training
     reads them: longer ones are truncated to --max-length, which is 1,024 or what the model has positions for.
     """
-    typed = {
-        name: value
-        for name, value in locals().items()
-        if name not in _NO_SETTINGS
-    }
+    typed = {name: value for name, value in locals().items() if name not in _NO_SETTINGS}
     from toolkit.data.sources.trained_rows import config_of_run, dataset_of_run, is_same_dataset
 
+    check_task(task)
     of_run = config_of_run(model)
     if dataset is None and config is None and of_run is None:
         raise typer.BadParameter("which? A file, a folder, a Hub id or stdlib:NAME.", param_hint="--dataset")
@@ -138,8 +133,6 @@ def evaluate(
     from toolkit.models.trained import find_model
     from toolkit.system.json_lines import strict_json
 
-    if task is not None and task not in TASKS:
-        raise typer.BadParameter(f"{task}: is none of {', '.join(TASKS)}.", param_hint="--task")
     trained, file, holds_out = None, config, config is not None
     if of_run is not None:
         trained = read_options(EvaluationConfig, {}, of_run, without=_OF_TRAINING - {"streaming"})
@@ -155,17 +148,11 @@ def evaluate(
 
     found = evaluate_model(
         settings, names, task, split, device, is_length_given=max_length is not None or file is not None,
-        show=lambda report: print_data_report(report, sys.stderr), trained=trained,
-        max_new_tokens=max_new_tokens,
+        show=lambda report: print_data_report(report, sys.stderr), trained=trained, max_new_tokens=max_new_tokens,
     )  # fmt: skip
     if as_json:
-        record = {
-            "model": settings.model,
-            "dataset": settings.dataset,
-            "split": found.split,
-            "task": found.task,
-            "rows": found.rows,
-        }
+        record: dict[str, Any] = {"model": settings.model, "dataset": settings.dataset}
+        record |= {"split": found.split, "task": found.task, "rows": found.rows}
         record |= {} if found.trained_on is None else {"trained_on": found.trained_on}
         record |= {"remark": found.remark} if found.remark else {}
         say(json.dumps({**record, "metrics": strict_json(found.metrics)}, ensure_ascii=False, allow_nan=False))

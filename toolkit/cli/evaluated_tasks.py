@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from toolkit.cli.setting_options import TASKS
 from toolkit.config import (
     ClassificationConfig,
     DataConfig,
@@ -22,6 +23,40 @@ from toolkit.config import (
     TokenClassificationConfig,
 )
 from toolkit.config.setting import nearest
+from toolkit.data.loading.collate import collate_padded
+from toolkit.data.loading.collate_answers import collate_answers
+from toolkit.data.loading.collate_lists import collate_lists
+from toolkit.data.loading.collate_pairs import collate_pairs
+from toolkit.data.loading.collate_seq2seq import collate_seq2seq
+from toolkit.data.loading.collate_texts import collate_text_groups
+from toolkit.data.loading.collate_windows import collate_windows
+from toolkit.data.loading.token_masks import build_masks
+from toolkit.data.texts import text_size
+from toolkit.data.tokenize.classification import classification_format
+from toolkit.data.tokenize.question_answering import reference_answers
+from toolkit.data.tokenize.text_groups import text_group_format
+from toolkit.data.tokenize.token_tags import find_tags, token_classification_format
+from toolkit.generation.targets import target_metrics
+from toolkit.losses.answer_logps import (
+    ANSWER_LIKELIHOODS,
+    PAIR_LIKELIHOODS,
+    answer_likelihood_metrics,
+    pair_likelihood_metrics,
+)
+from toolkit.losses.causal_lm import causal_lm_metrics, causal_lm_metrics_with_bytes
+from toolkit.losses.contrastive import embedding_task
+from toolkit.losses.masked_lm import masked_lm_metrics
+from toolkit.losses.ranking import ranking_list_metrics
+from toolkit.losses.reward import reward_metrics
+from toolkit.losses.seq2seq import seq2seq_metrics
+from toolkit.metrics.classification import classification_metrics
+from toolkit.metrics.question_answering import question_answering_metrics
+from toolkit.metrics.spans import tag_metrics
+from toolkit.metrics.text import choose_text_metrics
+from toolkit.models.encoder_decoder import decoder_start
+from toolkit.models.padding import pad_apart_from_end
+from toolkit.models.pooling import embed_texts
+from toolkit.models.sentence_files import embedding_style
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -72,21 +107,19 @@ class EvaluatedTask:
     check(names, config): refuses, before the model is loaded, metrics that no model of this task has; returns those of them
         that compare generated texts.
     metrics(loaded): what is computed.
+    collate(model, tokenizer): from tokenized rows to a micro-batch.
     form(config, model): how the rows are read; None: as the task's name says.
-    collate(tokenizer): from tokenized rows to a micro-batch.
     augment(tokenizer, config): what changes a tokenized row before, such as masks.
-    collate_for(model, tokenizer): the same where the model decides on it, in place of `collate`.
     texts(loaded, of_texts, accelerator): how texts are generated for the metrics that compare them; None: as a causal language
         model answers its prompts.
     """
 
     check: Callable[[list[str], EvaluationConfig], TextMetrics]
     metrics: Callable[[Loaded], Metrics]
-    collate: Callable[[PreTrainedTokenizerBase], Collate]
+    collate: Callable[[PreTrainedModel, PreTrainedTokenizerBase], Collate]
     form: Callable[[EvaluationConfig, PreTrainedModel], Format] | None = None
     augment: Callable[[PreTrainedTokenizerBase, EvaluationConfig], Augment] | None = None
     fit_tokenizer: Callable[[PreTrainedTokenizerBase], PreTrainedTokenizerBase] | None = None
-    collate_for: Callable[[PreTrainedModel, PreTrainedTokenizerBase], Collate] | None = None
     texts: Callable[[Loaded, TextMetrics, Accelerator], Metrics] | None = None
     keeps_all: bool = False  # the metrics are those that were asked for already
     remark: str = ""
@@ -101,15 +134,33 @@ def check_names(names: list[str], known: tuple[str, ...], when: str = "") -> Non
             raise Refusal(f"--metrics {name}: a model has {', '.join(known)}{' ' * bool(when)}{when}.{meant}")
 
 
-def _padded(tokenizer: PreTrainedTokenizerBase) -> Collate:
-    from toolkit.data.loading.collate import collate_padded
+def class_names(model: PreTrainedModel) -> list[str] | None:
+    """The classes as the model numbers them; None where it has no names for them."""
+    labels: dict[int, str] = model.config.id2label  # type: ignore[assignment]  # of a classifier
+    names = [labels[number] for number in sorted(labels)]
+    return None if all(name == f"LABEL_{number}" for number, name in enumerate(names)) else names
 
-    return partial(collate_padded, pad_token_id=tokenizer.pad_token_id)
+
+def _collate(function: Callable[..., Any], **settings: Any) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Collate]:
+    return lambda model, tokenizer: partial(function, pad_token_id=tokenizer.pad_token_id, **settings)
+
+
+def _known(*names: str, when: str = "") -> Callable[[list[str], EvaluationConfig], TextMetrics]:
+    """A check of metrics that have these names."""
+
+    def check(asked: list[str], config: EvaluationConfig) -> TextMetrics:
+        check_names(asked, names, when)
+        return {}
+
+    return check
+
+
+def _seen_later(names: list[str], config: EvaluationConfig) -> TextMetrics:
+    """What a model logs is known once it was evaluated."""
+    return {}
 
 
 def _check_language(names: list[str], config: EvaluationConfig, task: str) -> TextMetrics:
-    from toolkit.metrics.text import choose_text_metrics
-
     others = [name for name in names if name not in LM_METRICS]
     check_names([name for name in others if nearest(name, LM_METRICS)], LM_METRICS)
     check_names(others if task == "lm" else [], LM_METRICS, "where rows have no answers")
@@ -117,9 +168,6 @@ def _check_language(names: list[str], config: EvaluationConfig, task: str) -> Te
 
 
 def _language_metrics(loaded: Loaded) -> Metrics:
-    from toolkit.data.texts import text_size
-    from toolkit.losses.causal_lm import causal_lm_metrics, causal_lm_metrics_with_bytes
-
     is_masked = "labels" in loaded.tokenized.column_names
     known = LM_METRICS[:-1] if is_masked else LM_METRICS
     check_names(loaded.names, known, "where only answers are supervised" if is_masked else "")
@@ -129,258 +177,137 @@ def _language_metrics(loaded: Loaded) -> Metrics:
 
 
 def _language(task: str) -> EvaluatedTask:
-    return EvaluatedTask(partial(_check_language, task=task), _language_metrics, _padded)
+    return EvaluatedTask(partial(_check_language, task=task), _language_metrics, _collate(collate_padded))
 
 
-def _pair_likelihoods() -> EvaluatedTask:
-    def check(names: list[str], config: EvaluationConfig) -> TextMetrics:
-        from toolkit.losses.answer_logps import PAIR_LIKELIHOODS
-
-        check_names(names, PAIR_LIKELIHOODS, "where answers are marked")
-        return {}
-
-    def metrics(loaded: Loaded) -> Metrics:
-        from toolkit.losses.answer_logps import pair_likelihood_metrics
-
-        return pair_likelihood_metrics
-
-    return EvaluatedTask(check, metrics, _pairs, remark=OF_LIKELIHOODS)
+def _check_classes(names: list[str], config: EvaluationConfig) -> TextMetrics:
+    if names:
+        classification_metrics(names, 2, config.problem_type)  # how many classes there are is seen later
+    return {}
 
 
-def _answer_likelihoods() -> EvaluatedTask:
-    def check(names: list[str], config: EvaluationConfig) -> TextMetrics:
-        from toolkit.losses.answer_logps import ANSWER_LIKELIHOODS
-
-        check_names(names, ANSWER_LIKELIHOODS, "where answers are marked")
-        return {}
-
-    def metrics(loaded: Loaded) -> Metrics:
-        from toolkit.losses.answer_logps import answer_likelihood_metrics
-
-        return answer_likelihood_metrics
-
-    def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
-        from toolkit.data.loading.collate_answers import collate_answers
-
-        return partial(collate_answers, layout="padded", pad_token_id=tokenizer.pad_token_id)
-
-    return EvaluatedTask(check, metrics, collate, remark=OF_LIKELIHOODS)
+def _classes_metrics(loaded: Loaded) -> Metrics:
+    return classification_metrics(loaded.names, loaded.model.config.num_labels, loaded.config.problem_type)
 
 
-def _pairs(tokenizer: PreTrainedTokenizerBase) -> Collate:
-    from toolkit.data.loading.collate_pairs import collate_pairs
-
-    return partial(collate_pairs, layout="padded", pad_token_id=tokenizer.pad_token_id)
+def _classes_form(config: EvaluationConfig, model: PreTrainedModel) -> Format:
+    return classification_format(config, None if config.problem_type == "regression" else class_names(model))
 
 
-def _classes() -> EvaluatedTask:
-    def check(names: list[str], config: EvaluationConfig) -> TextMetrics:
-        from toolkit.metrics.classification import classification_metrics
-
-        if names:
-            classification_metrics(names, 2, config.problem_type)  # how many classes there are is seen later
-        return {}
-
-    def metrics(loaded: Loaded) -> Metrics:
-        from toolkit.metrics.classification import classification_metrics
-
-        return classification_metrics(loaded.names, loaded.model.config.num_labels, loaded.config.problem_type)
-
-    def form(config: EvaluationConfig, model: PreTrainedModel) -> Format:
-        from toolkit.data.tokenize.classification import classification_format
-
-        return classification_format(config, None if config.problem_type == "regression" else class_names(model))
-
-    return EvaluatedTask(check, metrics, _padded, form, keeps_all=True)
+def _check_tags(names: list[str], config: EvaluationConfig) -> TextMetrics:
+    tag_metrics(["O", "B-X", "I-X"], "plain" if config.tag_scheme == "plain" else "iob2", names)
+    return {}
 
 
-def _masked() -> EvaluatedTask:
-    def check(names: list[str], config: EvaluationConfig) -> TextMetrics:
-        check_names(names, ("loss", "pseudo_perplexity", "masked_accuracy"))
-        return {}
-
-    def metrics(loaded: Loaded) -> Metrics:
-        from toolkit.losses.masked_lm import masked_lm_metrics
-
-        return masked_lm_metrics
-
-    def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
-        from toolkit.data.loading.collate import collate_padded
-
-        return partial(collate_padded, pad_token_id=tokenizer.pad_token_id, aligned=True)
-
-    def augment(tokenizer: PreTrainedTokenizerBase, config: EvaluationConfig) -> Augment:
-        from toolkit.data.loading.token_masks import build_masks
-
-        return build_masks(tokenizer, config)
-
-    return EvaluatedTask(check, metrics, collate, augment=augment, remark=OF_MASKS)
+def _tags_metrics(loaded: Loaded) -> Metrics:
+    found = find_tags({"evaluation": loaded.rows}, loaded.config, class_names(loaded.model))
+    return tag_metrics(found.names, found.scheme, loaded.names, strict=loaded.config.strict_entities)
 
 
-def class_names(model: PreTrainedModel) -> list[str] | None:
-    """The classes as the model numbers them; None where it has no names for them."""
-    labels: dict[int, str] = model.config.id2label  # type: ignore[assignment]  # of a classifier
-    names = [labels[number] for number in sorted(labels)]
-    return None if all(name == f"LABEL_{number}" for number, name in enumerate(names)) else names
+def _rewards_metrics(loaded: Loaded) -> Metrics:
+    config = loaded.config
+    return reward_metrics(
+        center_rewards_coefficient=config.center_rewards_coefficient, margin_coefficient=config.margin_coefficient
+    )
 
 
-def _tags() -> EvaluatedTask:
-    def check(names: list[str], config: EvaluationConfig) -> TextMetrics:
-        from toolkit.metrics.spans import tag_metrics
-
-        tag_metrics(["O", "B-X", "I-X"], "plain" if config.tag_scheme == "plain" else "iob2", names)
-        return {}
-
-    def metrics(loaded: Loaded) -> Metrics:
-        from toolkit.data.tokenize.token_tags import find_tags
-        from toolkit.metrics.spans import tag_metrics
-
-        found = find_tags({"evaluation": loaded.rows}, loaded.config, class_names(loaded.model))
-        return tag_metrics(found.names, found.scheme, loaded.names, strict=loaded.config.strict_entities)
-
-    def form(config: EvaluationConfig, model: PreTrainedModel) -> Format:
-        from toolkit.data.tokenize.token_tags import token_classification_format
-
-        return token_classification_format(config, class_names(model))
-
-    def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
-        from toolkit.data.loading.collate import collate_padded
-
-        return partial(collate_padded, pad_token_id=tokenizer.pad_token_id, aligned=True)
-
-    return EvaluatedTask(check, metrics, collate, form, keeps_all=True)
-
-
-def _rewards() -> EvaluatedTask:
-    def metrics(loaded: Loaded) -> Metrics:
-        from toolkit.losses.reward import reward_metrics
-
-        return reward_metrics(
-            center_rewards_coefficient=loaded.config.center_rewards_coefficient,
-            margin_coefficient=loaded.config.margin_coefficient,
+def _rankings_metrics(loaded: Loaded) -> Metrics:
+    config, num_labels = loaded.config, loaded.model.config.num_labels
+    if num_labels != 1:
+        raise Refusal(
+            f"{config.model} has {num_labels} labels, and a score is one number: it is no cross-encoder. Name the model "
+            "directory of recipes/reranker.py."
         )
-
-    return EvaluatedTask(lambda names, config: {}, metrics, _pairs, fit_tokenizer=_pads_apart)
-
-
-def _rankings() -> EvaluatedTask:
-    def metrics(loaded: Loaded) -> Metrics:
-        from toolkit.losses.ranking import ranking_list_metrics
-
-        if loaded.model.config.num_labels != 1:
-            raise Refusal(
-                f"{loaded.config.model} has {loaded.model.config.num_labels} labels, and a score is one number: it is no "
-                "cross-encoder. Name the model directory of recipes/reranker.py."
-            )
-        config = loaded.config
-        return ranking_list_metrics(ranking_loss=config.ranking_loss, positive_weight=config.positive_weight)
-
-    def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
-        from toolkit.data.loading.collate_lists import collate_lists
-
-        return partial(collate_lists, pad_token_id=tokenizer.pad_token_id)
-
-    return EvaluatedTask(lambda names, config: {}, metrics, collate, fit_tokenizer=_pads_apart)
+    return ranking_list_metrics(ranking_loss=config.ranking_loss, positive_weight=config.positive_weight)
 
 
-def _pads_apart(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    from toolkit.models.padding import pad_apart_from_end
-
-    return pad_apart_from_end(tokenizer)
-
-
-def _spans() -> EvaluatedTask:
-    def metrics(loaded: Loaded) -> Metrics:
-        from toolkit.data.tokenize.question_answering import reference_answers
-        from toolkit.metrics.question_answering import question_answering_metrics
-
-        config = loaded.config
-        return question_answering_metrics(
-            reference_answers({"validation": loaded.rows}), n_best_size=config.n_best_size,
-            max_answer_length=config.max_answer_length, null_score_diff_threshold=config.null_score_diff_threshold,
-        )  # fmt: skip
-
-    def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
-        from toolkit.data.loading.collate_windows import collate_windows
-
-        return partial(collate_windows, pad_token_id=tokenizer.pad_token_id)
-
-    return EvaluatedTask(lambda names, config: {}, metrics, collate)
+def _spans_metrics(loaded: Loaded) -> Metrics:
+    config = loaded.config
+    return question_answering_metrics(
+        reference_answers({"validation": loaded.rows}), n_best_size=config.n_best_size,
+        max_answer_length=config.max_answer_length, null_score_diff_threshold=config.null_score_diff_threshold,
+    )  # fmt: skip
 
 
-def _embeddings() -> EvaluatedTask:
-    def form(config: EvaluationConfig, model: PreTrainedModel) -> Format:
-        from toolkit.data.tokenize.text_groups import text_group_format
-        from toolkit.models.sentence_files import embedding_style
-
-        style = embedding_style(config, query_prompt=config.query_prompt, document_prompt=config.document_prompt)
-        return text_group_format(style.query_prompt, style.document_prompt, config.score_scale)
-
-    def metrics(loaded: Loaded) -> Metrics:
-        from toolkit.losses.contrastive import embedding_task
-        from toolkit.models.pooling import embed_texts
-        from toolkit.models.sentence_files import embedding_style
-
-        config = loaded.config
-        style = embedding_style(config, pooling=config.pooling)
-        accumulated = config.per_device_train_batch_size * config.gradient_accumulation_steps
-        return embedding_task(
-            {"validation": loaded.tokenized}, partial(embed_texts, pooling=style.pooling),
-            config.global_batch_size or accumulated, loss_type=config.embedding_loss, temperature=config.temperature,
-            two_way=config.two_way, false_negative_margin=config.false_negative_margin,
-            matryoshka_dims=config.matryoshka_dims,
-        )[1]  # fmt: skip
-
-    def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
-        from toolkit.data.loading.collate_texts import collate_text_groups
-
-        return partial(collate_text_groups, pad_token_id=tokenizer.pad_token_id)
-
-    return EvaluatedTask(lambda names, config: {}, metrics, collate, form)
+def _embeddings_form(config: EvaluationConfig, model: PreTrainedModel) -> Format:
+    style = embedding_style(config, query_prompt=config.query_prompt, document_prompt=config.document_prompt)
+    return text_group_format(style.query_prompt, style.document_prompt, config.score_scale)
 
 
-def _seq2seq() -> EvaluatedTask:
+def _embeddings_metrics(loaded: Loaded) -> Metrics:
+    config = loaded.config
+    style = embedding_style(config, pooling=config.pooling)
+    accumulated = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    return embedding_task(
+        {"validation": loaded.tokenized}, partial(embed_texts, pooling=style.pooling),
+        config.global_batch_size or accumulated, loss_type=config.embedding_loss, temperature=config.temperature,
+        two_way=config.two_way, false_negative_margin=config.false_negative_margin, matryoshka_dims=config.matryoshka_dims,
+    )[1]  # fmt: skip
+
+
+def _check_seq2seq(names: list[str], config: EvaluationConfig) -> TextMetrics:
     known = LM_METRICS[:-1]
+    others = [name for name in names if name not in known]
+    check_names([name for name in others if nearest(name, known)], known)
+    return choose_text_metrics(others) if others or not names else {}
 
-    def check(names: list[str], config: EvaluationConfig) -> TextMetrics:
-        from toolkit.metrics.text import choose_text_metrics
 
-        others = [name for name in names if name not in known]
-        check_names([name for name in others if nearest(name, known)], known)
-        return choose_text_metrics(others) if others or not names else {}
+def _seq2seq_collate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Collate:
+    return partial(collate_seq2seq, pad_token_id=tokenizer.pad_token_id, decoder_start_token_id=decoder_start(model))
 
-    def metrics(loaded: Loaded) -> Metrics:
-        from toolkit.losses.seq2seq import seq2seq_metrics
 
-        return seq2seq_metrics
-
-    def collate_for(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Collate:
-        from toolkit.data.loading.collate_seq2seq import collate_seq2seq
-        from toolkit.models.encoder_decoder import decoder_start
-
-        return partial(collate_seq2seq, pad_token_id=tokenizer.pad_token_id, decoder_start_token_id=decoder_start(model))
-
-    def texts(loaded: Loaded, of_texts: TextMetrics, accelerator: Accelerator) -> Metrics:
-        from toolkit.generation.targets import target_metrics
-
-        return target_metrics(
-            accelerator, loaded.tokenizer, list(loaded.tokenized["target"]), loaded.config, loaded.config.max_target_length,
-            of_texts,
-        )  # fmt: skip
-
-    return EvaluatedTask(check, metrics, _padded, collate_for=collate_for, texts=texts)
+def _seq2seq_texts(loaded: Loaded, of_texts: TextMetrics, accelerator: Accelerator) -> Metrics:
+    targets, config = list(loaded.tokenized["target"]), loaded.config
+    return target_metrics(accelerator, loaded.tokenizer, targets, config, config.max_target_length, of_texts)
 
 
 # By transformers' class of the model; the first task of each is what is meant where the columns do not say.
 EVALUATED: dict[str, dict[str, EvaluatedTask]] = {
     "AutoModelForCausalLM": {
-        "sft": _language("sft"), "lm": _language("lm"), "preference": _pair_likelihoods(), "unpaired": _answer_likelihoods(),
+        "sft": _language("sft"),
+        "lm": _language("lm"),
+        "preference": EvaluatedTask(
+            _known(*PAIR_LIKELIHOODS, when="where answers are marked"), lambda loaded: pair_likelihood_metrics,
+            _collate(collate_pairs, layout="padded"), remark=OF_LIKELIHOODS,
+        ),
+        "unpaired": EvaluatedTask(
+            _known(*ANSWER_LIKELIHOODS, when="where answers are marked"), lambda loaded: answer_likelihood_metrics,
+            _collate(collate_answers, layout="padded"), remark=OF_LIKELIHOODS,
+        ),
     },
-    "AutoModel": {"embedding": _embeddings()},
-    "AutoModelForSeq2SeqLM": {"seq2seq": _seq2seq()},
-    "AutoModelForSequenceClassification": {"classification": _classes(), "preference": _rewards(), "ranking": _rankings()},
-    "AutoModelForQuestionAnswering": {"question_answering": _spans()},
-    "AutoModelForMaskedLM": {"masked_lm": _masked()},
-    "AutoModelForTokenClassification": {"token_classification": _tags()},
+    "AutoModel": {
+        "embedding": EvaluatedTask(_seen_later, _embeddings_metrics, _collate(collate_text_groups), _embeddings_form),
+    },
+    "AutoModelForSeq2SeqLM": {
+        "seq2seq": EvaluatedTask(
+            _check_seq2seq, lambda loaded: seq2seq_metrics, _seq2seq_collate, texts=_seq2seq_texts
+        ),
+    },
+    "AutoModelForSequenceClassification": {
+        "classification": EvaluatedTask(
+            _check_classes, _classes_metrics, _collate(collate_padded), _classes_form, keeps_all=True
+        ),
+        "preference": EvaluatedTask(
+            _seen_later, _rewards_metrics, _collate(collate_pairs, layout="padded"), fit_tokenizer=pad_apart_from_end
+        ),
+        "ranking": EvaluatedTask(
+            _seen_later, _rankings_metrics, _collate(collate_lists), fit_tokenizer=pad_apart_from_end
+        ),
+    },
+    "AutoModelForQuestionAnswering": {
+        "question_answering": EvaluatedTask(_seen_later, _spans_metrics, _collate(collate_windows)),
+    },
+    "AutoModelForMaskedLM": {
+        "masked_lm": EvaluatedTask(
+            _known("loss", "pseudo_perplexity", "masked_accuracy"), lambda loaded: masked_lm_metrics,
+            _collate(collate_padded, aligned=True), augment=build_masks, remark=OF_MASKS,
+        ),
+    },
+    "AutoModelForTokenClassification": {
+        "token_classification": EvaluatedTask(
+            _check_tags, _tags_metrics, _collate(collate_padded, aligned=True),
+            lambda config, model: token_classification_format(config, class_names(model)), keeps_all=True,
+        ),
+    },
 }  # fmt: skip
-TASKS = tuple(dict.fromkeys(task for tasks in EVALUATED.values() for task in tasks))
+assert {task for tasks in EVALUATED.values() for task in tasks} == set(TASKS)

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.cli.refusals import print_refusal
-from toolkit.cli.setting_options import option, read_options
+from toolkit.cli.setting_options import (
+    ChatTemplate,
+    Device,
+    DType,
+    ModelName,
+    Revision,
+    Tokenizer,
+    TrustRemoteCode,
+    read_options,
+)
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.parsing import read_text_file
 from toolkit.system.console import DIM, as_typed, say
@@ -19,16 +28,12 @@ from toolkit.system.console import DIM, as_typed, say
 if TYPE_CHECKING:
     from toolkit.generation.answers import Sampling
 
-_ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A run's output directory, a model's or an adapter's directory, or a Hub id.", show_default=False
-    ),
-]
 _System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system's message.", show_default=False)]
 _NewTokens = Annotated[
     int, typer.Option("--max-new-tokens", metavar="N", min=1, max=1 << 20, help="At most N tokens an answer.")
 ]
+
+
 def _a_number(value: float | None) -> float | None:
     """Refuse nan, which is within every range as Python compares it."""
     if value is not None and value != value:
@@ -46,31 +51,15 @@ _Temperature = Annotated[
 _TopP = Annotated[
     float | None,
     typer.Option(
-        "--top-p",
-        metavar="P",
-        min=0.0,
-        max=1.0,
-        callback=_a_number,
+        "--top-p", metavar="P", min=0.0, max=1.0, callback=_a_number, show_default=False,
         help="Draw from the likeliest tokens that have this share.",
-        show_default=False,
     ),
-]
+]  # fmt: skip
 _Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**32 - 1, help="Of what is drawn.")]
-_Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device", metavar="NAME", help="Such as cuda:1 or cpu. Default: an accelerator, if any.", show_default=False
-    ),
-]
-_Revision = Annotated[str | None, option(ModelConfig, "model_revision")]
-_Tokenizer = Annotated[str | None, option(ModelConfig, "tokenizer")]
-_Template = Annotated[str | None, option(ModelConfig, "chat_template", "FILE")]
-_Remote = Annotated[bool | None, option(ModelConfig, "trust_remote_code")]
-_DType = Annotated[str | None, option(ModelConfig, "dtype")]
 
 
 def generate(
-    model: _ModelName,
+    model: ModelName,
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", metavar="TEXT", help="What is asked; may be given several times.", show_default=False),
@@ -91,12 +80,12 @@ def generate(
     temperature: _Temperature = None,
     top_p: _TopP = None,
     seed: _Seed = 0,
-    device: _Device = None,
-    model_revision: _Revision = None,
-    tokenizer: _Tokenizer = None,
-    chat_template: _Template = None,
-    trust_remote_code: _Remote = None,
-    dtype: _DType = None,
+    device: Device = None,
+    model_revision: Revision = None,
+    tokenizer: Tokenizer = None,
+    chat_template: ChatTemplate = None,
+    trust_remote_code: TrustRemoteCode = None,
+    dtype: DType = None,
 ) -> None:
     """Answer prompts: of --prompt, of a file, or of what is piped in.
 
@@ -130,18 +119,18 @@ def generate(
 
 
 def chat(
-    model: _ModelName,
+    model: ModelName,
     system: _System = None,
     max_new_tokens: _NewTokens = 512,
     temperature: _Temperature = None,
     top_p: _TopP = None,
     seed: _Seed = 0,
-    device: _Device = None,
-    model_revision: _Revision = None,
-    tokenizer: _Tokenizer = None,
-    chat_template: _Template = None,
-    trust_remote_code: _Remote = None,
-    dtype: _DType = None,
+    device: Device = None,
+    model_revision: Revision = None,
+    tokenizer: Tokenizer = None,
+    chat_template: ChatTemplate = None,
+    trust_remote_code: TrustRemoteCode = None,
+    dtype: DType = None,
 ) -> None:
     """Talk to a model through its chat template.
 

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.evaluated_tasks import TASKS
-from toolkit.cli.setting_options import option, read_options
+from toolkit.cli.setting_options import (
+    TASKS,
+    ChatTemplate,
+    Revision,
+    Tokenizer,
+    TrustRemoteCode,
+    check_task,
+    option,
+    read_options,
+)
 from toolkit.config import (
     ClassificationConfig,
     DataConfig,
@@ -66,10 +74,10 @@ def inspect(
         typer.Option("--config", metavar="FILE", help="A recipe's YAML, for its data and its tokenizer.", show_default=False),
     ] = None,
     model: Annotated[str | None, option(_Config, "model")] = None,
-    tokenizer: Annotated[str | None, option(_Config, "tokenizer")] = None,
-    chat_template: Annotated[str | None, option(_Config, "chat_template", "FILE")] = None,
-    model_revision: Annotated[str | None, option(_Config, "model_revision")] = None,
-    trust_remote_code: Annotated[bool | None, option(_Config, "trust_remote_code")] = None,
+    tokenizer: Tokenizer = None,
+    chat_template: ChatTemplate = None,
+    model_revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = None,
     max_length: Annotated[str | None, option(_Config, "max_length")] = None,
     overlong: Annotated[str | None, option(_Config, "overlong")] = None,
     max_prompt_length: Annotated[str | None, option(_Config, "max_prompt_length")] = None,
@@ -105,8 +113,7 @@ def inspect(
     settings = read_options(_Config, typed, config)
     if dataset is None and config is None:
         raise typer.BadParameter("which? Give a file, a folder, a Hub id or stdlib:NAME.", param_hint="DATASET")
-    if task is not None and task not in _TASKS:
-        raise typer.BadParameter(f"{task}: is none of {', '.join(_TASKS)}.", param_hint="--task")
+    check_task(task, _TASKS)
 
     from toolkit.data.inspection import guess_task, inspect_splits
     from toolkit.data.sources.load import load_splits

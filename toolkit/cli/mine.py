@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.setting_options import option, read_options
+from toolkit.cli.setting_options import Device, option, read_options
 from toolkit.config import DataConfig, EmbeddingConfig, ModelConfig, Refusal
 from toolkit.config.places import place_to_write
 from toolkit.system.console import say
@@ -48,9 +48,7 @@ def mine(
     pooling: Annotated[str | None, option(EmbeddingConfig, "pooling")] = None,
     query_prompt: Annotated[str | None, option(EmbeddingConfig, "query_prompt")] = None,
     document_prompt: Annotated[str | None, option(EmbeddingConfig, "document_prompt")] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="Such as cuda:1. Default: an accelerator, if any.")
-    ] = None,
+    device: Device = None,
 ) -> None:
     """Write the rows of a dataset again, each with the documents that the model finds most similar and that are no positives.
 

@@ -2,15 +2,39 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from toolkit.config import Refusal, Settings, read_config_file, settings_of
+from toolkit.config import ModelConfig, Refusal, Settings, read_config_file, settings_of
 from toolkit.config.setting import refuse_all
 from toolkit.config.values import read_what_can_be, split_list
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
+
+TASKS = (
+    "sft", "lm", "preference", "unpaired", "embedding", "seq2seq", "classification", "ranking", "question_answering",
+    "masked_lm", "token_classification",
+)  # fmt: skip
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A run's output directory, a model's or an adapter's directory, or a Hub id.", show_default=False
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", metavar="NAME", help="Such as cuda:1 or cpu. Default: an accelerator, if any.", show_default=False
+    ),
+]
+
+
+def check_task(task: str | None, tasks: tuple[str, ...] = TASKS) -> None:
+    """Refuse what is none of the tasks."""
+    if task is not None and task not in tasks:
+        raise typer.BadParameter(f"{task}: is none of {', '.join(tasks)}.", param_hint="--task")
 
 
 def option(config_class: type[Settings], name: str, metavar: str | None = None, help: str | None = None) -> Any:
@@ -20,6 +44,13 @@ def option(config_class: type[Settings], name: str, metavar: str | None = None, 
     metavar = metavar or ("|".join(setting.choices) if setting.choices else "A,B" if setting.is_list else usual)
     flag = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if setting.is_switch else setting.flag
     return typer.Option(flag, metavar=metavar, help=help or setting.help, show_default=False)
+
+
+Revision = Annotated[str | None, option(ModelConfig, "model_revision")]
+Tokenizer = Annotated[str | None, option(ModelConfig, "tokenizer")]
+ChatTemplate = Annotated[str | None, option(ModelConfig, "chat_template", "FILE")]
+TrustRemoteCode = Annotated[bool | None, option(ModelConfig, "trust_remote_code")]
+DType = Annotated[str | None, option(ModelConfig, "dtype")]
 
 
 def read_options(

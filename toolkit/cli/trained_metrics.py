@@ -82,10 +82,8 @@ def evaluate_model(
         show(splits.report)
     tokenized = splits["evaluation"]
     augment = evaluated.augment(tokenizer, config) if evaluated.augment else None
-    collate = evaluated.collate_for(model, tokenizer) if evaluated.collate_for else evaluated.collate(tokenizer)
-    loader = EvalLoader(
-        PlainRows(tokenized), collate, config.per_device_eval_batch_size, augment=augment, seed=config.seed
-    )
+    collate, size = evaluated.collate(model, tokenizer), config.per_device_eval_batch_size
+    loader = EvalLoader(PlainRows(tokenized), collate, size, augment=augment, seed=config.seed)
     names = [name for name in dict.fromkeys(metrics) if name not in of_texts]
     loaded, accelerator = Loaded(config, names, model, tokenizer, rows, tokenized), Accelerator(cpu=target.type == "cpu")
     values = eval_with_gather(accelerator, model, loader, evaluated.metrics(loaded), prefix="")

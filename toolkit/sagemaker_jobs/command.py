@@ -28,6 +28,7 @@ Flags = Annotated[
 ]
 Name = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.", show_default=False)]
 Region = Annotated[str | None, typer.Option(metavar="REGION", help="AWS region. Default: that of your AWS configuration.")]
+JobName = Annotated[str | None, typer.Option(metavar="NAME", help="Default: the recipe's and the time.")]
 InstanceCount = Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Machines.")]
 Processes = Annotated[
     int | None, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Processes on each machine. Default: one for each GPU.")
@@ -75,7 +76,7 @@ def submit(
     ] = None,
     region: Region = None,
     bucket: Annotated[str | None, typer.Option(metavar="NAME", help="S3 bucket. Default: sagemaker-REGION-ACCOUNT.")] = None,
-    job_name: Annotated[str | None, typer.Option(metavar="NAME", help="Default: the recipe's and the time.")] = None,
+    job_name: JobName = None,
     channel: Annotated[
         list[str] | None, typer.Option(metavar="NAME=S3_URI", help="Data from S3, for --dataset channel:NAME; repeatable.")
     ] = None,
@@ -202,7 +203,7 @@ def simulate(
     real: Annotated[
         bool, typer.Option("--real", help="Run the `train` command of the package sagemaker-training, as containers do.")
     ] = False,
-    job_name: Annotated[str | None, typer.Option(metavar="NAME", help="Default: the recipe's and the time.")] = None,
+    job_name: JobName = None,
     processes: Processes = None,
     torch_distributed: TorchDistributed = False,
     accelerate_config: AccelerateConfig = None,
