@@ -419,6 +419,43 @@ def losses_of_single_answers() -> None:
     assert torch.isfinite(loss)
 
 
+@shows("advantages", "choose_advantages", "group_has_spread", "overlong_penalty", "penalize_kl", "PolicyConfig", "PPOConfig")
+def advantages_of_rewards() -> None:
+    config = tk.PolicyConfig(loss_type="rloo")
+    estimator, scale = tk.choose_advantages(config.loss_type, config.advantage_estimator, config.scale_rewards)
+    rewards = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+    assert tk.advantages(rewards, estimator=estimator, scale_rewards=scale).tolist() == [[1.0, -1.0], [0.0, 0.0]]
+    assert tk.group_has_spread(rewards).tolist() == [True, False]
+    assert tk.overlong_penalty(torch.tensor([80, 90, 120]), 100, cache=20).tolist() == [0.0, -0.5, -1.0]
+    logps = torch.tensor([[-1.0, -2.0]])
+    assert tk.penalize_kl(torch.tensor([1.0]), logps, logps - 1, torch.ones(1, 2), beta=0.25).tolist() == [0.5]
+    assert tk.PPOConfig().lam == 0.95
+
+
+@shows("policy_loss", "kl_estimate", "choose_kl", "sampler_weights")
+def losses_of_policies() -> None:
+    logps, mask = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]], requires_grad=True), torch.tensor([[1, 1], [1, 0]])
+    totals = {"completions": 2.0, "completion_tokens": 3.0}
+    weights, _ = tk.sampler_weights(logps, logps.detach() - 0.1, mask, totals)
+    assert tk.choose_kl("grpo") == ("loss", "k3")
+    assert (tk.kl_estimate(logps, logps - 1, "k1") == 1).all()
+    for loss_type in ("dapo", "grpo", "gspo", "rloo"):
+        loss, metrics = tk.policy_loss(logps, None, torch.tensor([1.0, -1.0]), mask, totals, loss_type=loss_type, sampler_weights=weights)
+        assert torch.isfinite(loss)
+        assert metrics["ratio"] == 1
+
+
+@shows("gae", "token_rewards", "value_loss", "whiten")
+def advantages_of_tokens() -> None:
+    logps, values, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[0.5, 0.75]]), torch.ones(1, 2)
+    rewards = tk.token_rewards(torch.tensor([1.0]), logps, logps, mask, beta=0.05)
+    advantages, returns = tk.gae(rewards, values, mask, gamma=1.0, lam=1.0)
+    assert returns.tolist() == [[1.0, 1.0]]
+    assert tk.whiten(advantages, mask).sum() == pytest.approx(0, abs=1e-6)
+    loss, _ = tk.value_loss(values, values, returns, mask, {"completion_tokens": 2.0})
+    assert loss == pytest.approx((0.25 + 0.0625) / 4)
+
+
 @shows("tokenize_for_preference", "preference_baselines", "collate_pairs", "choose_pair_layout", "pair_logps", "preference_loss", "preference_metrics")
 def pairs() -> None:
     splits, model = tk.tokenize_for_preference(preferences(), tokenizer(), tk.DataConfig(max_length=64)), language_model()

@@ -40,6 +40,7 @@ from .config.methods import (
     TokenClassificationConfig as TokenClassificationConfig,
     UnpairedConfig as UnpairedConfig,
 )
+from .config.policy import PolicyConfig as PolicyConfig, PPOConfig as PPOConfig
 from .config.prompts import PromptConfig as PromptConfig
 from .config.rewards import RewardFunctionsConfig as RewardFunctionsConfig
 from .config.setting import Refusal as Refusal, Settings as Settings, setting as setting
@@ -130,6 +131,7 @@ from .losses.contrastive import (
     matryoshka as matryoshka,
 )
 from .losses.masked_lm import masked_lm_loss as masked_lm_loss, masked_lm_metrics as masked_lm_metrics
+from .losses.off_policy import sampler_weights as sampler_weights
 from .losses.pair_losses import (
     PairLogps as PairLogps,
     aot_loss as aot_loss,
@@ -152,6 +154,7 @@ from .losses.pair_losses import (
     simpo_loss as simpo_loss,
     sppo_hard_loss as sppo_hard_loss,
 )
+from .losses.policy import choose_kl as choose_kl, kl_estimate as kl_estimate, policy_loss as policy_loss
 from .losses.preference import (
     preference_loss as preference_loss,
     preference_metrics as preference_metrics,
@@ -173,6 +176,7 @@ from .losses.unpaired import (
     unpaired_loss as unpaired_loss,
     unpaired_metrics as unpaired_metrics,
 )
+from .losses.value import gae as gae, token_rewards as token_rewards, value_loss as value_loss, whiten as whiten
 from .metrics.classification import classification_metrics as classification_metrics
 from .metrics.embedding import retrieval_metrics as retrieval_metrics, similarity_metrics as similarity_metrics
 from .metrics.metric import Metrics as Metrics
@@ -207,9 +211,15 @@ from .preference.kl_estimate import estimate_kl as estimate_kl
 from .preference.pair_layouts import choose_answer_layout as choose_answer_layout, choose_pair_layout as choose_pair_layout
 from .preference.reference import Reference as Reference, build_reference as build_reference, sync_reference as sync_reference
 from .report.page import write_report as write_report
+from .rollouts.advantages import (
+    advantages as advantages,
+    choose_advantages as choose_advantages,
+    group_has_spread as group_has_spread,
+)
 from .rollouts.rewards import Reward as Reward, load_rewards as load_rewards
 from .rollouts.rollout import Rollout as Rollout
 from .rollouts.scoring import score_rollouts as score_rollouts
+from .rollouts.shaping import overlong_penalty as overlong_penalty, penalize_kl as penalize_kl
 from .runs.summary import Summary as Summary
 from .system.interruptions import Interrupted as Interrupted
 from .training.accelerator import build_accelerator as build_accelerator

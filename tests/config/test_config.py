@@ -20,6 +20,7 @@ from toolkit.config import (
     check_together,
     groups,
     methods,
+    policy,
     read_config_file,
     read_values,
     settings_of,
@@ -30,7 +31,7 @@ from toolkit.config.setting import OnResume
 
 GROUPS: list[type[tk.Settings]] = [
     group
-    for group in {**vars(groups), **vars(methods)}.values()
+    for group in {**vars(groups), **vars(methods), **vars(policy)}.values()
     if inspect.isclass(group) and issubclass(group, tk.Settings) and group is not tk.Settings
 ]
 
@@ -51,6 +52,14 @@ class Everything(
     metrics: list[str] = tk.setting(["accuracy"])  # noqa: RUF009 - a dataclass field, not a shared default
     strength: float = tk.setting(0.1, "Strength of the penalty.", above=0.0)
     own_number: int = tk.setting(0, "A recipe's own number, without a range.")
+
+
+@dataclass(frozen=True)
+class Policy(tk.PolicyConfig):
+    """Has another loss_type than Everything, and what other groups of its recipe say of completions."""
+
+    num_generations: int = tk.setting(4, "Completions of a prompt.")
+    max_completion_length: int = tk.setting(64, "Longest completion.")
 
 
 def test_what_the_user_gave_survives_a_changed_copy_and_is_no_setting() -> None:
@@ -84,12 +93,14 @@ def test_every_setting_has_help_and_every_default_keeps_its_own_rules(group: typ
 def test_no_setting_is_declared_by_two_groups_and_no_alias_is_taken() -> None:
     """Losses of pairs and of single answers, which no recipe has both of, call what they have in common by TRL's names; the metrics
     of classes, of tags and of generated texts are all --metrics, and what is shown of causal models and of encoder-decoders is
-    --num-samples.
+    --num-samples; policy gradients and PPO have TRL's beta and an estimate of the KL, of other defaults.
 
     Fails when RunConfig declares a `seed` of its own, or an alias equals another setting's name."""
     declared = [name for group in GROUPS for name in inspect.get_annotations(group)]
     aliases = {alias for group in GROUPS for each in settings_of(group).values() for alias in each.aliases}
-    assert sorted(name for name in set(declared) if declared.count(name) > 1) == ["beta", "loss_type", "metrics", "num_samples", "temperature"]
+    assert sorted(name for name in set(declared) if declared.count(name) > 1) == [
+        "beta", "kl_estimator", "loss_type", "metrics", "num_samples", "temperature"
+    ]  # fmt: skip
     assert {"beta", "loss_type"} == set(settings_of(tk.PreferenceConfig)) & set(settings_of(tk.UnpairedConfig))
     assert not aliases & set(declared)
 
@@ -392,24 +403,46 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("tf32", "--use-cpu", {"tf32": True, "use_cpu": True}, {"use_cpu": False}),
 ]  # fmt: skip
 
+POLICY_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("", "must be above 1: add --epsilon-high 5", {"loss_type": "cispo"}, {"epsilon_high": 4.0}),
+    ("", "--delta 1.25 must be above 1 + epsilon_high", {"delta": 1.25, "epsilon_high": 0.28}, {"epsilon_high": 0.2}),
+    ("", "clip-min 3 must be below", {"importance_sampling_clip_min": 3.0}, {"importance_sampling_clip_max": 4.0}),
+    ("", "would be divided by 0", {"scale_rewards": "group", "loss_type": "reinforce"}, {"advantage_estimator": "rloo"}),
+    ("", "--num-generations 1 is no group", {"num_generations": 1}, {"advantage_estimator": "reinforce"}),
+    ("", "with the mean 0", {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False}, {"kl_in": "reward"}),
+    ("", "--overlong-cache 65 must be at most --max-completion-length 64", {"overlong_cache": 65}, {"overlong_cache": 64}),
+    ("epsilon", "no such bound", {"epsilon": 0.1, "loss_type": "cispo", "epsilon_high": 5.0}, {"loss_type": "gspo"}),
+    ("epsilon_high", "no ratio", {"epsilon_high": 0.3, "loss_type": "reinforce"}, {"loss_type": "rloo"}),
+    ("delta", "no such bound", {"delta": 2.0, "loss_type": "reinforce"}, {"loss_type": "dr_grpo"}),
+    ("importance_sampling_level", "of its own", {"importance_sampling_level": "sequence", "loss_type": "gspo"}, {"loss_type": "grpo"}),
+    *[(name, "add --beta", {name: value}, {"beta": 0.1}) for name, value in [("kl_in", "reward"), ("kl_estimator", "k2")]],
+    *[(name, "without --importance-sampling-correction", {name: value, "importance_sampling_correction": False},
+       {"importance_sampling_correction": True})
+      for name, value in [("importance_sampling_mode", "token_mask"), ("importance_sampling_clip_max", 2.0),
+                          ("importance_sampling_clip_min", 0.5)]],
+]  # fmt: skip
+CASES: list[tuple[type[tk.Settings], str, str, dict[str, Any], dict[str, Any]]] = [
+    *[(Everything, *case) for case in RULE_CASES], *[(Policy, *case) for case in POLICY_RULE_CASES]
+]  # fmt: skip
 
-@pytest.mark.parametrize(("setting", "words", "wrong", "mend"), RULE_CASES, ids=[f"{c[0]}:{c[1]}" for c in RULE_CASES])
+
+@pytest.mark.parametrize(("kind", "setting", "words", "wrong", "mend"), CASES, ids=[f"{c[1]}:{c[2]}" for c in CASES])
 def test_settings_that_do_not_go_together_are_refused_by_one_rule(
-    setting: str, words: str, wrong: dict[str, Any], mend: dict[str, Any]
+    kind: type[tk.Settings], setting: str, words: str, wrong: dict[str, Any], mend: dict[str, Any]
 ) -> None:
     """Fails when the rule's condition is replaced by False (nothing refused) or True (the mended settings are refused)."""
     with pytest.raises(Refusal) as refusal:
-        check_together(Everything(**wrong), frozenset(wrong))
+        check_together(kind(**wrong), frozenset(wrong))
     assert words in str(refusal.value)
     assert setting.replace("_", "-") in str(refusal.value)
-    broken = broken_rules(Everything(**wrong), frozenset(wrong))
+    broken = broken_rules(kind(**wrong), frozenset(wrong))
     assert [name for name, _ in broken] == [setting]
-    assert not broken_rules(Everything(**wrong | mend), frozenset(wrong | mend))
+    assert not broken_rules(kind(**wrong | mend), frozenset(wrong | mend))
 
 
 def test_every_rule_has_a_case_that_breaks_it() -> None:
     """Fails when a rule is added without a case, or a case's values no longer reach their rule."""
-    reached = {key for _, _, wrong, _ in RULE_CASES for key in broken_rules(Everything(**wrong), frozenset(wrong))}
+    reached = {key for kind, _, _, wrong, _ in CASES for key in broken_rules(kind(**wrong), frozenset(wrong))}
     rules = [("", rule.message) for rule in CONTRADICTIONS] + [(name, rule.why) for rule in NO_EFFECT for name in rule.settings]
     assert sorted(reached) == sorted(rules)
 

@@ -15,6 +15,7 @@ from toolkit.config.conditions import (
     is_built_in,
     is_on_the_hub,
 )
+from toolkit.config.policy_rules import POLICY_NO_EFFECT
 
 NO_EFFECT = (
     # Schedule
@@ -249,4 +250,5 @@ NO_EFFECT = (
         "with {save_strategy}: leave it out, or take --save-strategy epoch or steps.",
     ),
     NoEffect(("tf32",), lambda use_cpu: use_cpu, "with --use-cpu: leave it out."),
+    *POLICY_NO_EFFECT,
 )

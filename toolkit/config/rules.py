@@ -30,6 +30,7 @@ from toolkit.config.conditions import (
 )
 from toolkit.config.files import changed_settings
 from toolkit.config.no_effect import NO_EFFECT
+from toolkit.config.policy_rules import POLICY_CONTRADICTIONS
 from toolkit.config.reading import values_of
 from toolkit.config.setting import Refusal, Settings, settings_of, show_setting
 
@@ -321,4 +322,5 @@ CONTRADICTIONS = (
         ),
         "{metric_for_best_model} is not among what is measured with {problem_type} by default: name it in --metrics too.",
     ),
+    *POLICY_CONTRADICTIONS,
 )

@@ -1,0 +1,86 @@
+"""Which settings of policy gradients do not go together."""
+
+from __future__ import annotations
+
+from toolkit.config.conditions import Contradiction, NoEffect
+
+POLICY_CONTRADICTIONS = (
+    Contradiction(
+        lambda loss_type, epsilon, epsilon_high: loss_type == "cispo" and (epsilon_high or epsilon) <= 1,
+        "{loss_type} bounds the ratio itself by --epsilon-high, so that must be above 1: add --epsilon-high 5.",
+    ),
+    Contradiction(
+        lambda delta, epsilon, epsilon_high: delta is not None and delta <= 1 + (epsilon_high or epsilon),
+        "{delta} must be above 1 + epsilon_high, to which ratios with a positive advantage are clipped; 4 is usual.",
+    ),
+    Contradiction(
+        lambda importance_sampling_clip_min, importance_sampling_clip_max: (
+            None not in (importance_sampling_clip_min, importance_sampling_clip_max)
+            and importance_sampling_clip_min >= importance_sampling_clip_max
+        ),
+        "{importance_sampling_clip_min} must be below {importance_sampling_clip_max}.",
+    ),
+    Contradiction(
+        lambda loss_type, advantage_estimator, scale_rewards: (
+            scale_rewards == "group" and _of_all(loss_type, advantage_estimator)
+        ),
+        "{scale_rewards} next to {loss_type} {advantage_estimator}, which compares with the mean of all: a group whose rewards "
+        "are equal would be divided by 0. Take --scale-rewards batch.",
+    ),
+    Contradiction(
+        lambda loss_type, advantage_estimator, num_generations: (
+            num_generations < 2 and not _of_all(loss_type, advantage_estimator)
+        ),
+        "{num_generations} is no group to compare a completion with: take at least 2, or --advantage-estimator reinforce.",
+    ),
+    Contradiction(
+        lambda loss_type, kl_in, kl_estimator, beta, use_bias_correction_kl: (
+            beta and kl_estimator == "k1" and not use_bias_correction_kl and not _in_reward(loss_type, kl_in)
+        ),
+        "{kl_estimator} in the loss has a gradient with the mean 0: take k2, k3, --kl-in reward, or --use-bias-correction-kl.",
+    ),
+    Contradiction(
+        lambda overlong_cache, max_completion_length: overlong_cache > max_completion_length,
+        "{overlong_cache} must be at most {max_completion_length}.",
+    ),
+)
+
+POLICY_NO_EFFECT = (
+    NoEffect(
+        ("epsilon",), lambda loss_type: loss_type in ("cispo", "reinforce"),
+        "with {loss_type}, which has no such bound: leave it out.",
+    ),
+    NoEffect(
+        ("epsilon_high",), lambda loss_type, epsilon: loss_type == "reinforce",
+        "with {loss_type}, which has no ratio: leave it out.",
+    ),
+    NoEffect(
+        ("delta",), lambda loss_type, epsilon: loss_type in ("cispo", "reinforce"),
+        "with {loss_type}, which has no such bound: leave it out.",
+    ),
+    NoEffect(
+        ("importance_sampling_level",),
+        lambda loss_type, importance_sampling_level: (
+            importance_sampling_level != "token" and loss_type in ("gspo", "rloo", "reinforce")
+        ),
+        "with {loss_type}, which has a ratio of its own or none: leave it out.",
+    ),
+    NoEffect(
+        ("kl_in", "kl_estimator"), lambda beta, kl_in: not beta,
+        "without a weight of the divergence: leave it out, or add --beta 0.04.",
+    ),
+    NoEffect(
+        ("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min"),
+        lambda importance_sampling_correction: not importance_sampling_correction,
+        "without --importance-sampling-correction: leave it out.",
+    ),
+)
+
+
+def _of_all(loss_type: str, advantage_estimator: str) -> bool:
+    """Whether rewards are compared with those of all prompts, not with their group's."""
+    return advantage_estimator == "reinforce" or (advantage_estimator == "auto" and loss_type == "reinforce")
+
+
+def _in_reward(loss_type: str, kl_in: str) -> bool:
+    return kl_in == "reward" or (kl_in == "auto" and loss_type == "rloo")
