@@ -40,7 +40,7 @@ GROUPS: list[type[tk.Settings]] = [
 class Everything(
     tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.ClassificationConfig, tk.PairsConfig,
     tk.RankedAnswersConfig, tk.ReferenceConfig, tk.PreferenceConfig,
-    tk.RewardConfig,
+    tk.RewardConfig, tk.RewardFunctionsConfig,
     tk.RankingConfig,
     tk.EmbeddingConfig,
     tk.MaskedLMConfig,
@@ -400,6 +400,9 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
       for name, value in [("hub_model_id", "me/mine"), ("hub_strategy", "end"), ("hub_private_repo", True), ("hub_revision", "v1")]],
     ("hub_strategy", "nothing is saved while it trains", {"hub_strategy": "checkpoint", "push_to_hub": True, "save_strategy": "no"},
      {"hub_strategy": "end"}),
+    *[(name, f"without the reward {reward}", {name: value, "reward_funcs": ["mine.py:f"]}, {"reward_funcs": [reward, "mine.py:f"]})
+      for name, value, reward in [("answer_column", "gold", "exact_match"), ("reward_pattern", "a", "regex"), ("reward_schema", "a.json", "json_schema"),
+                                  ("reward_length", 9, "length"), ("reward_memory", 99, "python")]],
     ("tf32", "--use-cpu", {"tf32": True, "use_cpu": True}, {"use_cpu": False}),
 ]  # fmt: skip
 

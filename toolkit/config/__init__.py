@@ -38,7 +38,6 @@ from toolkit.config.methods import (
     TokenClassificationConfig,
     UnpairedConfig,
 )
-from toolkit.config.rewards import RewardFunctionsConfig
 from toolkit.config.rules import check_together, implied_settings
 from toolkit.config.setting import Refusal, Setting, Settings, changed_settings, setting, settings_of, show_value
 from toolkit.config.values import check_value, check_values, read_values
@@ -50,7 +49,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig", "OutputConfig", "PairsConfig", "PreferenceConfig", "QuestionAnsweringConfig",
     "RankedAnswersConfig", "RankingConfig",
-    "ReferenceConfig", "Refusal", "RewardConfig", "RewardFunctionsConfig",
+    "ReferenceConfig", "Refusal", "RewardConfig",
     "RunConfig", "SampleConfig", "SeedConfig", "Seq2SeqConfig", "Setting", "Settings", "TokenClassificationConfig",
     "UnpairedConfig", "changed_settings",
     "check_together", "check_value", "check_values",

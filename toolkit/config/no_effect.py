@@ -17,6 +17,15 @@ from toolkit.config.conditions import (
 )
 from toolkit.config.policy_rules import POLICY_NO_EFFECT
 
+
+def _of_reward(setting: str, *rewards: str) -> NoEffect:
+    """A setting of built-in rewards."""
+    return NoEffect(
+        (setting,), lambda reward_funcs: not set(rewards).intersection(reward_funcs),
+        f"without the reward {' or '.join(rewards)}: leave it out.",
+    )
+
+
 NO_EFFECT = (
     # Schedule
     NoEffect(
@@ -249,6 +258,12 @@ NO_EFFECT = (
         lambda save_strategy, load_best_model_at_end: save_strategy == "no" and not load_best_model_at_end,
         "with {save_strategy}: leave it out, or take --save-strategy epoch or steps.",
     ),
+    # Rewards
+    _of_reward("answer_column", "exact_match", "number"),
+    _of_reward("reward_pattern", "regex"),
+    _of_reward("reward_schema", "json_schema"),
+    _of_reward("reward_length", "length"),
+    _of_reward("reward_memory", "python"),
     NoEffect(("tf32",), lambda use_cpu: use_cpu, "with --use-cpu: leave it out."),
     *POLICY_NO_EFFECT,
 )
