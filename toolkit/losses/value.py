@@ -85,6 +85,7 @@ def value_loss(
     `value_error`, |V - R|; `value`, V; `value_target`, R.
     """
     counts, tokens = mask.bool(), totals["completion_tokens"] or 1.0
+    values, old_values, returns = (table.where(counts, 0.0) for table in (values, old_values, returns))
     errors = (values - returns).square()
     clipped = torch.zeros_like(counts)
     if cliprange_value is not None:
@@ -96,5 +97,4 @@ def value_loss(
         "value_clip_ratio": clipped, "value_error": (values - returns).detach().abs(), "value": values.detach(),
         "value_target": returns,
     }  # fmt: skip
-    metrics = {name: value.where(counts, 0).sum() / tokens for name, value in each.items()}
-    return errors.where(counts, 0.0).sum() / (2 * tokens), metrics
+    return errors.sum() / (2 * tokens), {name: value.sum() / tokens for name, value in each.items()}
