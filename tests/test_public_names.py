@@ -546,6 +546,35 @@ def prompts_with_answers() -> None:
     assert [row["answer"] for row in batch["rows"]] == [TEXTS[number] for number in batch["prompt"]]
 
 
+@shows("SamplingSettings", "sample_groups", "completion_key", "Completion")
+def completions_of_groups() -> None:
+    keys = np.array([[tk.completion_key(0, 0, prompt, index) for index in range(2)] for prompt in range(3)], dtype=np.uint64)
+    prompts = [tokenizer()(text)["input_ids"] for text in TEXTS[:3]]
+    groups = tk.sample_groups(language_model(), prompts, keys, tk.SamplingSettings(max_new_tokens=4))
+    assert all(len(each.tokens) == len(each.logps) == 4 and each.truncated for group in groups for each in group)
+
+
+@shows("sample_rollouts", "Rollout", "policy_batches", "collate_rollouts", "rollout_logps")
+def rollouts_and_the_batches_of_their_updates() -> None:
+    @dataclass(frozen=True)
+    class Config(tk.DataConfig, tk.PromptConfig):
+        max_steps: int | None = 1
+
+    splits = tk.tokenize_for_prompts(rows(prompt=TEXTS), tokenizer(), Config())
+    train, _ = tk.build_dataloaders(splits, tk.collate_prompts, Config())
+    model, settings = language_model(), tk.SamplingSettings(max_new_tokens=4, temperature=0.9)
+    batch = next(iter(train.batches()))
+    rollouts = tk.sample_rollouts(accelerator(), model, tokenizer(), batch, settings, num_generations=2)
+    assert [rollout.index for rollout in rollouts] == [0, 1] * batch.size
+    assert isinstance(rollouts[0], tk.Rollout)
+    collate = functools.partial(tk.collate_rollouts, layout="padded", pad_token_id=0)
+    (update,) = tk.policy_batches(accelerator(), model, rollouts, [1.0, -1.0] * batch.size, collate, micro_batch_size=64)
+    with torch.no_grad():
+        logps, entropies = tk.rollout_logps(model, update.micro_batches[0], settings.temperature)
+    assert torch.allclose(logps, update.micro_batches[0]["sampled_logps"], atol=1e-4)
+    assert bool((entropies > 0).all())
+
+
 @dataclass(frozen=True)
 class Preferring(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.PreferenceConfig, tk.ReferenceConfig, tk.AdapterConfig, tk.RunConfig):
     reference: str = "model"

@@ -102,7 +102,10 @@ from .generation.answered_questions import (
     sample_answers as sample_answers,
     sample_questions as sample_questions,
 )
+from .generation.distribution import SamplingSettings as SamplingSettings
 from .generation.held_out_answers import answer_metrics as answer_metrics, held_out_prompts as held_out_prompts
+from .generation.random_numbers import completion_key as completion_key
+from .generation.sampler import Completion as Completion, sample_groups as sample_groups
 from .generation.samples import sample_prompts as sample_prompts, sample_texts as sample_texts
 from .generation.targets import (
     sample_targets as sample_targets,
@@ -167,6 +170,7 @@ from .losses.reward import (
     reward_loss as reward_loss,
     reward_metrics as reward_metrics,
 )
+from .losses.rollout_logps import rollout_logps as rollout_logps
 from .losses.seq2seq import seq2seq_loss as seq2seq_loss, seq2seq_metrics as seq2seq_metrics
 from .losses.token_classification import token_classification_loss as token_classification_loss
 from .losses.unpaired import (
@@ -216,8 +220,10 @@ from .rollouts.advantages import (
     choose_advantages as choose_advantages,
     group_has_spread as group_has_spread,
 )
+from .rollouts.batches import collate_rollouts as collate_rollouts, policy_batches as policy_batches
 from .rollouts.rewards import Reward as Reward, load_rewards as load_rewards
 from .rollouts.rollout import Rollout as Rollout
+from .rollouts.sampling import sample_rollouts as sample_rollouts
 from .rollouts.scoring import score_rollouts as score_rollouts
 from .rollouts.shaping import overlong_penalty as overlong_penalty, penalize_kl as penalize_kl
 from .runs.summary import Summary as Summary

@@ -1,7 +1,7 @@
 """Losses and log-probabilities of tokens over chunks of positions: never more than a chunk's logits in memory.
 
 A sum of token losses takes its gradient on the way (`sums_in_chunks`). How much a token's log-probability counts may be known
-only later, when the answers of a pair are compared: those make the logits of a chunk again in backward (`logps_in_chunks`).
+only later, when the answers of a pair are compared: those make the logits of a chunk again in backward (`values_in_chunks`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +15,7 @@ from toolkit.metrics.metric import precise_sum
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 Sums = tuple[torch.Tensor, torch.Tensor]
+Values = Callable[[slice, torch.Tensor], torch.Tensor]  # of a piece of the positions and its rows or logits
 
 
 def rows_in_a_chunk(vocabulary: int, device: torch.device) -> int:
@@ -129,27 +130,39 @@ def _add(total: list[torch.Tensor | None], terms: Sequence[torch.Tensor | None])
 def logps_in_chunks(
     logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, targets: torch.Tensor, vocabulary: int
 ) -> torch.Tensor:
-    """Log-probability of the target at each position `[P]`, float32 or wider.
+    """Log-probability of the target at each position `[P]`, float32 or wider: `values_in_chunks` of cross-entropy."""
 
-    `rows` `[P, width]`, of which `logits_of` makes logits `[P, vocabulary]`. Where these are more than a chunk, each chunk's
-    are made again in backward: a third more work in the head, and never more than a chunk of them in memory.
+    def logps(piece: slice, logits: torch.Tensor) -> torch.Tensor:
+        return -nn.functional.cross_entropy(logits, targets[piece], reduction="none")
+
+    return values_in_chunks(logps, logits_of, parameters, rows, vocabulary)
+
+
+def values_in_chunks(
+    values_of: Values, logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int
+) -> torch.Tensor:
+    """What `values_of(piece, logits)` makes of the logits of a piece of the positions, `[P]` or `[P, n]` in all.
+
+    `rows` `[P, width]`, of which `logits_of` makes logits `[P, vocabulary]`; `values_of` gets them in float32 or wider. Where
+    these are more than a chunk, each chunk's are made again in backward: a third more work in the head, and never more than
+    a chunk of them in memory.
     """
+
+    def of_chunk(piece: slice, chunk: torch.Tensor) -> torch.Tensor:
+        logits = logits_of(chunk)
+        return values_of(piece, logits.to(torch.promote_types(logits.dtype, torch.float32)))
+
     size = rows_in_a_chunk(vocabulary, rows.device)
     pieces = [slice(start, start + size) for start in range(0, max(len(rows), 1), size)]
     if len(pieces) == 1:
-        return _logps(logits_of(rows), targets)
+        return of_chunk(pieces[0], rows)
     if torch.is_grad_enabled() and (rows.requires_grad or parameters):
-        return _LogpsRecomputed.apply(logits_of, pieces, targets, rows, *parameters)
-    return torch.cat([_logps(logits_of(rows[piece]), targets[piece]) for piece in pieces])
+        return _ValuesRecomputed.apply(of_chunk, pieces, rows, *parameters)
+    return torch.cat([of_chunk(piece, rows[piece]) for piece in pieces])
 
 
-def _logps(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return -nn.functional.cross_entropy(logits, targets, reduction="none")
-
-
-class _LogpsRecomputed(torch.autograd.Function):
-    """Log-probabilities whose logits live for a chunk, in forward and again in backward.
+class _ValuesRecomputed(torch.autograd.Function):
+    """Values, as log-probabilities, whose logits live for a chunk, in forward and again in backward.
 
     Unlike a sum of losses, how much each token counts is known only when the answers of a pair have been compared, so the
     gradient can't be taken on the way. The second time the head draws the random numbers of the first: an adapter on it may
@@ -158,35 +171,35 @@ class _LogpsRecomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_of: Logits, pieces: list[slice], targets: torch.Tensor, rows: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any, of_chunk: Values, pieces: list[slice], rows: torch.Tensor, *parameters: torch.Tensor
     ) -> torch.Tensor:
-        ctx.logits_of, ctx.pieces, ctx.parameters = logits_of, pieces, parameters
-        ctx.save_for_backward(targets, rows)
+        ctx.of_chunk, ctx.pieces, ctx.parameters = of_chunk, pieces, parameters
+        ctx.save_for_backward(rows)
         kind = rows.device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         ctx.autocast = {"device_type": kind, "dtype": dtype, "enabled": enabled}
         ctx.random_states = _random_states(rows.device)
-        return torch.cat([_logps(logits_of(rows[piece]), targets[piece]) for piece in pieces])
+        return torch.cat([of_chunk(piece, rows[piece]) for piece in pieces])
 
     @staticmethod
-    def backward(ctx: Any, *of_logps: torch.Tensor) -> Any:
-        targets, rows = ctx.saved_tensors
+    def backward(ctx: Any, *of_values: torch.Tensor) -> Any:
+        (rows,) = ctx.saved_tensors
         of_rows = torch.empty_like(rows) if rows.requires_grad else None
         of_parameters = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in ctx.parameters]
         with _drawing_again(ctx.random_states, rows.device):
             for piece in ctx.pieces:
                 chunk = rows[piece].detach().requires_grad_(rows.requires_grad)
                 with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                    logps = _logps(ctx.logits_of(chunk), targets[piece])
+                    values = ctx.of_chunk(piece, chunk)
                 wanted = (chunk, *ctx.parameters) if rows.requires_grad else ctx.parameters
-                gradients = list(torch.autograd.grad(logps, wanted, of_logps[0][piece], allow_unused=True))
+                gradients = list(torch.autograd.grad(values, wanted, of_values[0][piece], allow_unused=True))
                 if of_rows is not None:
                     of_rows[piece] = gradients.pop(0)
                 for total, term in zip(of_parameters, gradients, strict=True):
                     if term is not None:
                         total.add_(term)
         given = [total.to(p.dtype) for total, p in zip(of_parameters, ctx.parameters, strict=True)]
-        return None, None, None, of_rows, *given
+        return None, None, of_rows, *given
 
 
 def _random_states(device: torch.device) -> list[torch.Tensor]:

@@ -1,1 +1,1 @@
-"""Rollouts: from prompts to scored completions, and what their rewards are worth."""
+"""Prompts to scored completions: sampling, rewards, advantages, and the batches that a policy is trained on."""

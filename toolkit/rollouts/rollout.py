@@ -1,4 +1,4 @@
-"""A rollout: one completion of a prompt that was sampled from a policy."""
+"""The rollout: one completion of a prompt, sampled from a policy, and what it was worth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 @dataclass
 class Rollout:
-    """One completion of a prompt, sampled from a policy, and what it was worth."""
+    """One completion of a prompt, sampled from a policy, and what it was worth.
+
+    Rollouts of a step are a list of groups one behind the other: those of one prompt in one epoch, by their index.
+    """
 
     prompt: int  # number of the prompt in the training data (its example)
     index: int  # in the group of the prompt's completions, from 0
@@ -20,3 +23,5 @@ class Rollout:
     completion: str  # its text, special tokens left out
     rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward by its name; None: it does not apply
     reward: float = 0.0  # the weighted sum
+    epoch: int = 0  # of the prompt
+    kept: list[list[int]] | None = None  # ids that could be drawn at each token, where top-k, top-p or min-p cut some off

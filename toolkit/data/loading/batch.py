@@ -15,7 +15,7 @@ class Batch:
     single answers, "documents" and "comparisons" of lists.
     `real`: whether a micro-batch counts; a padding micro-batch has weight zero. `seeds`: of the random numbers
     in each forward pass, from (seed, epoch, first example). `position`: examples consumed before this step, `size` those in it,
-    `examples` their indices over all ranks.
+    `examples` their indices over all ranks; `indices` those of each micro-batch of this rank, `epochs` their epochs.
     """
 
     micro_batches: list[dict[str, Any]]
@@ -26,6 +26,7 @@ class Batch:
     size: int = 0
     examples: list[int] = field(default_factory=list)
     indices: list[list[int]] = field(default_factory=list)
+    epochs: list[list[int]] = field(default_factory=list)
 
     def pin_memory(self) -> "Batch":
         """Page-locked copies, so that the transfer to a CUDA device overlaps with compute."""

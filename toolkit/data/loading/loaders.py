@@ -75,6 +75,7 @@ class _StepReader(Dataset):
             size=plan.size,
             examples=plan.everyone,
             indices=[[example for _, example in piece] for piece, _ in plan.pieces],
+            epochs=[[epoch for epoch, _ in piece] for piece, _ in plan.pieces],
         )
 
     def _augmented(self, plan: StepPlan, augment: Augment) -> dict[tuple[int, int], list[Document]]:

@@ -80,6 +80,7 @@ class StreamLoader:
                 size=size,
                 examples=[position + i for i in range(size)],
                 indices=[[position + i for _, i in piece] for piece, _ in plan.pieces],
+                epochs=[[0] * len(piece) for piece, _ in plan.pieces],
             )
             position += size
 

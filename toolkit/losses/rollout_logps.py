@@ -1,0 +1,53 @@
+"""Log-probabilities and entropies of the tokens of completions, of the distribution that they were sampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.data.loading.layouts import NOT_FOR_THE_MODEL as OF_ANSWERS
+from toolkit.losses.chunked import Logits, values_in_chunks
+from toolkit.losses.selective_head import at_positions
+
+NOT_FOR_THE_MODEL = (
+    *OF_ANSWERS, "advantages", "mask", "sampled_logps", "old_logps", "reference_logps", "kept_rows", "kept_ids",
+)  # fmt: skip
+
+
+def rollout_logps(
+    model: nn.Module, micro_batch: dict[str, Any], temperature: float = 1.0, with_entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token of the completions its log-probability and the entropy of its distribution, nats.
+
+    Both `[completions, longest completion]`, 0 behind a completion's end, of one forward pass over a micro-batch of
+    `collate_rollouts`. The distribution is the one that was sampled: at the temperature (0, greedy decoding, counts as 1),
+    among the tokens that could be drawn (`kept_ids`), which are stored with the completions: computed again from these logits
+    rounding would now and then leave out the very token that was drawn. The entropy has a gradient only where it is asked for.
+    """
+    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+    targets, kept_rows = micro_batch["answer_tokens"], micro_batch.get("kept_rows")
+
+    def values_of(piece: slice, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits / (temperature or 1.0)
+        if kept_rows is not None:
+            there = (kept_rows >= piece.start) & (kept_rows < piece.start + len(logits))
+            kept = torch.zeros_like(logits, dtype=torch.bool)
+            kept[kept_rows[there] - piece.start, micro_batch["kept_ids"][there]] = True
+            logits = logits.masked_fill(~kept, torch.finfo(logits.dtype).min)
+        logps = -nn.functional.cross_entropy(logits, targets[piece].to(logits.device), reduction="none")
+        with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
+            log_all = logits.log_softmax(-1)
+            entropies = -(log_all.exp() * log_all).sum(-1)
+        return torch.stack([logps, entropies], dim=1)
+
+    def values(logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        return values_in_chunks(values_of, logits_of, parameters, rows, vocabulary).flatten()
+
+    found = at_positions(model, inputs, micro_batch["answer_positions"], values).view(-1, 2)
+    tables = found.new_zeros(2, micro_batch["answers"] * micro_batch["longest_answer"])
+    slots = micro_batch["answer_slots"].expand(2, -1)
+    logps, entropies = tables.scatter(1, slots, found.T).view(2, -1, micro_batch["longest_answer"])
+    return logps, entropies
