@@ -10,13 +10,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 
-from toolkit.config import DataConfig, Refusal
+from toolkit.config import DataConfig, Refusal, RunConfig
 from toolkit.data.sources import arrow_cache, load as sources
 from toolkit.data.sources.hub_datasets import load_from_hub, parse_hub_name
 from toolkit.data.sources.load import load_splits
@@ -238,6 +239,21 @@ def test_a_small_file_has_one_row_held_out_and_says_so() -> None:
     assert len(splits["validation"]) >= 1
     assert len(splits["train"]) + len(splits["validation"]) == 20
     assert "held out by a hash of the content" in splits["train"].info.description
+
+
+def test_a_file_of_one_row_is_trained_on_where_nothing_is_evaluated() -> None:
+    """Otherwise it is refused, as nothing would be left to train on. Fails when: `is_needed` is left out."""
+
+    @dataclass(frozen=True)
+    class Config(DataConfig, RunConfig):
+        pass
+
+    write("one.jsonl", [{"text": "a"}])
+    for share in (0.05, 0.5):
+        splits = load_splits(Config(dataset="one.jsonl", eval_strategy="no", eval_fraction=share))
+        assert {name: rows["text"][:] for name, rows in splits.items()} == {"train": ["a"]}
+    with pytest.raises(Refusal, match=r"one\.jsonl has 1 row, too few to hold any out"):
+        load_splits(Config(dataset="one.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,14 @@ _WITH_PARTNER = (
 _ROWS_LOOKED_AT = 100  # of a stream, for pairs whose prompt can't be determined
 
 
-def split_by_content(rows: Dataset, fraction: float, always: frozenset[int], name: str) -> tuple[Dataset, Dataset]:
+def split_by_content(
+    rows: Dataset, fraction: float, always: frozenset[int], name: str, is_needed: bool = True
+) -> tuple[Dataset, Dataset]:
     """Training and held-out rows, each in the order of the source.
 
     A row is held out when its key falls into the lowest `fraction` of all possible keys, or is in `always`: the key of the
-    first row, so that a small file has an evaluation row too, and the same one when it grows.
+    first row, so that a small file has an evaluation row too, and the same one when it grows. Where none would be left to
+    train on and no evaluation is needed, none is held out.
 
     Raises:
         Refusal: no row of the source called `name` would be left to train on; for one, all have the same input.
@@ -62,6 +65,8 @@ def split_by_content(rows: Dataset, fraction: float, always: frozenset[int], nam
         _warn_of_untold_prompts(rows.select_columns(["chosen", "rejected"]).iter(batch_size=BATCH_ROWS), name)
     keys = row_keys(rows)
     held_out = _is_held_out(keys, fraction, always)
+    if held_out.all() and not is_needed:
+        return rows, rows.select([])
     if held_out.all():
         same = " with the same input" if len(rows) > 1 and len(np.unique(keys)) == 1 else ""
         raise Refusal(

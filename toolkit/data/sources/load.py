@@ -76,7 +76,7 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
         description += "; rows: " + ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
     if held_out:
         description += f"; validation is held out by a hash of the content (--eval-fraction {config.eval_fraction:g})"
-        if isinstance(config, RunConfig) and config.eval_strategy == "no":
+        if _is_without_evaluation(config):
             description += ", and evaluated by nobody (--eval-strategy no): --eval-fraction 0 trains on it too"
     for rows in splits.values():
         rows.info.description = description
@@ -196,21 +196,27 @@ def _hold_out(chosen: list[Splits], sources: list[Source], config: DataConfig) -
                 part["train"], config.eval_fraction, always, source.dataset
             )
         else:
-            part["train"], part["validation"] = content.split_by_content(
-                part["train"], config.eval_fraction, always, source.dataset
+            part["train"], evaluation = content.split_by_content(
+                part["train"], config.eval_fraction, always, source.dataset, is_needed=not _is_without_evaluation(config)
             )
-    return True
+            part |= {"validation": evaluation} if len(evaluation) else {}
+    return any("validation" in part for part, _ in without)
+
+
+def _is_without_evaluation(config: DataConfig) -> bool:
+    return isinstance(config, RunConfig) and config.eval_strategy == "no"
 
 
 def _check_held_out(chosen: list[Splits], held_out: bool, config: DataConfig) -> None:
     """Refuse an evaluation without rows, and a share of held-out rows where none are held out."""
     usual = next(field.default for field in dataclasses.fields(DataConfig) if field.name == "eval_fraction")
-    if not held_out and config.eval_fraction not in (0.0, usual):
+    has_validation = any("validation" in part for part in chosen)
+    if has_validation and not held_out and config.eval_fraction not in (0.0, usual):
         raise Refusal(
             f"--eval-fraction {config.eval_fraction:g} has no effect: {config.dataset} has an evaluation split of its own. "
             "Remove it."
         )
-    if not any("validation" in part for part in chosen) and isinstance(config, RunConfig) and config.eval_strategy != "no":
+    if not has_validation and isinstance(config, RunConfig) and config.eval_strategy != "no":
         raise Refusal(
             "There are no rows to evaluate on: no evaluation split, and --eval-fraction 0 holds none out. Name an "
             "--eval-split, or go without evaluation: --eval-strategy no"
