@@ -228,7 +228,7 @@ def test_job_gives_the_config_that_typing_its_settings_gives() -> None:
 
 @pytest.mark.parametrize("name", JOB)
 def test_each_setting_of_a_job_is_read_from_its_typed_form(name: str) -> None:
-    """Fails for max_steps when repeats are compared by key alone: the user's own value after it would be dropped too."""
+    """Fails when: repeats are compared by key alone (max_steps): the user's own value after it would be dropped too."""
     one = {name: JOB[name]}
     assert lossy_text(JOB[name]) == container_arguments(one)[1]
     assert read(*container_arguments(one), hyperparameters=one) == read(hyperparameters=one)

@@ -47,6 +47,8 @@ def test_a_mean_of_micro_batches_means_is_found(tiny: Any) -> None:
     """Micro-batches with unequal numbers of tokens, as in https://huggingface.co/blog/gradient_accumulation.
 
     Measured: losses apart by 8e-3, norms by 0.34; the comparison allows 1e-5.
+
+    Fails when: the mistake is not planted.
     """
     one, planted = tiny.reference(*FLAGS), on_two_ranks(tiny, *FLAGS, mistake="mean of means")
     with pytest.raises(AssertionError):
@@ -57,7 +59,7 @@ def test_a_mean_of_micro_batches_means_is_found(tiny: Any) -> None:
 
 @pytest.mark.slow
 def test_a_schedule_that_every_rank_moves_on_is_found(tiny: Any) -> None:
-    """Measured: losses apart by 3e-2."""
+    """Measured: losses apart by 3e-2. Fails when: the mistake is not planted."""
     one, planted = tiny.reference(*FLAGS), on_two_ranks(tiny, *FLAGS, mistake="schedule stepped by every rank")
     with pytest.raises(AssertionError):
         assert_same_training(planted, one)
@@ -67,7 +69,10 @@ def test_a_schedule_that_every_rank_moves_on_is_found(tiny: Any) -> None:
 
 @pytest.mark.slow
 def test_rows_that_are_evaluated_twice_are_found(tiny: Any) -> None:
-    """The padding micro-batch of the rank with less to do, counted: evaluation losses apart by 2e-3, while the training is the same."""
+    """The padding micro-batch of the rank with less to do, counted: evaluation losses apart by 2e-3, while the training is the same.
+
+    Fails when: the mistake is not planted.
+    """
     one, planted = tiny.reference(*FLAGS), on_two_ranks(tiny, *FLAGS, mistake="duplicated evaluation rows")
     assert_same_training(planted, one)
     with pytest.raises(AssertionError):
@@ -79,7 +84,7 @@ def test_rows_that_are_evaluated_twice_are_found(tiny: Any) -> None:
 def test_documents_of_a_packed_row_that_see_each_other_are_found(tiny: Any) -> None:
     """The gradient of all documents, padded or packed. The loss of a model that has not learned barely moves.
 
-    Measured: packed 3e-6 from padded; contaminated 0.82, where the loss differs by 1e-4.
+    Measured: packed 3e-6 from padded; contaminated 0.82, where the loss differs by 1e-4. Fails when: the mistake is not planted.
     """
     flags = [*ONE_STEP, "--learning-rate", "1"]
     before, one = tiny.reference(*ONE_STEP, "--learning-rate", "1e-30", *PADDED), tiny.reference(*flags, *PADDED)

@@ -82,7 +82,7 @@ def texts(samples: list[dict[str, str]]) -> list[str]:
 
 
 def test_greedy_samples_are_those_of_one_whole_forward_a_token(model, tokenizer, accelerator):
-    # Fails when the attention mask is all ones, the padding is on the right, or <s> is left out.
+    """Fails when: the attention mask is all ones, the padding is on the right, or <s> is left out."""
     expected = [greedy_loop(model, tokenizer, prompt["prompt"], 12) for prompt in PROMPTS]
     samples = sample_texts(accelerator, model, tokenizer, PROMPTS, GREEDY)
     assert texts(samples) == expected
@@ -92,7 +92,7 @@ def test_greedy_samples_are_those_of_one_whole_forward_a_token(model, tokenizer,
 
 @pytest.mark.parametrize("whose", ["tokenizer", "model"])
 def test_sample_stops_at_the_end_token_of_the_tokenizer_and_of_the_model(whose, model, tokenizer, accelerator):
-    # Fails when either of the two is left out of the stops: the text would continue after the letter that ends it here.
+    """Fails when: either of the two is left out of the stops: the text would continue after the letter that ends it here."""
     free = texts(sample_texts(accelerator, model, tokenizer, PROMPTS, GREEDY))
     letter = free[0][4]
     if whose == "tokenizer":
@@ -104,7 +104,7 @@ def test_sample_stops_at_the_end_token_of_the_tokenizer_and_of_the_model(whose, 
 
 
 def test_sampling_repeats_itself_and_leaves_every_random_state_alone(model, tokenizer, accelerator):
-    # Fails when the noise comes from the global generator.
+    """Fails when: the noise comes from the global generator."""
     torch.manual_seed(5)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     first = texts(sample_texts(accelerator, model, tokenizer, PROMPTS, WARM))
@@ -131,13 +131,13 @@ def test_seed_of_the_run_changes_the_samples(model, tokenizer, accelerator):
 
 
 def test_text_of_a_prompt_does_not_hang_on_those_after_it(model, tokenizer, accelerator):
-    # Fails when one generator serves all rows.
+    """Fails when: one generator serves all rows."""
     alone = texts(sample_texts(accelerator, model, tokenizer, PROMPTS[:1], WARM))
     assert texts(sample_texts(accelerator, model, tokenizer, PROMPTS, WARM))[:1] == alone
 
 
 def test_draws_follow_the_softmax_at_the_temperature():
-    # Fails when the logits are not divided by the temperature, or the noise is added in place of subtracted.
+    """Fails when: the logits are not divided by the temperature, or the noise is added in place of subtracted."""
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     rows = 4000
     drawn = _draw_with(0.7, 3, rows)(torch.empty(0), logits.expand(rows, -1)).argmax(-1)
@@ -147,7 +147,7 @@ def test_draws_follow_the_softmax_at_the_temperature():
 
 
 def test_model_is_left_as_it_was_found(model, tokenizer, accelerator):
-    # Fails when modes are restored with model.train(), or the model's own decoding settings are not put back.
+    """Fails when: modes are restored with model.train(), or the model's own decoding settings are not put back."""
     model.train()
     model.model.layers[0].eval()
     model.gradient_checkpointing_enable()
@@ -189,7 +189,7 @@ def test_a_model_saved_between_two_samples_is_sampled_alike(model, tokenizer, ac
 
 
 def test_wrapping_checkpointing_and_the_models_own_decoding_settings_change_no_text(model, tokenizer, accelerator):
-    # Fails when the wrapped model is called, or the model's repetition penalty and top-k get through.
+    """Fails when: the wrapped model is called, or the model's repetition penalty and top-k get through."""
     expected = texts(sample_texts(accelerator, model, tokenizer, PROMPTS, WARM))
     model.gradient_checkpointing_enable()
     model.config.use_cache = False
@@ -201,7 +201,7 @@ def test_wrapping_checkpointing_and_the_models_own_decoding_settings_change_no_t
 
 
 def test_long_prompt_keeps_its_end_and_leaves_room_for_the_sample(model, tokenizer, accelerator):
-    # Fails when the prompt is cut at its end: the last 52 of 64 positions are the prompt's, 12 the sample's.
+    """Fails when: the prompt is cut at its end: the last 52 of 64 positions are the prompt's, 12 the sample's."""
     long = "ab cd ef. " * 20
     ids = tokenizer(long, add_special_tokens=False)["input_ids"][-52:]
     sequence = list(ids)
@@ -214,7 +214,7 @@ def test_long_prompt_keeps_its_end_and_leaves_room_for_the_sample(model, tokeniz
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["compiled", "compiled and recomputed"])
 def test_compiled_layers_are_not_compiled_again_for_each_length(recomputed, model, tokenizer, accelerator):
-    # Fails when the stance is left at its default, or layers that are recomputed too are not known as compiled ones.
+    """Fails when: the stance is left at its default, or layers that are recomputed too are not known as compiled ones."""
     expected = texts(sample_texts(accelerator, model, tokenizer, PROMPTS, GREEDY))
     compilations = []
 
@@ -244,7 +244,7 @@ def held_out(rows: list[dict]) -> DatasetDict:
 
 
 def test_prompts_are_spread_over_the_held_out_split_with_what_follows_them(tokenizer):
-    # Fails when the first rows are taken, or the training split.
+    """Fails when: the first rows are taken, or the training split."""
     rows = [{"prompt": f"question {letter}", "completion": f" answer {letter}"} for letter in LETTERS[:10]]
     prompts = sample_prompts(held_out(rows), tokenizer, CONFIG)
     assert [prompt["prompt"] for prompt in prompts] == ["question b", "question f", "question i"]
@@ -254,7 +254,7 @@ def test_prompts_are_spread_over_the_held_out_split_with_what_follows_them(token
 
 
 def test_chat_prompt_is_everything_before_the_last_answer(tokenizer):
-    # Fails when the first assistant turn ends the prompt.
+    """Fails when: the first assistant turn ends the prompt."""
     messages = [
         {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"},
         {"role": "user", "content": "why"}, {"role": "assistant", "content": "so"},
@@ -272,7 +272,7 @@ def test_chat_prompt_is_everything_before_the_last_answer(tokenizer):
 
 @pytest.mark.parametrize("text", ["one two three four five six", "x", "abc" * 300, "a line\nanother\n" * 30, " \n lead"])
 def test_beginning_of_a_text_and_its_reference_are_the_text(text, tokenizer):
-    # Fails when the space at the cut is lost or ends the prompt.
+    """Fails when: the space at the cut is lost or ends the prompt."""
     config = SampleConfig(sample_max_new_tokens=10_000)
     (prompt,) = sample_prompts(held_out([{"text": text}]), tokenizer, config)
     assert text.startswith(prompt["prompt"] + prompt["reference"].rstrip("…"))

@@ -130,6 +130,7 @@ def test_initial_weights_are_a_function_of_the_seed_alone():
 
 
 def test_dtype_only_rounds_the_weights():
+    """Fails when: a built-in shape stays in float32."""
     exact, rounded = (load_model(CAUSAL, ModelConfig(**SMALL, dtype=dtype)) for dtype in ("float32", "bfloat16"))
     assert rounded.dtype == torch.bfloat16
     assert torch.equal(weights(exact).bfloat16(), weights(rounded))

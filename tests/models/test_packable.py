@@ -45,7 +45,7 @@ def with_field(config, name, value):
     ],
 )
 def test_what_cannot_be_exact_is_refused_by_name(make, reason):
-    """Each row fails when its rule in `check_packable` is taken out."""
+    """Fails when: the rule of its row in `check_packable` is taken out."""
     with pytest.raises(Refusal, match=f"--packing: model type .*{reason}.* --no-packing"):
         check_packable(make(transformers))
 

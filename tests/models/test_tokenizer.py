@@ -32,7 +32,7 @@ def corpus(monkeypatch):
 
 
 def test_any_text_comes_back_unchanged():
-    """Fails without the byte alphabet (`initial_alphabet`), or with a prefix space."""
+    """Fails when: the byte alphabet (`initial_alphabet`) is left out, or a prefix space is added."""
     tokenizer = train_tokenizer(TEXTS, 400)
     for text in ("  def f():\n\treturn 'é'\r\n\n", "日本語 🙂 \x00\u200b", "<|im_start|>user\n", " "):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -68,7 +68,7 @@ def test_the_chat_template_is_chatml_and_marks_what_the_assistant_says():
 
 
 def test_an_encoder_gets_tokens_around_its_texts():
-    """As BERT's: one before, one after each, types 0 and 1. Fails without the post-processor."""
+    """As BERT's: one before, one after each, types 0 and 1. Fails when: the post-processor is left out."""
     tokenizer = train_tokenizer(TEXTS, 400, encoder=True)
     pair = tokenizer("def", "return")
     assert tokenizer.decode(pair["input_ids"]) == "<|cls|>def<|sep|>return<|sep|>"

@@ -87,7 +87,7 @@ ON_EVERY_MACHINE = [*REFERENCES, "muon"]
 @pytest.mark.parametrize("make_model", [tiny_llama, tiny_bert])
 @pytest.mark.parametrize("optim", REFERENCES)
 def test_two_steps_are_those_of_torchs_optimizer_called_plainly(optim, make_model):
-    # Fails when any of betas, eps, momentum or the decay of a group does not reach the optimizer.
+    """Fails when: any of betas, eps, momentum or the decay of a group does not reach the optimizer."""
     settings, reference = REFERENCES[optim]
     model, plain_model = make_model(), make_model()
     config = OptimConfig(optim=optim, learning_rate=RATE, weight_decay=DECAY, **settings)
@@ -99,7 +99,7 @@ def test_two_steps_are_those_of_torchs_optimizer_called_plainly(optim, make_mode
 
 
 def test_adamw_is_the_published_formula():
-    # Fails when the decay is added to the gradient (coupled). Algorithm 2 of https://arxiv.org/abs/1711.05101, in float64.
+    """Fails when: the decay is added to the gradient (coupled). Algorithm 2 of https://arxiv.org/abs/1711.05101, in float64."""
     model = tiny_llama().double()
     config = OptimConfig(learning_rate=RATE, weight_decay=DECAY, **ADAM_SETTINGS)
     decaying = {id(parameter) for parameter in split_by_decay(model)[0]}
@@ -125,7 +125,7 @@ def test_adamw_is_the_published_formula():
 
 @pytest.mark.parametrize(("make_model", "matrices"), [(tiny_llama, 2 * 7), (tiny_bert, 2 * 6)])
 def test_muon_is_torchs_muon_on_layer_matrices_and_torchs_adamw_on_the_rest(make_model, matrices):
-    # Fails when embeddings, pooler or classifier fall to Muon, or adjust_lr_fn is left out.
+    """Fails when: embeddings, pooler or classifier fall to Muon, or adjust_lr_fn is left out."""
     model, plain_model = make_model(), make_model()
     config = OptimConfig(optim="muon", learning_rate=RATE, weight_decay=DECAY, momentum=0.9, **ADAM_SETTINGS)
     optimizer, _ = build_optimizer(model, config, 10)
@@ -243,7 +243,7 @@ def test_the_trial_of_a_micro_batch_reserves_what_the_optimizer_will_need(optim,
 
 @pytest.mark.parametrize("shape", [(3, 8, 20), (2, 20, 8), (1, 6, 6)])
 def test_orthogonalized_is_the_newton_schulz_iteration_of_each_matrix(shape):
-    # Reference: a plain loop in float64 for one matrix at a time. Fails when: matrices of a stack share their norm.
+    """Reference: a plain loop in float64 for one matrix at a time. Fails when: matrices of a stack share their norm."""
     matrices = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     matrices[0] *= 100
     for matrix, ours in zip(matrices, orthogonalized(matrices), strict=True):
@@ -260,7 +260,7 @@ def test_orthogonalized_is_the_newton_schulz_iteration_of_each_matrix(shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optim", ON_EVERY_MACHINE)
 def test_state_saved_and_loaded_continues_bit_for_bit(optim, dtype, tmp_path):
-    # Fails when MuonWithAdamW keeps its own optimizers' state, or without _loading_saved_types (NAdam, Adafactor; bfloat16).
+    """Fails when: MuonWithAdamW keeps its own optimizers' state, or without _loading_saved_types (NAdam, Adafactor; bfloat16)."""
     from safetensors.torch import load_file, save_file
 
     config = OptimConfig(optim=optim, learning_rate=RATE, weight_decay=DECAY)
@@ -301,7 +301,7 @@ def test_state_saved_and_loaded_continues_bit_for_bit(optim, dtype, tmp_path):
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
 def test_prepared_optimizer_takes_the_rates_written_into_its_groups(optim):
-    # Fails when MuonWithAdamW steps groups other than the ones it shows: the rate 0 would not hold the weights still.
+    """Fails when: MuonWithAdamW steps groups other than the ones it shows: the rate 0 would not hold the weights still."""
     from accelerate import Accelerator
 
     model = tiny_llama()
@@ -323,7 +323,7 @@ def test_prepared_optimizer_takes_the_rates_written_into_its_groups(optim):
 
 @pytest.mark.parametrize(("optim", "momentum"), [("sgd", 0.0), ("rmsprop", 0.0), ("muon", 0.95)])
 def test_momentum_that_nobody_gave_is_trainers_zero_and_muons_own(optim, momentum):
-    # Fails when one default serves all: sgd with .95 takes steps 20 times those of the same YAML in Trainer.
+    """Fails when: one default serves all: sgd with .95 takes steps 20 times those of the same YAML in Trainer."""
     optimizer, _ = build_optimizer(tiny_llama(), OptimConfig(optim=optim), 10)
     assert {group["momentum"] for group in optimizer.param_groups if "momentum" in group} == {momentum}
 
@@ -333,7 +333,7 @@ def names_in(groups: list[dict], **wanted: float) -> set[str]:
 
 
 def test_decay_reaches_matrices_and_embeddings_and_spares_norms_and_biases():
-    # Fails when _is_norm or the test on dimensions is dropped.
+    """Fails when: _is_norm or the test on dimensions is dropped."""
     groups = parameter_groups(tiny_llama(), OptimConfig(weight_decay=0.1))
     assert {group["name"]: group["weight_decay"] for group in groups} == {"decay": 0.1, "no decay": 0.0}
     spared = names_in(groups, weight_decay=0.0)
@@ -350,14 +350,14 @@ def test_decay_reaches_matrices_and_embeddings_and_spares_norms_and_biases():
 
 
 def test_matrix_inside_a_norm_does_not_decay():
-    # Fails when the module's type is not asked: its shape alone looks like a weight matrix.
+    """Fails when: the module's type is not asked: its shape alone looks like a weight matrix."""
     model = torch.nn.ModuleDict({"scale": torch.nn.LayerNorm([4, 4]), "out": torch.nn.Linear(4, 4, bias=False)})
     groups = parameter_groups(model, OptimConfig(weight_decay=0.1))
     assert names_in(groups, weight_decay=0.1) == {"out.weight"}
 
 
 def test_every_trainable_parameter_is_in_one_group_once_in_the_order_of_names():
-    # Fails when frozen parameters are kept, or the sort is dropped.
+    """Fails when: frozen parameters are kept, or the sort is dropped."""
     for tied in (True, False):
         model = tiny_llama(tied)
         model.model.layers[0].requires_grad_(False)
@@ -373,7 +373,7 @@ def test_every_trainable_parameter_is_in_one_group_once_in_the_order_of_names():
 
 
 def test_layer_decay_is_one_at_the_head_and_falls_to_the_embeddings():
-    # Fails when the layers are counted from the bottom.
+    """Fails when: the layers are counted from the bottom."""
     for model, head, embeddings, layer in (
         (tiny_llama(tied=False), "lm_head.weight", "model.embed_tokens.weight", "model.layers.{}.mlp.up_proj.weight"),
         (
@@ -390,7 +390,7 @@ def test_layer_decay_is_one_at_the_head_and_falls_to_the_embeddings():
 
 
 def test_first_pattern_found_in_a_name_sets_its_rate():
-    # Fails when a later pattern overwrites an earlier one.
+    """Fails when: a later pattern overwrites an earlier one."""
     config = OptimConfig(learning_rate=1.0, lr_patterns=[r"layers\.0\..*q_proj=0.5", "q_proj=3", "norm=1e-1"])
     rates = {n: g["lr"] for g in parameter_groups(tiny_llama(), config) for n, _ in g["params"]}
     assert rates["model.layers.0.self_attn.q_proj.weight"] == 0.5
@@ -437,6 +437,7 @@ def test_model_that_cannot_be_trained_as_asked_is_refused():
 
 @pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "lion_32bit", "lion_8bit"])
 def test_bitsandbytes_optimizer_trains_or_says_what_is_missing(optim):
+    """Fails when: a machine without CUDA is let through."""
     config = OptimConfig(optim=optim, learning_rate=RATE, weight_decay=DECAY)
     if importlib.util.find_spec("bitsandbytes") is None or not torch.cuda.is_available():
         with pytest.raises(Refusal, match=rf"--optim {optim} needs .* Use --optim adamw_torch"):

@@ -65,7 +65,7 @@ PEERS = [
 @pytest.mark.parametrize("num_steps", [1, 10, 97])
 @pytest.mark.parametrize(("settings", "name", "arguments"), PEERS)
 def test_rate_is_that_of_transformers_at_every_step(settings, name, arguments, num_steps):
-    # Fails when `_nearest_whole` returns step unchanged (97 steps, restarts), or warmup_length rounds down.
+    """Fails when: `_nearest_whole` returns step unchanged (97 steps, restarts), or warmup_length rounds down."""
     given = settings.get("warmup_steps", 0)
     warmup = given if given >= 1 else math.ceil(num_steps * given)
     peer = get_scheduler(name, optimizer_at(), warmup, num_steps, scheduler_specific_kwargs=arguments)
@@ -76,7 +76,7 @@ def test_rate_is_that_of_transformers_at_every_step(settings, name, arguments, n
 @pytest.mark.parametrize("num_steps", [1, 10, 97])
 @pytest.mark.parametrize(("warmup", "floor"), [(0, {"min_lr_ratio": 0.1}), (1, {"min_lr_ratio": 0.1}), (7, {"min_lr": 2e-4})])
 def test_a_warm_up_that_begins_above_zero_is_that_of_transformers(num_steps, warmup, floor):
-    # Fails when the warm-up, or the cosine, of cosine_warmup_with_min_lr is not one step ahead.
+    """Fails when: the warm-up, or the cosine, of cosine_warmup_with_min_lr is not one step ahead."""
     arguments = {"min_lr_rate": floor.get("min_lr_ratio", 2e-4 / RATE)}
     peer = get_scheduler("cosine_warmup_with_min_lr", optimizer_at(), warmup, num_steps, scheduler_specific_kwargs=arguments)
     ours = rates_of_ours(OptimConfig(learning_rate=RATE, lr_scheduler_type="cosine_warmup_with_min_lr", warmup_steps=warmup, **floor), num_steps)
@@ -88,7 +88,7 @@ def test_a_warm_up_that_begins_above_zero_is_that_of_transformers(num_steps, war
 @pytest.mark.parametrize("decay_type", ["cosine", "linear", "1-sqrt"])
 @pytest.mark.parametrize("min_lr_ratio", [0.0, 0.1])
 def test_shapes_of_warm_up_and_decay_are_those_of_transformers(warmup_type, decay_type, min_lr_ratio):
-    # Fails when the root is taken of the share that is left (1-sqrt), or the rising cosine is the falling one.
+    """Fails when: the root is taken of the share that is left (1-sqrt), or the rising cosine is the falling one."""
     arguments = {"num_decay_steps": 30, "min_lr_ratio": min_lr_ratio, "warmup_type": warmup_type, "decay_type": decay_type}
     peer = get_scheduler("warmup_stable_decay", optimizer_at(), 11, 100, scheduler_specific_kwargs=arguments)
     settings = {"warmup_steps": 11, "warmup_type": warmup_type, "lr_decay_type": decay_type, "lr_decay_ratio": 0.3}
@@ -104,8 +104,8 @@ def test_shapes_of_warm_up_and_decay_are_those_of_transformers(warmup_type, deca
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize(("patience", "threshold", "factor", "min_lr"), [(0, 1e-4, 0.5, 0.0), (2, 0.02, 0.1, 1e-5), (5, 0.0, 0.7, 3e-4)])
 def test_reduction_on_a_plateau_is_that_of_torch_after_every_evaluation(mode, patience, threshold, factor, min_lr):
-    # Fails when the rate falls at the patience-th bad evaluation, the bad ones are not counted again after a reduction, or a
-    # value that is not finite counts as better.
+    """Fails when: the rate falls at the patience-th bad evaluation, the bad ones are not counted again after a reduction, or a
+    value that is not finite counts as better."""
     draw = torch.Generator().manual_seed(3)
     values = (2 - torch.arange(60) / 60 + 0.3 * torch.rand(60, generator=draw)).tolist()
     values[20], values[33] = math.nan, math.inf if mode == "min" else -math.inf
@@ -131,7 +131,7 @@ def test_reduction_on_a_plateau_is_that_of_torch_after_every_evaluation(mode, pa
 
 
 def test_warm_up_comes_before_a_plateau_and_its_evaluations_are_asked_for():
-    # Fails when the schedule takes evaluations that nobody passes for "none yet": the rate would never fall, in silence.
+    """Fails when: the schedule takes evaluations that nobody passes for "none yet": the rate would never fall, in silence."""
     schedule = build_schedule(OptimConfig(lr_scheduler_type="reduce_lr_on_plateau", warmup_steps=4, lr_patience=0), 10)
     assert [schedule(step / 10, []) for step in (0, 1, 4, 9)] == [0.0, 0.25, 1.0, 1.0]
     assert schedule(0.1, [1.0, 2.0]) == 0.25 * 0.1
@@ -143,7 +143,7 @@ def test_warm_up_comes_before_a_plateau_and_its_evaluations_are_asked_for():
 @pytest.mark.parametrize("min_lr_ratio", [0.0, 0.1])
 @pytest.mark.parametrize("warmup", [0, 6, 9])
 def test_warmup_stable_decay_is_that_of_transformers(num_steps, min_lr_ratio, warmup):
-    # Fails when its warm-up starts at 0 in place of the floor, or the decay is not cut to what warm-up leaves (9 of 10).
+    """Fails when: its warm-up starts at 0 in place of the floor, or the decay is not cut to what warm-up leaves (9 of 10)."""
     settings = {"warmup_steps": warmup, "min_lr_ratio": min_lr_ratio, "lr_decay_ratio": 0.3}
     arguments = {"num_decay_steps": min(math.ceil(0.3 * num_steps), num_steps - warmup), "min_lr_ratio": min_lr_ratio}
     peer = get_scheduler("warmup_stable_decay", optimizer_at(), warmup, num_steps, scheduler_specific_kwargs=arguments)
@@ -162,7 +162,7 @@ def test_exponential_is_torchs_over_the_steps_after_warm_up(warmup):
 
 @pytest.mark.parametrize(("drops", "warmup"), [(1, 0), (3, 0), (2, 10)])
 def test_step_is_torchs_until_the_run_ends(drops, warmup):
-    # Fails when the parts are rounded down: the run would then hold one drop too many.
+    """Fails when: the parts are rounded down: the run would then hold one drop too many."""
     num_steps = 61
     part = math.ceil((num_steps - warmup) / (drops + 1))
     peer = torch.optim.lr_scheduler.StepLR(optimizer_at(), step_size=part, gamma=0.5)
@@ -174,7 +174,7 @@ def test_step_is_torchs_until_the_run_ends(drops, warmup):
 
 @pytest.mark.parametrize("name", ["inverse_sqrt", "exponential", "step"])
 def test_floor_stops_the_fall_of_schedules_without_an_end(name):
-    # Fails when the floor is dropped from any of the three.
+    """Fails when: the floor is dropped from any of the three."""
     config = OptimConfig(lr_scheduler_type=name, warmup_steps=2, min_lr_ratio=0.6)
     factor = build_schedule(config, 50)
     free = build_schedule(OptimConfig(lr_scheduler_type=name, warmup_steps=2), 50)
@@ -184,13 +184,14 @@ def test_floor_stops_the_fall_of_schedules_without_an_end(name):
 
 
 def test_warm_up_longer_than_the_run_is_all_warm_up_and_stays_in_bounds():
+    """Fails when: the warm-up is cut to the run's length."""
     for name in ("linear", "cosine", "cosine_with_restarts", "polynomial", "step", "exponential", "warmup_stable_decay"):
         factor = build_schedule(OptimConfig(lr_scheduler_type=name, warmup_steps=100), 10)
         assert [factor(step / 10) for step in range(10)] == pytest.approx([step / 100 for step in range(10)]), name
 
 
 def test_progress_between_steps_falls_between_their_rates():
-    # Fails when the step is rounded to a whole one: progress counts examples, and a last batch may be short.
+    """Fails when: the step is rounded to a whole one: progress counts examples, and a last batch may be short."""
     factor = build_schedule(OptimConfig(lr_scheduler_type="cosine", warmup_steps=4), 20)
     for step in (2, 10):
         low, high = sorted((factor(step / 20), factor((step + 1) / 20)))

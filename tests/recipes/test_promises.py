@@ -63,6 +63,7 @@ def test_two_runs_give_bit_identical_weights_and_write_what_they_promise(run_rec
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_config_yaml_fed_back_repeats_the_run(run_recipe, tmp_path: Path, recipe: str) -> None:
+    """Fails when: the file has a setting's default in place of its value."""
     first = run_recipe(recipe, *SMALL_OF[recipe], "--max-steps", "3", "--learning_rate", "0.004")
     again = run_recipe(recipe, "--config", str(first.output_dir / "config.yaml"), output_dir="again")
     assert again.code == 0, again.err
@@ -143,7 +144,7 @@ def test_a_model_that_was_saved_is_the_model_that_was_evaluated(run_recipe) -> N
 
 
 def test_the_best_weights_are_saved_when_asked(run_recipe) -> None:
-    """A rate so high at the end that the last evaluation is worse than an earlier one."""
+    """A rate so high at the end that the last evaluation is worse than an earlier one. Fails when: `load_best` loads nothing."""
     flags = [*SMALL_OF["accelerated"], "--max-steps", "12", "--eval-steps", "2", "--learning-rate", "0.3", "--lr-scheduler-type", "constant"]
     run = run_recipe("accelerated", *flags, "--load-best-model-at-end", "--save-total-limit", "1", "--early-stopping-patience", "20")
     assert run.code == 0, run.err
@@ -157,6 +158,7 @@ def test_the_best_weights_are_saved_when_asked(run_recipe) -> None:
 
 @pytest.mark.parametrize("flag", ["--save-steps", "--eval-steps", "--logging-steps"])
 def test_a_number_of_steps_is_enough_to_say_when(run_recipe, flag: str) -> None:
+    """Fails when: its row of `IMPLIED` is taken out."""
     run = run_recipe("sft", *SMALL_OF["sft"], "--max-steps", "4", flag, "2")
     events = {"--logging-steps": "loss", "--eval-steps": "eval_loss"}
     if flag == "--save-steps":

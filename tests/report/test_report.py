@@ -111,7 +111,7 @@ def evaluations(steps: int, every: int) -> list[dict]:
 
 @pytest.mark.parametrize("steps", [5, 60])
 def test_every_logged_number_is_a_point_of_its_curve(steps, tmp_path):
-    # Fails when a series is drawn from its smoothed values only, or `eval_` is not joined to its training curve.
+    """Fails when: a series is drawn from its smoothed values only, or `eval_` is not joined to its training curve."""
     training, evaluated = training_events(steps), evaluations(steps, 5)
     page = report(write_run(tmp_path / "run", training + evaluated))
     raw = "train raw" if steps >= 30 else "train"
@@ -129,7 +129,7 @@ def test_every_logged_number_is_a_point_of_its_curve(steps, tmp_path):
 
 
 def test_page_loads_nothing_from_anywhere(tmp_path):
-    # Fails when a stylesheet, a font or a script is linked.
+    """Fails when: a stylesheet, a font or a script is linked."""
     events = training_events(40) + evaluations(40, 10)
     run = write_run(tmp_path / "run", events, summary={"status": "finished"}, config="seed: 1\n")
     page = report(run)
@@ -148,7 +148,7 @@ def test_page_loads_nothing_from_anywhere(tmp_path):
 
 
 def test_text_of_a_run_is_shown_and_never_becomes_markup(tmp_path):
-    # Fails when any of the texts below is put into the page without being escaped.
+    """Fails when: any of the texts below is put into the page without being escaped."""
     directory = tmp_path / "a <b>name & 'more'"
     directory.mkdir()
     events = [{"step": k, "loss": 2.0 - k / 10, f"<i>{HOSTILE}": 1.0 + k, "eval_loss": 2.0} for k in range(3)]
@@ -166,7 +166,7 @@ def test_text_of_a_run_is_shown_and_never_becomes_markup(tmp_path):
 
 
 def test_headline_sets_the_last_held_out_figure_against_the_first_and_the_baselines(tmp_path):
-    # Fails when the summary's own final metric is passed over, or the bars are not in order.
+    """Fails when: the summary's own final metric is passed over, or the bars are not in order."""
     events = [{"step": k, "eval_bits_per_byte": 3.0 - k, "eval_loss": 8.0 - k, "eval_accuracy": 0.1 + k / 10} for k in (0, 1)]
     summary = {"status": "finished", "steps": 1, "eval_bits_per_byte": 1.75, "baselines": {"gzip": 1.89, "trigram": 1.71}}
     page = report(write_run(tmp_path / "run", events, summary=summary))
@@ -192,7 +192,7 @@ def test_headline_sets_the_last_held_out_figure_against_the_first_and_the_baseli
     ],
 )  # fmt: skip
 def test_the_board_says_whether_the_baselines_were_beaten_in_the_metric_they_are_of(tmp_path, name, value, config, verdict, kind):
-    # Fails when another metric of the run is set against its baselines, or more of an error is taken for better.
+    """Fails when: another metric of the run is set against its baselines, or more of an error is taken for better."""
     events = [{"step": k, "eval_loss": 0.1, "eval_bits_per_byte": 0.1, f"eval_{name}": value} for k in (0, 1)]
     baselines = {"figure": f"eval_{name}", "words": 0.8, "most frequent": 0.5}
     summary = {"status": "finished", "baselines": baselines, "warnings": ["the gradient was exactly 0"]}
@@ -203,7 +203,7 @@ def test_the_board_says_whether_the_baselines_were_beaten_in_the_metric_they_are
 
 
 def test_settings_that_the_run_never_read_are_marked(tmp_path):
-    # Fails when the mark becomes a part of the value or of the default, or settings that were not read are left out.
+    """Fails when: the mark becomes a part of the value or of the default, or settings that were not read are left out."""
     config = "# Optim\noptim: sgd  # default: muon; not read by this run\nmomentum: 0.9  # not read by this run\nseed: 3  # default: 42\n"
     card = {"settings": {"seed": 3}, "not_read": {"optim": "sgd", "momentum": 0.9}}
     page = report(write_run(tmp_path / "run", config=config, card=card))
@@ -226,7 +226,7 @@ def test_samples_show_the_first_and_the_last_step_beside_the_data(tmp_path):
 
 
 def test_changed_settings_come_first_with_their_defaults(tmp_path):
-    # Fails when config.yaml is read as YAML alone, which drops the comments.
+    """Fails when: config.yaml is read as YAML alone, which drops the comments."""
     config = "# Model\nmodel: 'tiny-llama'\nvocab_size: 300  # default: none\n\n# Data\nlr_patterns: [a=1, b]  # default: []\n"
     page = report(write_run(tmp_path / "run", config=config))
     shown = [part for part in page.texts if part.strip()]
@@ -238,6 +238,7 @@ def test_changed_settings_come_first_with_their_defaults(tmp_path):
 
 
 def test_config_file_as_the_run_writes_it_is_understood(tmp_path):
+    """Fails when: the default in a line's comment is not read."""
     from toolkit.config import OptimConfig, write_config_file
 
     run = write_run(tmp_path / "run")
@@ -265,13 +266,14 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_whatever_is_missing_or_odd_the_page_is_whole(name, tmp_path):
+    """Fails when: `_number` takes what is no number."""
     page = report(write_run(tmp_path / "run", **ODD[name]))
     assert "run" in page.texts
     assert "nan" not in "".join(str(attributes) for tag, attributes in page.tags if tag in ("polyline", "path", "span"))
 
 
 def test_unreadable_files_are_said_and_the_rest_is_shown(tmp_path):
-    # Fails when a bad line ends the reading, or is passed over in silence.
+    """Fails when: a bad line ends the reading, or is passed over in silence."""
     run = write_run(tmp_path / "run", [{"step": 1, "loss": 2.0}])
     with open(run / "metrics.jsonl", "a") as file:
         file.write('[1]\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
@@ -287,7 +289,7 @@ def test_unreadable_files_are_said_and_the_rest_is_shown(tmp_path):
 
 
 def test_value_that_was_not_finite_breaks_the_curve_and_is_named(tmp_path):
-    # Fails when the neighbors of the gap are joined.
+    """Fails when: the neighbors of the gap are joined."""
     events = [{"step": k, "loss": None if k == 4 else 3.0 - k / 10} for k in range(1, 9)]
     figure = report(write_run(tmp_path / "run", events)).figure("Loss")
     assert [len(line["points"].split()) for line in figure["lines"]] == [3, 4]
@@ -295,7 +297,7 @@ def test_value_that_was_not_finite_breaks_the_curve_and_is_named(tmp_path):
 
 
 def test_spike_leaves_the_frame_to_the_rest_and_is_named(tmp_path):
-    # Fails when the frame is the range of all values.
+    """Fails when: the frame is the range of all values."""
     events = [{"step": k, "grad_norm": 500.0 if k == 31 else 1.0 + k % 3} for k in range(60)]
     page = report(write_run(tmp_path / "run", events))
     figure = page.figure("Gradient norm")
@@ -305,7 +307,7 @@ def test_spike_leaves_the_frame_to_the_rest_and_is_named(tmp_path):
 
 
 def test_smoothed_curve_lags_behind_nothing_and_one_spike_does_not_bend_it():
-    # Fails with a plain moving average (spike) or an exponential one (lag).
+    """Fails when: the mean is of the whole window (`quarter = 0`), which a spike bends."""
     line = [(float(k), 3.0 * k) for k in range(400)]
     expected = [value for _, value in line]
     assert [value for _, value in smooth(line)][:380] == pytest.approx(expected[:380])
@@ -314,7 +316,7 @@ def test_smoothed_curve_lags_behind_nothing_and_one_spike_does_not_bend_it():
 
 
 def test_long_curve_is_thinned_without_losing_a_peak(tmp_path):
-    # Fails when every n-th value is kept.
+    """Fails when: every n-th value is kept."""
     points = [(float(k), math.sin(k)) for k in range(50_000)]
     points[31_417] = (31_417.0, 9.0)
     points[77] = (77.0, None)
@@ -328,6 +330,7 @@ def test_long_curve_is_thinned_without_losing_a_peak(tmp_path):
 
 
 def test_several_runs_stand_in_one_table_and_link_to_their_sections(tmp_path):
+    """Fails when: the sections are numbered from 1."""
     first = write_run(tmp_path / "first", evaluations(10, 5), summary={"steps": 10, "seconds": 75, "status": "finished"})
     second = write_run(tmp_path / "second", training_events(3))
     page = report(first, second)
@@ -338,6 +341,7 @@ def test_several_runs_stand_in_one_table_and_link_to_their_sections(tmp_path):
 
 
 def test_command_writes_the_page_beside_the_first_run_and_refuses_what_is_no_directory(tmp_path):
+    """Fails when: a directory that holds none of a run's files is let through."""
     run = write_run(tmp_path / "my run", training_events(3))
     command = [sys.executable, "-m", "toolkit", "report", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

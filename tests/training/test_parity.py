@@ -34,12 +34,15 @@ def documents(count: int = 8) -> DatasetDict:
     )  # fmt: skip
 
 
-def gradient(model_name: str, dtype: torch.dtype, packing: bool, micro: int, checkpointing: bool = False) -> tuple[torch.Tensor, float]:
+def gradient(
+    model_name: str, dtype: torch.dtype, packing: bool, micro: int, checkpointing: bool = False, dropout: float | None = None
+) -> tuple[torch.Tensor, float]:
     """The gradient of one step over all documents, before clipping, and its loss."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model_config = tk.ModelConfig(
-        model=model_name, hidden_size=32, num_hidden_layers=2, intermediate_size=48, gradient_checkpointing=checkpointing
+        model=model_name, hidden_size=32, num_hidden_layers=2, intermediate_size=48, gradient_checkpointing=checkpointing,
+        dropout=dropout,
     )
     model = tk.load_model("AutoModelForCausalLM", model_config, FakeTokenizer(), packed=packing).to(dtype)
     config = tk.DataConfig(packing=packing, max_length=40, per_device_train_batch_size=micro, global_batch_size=8, max_steps=1)
@@ -80,6 +83,9 @@ def test_every_split_of_the_global_batch_packed_or_padded_has_one_gradient(model
 
 
 def test_recomputing_activations_changes_nothing() -> None:
-    plain, _ = gradient("tiny-llama", torch.float32, packing=True, micro=1)
-    recomputed, _ = gradient("tiny-llama", torch.float32, packing=True, micro=1, checkpointing=True)
+    """With dropout, whose masks are those of the first time. Fails when: `preserve_rng_state` is False in `_recomputation`."""
+    plain, _ = gradient("tiny-llama", torch.float32, packing=True, micro=1, dropout=0.2)
+    recomputed, _ = gradient("tiny-llama", torch.float32, packing=True, micro=1, checkpointing=True, dropout=0.2)
     assert torch.equal(plain, recomputed)
+    without, _ = gradient("tiny-llama", torch.float32, packing=True, micro=1)
+    assert not torch.allclose(plain, without)

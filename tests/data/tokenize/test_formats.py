@@ -464,7 +464,7 @@ REFUSED_LABELS = {
 
 @pytest.mark.parametrize("case", REFUSED_LABELS)
 def test_labels_that_do_not_fit_are_refused_with_the_row(encoder_tokenizer, case):
-    """Fails for a case when its check is taken out."""
+    """Fails when: the check of its case is taken out."""
     labels, settings, message = REFUSED_LABELS[case]
     with pytest.raises(Refusal, match=message):
         tokenize_for_classification(splits_of(labeled(labels)), encoder_tokenizer, ClassifyConfig(**settings))

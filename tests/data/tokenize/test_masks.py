@@ -196,7 +196,7 @@ def test_the_end_of_each_turn_is_supervised_also_where_the_marks_leave_it_out(ma
 
 
 def test_an_end_of_earlier_turns_that_differs_from_the_last_ones_is_known(make_tokenizer):
-    """gpt-oss closes earlier turns with <|end|>, the last with <|return|>. Fails without the look at all three messages."""
+    """gpt-oss closes earlier turns with <|end|>, the last with <|return|>. Fails when: all three messages are not looked at."""
     tokenizer = make_tokenizer(trl_template("gptoss"))
     texts = supervised_texts(tokenizer, *mask_of(tokenizer, CHAT[:4]))
     assert [text[-12:] for text in texts] == ["Two is 2.<|end|>"[-12:], "It is 3<|return|>"[-12:]]
@@ -215,7 +215,7 @@ def test_only_messages_from_the_first_of_a_completion_are_supervised(make_tokeni
 
 
 def test_all_bytes_of_a_last_character_are_supervised(make_tokenizer):
-    """transformers 5.23 leaves out the last bytes of an emoji at the end of a mark. Fails without the token after the span."""
+    """transformers 5.23 leaves out the last bytes of an emoji at the end of a mark. Fails when: the token after the span is left out."""
     tokenizer = make_tokenizer(CHATML_END_OUTSIDE.replace("<|im_end|>\\n", ""))
     chat = [CHAT[0], {"role": "assistant", "content": "Three 🙂"}, CHAT[0]]
     assert supervised_texts(tokenizer, *mask_of(tokenizer, chat)) == ["Three 🙂"]

@@ -98,7 +98,7 @@ def test_a_cache_of_a_version_that_counts_more_is_left_alone(tokenizer, own_cach
 
 
 def test_only_the_main_process_prints(tokenizer, capsys, monkeypatch):
-    """Fails without the look at RANK."""
+    """Fails when: RANK is not looked at."""
     monkeypatch.setenv("RANK", "1")
     print_data_report(tokenize_for_lm(splits_of([{"text": "some text"}]), tokenizer, DataConfig()).report)
     assert capsys.readouterr().out == ""
@@ -245,7 +245,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_data_that_training_must_not_start_with_are_refused_by_row(tokenizer, tmp_path, case):
-    """Fails for a case when its check is taken out. Nothing stays behind in the cache."""
+    """Fails when: the check of its case is taken out. Nothing stays behind in the cache."""
     task, rows, settings, message = REFUSED[case]
     with pytest.raises(Refusal, match=message) as refusal:
         prepare(task, splits_of(rows), tokenizer, DataConfig(**settings))
@@ -262,7 +262,7 @@ def test_rows_without_an_origin_are_named_by_number_and_split(tokenizer):
 
 
 def test_a_doubled_bos_is_refused_by_row():
-    """Fails without the comparison of the second token."""
+    """Fails when: the second token is not compared."""
     own = train_tokenizer([inspect.getsource(textwrap)], 500)
     own.add_special_tokens({"bos_token": "<s>"})
     own.chat_template = "{{ bos_token }}" + own.chat_template

@@ -271,7 +271,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, dict[str, Any]] | None, Any, list
 def test_contradiction_is_refused_naming_both_values(
     settings: dict[str, Any], launcher: Any, file: Any, words: list[str], launched: Launched, tmp_path: Path
 ) -> None:
-    """Fails for its own case when the check is removed; for most of them when `agreed` takes the first value that is named."""
+    """Fails when: the check of its case is removed; most of them when `agreed` takes the first value that is named."""
     environment = launched(launcher[0], **launcher[1]) if launcher else NOBODY
     with pytest.raises(Refusal) as refusal:
         choose_engine(Config(**settings, deepspeed=written(tmp_path, file) if file else None), environment)

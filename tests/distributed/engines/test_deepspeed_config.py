@@ -222,7 +222,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 def test_file_that_contradicts_is_refused_naming_both_values(
     settings: dict[str, Any], written: dict[str, Any], words: list[str]
 ) -> None:
-    """Fails for its own case when its row of _SAME, _ONLY, _TYPES or _OPTIMIZER_FACTS goes."""
+    """Fails when: its row of _SAME, _ONLY, _TYPES or _OPTIMIZER_FACTS goes."""
     with pytest.raises(Refusal) as refusal:
         build(Config(**settings), written=written)
     for each in words:
