@@ -419,11 +419,12 @@ def losses_of_single_answers() -> None:
     assert torch.isfinite(loss)
 
 
-@shows("advantages", "choose_advantages", "group_has_spread", "overlong_penalty", "penalize_kl", "PolicyConfig", "PPOConfig")
+@shows("advantages", "choose_advantages", "group_has_spread", "reward_table", "overlong_penalty", "penalize_kl", "PolicyConfig", "PPOConfig")
 def advantages_of_rewards() -> None:
     config = tk.PolicyConfig(loss_type="rloo")
     estimator, scale = tk.choose_advantages(config.loss_type, config.advantage_estimator, config.scale_rewards)
-    rewards = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+    scored = [tk.Rollout(i // 2, i % 2, [1], [2], [-1.0], False, {}, "", {}, reward) for i, reward in enumerate([1.0, 0.0, 0.5, 0.5])]
+    rewards = tk.reward_table(scored)
     assert tk.advantages(rewards, estimator=estimator, scale_rewards=scale).tolist() == [[1.0, -1.0], [0.0, 0.0]]
     assert tk.group_has_spread(rewards).tolist() == [True, False]
     assert tk.overlong_penalty(torch.tensor([80, 90, 120]), 100, cache=20).tolist() == [0.0, -0.5, -1.0]

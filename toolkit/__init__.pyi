@@ -219,6 +219,7 @@ from .rollouts.advantages import (
     advantages as advantages,
     choose_advantages as choose_advantages,
     group_has_spread as group_has_spread,
+    reward_table as reward_table,
 )
 from .rollouts.batches import collate_rollouts as collate_rollouts, policy_batches as policy_batches
 from .rollouts.rewards import Reward as Reward, load_rewards as load_rewards

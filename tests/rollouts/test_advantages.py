@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.losses import trl_policy
-from toolkit.rollouts.advantages import advantages, choose_advantages, group_has_spread
+from toolkit.rollouts.advantages import advantages, choose_advantages, group_has_spread, reward_table
+from toolkit.rollouts.rollout import Rollout
 from toolkit.rollouts.shaping import overlong_penalty, penalize_kl
 
 NAN = float("nan")
@@ -68,6 +69,14 @@ def test_equal_rewards_are_worth_exactly_nothing(kind: dict[str, Any], reward: f
     rewards[1, 2] = NAN
     assert (advantages(rewards, **kind) == 0).all()
     assert not group_has_spread(rewards).any()
+
+
+def test_rewards_of_rollouts_are_a_table_of_groups_without_those_that_nothing_applied_to() -> None:
+    """A rollout whose rewards are all None has none, whatever its sum says; one that was never scored has its sum. Fails when: the sum is
+    taken in any case."""
+    rewards: list[dict[str, float | None]] = [{"a": 1.0, "b": None}, {"a": None, "b": None}, {}, {"a": 0.0, "b": 0.0}]
+    rollouts = [Rollout(7, i % 2, [], [], [], False, {}, "", each, float(i)) for i, each in enumerate(rewards)]
+    torch.testing.assert_close(reward_table(rollouts), torch.tensor([[0.0, NAN], [2.0, 3.0]], dtype=torch.float64), equal_nan=True)
 
 
 def test_groups_with_spread_are_those_with_two_different_rewards() -> None:

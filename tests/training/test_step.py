@@ -1,7 +1,10 @@
 """train_step against plain loops: the exact mean, clipping, the guard, fp16's scale search."""
 
 import math
+import multiprocessing
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,6 +100,44 @@ def test_a_filler_adds_nothing_to_gradient_and_metrics(accelerator: Accelerator)
     plain, padded = captured_gradient(accelerator, batch, torch.float64), captured_gradient(accelerator, filled, torch.float64)
     assert torch.equal(plain[0], padded[0])
     assert {name: v.item() for name, v in plain[1].items()} == {name: v.item() for name, v in padded[1].items()}
+
+
+def test_a_metric_named_max_is_the_largest_of_all_micro_batches(accelerator: Accelerator) -> None:
+    """Next to the sums, which stay; a padding micro-batch counts as 0. Fails when: the parts are added, or the last one is taken."""
+    examples = ragged_examples()
+
+    def loss_with_maximum(model: nn.Module, micro_batch: dict, totals: dict) -> tuple[torch.Tensor, dict]:
+        loss, metrics = token_loss(model, micro_batch, totals)
+        return loss, {**metrics, "feature_max": micro_batch["features"].max()}
+
+    for micro in (1, 3, 11):
+        batch = batch_of(examples, micro)
+        batch.real[-1] = micro == 11
+        found = accumulate_gradients(accelerator, small_model(torch.float64), batch, loss_with_maximum)
+        real = [piece["features"].max() for piece, is_real in zip(batch.micro_batches, batch.real, strict=True) if is_real]
+        assert found["feature_max"] == max(real)
+
+
+def _reduced_on_a_rank(rank: int, store: str, found: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    parts = {"loss": 1.0 + rank, "ratio_max": 5.0 - rank, "share": 0.25, "gap_max": 2.0 * rank}
+    reduced = sum_over_ranks(SimpleNamespace(num_processes=2), {name: torch.tensor(value) for name, value in parts.items()})
+    found.put({name: float(value) for name, value in reduced.items()})
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_have_one_sum_and_one_maximum(tmp_path: Path) -> None:
+    """Of gloo. Fails when: maxima are reduced as sums, or names and values are mixed up."""
+    spawn = multiprocessing.get_context("spawn")
+    found = spawn.Queue()
+    ranks = [spawn.Process(target=_reduced_on_a_rank, args=(rank, str(tmp_path / "store"), found)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for _ in ranks:
+        assert found.get(timeout=60) == {"loss": 3.0, "ratio_max": 5.0, "share": 0.5, "gap_max": 2.0}
+    for each in ranks:
+        each.join(60)
 
 
 def test_twenty_steps_with_clipping_and_dropout_equal_a_plain_loop(accelerator: Accelerator) -> None:

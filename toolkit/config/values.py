@@ -206,6 +206,7 @@ _OTHER_TRAINERS: dict[str, Callable[[Any], Any]] = {
     "fsdp": lambda raw: _fsdp(raw),
     "report_to": lambda raw: ["none"] if raw is None else raw,
     "init_lora_weights": lambda raw: str(raw).lower() if isinstance(raw, bool) else raw,
+    "scale_rewards": lambda raw: {"true": "group", "false": "none"}.get(str(raw).lower(), raw),
     "dataset": _mixture,
     "dataset_name": _mixture,
     "warmup_ratio": _ratio,

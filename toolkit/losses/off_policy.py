@@ -34,8 +34,8 @@ def sampler_weights(
         mask, totals: as `policy_loss` takes them.
 
     Returns weights, `[completions, longest]` or `[completions, 1]`, and parts of means over the tokens of the global batch:
-    `sampler_logp_gap`, |log π_old - log π_sampler|, nats; `sampler_weight`, as used; `sampler_weight_clipped`, the share of
-    tokens whose weight was truncated or masked.
+    `sampler_logp_gap`, |log π_old - log π_sampler|, nats (`_max`: the largest); `sampler_weight`, as used;
+    `sampler_weight_clipped`, the share of tokens whose weight was truncated or masked.
     """
     if mode not in MODES:
         raise ValueError(f"importance_sampling_mode {mode}: one of {', '.join(MODES)}")
@@ -49,6 +49,7 @@ def sampler_weights(
         weights = exact.masked_fill(outside, 0.0)
     metrics = {
         "sampler_logp_gap": difference.abs().sum() / tokens,
+        "sampler_logp_gap_max": difference.abs().max(),
         "sampler_weight": (weights * counts).sum() / tokens,
         "sampler_weight_clipped": (outside & counts).sum() / tokens,
     }

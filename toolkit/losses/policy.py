@@ -70,8 +70,9 @@ completions (Williams 1992) |
 
     Returns the loss, 0-d, and metrics, likewise parts of means over tokens (of a ratio of whole completions: over completions):
 
-    - `ratio`: the mean ratio to the policy that sampled; `clip_ratio_low`, `clip_ratio_high`: the share whose gradient is
-      clipped, below with a negative and above with a positive advantage. Of reinforce there are none.
+    - `ratio`, `ratio_max`: the mean and the largest ratio to the policy that sampled; `clip_ratio_low`, `clip_ratio_high`:
+      the share whose gradient is clipped, below with a negative and above with a positive advantage. Of reinforce there are
+      none.
     - `approx_kl`: KL(old || policy) a token, `kl_estimate` k3 of samples of the old policy, nats.
     - `kl`: as it is in the loss, where beta is not 0; `entropy`, where entropies are given.
     """
@@ -100,6 +101,7 @@ completions (Williams 1992) |
     metrics = {f"clip_ratio_{side}": (which & of_ratio).sum() / units for side, which in clipped.items()}
     if loss_type != "reinforce":
         metrics["ratio"] = (ratio.detach() * of_ratio).sum() / units
+        metrics["ratio_max"] = (ratio.detach() * of_ratio).max()
     metrics["approx_kl"] = _token_mean(kl_estimate(old_logps, logps.detach(), "k3"), counts, totals)
 
     if sampler_weights is not None:

@@ -6,7 +6,12 @@ mean, no standard deviation and no count, and its advantage is 0, as TRL has it:
 loss's totals unless its tokens are masked.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
+
+from toolkit.rollouts.rollout import Rollout
 
 STD_EPS = 1e-4  # TRL's, added to a standard deviation before dividing by it
 ESTIMATORS = ("group", "rloo", "reinforce")
@@ -14,6 +19,14 @@ SCALES = ("group", "batch", "none")
 
 # What belongs to a loss whose paper says it: (estimator, scale_rewards). All others: ("group", "group").
 OF_LOSS = {"dr_grpo": ("group", "none"), "rloo": ("rloo", "none"), "reinforce": ("reinforce", "none")}
+
+
+def reward_table(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """The rewards of a step's rollouts, which come group by group, `[groups, G]`, float64; not a number where none applied."""
+    longest = max(rollout.index for rollout in rollouts) + 1
+    unscored = [bool(each.rewards) and all(value is None for value in each.rewards.values()) for each in rollouts]
+    values = [math.nan if missing else each.reward for each, missing in zip(rollouts, unscored, strict=True)]
+    return torch.tensor(values, dtype=torch.float64).view(-1, longest)
 
 
 def choose_advantages(loss_type: str, estimator: str = "auto", scale_rewards: str = "auto") -> tuple[str, str]:

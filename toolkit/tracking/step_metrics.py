@@ -71,7 +71,7 @@ class Window:
         return fresh
 
     def event(self, optimizer: torch.optim.Optimizer, model: PreTrainedModel, accelerator: Accelerator) -> dict[str, float]:
-        """One logging event for the read steps: means over those that count, and rates. Empties the window.
+        """One logging event for the read steps: means over those that count (maxima of `*_max`), and rates. Empties the window.
 
         A step that was not finite is counted in `nonfinite_steps` and enters no mean. Nor does a metric that is not a number,
         as that of desirable answers is in a step that has none.
@@ -83,7 +83,7 @@ class Window:
         for name in good[0] if good else ():
             known = [values[name] for values in good if not math.isnan(values[name])]
             if known and name not in FLAGS:
-                event[name] = sum(known) / len(known)
+                event[name] = max(known) if name.endswith("_max") else sum(known) / len(known)
         event["learning_rate"] = max(group["lr"] for group in optimizer.param_groups)
         event["examples_per_second"] = sum(step.totals["examples"] for step in steps) / seconds
         if "tokens" in steps[0].totals:

@@ -47,14 +47,16 @@ def accumulate_gradients(accelerator: Accelerator, model: nn.Module, batch: Batc
     """Add the gradient of the global batch's mean loss to `.grad`, and return the loss and the loss function's metrics.
 
     `loss_fn(model, micro_batch, totals)` returns its part of the mean, already divided by the total of its unit; the parts
-    of all micro-batches and ranks add up to the exact mean. On one device and under DDP every parameter then has the
-    gradient of the whole global batch, not clipped yet; ZeRO and FSDP2 keep a part of it on each rank. With fp16 gradients
-    are multiplied by the loss scale until `clip_and_update` divides by it.
+    of all micro-batches and ranks add up to the exact mean. A metric whose name ends in `_max` is their maximum. On one
+    device and under DDP every parameter then has the gradient of the whole global batch, not clipped yet; ZeRO and FSDP2
+    keep a part of it on each rank. With fp16 gradients are multiplied by the loss scale until `clip_and_update` divides by
+    it.
     """
     sums: dict[str, torch.Tensor] = {}
     for index in range(len(batch.micro_batches)):
         for name, part in accumulate_micro_batch(accelerator, model, batch, index, loss_fn).items():
-            sums[name] = sums[name] + part if name in sums else part
+            join = torch.maximum if is_maximum(name) else torch.add
+            sums[name] = join(sums[name], part) if name in sums else part
     return sum_over_ranks(accelerator, sums)
 
 
@@ -116,9 +118,21 @@ def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, An
 
 
 def sum_over_ranks(accelerator: Accelerator, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sums of 0-d tensors over the ranks, in one reduction for all of them together. Every rank calls it."""
+    """Sums of 0-d tensors over the ranks, in one reduction for all of them, and maxima in another. Every rank calls it."""
     if accelerator.num_processes == 1:
         return parts
-    stacked = torch.stack([value.double() for value in parts.values()])
-    torch.distributed.all_reduce(stacked)
-    return dict(zip(parts, stacked.unbind(), strict=True))
+    summed = dict(parts)
+    for names, operation in (
+        ([name for name in parts if not is_maximum(name)], torch.distributed.ReduceOp.SUM),
+        ([name for name in parts if is_maximum(name)], torch.distributed.ReduceOp.MAX),
+    ):
+        if names:
+            stacked = torch.stack([parts[name].double() for name in names])
+            torch.distributed.all_reduce(stacked, operation)
+            summed.update(zip(names, stacked.unbind(), strict=True))
+    return summed
+
+
+def is_maximum(name: str) -> bool:
+    """Whether a metric is the largest value, at least 0, of what micro-batches return, and not their sum."""
+    return name.endswith("_max")
