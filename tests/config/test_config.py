@@ -316,7 +316,7 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("", "take --zero-stage 2, or DDP", {"sync_ref_model": True, "zero_stage": 3}, {"zero_stage": 2}),
     *[(name, "which has no reference model", {name: value, "loss_type": ["simpo", "sft"]}, {"loss_type": ["simpo", "ipo"]})
       for name, value in [("reference", "model"), ("sync_ref_model", True)]],
-    ("max_pairs_per_prompt", "one pair of each list", {"max_pairs_per_prompt": 4}, {"pairs_per_prompt": "all"}),
+    ("max_pairs_per_prompt", "take best_others or all", {"max_pairs_per_prompt": 4}, {"pairs_per_prompt": "all"}),
     *[(name, "without --sync-ref-model", {name: value}, {"sync_ref_model": True})
       for name, value in [("ref_model_mixup_alpha", 0.5), ("ref_model_sync_steps", 4)]],
     *[(name, "without --load-in-4bit", {name: value, "use_peft": True, "model": "org/m"}, {"load_in_4bit": True})

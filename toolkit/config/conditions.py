@@ -25,6 +25,22 @@ class NoEffect(NamedTuple):
     settings: tuple[str, ...]
     idle: Callable[..., Any]
     why: str
+    reads: tuple[str, ...] | None = None  # the settings that `idle` takes; None: those of its parameters' names
+
+
+def needs(settings: str | tuple[str, ...], other: str, *values: str) -> NoEffect:
+    """Settings that need another one: to be one of the values (a list: to hold one of them), without values to be on."""
+
+    def idle(**read: Any) -> bool:
+        found = read[other]
+        return not (set(values) & set(found if isinstance(found, list) else [found]) if values else found)
+
+    names = (settings,) if isinstance(settings, str) else settings
+    if not values:
+        flag = "--" + other.replace("_", "-")
+        return NoEffect(names, idle, f"without {flag}: leave it out, or add {flag}.", (other,))
+    last = " or ".join(values[-2:])
+    return NoEffect(names, idle, f"with {{{other}}}: leave it out, or take {', '.join([*values[:-2], last])}.", (other,))
 
 
 SIZES = ("tiny-", "small-", "medium-", "large-")  # what the names of built-in shapes begin with

@@ -14,6 +14,7 @@ from toolkit.config.conditions import (
     is_adapter,
     is_built_in,
     is_on_the_hub,
+    needs,
 )
 from toolkit.config.policy_rules import POLICY_NO_EFFECT
 
@@ -40,39 +41,15 @@ NO_EFFECT = (
         ("min_lr_ratio", "min_lr"), lambda lr_scheduler_type: lr_scheduler_type in ("constant", "constant_with_warmup"),
         "with {lr_scheduler_type}, which never falls: leave it out, or take cosine or linear.",
     ),
-    NoEffect(
-        ("lr_power",), lambda lr_scheduler_type: lr_scheduler_type != "polynomial",
-        "with {lr_scheduler_type}: leave it out, or take polynomial.",
-    ),
-    NoEffect(
-        ("lr_cycles",), lambda lr_scheduler_type: lr_scheduler_type not in ("cosine_with_restarts", "step"),
-        "with {lr_scheduler_type}: leave it out, or take cosine_with_restarts or step.",
-    ),
-    NoEffect(
-        ("lr_gamma",), lambda lr_scheduler_type: lr_scheduler_type not in ("step", "exponential", "reduce_lr_on_plateau"),
-        "with {lr_scheduler_type}: leave it out, or take step, exponential or reduce_lr_on_plateau.",
-    ),
-    NoEffect(
-        ("lr_patience", "lr_threshold"), lambda lr_scheduler_type: lr_scheduler_type != "reduce_lr_on_plateau",
-        "with {lr_scheduler_type}: leave it out, or take reduce_lr_on_plateau.",
-    ),
-    NoEffect(
-        ("lr_decay_ratio", "lr_decay_type"), lambda lr_scheduler_type: lr_scheduler_type != "warmup_stable_decay",
-        "with {lr_scheduler_type}: leave it out, or take warmup_stable_decay.",
-    ),
+    needs("lr_power", "lr_scheduler_type", "polynomial"),
+    needs("lr_cycles", "lr_scheduler_type", "cosine_with_restarts", "step"),
+    needs("lr_gamma", "lr_scheduler_type", "step", "exponential", "reduce_lr_on_plateau"),
+    needs(("lr_patience", "lr_threshold"), "lr_scheduler_type", "reduce_lr_on_plateau"),
+    needs(("lr_decay_ratio", "lr_decay_type"), "lr_scheduler_type", "warmup_stable_decay"),
     # Optimizer
-    NoEffect(
-        ("adam_beta1", "adam_beta2"), lambda optim: optim not in WITH_BETAS,
-        f"with {{optim}}: leave it out, or take one of {', '.join(WITH_BETAS)}.",
-    ),
-    NoEffect(
-        ("adam_epsilon",), lambda optim: optim not in WITH_ADAM,
-        f"with {{optim}}: leave it out, or take one of {', '.join(WITH_ADAM)}.",
-    ),
-    NoEffect(
-        ("momentum",), lambda optim: optim not in WITH_MOMENTUM,
-        f"with {{optim}}: leave it out, or take one of {', '.join(WITH_MOMENTUM)}.",
-    ),
+    needs(("adam_beta1", "adam_beta2"), "optim", *WITH_BETAS),
+    needs("adam_epsilon", "optim", *WITH_ADAM),
+    needs("momentum", "optim", *WITH_MOMENTUM),
     NoEffect(
         ("max_nonfinite_steps",), lambda nonfinite: nonfinite == "stop",
         "with {nonfinite}, which stops at the first one: leave it out.",
@@ -81,19 +58,13 @@ NO_EFFECT = (
         ("class_weights", "label_smoothing_factor"), lambda problem_type: problem_type == "regression",
         "with {problem_type}, where there are no classes: leave it out.",
     ),
-    NoEffect(
-        ("positive_weight",), lambda ranking_loss: ranking_loss != "bce",
-        "with --ranking-loss {ranking_loss}: leave it out, or take bce.",
-    ),
+    needs("positive_weight", "ranking_loss", "bce"),
     # Preferences
     NoEffect(
         ("beta",), lambda loss_type: set(loss_type) <= {"sft"},
         "with {loss_type}, which compares with nothing: leave it out, or add sigmoid.",
     ),
-    NoEffect(
-        ("label_smoothing",), lambda loss_type: not set(loss_type) & set(WITH_SMOOTHING),
-        f"with {{loss_type}}: leave it out, or take one of {', '.join(WITH_SMOOTHING)}.",
-    ),
+    needs("label_smoothing", "loss_type", *WITH_SMOOTHING),
     NoEffect(
         ("f_divergence_type",),
         lambda loss_type, f_divergence_type: (
@@ -101,36 +72,22 @@ NO_EFFECT = (
         ),
         "with {loss_type}, which compares with no reference model: leave it out, or add sigmoid.",
     ),
-    NoEffect(
-        ("f_alpha_divergence_coef",), lambda f_divergence_type: f_divergence_type != "alpha_divergence",
-        "with {f_divergence_type}: leave it out, or take alpha_divergence.",
-    ),
-    NoEffect(
-        ("discopop_tau",), lambda loss_type: "discopop" not in loss_type,
-        "with {loss_type}: leave it out, or take discopop.",
-    ),
-    NoEffect(
-        ("simpo_gamma",), lambda loss_type: "simpo" not in loss_type,
-        "with {loss_type}: leave it out, or take simpo.",
-    ),
-    NoEffect(("cpo_alpha",), lambda loss_type: "cpo" not in loss_type, "with {loss_type}: leave it out, or take cpo."),
+    needs("f_alpha_divergence_coef", "f_divergence_type", "alpha_divergence"),
+    needs("discopop_tau", "loss_type", "discopop"),
+    needs("simpo_gamma", "loss_type", "simpo"),
+    needs("cpo_alpha", "loss_type", "cpo"),
     # Embeddings
     NoEffect(
         ("two_way", "false_negative_margin"), lambda embedding_loss: embedding_loss in ("cosent", "cosine"),
         "with {embedding_loss}, which looks at each pair alone: leave it out, or take info_nce.",
     ),
-    NoEffect(
-        ("temperature",), lambda embedding_loss: embedding_loss == "cosine",
-        "with {embedding_loss}: leave it out, or take info_nce or cosent.",
-    ),
+    needs("temperature", "embedding_loss", "auto", "info_nce", "cosent"),
     NoEffect(
         ("score_scale",), lambda embedding_loss: embedding_loss == "info_nce",
         "with {embedding_loss}, which reads no scores: leave it out, or take cosent or cosine.",
     ),
     # Generated texts
-    NoEffect(
-        ("temperature", "top_p"), lambda do_sample: not do_sample, "without --do-sample: leave it out, or add --do-sample.",
-    ),
+    needs(("temperature", "top_p"), "do_sample"),
     NoEffect(
         ("length_penalty",), lambda num_beams: num_beams == 1, "with one beam: leave it out, or take --num-beams 4.",
     ),
@@ -154,38 +111,23 @@ NO_EFFECT = (
         "with {model}, which does not come from the Hub: leave it out.",
     ),
     NoEffect(("trust_remote_code",), is_built_in, "with {model}, which is built in: leave it out."),
-    NoEffect(
-        ("torch_compile_backend",), lambda torch_compile: not torch_compile,
-        "without --torch-compile: leave it out, or add --torch-compile.",
-    ),
+    needs("torch_compile_backend", "torch_compile"),
     # Adapter
-    NoEffect(
-        (*OF_THE_ADAPTER, "loraplus_lr_ratio"), lambda use_peft: not use_peft,
-        "without --use-peft: leave it out, or add --use-peft.",
-    ),
+    needs((*OF_THE_ADAPTER, "loraplus_lr_ratio"), "use_peft"),
     NoEffect(
         OF_THE_ADAPTER, is_adapter,
         "with {model}, an adapter that has its shape already: leave it out, or name the model it belongs on.",
     ),
-    NoEffect(
-        ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant"), lambda load_in_4bit: not load_in_4bit,
-        "without --load-in-4bit: leave it out, or add it.",
-    ),
+    needs(("bnb_4bit_quant_type", "bnb_4bit_use_double_quant"), "load_in_4bit"),
     # Reference
     NoEffect(
         ("reference", "sync_ref_model"), lambda loss_type: set(loss_type) <= {"simpo", "cpo", "orpo", "sft"},
         "with {loss_type}, which has no reference model: leave it out.",
     ),
-    NoEffect(
-        ("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda sync_ref_model: not sync_ref_model,
-        "without --sync-ref-model: leave it out, or add it.",
-    ),
-    NoEffect(
-        ("max_pairs_per_prompt",), lambda pairs_per_prompt: pairs_per_prompt == "best_worst",
-        "with {pairs_per_prompt}, one pair of each list: leave it out, or take --pairs-per-prompt best_others or all.",
-    ),
+    needs(("ref_model_mixup_alpha", "ref_model_sync_steps"), "sync_ref_model"),
+    needs("max_pairs_per_prompt", "pairs_per_prompt", "best_others", "all"),
     # Data
-    NoEffect(("packing_strategy",), lambda packing: not packing, "without --packing: leave it out, or pack."),
+    needs("packing_strategy", "packing"),
     NoEffect(
         ("group_by_length",), lambda packing: packing,
         "with --packing, whose rows are all of one length: leave it out, or take --no-packing.",
@@ -226,10 +168,7 @@ NO_EFFECT = (
         "when nothing is decided by a metric: leave it out, or add --load-best-model-at-end or --early-stopping-patience 3.",
     ),
     # Hub
-    NoEffect(
-        ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_revision"), lambda push_to_hub: not push_to_hub,
-        "without --push-to-hub: leave it out, or add --push-to-hub.",
-    ),
+    needs(("hub_model_id", "hub_strategy", "hub_private_repo", "hub_revision"), "push_to_hub"),
     NoEffect(
         ("hub_strategy",),
         lambda push_to_hub, hub_strategy, save_strategy, load_best_model_at_end: (
@@ -241,18 +180,9 @@ NO_EFFECT = (
         "with {save_strategy}: nothing is saved while it trains. Leave it out, or take --save-strategy epoch or steps.",
     ),
     # Runs
-    NoEffect(
-        ("eval_steps",), lambda eval_strategy: eval_strategy != "steps",
-        "with {eval_strategy}: leave it out, or take --eval-strategy steps.",
-    ),
-    NoEffect(
-        ("save_steps",), lambda save_strategy: save_strategy != "steps",
-        "with {save_strategy}: leave it out, or take --save-strategy steps.",
-    ),
-    NoEffect(
-        ("logging_steps",), lambda logging_strategy: logging_strategy != "steps",
-        "with {logging_strategy}: leave it out, or take --logging-strategy steps.",
-    ),
+    needs("eval_steps", "eval_strategy", "steps"),
+    needs("save_steps", "save_strategy", "steps"),
+    needs("logging_steps", "logging_strategy", "steps"),
     NoEffect(
         ("save_total_limit",),
         lambda save_strategy, load_best_model_at_end: save_strategy == "no" and not load_best_model_at_end,

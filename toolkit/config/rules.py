@@ -7,7 +7,7 @@ all. In the texts `{name}` means the setting as it would be typed, such as `--lr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from toolkit.config.conditions import (
@@ -103,13 +103,13 @@ def broken_rules(config: Settings, given: frozenset[str], unknown: frozenset[str
             broken["", rule.message] = rule.message.format_map(typed)
     for none in NO_EFFECT:
         for name in none.settings:
-            if name in given and values.get(name) and _holds(none.idle, values):
+            if name in given and values.get(name) and _holds(none.idle, values, none.reads):
                 broken[name, none.why] = f"{typed[name]} has no effect {none.why.format_map(typed)}"
     return broken
 
 
-def _holds(condition: Callable[..., Any], values: Mapping[str, Any]) -> bool:
-    reads = inspect.signature(condition).parameters
+def _holds(condition: Callable[..., Any], values: Mapping[str, Any], reads: Sequence[str] | None = None) -> bool:
+    reads = reads or list(inspect.signature(condition).parameters)
     return all(name in values for name in reads) and bool(condition(**{name: values[name] for name in reads}))
 
 

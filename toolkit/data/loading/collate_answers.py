@@ -7,7 +7,6 @@ import torch
 
 from toolkit.data.loading.layouts import lay_out
 
-ANSWER_LAYOUTS = ("packed", "padded")
 MISMATCHED = "mismatched_"  # what the names of all that is about mismatched answers begin with
 
 
