@@ -2,9 +2,12 @@
 
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,15 +139,15 @@ def test_a_function_gets_what_trl_gives_it() -> None:
     ]
 
 
-def test_none_is_left_out_of_the_sum_and_alone_counts_as_the_mean_of_its_group(scored: Callable[..., list[Rollout]]) -> None:
-    """Fails when: `value is None` counts as 0 in the sum, or `mean` is 0."""
+def test_none_is_left_out_of_the_sum_and_alone_gives_no_reward(scored: Callable[..., list[Rollout]]) -> None:
+    """Fails when: the sum of nothing is 0."""
     both = scored("some", "right", reward_processes=0)
     assert [each.rewards["some"] for each in both] == [1, None, 1, 1, 1, 1]
     assert [each.reward for each in both] == [2, 0, 1, 2, 1, 2]
     said: list[str] = []
     groups = [({"prompt": "p", "answer": "4"}, ["4", "5", "4"]), ({"prompt": "q", "answer": "4"}, ["5"])]
     alone = scored("some", reward_processes=0, groups=groups, said=said, reward_weights=[3.0])
-    assert [each.reward for each in alone] == [3, 3, 3, 0]
+    assert [each.reward for each in alone] == pytest.approx([3, math.nan, 3, math.nan], nan_ok=True)
     assert [line for line in said if "2 of 4" in line]
 
 
@@ -175,7 +178,7 @@ def test_a_fault_ends_with_function_row_and_completion_or_is_skipped_and_counted
     found = scored(name, reward_processes=processes, on_error="skip", said=said, **settings)
     assert [number for number, each in enumerate(found) if each.rewards[name] is None] == skipped
     assert sum(f"skipped {len(skipped)} of 6" in line and name in line for line in said) == 1
-    assert all(math.isfinite(each.reward) for each in found)
+    assert [number for number, each in enumerate(found) if math.isnan(each.reward)] == skipped
 
 
 @pytest.mark.parametrize("name", ["short", "forgets", "wants_more"])
@@ -257,3 +260,74 @@ def test_a_hung_function_is_replaced_and_leaves_no_process(tmp_path: Path) -> No
         else:
             os.kill(pid, 9)
             pytest.fail(f"{pid} is still there")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_when_the_run_is_killed_its_processes_end(tmp_path: Path) -> None:
+    """Also one whose function hangs. Fails when: `_receive` returns at the end of the connection and kills nothing."""
+    (tmp_path / "hung.py").write_text("import os, time\ndef hung(completions, **columns):\n    open('pid', 'w').write(str(os.getpid()))\n    time.sleep(1000)\n")
+    (tmp_path / "run.py").write_text(
+        "import toolkit as tk\n"
+        "rewards = tk.load_rewards(tk.RewardFunctionsConfig(reward_funcs=['hung.py:hung']))\n"
+        "tk.score_rollouts([tk.Rollout(0, 0, [1], [2], [0.0], False, {'prompt': 'p'}, 'c')], rewards)\n"
+    )
+    pid = tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, "run.py"], cwd=tmp_path)
+    try:
+        wait_until(lambda: pid.exists() and pid.read_text() != "", 60)
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not is_alive(int(pid.read_text())), 10)
+
+
+def is_alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().split()[2] != "Z"
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.slow  # importing TRL
+def test_values_and_sums_are_those_of_trls_trainer(tmp_path: Path) -> None:
+    """GRPOTrainer's own method on the same completions, with its functions and with None. Fails when: a weight or a column is mixed up."""
+    import asyncio
+    import threading
+
+    import torch
+    from accelerate import Accelerator
+    from trl import GRPOTrainer
+    from trl.rewards import think_format_reward
+
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    names = [f"{tmp_path}/functions.py:{name}" for name in ("right", "later", "some")]
+    weights = [1.0, -0.25, 0.5]
+    rewards = load_rewards(RewardFunctionsConfig(reward_funcs=names, reward_weights=weights, reward_processes=0))
+    rollouts = rollouts_of(GROUPS)
+    mine = score_rollouts(rollouts, rewards)
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    trainer = SimpleNamespace(
+        accelerator=Accelerator(cpu=True), reward_funcs=[each.function for each in rewards], reward_processing_classes=[None] * 3,
+        reward_func_names=["right", "later", "some"], state=SimpleNamespace(global_step=0), environments=None, async_loop=loop, args=SimpleNamespace(report_to=[]),
+        _log_completion_extra=None, _log_metric=None,
+    )  # fmt: skip
+    inputs = [each.row for each in rollouts]
+    theirs = GRPOTrainer._calculate_rewards.__wrapped__(  # without its profiling
+        trainer, inputs, [row["prompt"] for row in inputs], [each.completion for each in rollouts], [each.completion_ids for each in rollouts]
+    )
+    loop.call_soon_threadsafe(loop.stop)
+    mine_by_function = torch.tensor([[math.nan if value is None else value for value in each.rewards.values()] for each in mine])
+    torch.testing.assert_close(mine_by_function, theirs, equal_nan=True, rtol=0, atol=1e-6)
+    sums = (theirs * torch.tensor(weights)).nansum(dim=1)
+    assert [each.reward for each in mine] == pytest.approx(sums.tolist(), abs=1e-6)
+
+    thoughts = ["<think>\nyes\n</think>\n4", "4"]
+    chat = rollouts_of([({"prompt": [{"role": "user", "content": "2+2?"}]}, thoughts)])
+    found = score_rollouts(chat, load_rewards(RewardFunctionsConfig(reward_funcs=["trl.rewards:think_format_reward"])))
+    assert [each.reward for each in found] == think_format_reward([[{"content": text}] for text in thoughts]) == [1.0, 0.0]

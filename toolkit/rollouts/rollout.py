@@ -22,6 +22,6 @@ class Rollout:
     row: dict[str, Any]  # the prompt's columns: "prompt" as given (text, or a list of messages), and all others (answer, ...)
     completion: str  # its text, special tokens left out
     rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward by its name; None: it does not apply
-    reward: float = 0.0  # the weighted sum
+    reward: float = 0.0  # the weighted sum; not a number where none of them applies
     epoch: int = 0  # of the prompt
     kept: list[list[int]] | None = None  # ids that could be drawn at each token, where top-k, top-p or min-p cut some off

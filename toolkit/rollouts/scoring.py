@@ -6,8 +6,9 @@ the prompts, and all of them get all values. A reward that fails ends the run or
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,8 @@ def score_rollouts(
 ) -> list[Rollout]:
     """The rollouts with their `rewards`, by name, and `reward`, their weighted sum; the same on every rank.
 
-    Rewards that do not apply (None) are left out of a sum. A rollout that has none at all, as where each was skipped, gets
-    the mean of its group's others, and so counts neither for nor against; 0 where the group has none.
+    Rewards that do not apply (None) are left out of a sum. A rollout that has none at all, as where each was skipped, has the
+    reward "not a number", and `advantages` gives it none.
 
     Args:
         rollouts: all of a step, on every rank.
@@ -61,7 +62,18 @@ def score_rollouts(
         replace(rollout, rewards={name: column[place] for name, column in values.items()})
         for place, rollout in enumerate(rollouts)
     ]
-    return _with_sums(scored, {reward.name: reward.weight for reward in rewards}, say)
+    weights = {reward.name: reward.weight for reward in rewards}
+    scored = [replace(rollout, reward=weighted_sum(rollout.rewards, weights)) for rollout in scored]
+    without = sum(math.isnan(rollout.reward) for rollout in scored)
+    if without:
+        say(f"WARNING: {without} of {len(scored)} completions have no reward at all: they move nothing")
+    return scored
+
+
+def weighted_sum(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
+    """The sum of the rewards that apply, each times its weight; not a number where none does."""
+    parts = [weights[name] * value for name, value in rewards.items() if value is not None]
+    return sum(parts) if parts else math.nan
 
 
 def call_of(group: Sequence[Rollout]) -> Call:
@@ -147,24 +159,6 @@ def _collect(
             f"{rollouts[first].index} of {where}, {completion}: {problems[first]}"
         )
     return values
-
-
-def _with_sums(rollouts: list[Rollout], weights: dict[str, float], say: Callable[[str], None]) -> list[Rollout]:
-    """The rollouts with their weighted sums."""
-    sums: list[float | None] = []
-    for rollout in rollouts:
-        parts = [weights[name] * value for name, value in rollout.rewards.items() if value is not None]
-        sums.append(sum(parts) if parts else None)
-    without = sum(each is None for each in sums)
-    for group in groups_of(rollouts):
-        known = [each for each in (sums[place] for place in group) if each is not None]
-        mean = sum(known) / len(known) if known else 0.0
-        for place in group:
-            value = sums[place]
-            sums[place] = mean if value is None else value
-    if without:
-        say(f"WARNING: {without} of {len(rollouts)} completions have no reward at all: each counts as the mean of its group")
-    return [replace(rollout, reward=each or 0.0) for rollout, each in zip(rollouts, sums, strict=True)]
 
 
 def _show(name: str, written: list[str], output: str, say: Callable[[str], None]) -> None:
