@@ -26,7 +26,8 @@ from toolkit.config import (
     settings_of,
     write_config_file,
 )
-from toolkit.config.rules import CONTRADICTIONS, NO_EFFECT, broken_rules
+from toolkit.config.contradictions import CONTRADICTIONS
+from toolkit.config.rules import NO_EFFECT, broken_rules
 from toolkit.config.setting import OnResume
 
 GROUPS: list[type[tk.Settings]] = [

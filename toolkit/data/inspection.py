@@ -14,7 +14,8 @@ import numpy as np
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.loading.packing import Packing, pack_best_fit, pack_wrapped
-from toolkit.data.report import DataReport, Measures, NeedsBothKinds, Piece, SplitCounts
+from toolkit.data.report import DataReport, Piece
+from toolkit.data.split_counts import Measures, NeedsBothKinds, SplitCounts
 from toolkit.data.tokenize.columns import Plan, label_column, likely_renames
 from toolkit.data.tokenize.documents import Documents
 from toolkit.data.tokenize.labels import missing_label

@@ -11,8 +11,9 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 import toolkit.data.tokenize.prepare as tokenizing
 from toolkit.config import DataConfig, Refusal
-from toolkit.data import report
-from toolkit.data.report import SplitCounts, example_pieces, print_data_report
+from toolkit.data import split_counts
+from toolkit.data.report import example_pieces, print_data_report
+from toolkit.data.split_counts import SplitCounts
 from toolkit.data.tokenize.documents import IGNORED
 from toolkit.data.tokenize.tasks import prepare, tokenize_for_lm, tokenize_for_sft
 from toolkit.models.tokenizer import train_tokenizer
@@ -91,7 +92,7 @@ def test_a_cache_of_a_version_that_counts_more_is_left_alone(tokenizer, own_cach
     rows = splits_of([{"text": "one two three"}])
     with monkeypatch.context() as newer:
         counts = make_dataclass("SplitCounts", [("rare", int, field(default=3))], bases=(SplitCounts,), frozen=True)
-        for module in (report, tokenizing):
+        for module in (split_counts, tokenizing):
             newer.setattr(module, "SplitCounts", counts)
         assert prepare("lm", rows, tokenizer, DataConfig()).report.splits[0].rare == 3
     assert prepare("lm", rows, tokenizer, DataConfig()).report.splits[0].examples == 1

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.config import DataConfig, Refusal
-from toolkit.data.report import ANSWER_CLASSES, Piece
+from toolkit.data.report import Piece
+from toolkit.data.split_counts import ANSWER_CLASSES
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, describe, read_messages, with_origin
 from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents
 from toolkit.data.tokenize.format import Format

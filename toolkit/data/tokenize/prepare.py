@@ -22,8 +22,8 @@ import numpy as np
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.compat import fingerprint_of, set_fingerprint
-from toolkit.data.report import Measures, SplitCounts, measure, summarize
 from toolkit.data.sources.arrow_cache import cache_folder, check_uncut, mapped_files, open_splits, write_tables
+from toolkit.data.split_counts import Measures, SplitCounts, measure, summarize
 from toolkit.data.tokenize.columns import Batch, Plan, is_wrapped
 from toolkit.data.tokenize.documents import Documents, Rules, build_encoder, check_supervision, check_tokens, tokenizer_digest
 from toolkit.data.tokenize.format import Format, FormatRows, Splits
