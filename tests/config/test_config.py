@@ -189,6 +189,14 @@ def test_value_is_read_as_its_writer_meant_it(written: dict[str, Any], value: di
 
 
 @pytest.mark.parametrize(
+    ("written", "value"), [(True, "group"), ("false", "none"), (False, "none"), ("batch", "batch")], ids=str
+)
+def test_the_scale_of_rewards_is_read_as_trl_reads_it(written: Any, value: str) -> None:
+    """TRL takes true and false for two of its three words. Fails when: the line of scale_rewards goes from _OTHER_TRAINERS."""
+    assert read_values(Policy, {"scale_rewards": written}) == {"scale_rewards": value}
+
+
+@pytest.mark.parametrize(
     ("written", "message"),
     [
         ({"lerning_rate": 1}, "c.yaml: unknown setting lerning_rate. Did you mean learning_rate?"),
