@@ -85,6 +85,13 @@ def test_what_code_must_not_do_is_an_error_in_it(code: str, error: str, tmp_path
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"kept": "kept"}
 
 
+def test_a_process_that_does_not_start_is_no_fault_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: no line of the sandbox counts as no test passed."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="not started"):
+        run_tests("x = 1", "assert x")
+
+
 def test_what_code_may_do() -> None:
     """Threads, files in its own directory, installed packages. Fails when: clone is refused whatever its flags."""
     code = (

@@ -1,5 +1,6 @@
 """Loading rewards: each way to name one, and each mistake, refused before a model is loaded."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def test_a_reward_that_cannot_be_is_refused_when_it_is_loaded(folder: Path, case
     with pytest.raises(Refusal) as refused:
         load_rewards(RewardFunctionsConfig(reward_funcs=written, reward_weights=weights), tokenizer=object())  # type: ignore[arg-type]
     assert [each for each in words if each not in str(refused.value)] == []
+
+
+def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: `jsonschema_installed` is not asked at the start."""
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(Refusal, match="pip install"):
+        load_rewards(RewardFunctionsConfig(reward_funcs=["json_schema"]))
 
 
 @pytest.mark.parametrize(("name", "settings"), [("regex", {"reward_pattern": "(["}), ("json_schema", {"reward_schema": "schema.json"}), ("json_schema", {"reward_schema": "no.json"})])

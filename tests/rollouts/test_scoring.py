@@ -49,6 +49,9 @@ def raises_for_four(completions, **columns):
 def nan(completions, **columns):
     return [float("nan") if c == "5" else 1.0 for c in completions]
 
+def endless(completions, **columns):
+    return [-(10**400) if c == "5" else 10**9 for c in completions]
+
 def words(completions, **columns):
     return ["good" if c == "5" else 1.0 for c in completions]
 
@@ -154,13 +157,14 @@ def test_none_is_left_out_of_the_sum_and_alone_gives_no_reward(scored: Callable[
 FAULTS = {  # function: (settings, place of the completion that is named, what is said, places that are skipped)
     "raises_for_four": ({}, 2, "ValueError", [2]),
     "nan": ({}, 1, "nan", [1]),
+    "endless": ({}, 1, "-inf", [1]),
     "words": ({}, 1, "str 'good'", [1]),
     "leaves": ({}, 1, "SystemExit", [1]),
     "hangs": ({"reward_timeout": 0.5}, 0, "0.5 seconds", [0, 1, 2]),
     "hangs_later": ({"reward_timeout": 0.5}, 0, "0.5 seconds", [0, 1, 2]),
     "dies": ({}, 0, "SIGSEGV", [0, 1, 2]),
 }
-IN_PROCESS = ("raises_for_four", "nan", "words", "leaves", "hangs_later")
+IN_PROCESS = ("raises_for_four", "nan", "endless", "words", "leaves", "hangs_later")
 
 
 @pytest.mark.parametrize(("name", "processes"), [*((name, 1) for name in FAULTS), *((name, 0) for name in IN_PROCESS)])

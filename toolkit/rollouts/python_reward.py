@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 from toolkit.system.console import warn_once
 
 FILE_MIB = 16
+START_SECONDS = 60.0  # until Python has started, on a busy machine
 _FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*\1`*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -63,14 +65,16 @@ def run_tests(code: str, tests: str | Iterable[str], cpu_seconds: float = 5.0, m
     task = json.dumps({"code": code, "tests": tests}) + f"\n{word}\n"
     with tempfile.TemporaryDirectory(prefix="completion-", ignore_cleanup_errors=True) as folder:
         lines = _run(task.encode(), folder, cpu_seconds, memory_mib)
-    if lines:
-        with contextlib.suppress(ValueError):
-            _say_missing(tuple(json.loads(lines[0])))
+    _say_missing(tuple(json.loads(lines[0])))
     return len({line for line in lines if line.startswith(f"{word} ")}) / len(tests)
 
 
 def _run(task: bytes, folder: str, cpu_seconds: float, memory_mib: int) -> list[str]:
-    """The lines that the sandbox has written when it ended, or was ended."""
+    """The lines that the sandbox has written when it ended, or was ended: first of all which limits it has not got.
+
+    Raises:
+        RuntimeError: it has not come so far, which is no fault of the code.
+    """
     read, write = os.pipe()
     limits = [str(write), str(max(1, round(cpu_seconds))), str(memory_mib), str(FILE_MIB)]
     process = subprocess.Popen(
@@ -81,13 +85,20 @@ def _run(task: bytes, folder: str, cpu_seconds: float, memory_mib: int) -> list[
     )  # fmt: skip
     os.close(write)
     try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(task, timeout=2 * cpu_seconds)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+            stream.write(task)
+        if select.select([read], [], [], START_SECONDS)[0]:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2 * cpu_seconds)
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return _read_now(read)
+        lines = _read_now(read)
+    if not lines:
+        raise RuntimeError(f"the process that runs code has not started (it ended with {process.returncode})")
+    return lines
 
 
 def _read_now(descriptor: int) -> list[str]:
@@ -107,9 +118,11 @@ def _read_now(descriptor: int) -> list[str]:
 def _say_missing(missing: tuple[str, ...]) -> None:
     what = {
         "network": "reaching the network", "processes": "starting processes", "files": "writing outside of its own directory",
+        "time": "using more CPU time", "memory": "using more memory", "sizes": "writing large files",
+        "cores": "dumping its memory", "open": "opening many files",
     }  # fmt: skip
     if missing:
         warn_once(
             f"WARNING: reward python: this machine can't keep a completion's code from "
-            f"{' and '.join(what.get(each, each) for each in missing)}. Limits on time and memory hold."
+            f"{' and '.join(what.get(each, each) for each in missing)}"
         )

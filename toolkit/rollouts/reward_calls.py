@@ -230,12 +230,19 @@ def _read(returned: Any, count: int) -> Outcome:
         elif not isinstance(value, numbers.Real):
             problems[place] = f"returned {_of_type(value)}, not a number"
             values.append(None)
-        elif not math.isfinite(value):
-            problems[place] = f"returned {float(value)}"
-            values.append(None)
         else:
-            values.append(float(value))
+            number = _as_float(value)
+            values.append(number if math.isfinite(number) else None)
+            if not math.isfinite(number):
+                problems[place] = f"returned {number}"
     return Outcome(values, problems)
+
+
+def _as_float(value: numbers.Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number that no float can hold
+        return -math.inf if value < 0 else math.inf
 
 
 def _of_type(value: object) -> str:

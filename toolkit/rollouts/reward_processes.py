@@ -137,6 +137,7 @@ class RewardProcesses:
             for _, message in _messages([worker], deadline):
                 if message is not None and message[1] is None:
                     worker.loaded.add(source)
+                    worker.take_output()  # of its import, which this process has seen at its own
                     return worker
                 if message is not None:
                     raise Refusal(message[1])

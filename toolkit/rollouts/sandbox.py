@@ -39,17 +39,20 @@ LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 
 def confine(cpu_seconds: int, memory_mib: int, file_mib: int) -> list[str]:
     """Take away from this process what tests of code do not need; what could not be taken away."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for kind, limit in (
-        (resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_AS, memory_mib << 20), (resource.RLIMIT_FSIZE, file_mib << 20),
-        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 64),
+    libc, missing = ctypes.CDLL(None, use_errno=True), []
+    for name, kind, limit in (
+        ("time", resource.RLIMIT_CPU, cpu_seconds), ("memory", resource.RLIMIT_AS, memory_mib << 20),
+        ("sizes", resource.RLIMIT_FSIZE, file_mib << 20), ("cores", resource.RLIMIT_CORE, 0),
+        ("open", resource.RLIMIT_NOFILE, 64),
     ):  # fmt: skip
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
+        try:
+            resource.setrlimit(kind, (limit, limit))
+        except (ValueError, OSError):  # macOS has no limit of address space
+            missing.append(name)
     if sys.platform != "linux":
-        return ["network", "processes", "files"]
-    missing = []
+        return [*missing, "network", "processes", "files"]
     has_namespace = libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if not _landlock(libc):

@@ -58,12 +58,10 @@ def score_rollouts(
     for reward in rewards:
         parts, outcomes = _outcomes(rollouts, reward, accelerator)
         values[reward.name] = _collect(reward, rollouts, parts, outcomes, on_error, output, say)
-    scored = [
-        replace(rollout, rewards={name: column[place] for name, column in values.items()})
-        for place, rollout in enumerate(rollouts)
-    ]
-    weights = {reward.name: reward.weight for reward in rewards}
-    scored = [replace(rollout, reward=weighted_sum(rollout.rewards, weights)) for rollout in scored]
+    weights, scored = {reward.name: reward.weight for reward in rewards}, []
+    for place, rollout in enumerate(rollouts):
+        own = {name: column[place] for name, column in values.items()}
+        scored.append(replace(rollout, rewards=own, reward=weighted_sum(own, weights)))
     without = sum(math.isnan(rollout.reward) for rollout in scored)
     if without:
         say(f"WARNING: {without} of {len(scored)} completions have no reward at all: they move nothing")
