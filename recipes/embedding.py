@@ -43,7 +43,7 @@ def main(config: Config) -> tk.Summary:
     tk.print_data_report(splits.report)
     model = tk.add_adapter(tk.load_encoder(config, tokenizer), config, tokenizer)
 
-    collate = partial(tk.collate_text_groups, pad_token_id=tokenizer.pad_token_id)
+    collate = partial(tk.collate_text_groups, pad_token_id=tokenizer.pad_token_id, layout=tk.choose_text_layout(model))
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
     tk.check_batches(train.global_batch_size, train.examples_to_consume, config.embedding_loss)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)

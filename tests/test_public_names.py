@@ -652,7 +652,7 @@ def ends_of_a_run() -> None:
 
 
 @shows(
-    "EmbeddingConfig", "embedding_style", "EmbeddingStyle", "load_encoder", "sentence_files", "tokenize_for_embedding",
+    "EmbeddingConfig", "embedding_style", "EmbeddingStyle", "load_encoder", "choose_text_layout", "sentence_files", "tokenize_for_embedding",
     "collate_text_groups", "embed_texts", "embedding_task", "check_batches", "cache_gradients", "cached_gradient_loss", "trial_loss",
     "retrieval_baselines",
 )  # fmt: skip
@@ -669,7 +669,7 @@ def embeddings() -> None:
     splits = tk.tokenize_for_embedding(raw, encoder_tokenizer, config, query_prompt=style.query_prompt)
     model = tk.load_encoder(config, encoder_tokenizer)
     assert "modules.json" in tk.sentence_files(model, style, config.max_length)
-    collate = functools.partial(tk.collate_text_groups, pad_token_id=encoder_tokenizer.pad_token_id)
+    collate = functools.partial(tk.collate_text_groups, pad_token_id=encoder_tokenizer.pad_token_id, layout=tk.choose_text_layout(model))
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator())
     tk.check_batches(train.global_batch_size, train.examples_to_consume)
     embed = functools.partial(tk.embed_texts, pooling=style.pooling)

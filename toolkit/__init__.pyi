@@ -201,7 +201,7 @@ from .models.encoder_decoder import decoder_start as decoder_start, set_target_l
 from .models.load import load_model as load_model
 from .models.lora import add_adapter as add_adapter
 from .models.padding import pad_apart_from_end as pad_apart_from_end
-from .models.pooling import embed_texts as embed_texts, load_encoder as load_encoder
+from .models.pooling import choose_text_layout as choose_text_layout, embed_texts as embed_texts, load_encoder as load_encoder
 from .models.sentence_files import (
     EmbeddingStyle as EmbeddingStyle,
     embedding_style as embedding_style,

@@ -10,6 +10,9 @@ import torch
 
 from toolkit.config import ModelConfig, Refusal
 from toolkit.distributed.engines import unwrapped
+from toolkit.models.attention.interface import DOCUMENTS, FLEX
+from toolkit.models.attention.packable import NotPackable, check_packable
+from toolkit.models.compat import attention_of
 from toolkit.models.load import load_model
 from toolkit.models.loaded import loaded, note_loaded
 
@@ -22,13 +25,27 @@ def embed_texts(model: nn.Module, micro_batch: dict[str, Any], *, pooling: str =
     """Embeddings `[texts, hidden]` of padded texts, not normalized, in float32 (float64 stays).
 
     Args:
-        micro_batch: `input_ids` and `attention_mask` `[texts, longest]`, padded on the right; what else is in it is not read.
+        micro_batch: in either layout of `collate_text_groups`; what else is in it than a model's inputs is not read.
         pooling: the mean over a text's tokens, or the state of its first (cls) or last one.
     """
-    inputs = {name: micro_batch[name] for name in ("input_ids", "attention_mask")}
+    inputs = {name: micro_batch[name] for name in _INPUTS if name in micro_batch}
     states = model(**inputs, **({} if _is_encoder(model) else {"use_cache": False})).last_hidden_state
     states = states.to(torch.promote_types(states.dtype, torch.float32))
+    if "cu_seq_lens_q" in micro_batch:
+        return _POOLED_IN_A_ROW[pooling](states[0], micro_batch["cu_seq_lens_q"].long())
     return _POOLED[pooling](states, micro_batch["attention_mask"])
+
+
+def choose_text_layout(model: PreTrainedModel) -> str:
+    """The layout of `collate_text_groups` for a model that `load_encoder` loaded, with its adapter, not prepared yet.
+
+    `packed` where its attention keeps the texts of a row apart exactly, else `padded`.
+    """
+    try:
+        check_packable(model.config)
+    except NotPackable:
+        return "padded"
+    return "packed" if attention_of(model.config) in (DOCUMENTS, FLEX) else "padded"
 
 
 def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -39,7 +56,7 @@ def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     Raises:
         Refusal: what `load_model` refuses, and an encoder-decoder.
     """
-    model = load_model("AutoModel", config, tokenizer)
+    model = load_model("AutoModel", config, tokenizer, packed=None)
     if model.config.is_encoder_decoder:
         raise Refusal(f"--model {config.model}: an encoder-decoder, which has no one embedding. Name an encoder or a decoder.")
     pooler = getattr(model, "pooler", None)
@@ -68,3 +85,17 @@ def _last(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 _POOLED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mean": _mean, "cls": lambda states, mask: states[:, 0], "last": _last,
 }  # fmt: skip
+
+
+def _mean_in_a_row(states: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    return torch.segment_reduce(states, "mean", offsets=bounds, axis=0)
+
+
+_POOLED_IN_A_ROW: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean": _mean_in_a_row,
+    "cls": lambda states, bounds: states[bounds[:-1]],
+    "last": lambda states, bounds: states[bounds[1:] - 1],
+}
+_INPUTS = (
+    "input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+)  # fmt: skip

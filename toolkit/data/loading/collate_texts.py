@@ -1,17 +1,23 @@
-"""From tokenized groups of texts (an anchor, its positive, hard negatives) to the tensors of one padded micro-batch."""
+"""From tokenized groups of texts (an anchor, its positive, hard negatives) to the tensors of one micro-batch."""
 
 from typing import Any
 
 import numpy as np
 import torch
 
+from toolkit.data.loading.collate_pairs import bounds_of, places_within
 
-def collate_text_groups(documents: list[dict[str, Any]], *, pad_token_id: int = 0) -> dict[str, Any]:
-    """All texts of all examples as rows, those of an example one behind the other, padded on the right to the longest.
 
-    Returns `input_ids` and `attention_mask` `[texts, longest]`, and of each text, `[texts]`: `example`, the number of its
-    example in the micro-batch; `role`, 0 for the anchor, 1 for the positive, 2 and more for hard negatives; `text_key`, equal
-    for equal texts; `score`, the similarity that the row gives its two texts, 0 where it gives none.
+def collate_text_groups(documents: list[dict[str, Any]], *, pad_token_id: int = 0, layout: str = "padded") -> dict[str, Any]:
+    """All texts of all examples, those of an example one behind the other.
+
+    `padded`: `input_ids` and `attention_mask` `[texts, longest]`, padded on the right. `packed`: one row without padding,
+    `input_ids` and `position_ids` `[1, tokens]` with the bounds of texts as in `collate_packed`; anchors are often much
+    shorter than what they are paired with. What suits a model, `choose_text_layout` says.
+
+    And of each text, `[texts]`: `example`, the number of its example in the micro-batch; `role`, 0 for the anchor, 1 for the
+    positive, 2 and more for hard negatives; `text_key`, equal for equal texts; `score`, the similarity that the row gives its
+    two texts, 0 where it gives none.
 
     Each document has `input_ids`, its texts one behind the other, `text_tokens`, how many each has, and `text_keys`.
     """
@@ -22,10 +28,6 @@ def collate_text_groups(documents: list[dict[str, Any]], *, pad_token_id: int = 
         for text in np.split(np.asarray(document["input_ids"], dtype=np.int64), np.cumsum(sizes)[:-1])
     ]
     counts = [len(sizes) for sizes in lengths]
-    ids = np.full((len(texts), max(map(len, texts))), pad_token_id, dtype=np.int64)
-    mask = np.zeros_like(ids)
-    for row, text in enumerate(texts):
-        ids[row, : len(text)], mask[row, : len(text)] = text, 1
     scores = [float(document.get("score", 0.0)) for document in documents]
     about = {
         "example": np.repeat(np.arange(len(documents)), counts),
@@ -33,8 +35,23 @@ def collate_text_groups(documents: list[dict[str, Any]], *, pad_token_id: int = 
         "text_key": np.concatenate([np.asarray(document["text_keys"], dtype=np.int64) for document in documents]),
         "score": np.repeat(np.array(scores, dtype=np.float32), counts),
     }
+    inputs = _packed(texts) if layout == "packed" else _padded(texts, pad_token_id)
+    return {**inputs, **{name: torch.from_numpy(values) for name, values in about.items()}}
+
+
+def _packed(texts: list[np.ndarray]) -> dict[str, Any]:
+    lengths = np.array([len(text) for text in texts])
+    bounds, longest = bounds_of(lengths), int(lengths.max())
     return {
-        "input_ids": torch.from_numpy(ids),
-        "attention_mask": torch.from_numpy(mask),
-        **{name: torch.from_numpy(values) for name, values in about.items()},
-    }
+        "input_ids": torch.from_numpy(np.concatenate(texts))[None],
+        "position_ids": torch.from_numpy(places_within(lengths))[None],
+        "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
+
+
+def _padded(texts: list[np.ndarray], pad_token_id: int) -> dict[str, Any]:
+    ids = np.full((len(texts), max(map(len, texts))), pad_token_id, dtype=np.int64)
+    mask = np.zeros_like(ids)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)], mask[row, : len(text)] = text, 1
+    return {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
