@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -265,12 +264,18 @@ def _run_one(side: Side, settings: Any) -> None:
     watch = Stopwatch(settings.device, settings.threads)
     task = Task(settings.run, _cell(settings.only)[0], settings.device, settings.batch, watch)
     measured = {**side(task), "seconds": task.watch.seconds, "first step": task.watch.first_step}
-    measured["peak GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # kilobytes on Linux
+    measured["peak GB"] = peak_memory()
     if settings.device == "cuda":
         import torch
 
         measured["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
     print(f"\n{json.dumps(measured)}")
+
+
+def peak_memory() -> float:
+    """GB that this process held at most. `ru_maxrss` begins with what the process held that started it."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return float(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e9
 
 
 def _table(comparison: Comparison, cell: str, results: dict[str, list[dict[str, float]]], settings: Any) -> str:
