@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.data.loading.collate_pairs import bounds_of, places_within
+from toolkit.data.loading.layouts import bounds_of, places_within
 
 
 def collate_text_groups(documents: list[dict[str, Any]], *, pad_token_id: int = 0, layout: str = "padded") -> dict[str, Any]:
