@@ -553,6 +553,7 @@ def completions_of_groups() -> None:
     prompts = [tokenizer()(text)["input_ids"] for text in TEXTS[:3]]
     groups = tk.sample_groups(language_model(), prompts, keys, tk.SamplingSettings(max_new_tokens=4))
     assert all(len(each.tokens) == len(each.logps) == 4 and each.truncated for group in groups for each in group)
+    assert isinstance(groups[0][0], tk.Completion)
 
 
 @shows("sample_rollouts", "Rollout", "policy_batches", "collate_rollouts", "rollout_logps")
