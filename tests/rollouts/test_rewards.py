@@ -45,6 +45,8 @@ REFUSED = {
     "no function": (["good_rewards:number"], [], ["int 3"]),
     "a class": (["good_rewards:Kind"], [], ["class"]),
     "a mistyped name": (["exact_mach"], [], ["exact_match"]),
+    "one of TRL's": (["think_format_reward"], [], ["trl.rewards:think_format_reward"]),
+    "no directory": (["./runs/reward.v2"], [], ["nor a directory"]),
     "no model in it": (["empty"], [], ["empty"]),
     "fewer weights": (["exact_match", "number"], [1.0], ["--reward-weights", "2"]),
     "more weights": (["exact_match"], [1.0, 2.0], ["--reward-weights"]),

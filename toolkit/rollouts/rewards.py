@@ -125,11 +125,12 @@ def _load(
         return _built_in(written, config, processes)
     if os.path.isdir(os.path.expanduser(written)):
         return _of_model(written, config, tokenizer)
-    if ":" not in written and "." not in written:
+    if ":" not in written and ("." not in written or "/" in written):
         near = nearest(written, NAMES)
+        meant = f" Did you mean {near}?" if near else f" One of TRL's is trl.rewards:{written}." if "_reward" in written else ""
         raise Refusal(
             f"--reward-funcs {written}: is neither built in ({', '.join(NAMES)}) nor a directory here. A function is given as "
-            "module:function or file.py:function." + (f" Did you mean {near}?" if near else "")
+            f"module:function or file.py:function.{meant}"
         )
     source = Source(written)
     function = load_function(source)
