@@ -30,7 +30,7 @@ Rows = Any  # a Dataset or an IterableDataset
 Splits = dict[str, Rows]
 # Sources that a module makes (`load_corpus(task)`, `describe_corpus(task)`), by the prefix of their names. Imported by name, so
 # that no room of the core depends on one.
-BUILT_IN = {"stdlib": "toolkit.demo_corpus.stdlib"}
+BUILT_IN = {"stdlib": "toolkit.demo_corpus.stdlib", "synthetic": "toolkit.demo_corpus.synthetic"}
 _commits_read: dict[str, str] = {}  # of this process, by dataset of the Hub as the settings name it
 
 
