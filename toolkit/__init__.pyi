@@ -6,6 +6,7 @@ from .checkpoint.directory import (
     verify_checkpoint as verify_checkpoint,
 )
 from .cli.recipe import run_recipe as run_recipe
+from .config.adapter import AdapterConfig as AdapterConfig
 from .config.conditions import is_built_in as is_built_in
 from .config.groups import (
     BatchConfig as BatchConfig,
@@ -20,30 +21,31 @@ from .config.groups import (
     SeedConfig as SeedConfig,
     trained_model as trained_model,
 )
-from .config.methods import (
-    AdapterConfig as AdapterConfig,
+from .config.policy import PolicyConfig as PolicyConfig, PPOConfig as PPOConfig
+from .config.preferences import (
+    PairsConfig as PairsConfig,
+    PreferenceConfig as PreferenceConfig,
+    RankedAnswersConfig as RankedAnswersConfig,
+    ReferenceConfig as ReferenceConfig,
+    RewardConfig as RewardConfig,
+    UnpairedConfig as UnpairedConfig,
+)
+from .config.prompts import PromptConfig as PromptConfig
+from .config.rewards import RewardFunctionsConfig as RewardFunctionsConfig
+from .config.setting import Refusal as Refusal, Settings as Settings, setting as setting
+from .config.tasks import (
     CausalLMConfig as CausalLMConfig,
     ClassificationConfig as ClassificationConfig,
     EmbeddingConfig as EmbeddingConfig,
     GeneratedTextConfig as GeneratedTextConfig,
     LossConfig as LossConfig,
     MaskedLMConfig as MaskedLMConfig,
-    PairsConfig as PairsConfig,
-    PreferenceConfig as PreferenceConfig,
     QuestionAnsweringConfig as QuestionAnsweringConfig,
-    RankedAnswersConfig as RankedAnswersConfig,
     RankingConfig as RankingConfig,
-    ReferenceConfig as ReferenceConfig,
-    RewardConfig as RewardConfig,
     SampleConfig as SampleConfig,
     Seq2SeqConfig as Seq2SeqConfig,
     TokenClassificationConfig as TokenClassificationConfig,
-    UnpairedConfig as UnpairedConfig,
 )
-from .config.policy import PolicyConfig as PolicyConfig, PPOConfig as PPOConfig
-from .config.prompts import PromptConfig as PromptConfig
-from .config.rewards import RewardFunctionsConfig as RewardFunctionsConfig
-from .config.setting import Refusal as Refusal, Settings as Settings, setting as setting
 from .data.loading.batch import Batch as Batch
 from .data.loading.collate import collate_packed as collate_packed, collate_padded as collate_padded
 from .data.loading.collate_answers import collate_answers as collate_answers

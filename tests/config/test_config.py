@@ -16,14 +16,16 @@ import pytest
 import toolkit as tk
 from toolkit.config import (
     Refusal,
+    adapter,
     changed_settings,
     check_together,
     groups,
-    methods,
     policy,
+    preferences,
     read_config_file,
     read_values,
     settings_of,
+    tasks,
     write_config_file,
 )
 from toolkit.config.contradictions import CONTRADICTIONS
@@ -32,7 +34,7 @@ from toolkit.config.setting import OnResume
 
 GROUPS: list[type[tk.Settings]] = [
     group
-    for group in {**vars(groups), **vars(methods), **vars(policy)}.values()
+    for group in {**vars(groups), **vars(adapter), **vars(tasks), **vars(preferences), **vars(policy)}.values()
     if inspect.isclass(group) and issubclass(group, tk.Settings) and group is not tk.Settings
 ]
 

@@ -1,9 +1,11 @@
 """Settings: what they are, which there are, and every rule about their values.
 
-`setting` says what a setting is, `groups` and `methods` list them, `values` reads and checks one value from text, YAML or JSON,
-`rules` knows which values do not go together, `files` reads and writes config.yaml. Nothing here imports a heavy library.
+`setting` says what a setting is; `groups`, `tasks`, `preferences`, `adapter`, `policy` and others list them; `values` reads and
+checks one value from text, YAML or JSON; `rules` puts the tables of what does not go together to a config; `files` reads and
+writes config.yaml. Nothing here imports a heavy library.
 """
 
+from toolkit.config.adapter import AdapterConfig
 from toolkit.config.files import read_config_file, write_config_file
 from toolkit.config.groups import (
     BatchConfig,
@@ -18,28 +20,29 @@ from toolkit.config.groups import (
     SeedConfig,
     trained_model,
 )
-from toolkit.config.methods import (
-    AdapterConfig,
+from toolkit.config.preferences import (
+    PairsConfig,
+    PreferenceConfig,
+    RankedAnswersConfig,
+    ReferenceConfig,
+    RewardConfig,
+    UnpairedConfig,
+)
+from toolkit.config.rules import check_together, implied_settings
+from toolkit.config.setting import Refusal, Setting, Settings, changed_settings, setting, settings_of, show_value
+from toolkit.config.tasks import (
     CausalLMConfig,
     ClassificationConfig,
     EmbeddingConfig,
     GeneratedTextConfig,
     LossConfig,
     MaskedLMConfig,
-    PairsConfig,
-    PreferenceConfig,
     QuestionAnsweringConfig,
-    RankedAnswersConfig,
     RankingConfig,
-    ReferenceConfig,
-    RewardConfig,
     SampleConfig,
     Seq2SeqConfig,
     TokenClassificationConfig,
-    UnpairedConfig,
 )
-from toolkit.config.rules import check_together, implied_settings
-from toolkit.config.setting import Refusal, Setting, Settings, changed_settings, setting, settings_of, show_value
 from toolkit.config.values import check_value, check_values, read_values
 
 __all__ = [

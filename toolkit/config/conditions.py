@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from toolkit.config.groups import OptimConfig, RunConfig
-from toolkit.config.methods import PreferenceConfig
+from toolkit.config.preferences import PreferenceConfig
 from toolkit.config.setting import Settings
 
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from toolkit.config import groups, methods
 from toolkit.config.reading import values_of
 from toolkit.config.setting import Settings, settings_of
 
@@ -12,6 +11,6 @@ def public_settings(config: Settings) -> dict[str, Any]:
 
     A recipe's author may keep a key in a field of text; no field of ours is for one.
     """
-    known = [each for each in (*vars(groups).values(), *vars(methods).values()) if isinstance(each, type)]
-    ours = {name for group in known if issubclass(group, Settings) for name in settings_of(group)}
+    groups = (each for each in type(config).__mro__ if issubclass(each, Settings) and each.__module__.startswith(__package__))
+    ours = {name for group in groups for name in settings_of(group)}
     return {name: value for name, value in values_of(config).items() if name in ours or isinstance(value, (bool, int, float))}

@@ -1,4 +1,4 @@
-"""The settings groups of single methods, which only the recipes of these methods inherit."""
+"""The settings groups of tasks: language modeling, classes, tags, spans, texts, rankings and embeddings."""
 
 # ruff: noqa: RUF009 - setting() makes a dataclass field; ruff takes it for a default that all instances share
 
@@ -154,90 +154,6 @@ class GeneratedTextConfig(SeedConfig):
 
 
 @dataclass(frozen=True)
-class PreferenceConfig(Settings):
-    """Preference loss"""
-
-    loss_type: list[str] = setting(
-        ["sigmoid"], "Losses of a pair, by TRL's names; several are added. sigmoid: DPO. sft: likelihood of chosen answers. "
-        "simpo, cpo, orpo, sft: without a reference model.",
-        choices=("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop", "nca_pair", "bco_pair",
-                 "sppo_hard", "apo_zero", "apo_down", "aot", "aot_unpaired", "simpo", "cpo", "orpo", "sft"), on_resume="fixed",
-    )
-    loss_weights: list[float] = setting([], "Weight of each of these losses. Default: 1 each.", on_resume="fixed")
-    beta: float = setting(
-        0.1, "How strongly the policy is held to the reference model; ipo: its τ, orpo: its λ.", above=0.0, on_resume="fixed"
-    )
-    label_smoothing: float = setting(
-        0.0, "Share of pairs whose labels are taken to be flipped (conservative DPO, robust, exo_pair, aot ...).",
-        least=0.0, below=0.5, on_resume="fixed",
-    )
-    f_divergence_type: str = setting(
-        "reverse_kl", "Divergence between policy and reference (f-DPO).",
-        choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"), on_resume="fixed",
-    )
-    f_alpha_divergence_coef: float = setting(
-        0.5, "alpha_divergence: from 0, the forward KL, to 1, the reverse KL (1 - α of the paper, as TRL computes it).",
-        least=0.0, most=1.0, on_resume="fixed",
-    )
-    ld_alpha: float | None = setting(
-        None, "LD-DPO: weight of an answer's tokens beyond the length of the pair's shorter answer.", least=0.0, most=1.0,
-        on_resume="fixed",
-    )
-    discopop_tau: float = setting(
-        0.05, "discopop: temperature of the switch between its two losses.", above=0.0, most=1.0, on_resume="fixed"
-    )
-    simpo_gamma: float = setting(
-        0.5, "simpo: the margin that the chosen answer's reward should have.", least=0.0, on_resume="fixed"
-    )
-    cpo_alpha: float = setting(1.0, "cpo: weight of the likelihood of chosen answers, per token.", least=0.0, on_resume="fixed")
-
-
-@dataclass(frozen=True)
-class UnpairedConfig(Settings):
-    """Unpaired loss"""
-
-    loss_type: str = setting(
-        "kto", "Loss of an answer, by TRL's names. kto: measured from the divergence so far. apo_zero_unpaired: from 0.",
-        choices=("kto", "apo_zero_unpaired"), on_resume="fixed",
-    )
-    beta: float = setting(0.1, "How strongly the policy is held to the reference model.", above=0.0, on_resume="fixed")
-    desirable_weight: float = setting(
-        1.0, "Weight of desirable answers in the loss; more where they are few, so that both kinds weigh about the same.",
-        above=0.0, on_resume="fixed",
-    )
-    undesirable_weight: float = setting(1.0, "Weight of undesirable answers in the loss.", above=0.0, on_resume="fixed")
-
-
-@dataclass(frozen=True)
-class RankedAnswersConfig(Settings):
-    """Lists of answers"""
-
-    pairs_per_prompt: str = setting(
-        "best_worst", "Pairs made of a list of scored or ranked answers. best_others: the best with each worse one. all: each "
-        "with each worse one.",
-        choices=("best_worst", "best_others", "all"), on_resume="fixed",
-    )
-    max_pairs_per_prompt: int = setting(
-        10, "Most pairs of one list: those whose answers lie furthest apart.", least=1, most=10**6, on_resume="fixed"
-    )
-
-
-@dataclass(frozen=True)
-class RewardConfig(Settings):
-    """Reward model"""
-
-    center_rewards_coefficient: float | None = setting(
-        None, "Weight of the square of a pair's summed rewards, which holds their mean near 0; 0.01 is usual.", least=0.0,
-        on_resume="fixed",
-    )
-    margin_coefficient: float = setting(
-        0.0, "A chosen reward must lead by N times the row's margin: its column margin, or how far its scores differ. "
-        "TRL: 1.",
-        least=0.0, on_resume="fixed",
-    )
-
-
-@dataclass(frozen=True)
 class RankingConfig(Settings):
     """Ranking"""
 
@@ -285,79 +201,6 @@ class EmbeddingConfig(Settings):
         None, "Text put before each positive and negative. Default: the model's own.", on_resume="fixed"
     )
     score_scale: float = setting(1.0, "Scores are divided by it: 5 where they go from 0 to 5.", above=0.0, on_resume="fixed")
-
-
-@dataclass(frozen=True)
-class AdapterConfig(Settings):
-    """Adapter"""
-
-    use_peft: bool = setting(False, "Train a LoRA adapter on top of the frozen model.", on_resume="fixed")
-    lora_r: int = setting(16, "Rank: columns of B and rows of A in each update B A.", least=1, most=2**14, on_resume="fixed")
-    lora_alpha: float = setting(32.0, "The update is multiplied by lora_alpha / lora_r.", above=0.0, on_resume="fixed")
-    lora_dropout: float = setting(0.0, "Dropout on the input of A.", least=0.0, below=1.0, on_resume="fixed")
-    lora_target_modules: list[str] = setting(
-        ["all-linear"], "Modules that are adapted: their names, or one regex over full names. all-linear: all but the head.",
-        on_resume="fixed",
-    )
-    lora_modules_to_save: list[str] = setting(
-        [], "Modules trained whole and saved with the adapter; those with new, random weights always are.", on_resume="fixed"
-    )
-    lora_trainable_tokens: list[str] = setting(
-        [], "Tokens that learn an embedding of their own. template: those that the chat template writes, which a base model "
-        "may never have seen.", on_resume="fixed",
-    )
-    lora_rank_pattern: list[str] = setting([], "Ranks by module name, as regex=rank.", on_resume="fixed")
-    lora_alpha_pattern: list[str] = setting([], "Alphas by module name, as regex=alpha.", on_resume="fixed")
-    lora_layers_to_transform: list[int] = setting(
-        [], "Numbers of the layers that are adapted. Default: all.", least=0, most=2**10, on_resume="fixed"
-    )
-    use_rslora: bool = setting(
-        False, "Multiply the update by lora_alpha / sqrt(lora_r), so that high ranks learn as fast.", on_resume="fixed"
-    )
-    use_dora: bool = setting(
-        False, "DoRA: train the length of each output's weights apart from their direction.", on_resume="fixed"
-    )
-    init_lora_weights: str = setting(
-        "true", "First weights: true (A as in a linear layer, B zero), gaussian, orthogonal, pissa, pissa_niter_16 (faster) or "
-        "olora.", on_resume="fixed",
-    )
-    loraplus_lr_ratio: float = setting(
-        1.0, "LoRA+: the matrices B learn N times as fast as the rest.", above=0.0, on_resume="fixed"
-    )
-    load_in_4bit: bool = setting(
-        False, "QLoRA: hold the frozen weights in 4 bits. Needs bitsandbytes, on CUDA or a CPU.", on_resume="fixed"
-    )
-    bnb_4bit_quant_type: str = setting("nf4", "Code of the 4-bit numbers.", choices=("nf4", "fp4"), on_resume="fixed")
-    bnb_4bit_use_double_quant: bool = setting(
-        False, "Quantize the scales of the 4-bit blocks as well: 0.4 bits less a weight.", on_resume="fixed"
-    )
-
-
-@dataclass(frozen=True)
-class PairsConfig(Settings):
-    """Pairs"""
-
-    pair_layout: str = setting(
-        "auto", "shared: a prompt is encoded once for both answers. packed: twice, unpadded. auto: the fastest exact one.",
-        choices=("auto", "shared", "packed", "padded"), on_resume="fixed",
-    )
-
-
-@dataclass(frozen=True)
-class ReferenceConfig(Settings):
-    """Reference"""
-
-    reference: str = setting(
-        "auto", "cache: computed once, kept on disk. adapter: the model with its adapter off. model: a second one in memory.",
-        choices=("auto", "cache", "adapter", "model"), on_resume="fixed",
-    )
-    sync_ref_model: bool = setting(
-        False, "TR-DPO: draw the reference, a second model, toward the trained one.", on_resume="fixed"
-    )
-    ref_model_mixup_alpha: float = setting(
-        0.6, "Share of the trained model in the synced reference.", above=0.0, most=1.0, on_resume="fixed"
-    )
-    ref_model_sync_steps: int = setting(512, "Steps between two syncs.", least=1, most=10**9, on_resume="fixed")
 
 
 @dataclass(frozen=True)
