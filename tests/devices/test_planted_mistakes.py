@@ -37,6 +37,7 @@ def gap(found: Any, expected: Any, name: str) -> float:
 
 @pytest.mark.slow
 def test_without_a_mistake_the_comparisons_hold(tiny: Any) -> None:
+    """Fails when: the loss of a rank is not multiplied by the number of ranks before backward (step.py)."""
     one, ranks = tiny.reference(*FLAGS), on_two_ranks(tiny, *FLAGS)
     assert_same_training(ranks, one)
     assert_same_evaluation(ranks, one)

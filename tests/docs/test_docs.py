@@ -86,6 +86,7 @@ TO_RUN = {page: [block for block in blocks if block.language and not block.reaso
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="output goes to the shell through /proc, which is Linux's")
 @pytest.mark.parametrize("page", [page for page, blocks in TO_RUN.items() if blocks])
 def test_every_block_that_is_not_marked_runs(reader: Callable[..., Any], tmp_path: Path, page: str) -> None:
+    """Fails when: a function that a page calls is renamed, as `preference_loss` of the recipe that docs/how-to/preferences.md starts."""
     for block in TO_RUN[page]:
         (tmp_path / "block.py").write_text(block.text)
         shell = block.text if block.language == "shell" else "python block.py"

@@ -209,6 +209,7 @@ KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
 @pytest.mark.fast(24)
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_cannot_be_meant_is_refused_by_name(check: Callable[[Any], None], name: str) -> None:
+    """Fails when: a refusal does not name what its case asks for, such as the white space of labels that look alike."""
     (script, arguments, prepare, *environment), words = KNOWN[name]
     codes = (2, 1) if arguments[0] == "push" else (0,) if name.endswith("to resume") else (2,)
     check(Case("known", name, script, arguments, words, codes=codes, prepare=prepare, environment=environment[0] if environment else {}))

@@ -411,6 +411,7 @@ def test_an_unreachable_model_is_refused_without_a_traceback(monkeypatch):
 
 
 def test_packing_is_refused_for_a_model_that_cannot_before_its_weights_are_read(tmp_path):
+    """Fails when: `choose_attention` does not ask `check_packable`."""
     transformers.MambaConfig(hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(Refusal, match="--packing: model type 'mamba' has layers of type linear_attention"):
         load_model(CAUSAL, ModelConfig(model=str(tmp_path)), packed=True)

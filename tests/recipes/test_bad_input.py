@@ -121,6 +121,7 @@ def _config(folder: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_mistake_is_refused_with_one_message_and_nothing_left_behind(run_recipe, tmp_path: Path, case: str) -> None:
+    """Fails when: the check of its case is taken out, as the number of columns of a CoNLL line."""
     recipe, write, named = CASES[case]
     arguments = write(tmp_path)
     before = {p.relative_to(tmp_path) for p in tmp_path.rglob("*")}
