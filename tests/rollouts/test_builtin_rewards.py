@@ -84,8 +84,8 @@ def test_json_of_a_schema(tmp_path: Any) -> None:
     texts, wanted = zip(*JSON, strict=True)
     found = score_rollouts(rollouts_of([({"prompt": "p"}, texts)]), load_rewards(config))
     assert [each.rewards["json_schema"] for each in found] == list(wanted)
-    rows = [({"prompt": "p", "schema": schema}, ["3"]) for schema in ({"type": "integer"}, '{"type": "string"}', None)]
+    rows = [({"prompt": "p", "schema": schema}, [text]) for schema, text in (({"type": "number"}, "3"), ({"type": "number"}, "NaN"), ('{"type": "string"}', "3"), (None, "3"))]
     found = score_rollouts(rollouts_of(rows), load_rewards(RewardFunctionsConfig(reward_funcs=["json_schema"])), say=lambda line: None)
-    assert [each.rewards["json_schema"] for each in found] == [1.0, 0.0, None]
+    assert [each.rewards["json_schema"] for each in found] == [1.0, 0.0, 0.0, None]
     with pytest.raises(Refusal, match="here"):
         check_json_schema('{"type": 3}', "here")

@@ -52,7 +52,7 @@ def test_each_of_two_ranks_has_what_one_finds_and_each_prompt_is_scored_once(tin
 
 
 def test_what_fails_on_one_rank_ends_both_with_code_2(tiny: Any, rewards: str) -> None:
-    """Fails when: a rank decides by its own outcomes alone: the other waits for it."""
+    """Fails when: `_collect` looks at `problems` on the main process alone."""
     ranks = tiny.ranks(2, "--reward-funcs", rewards.replace(":noted", ":fails"), "--tokenizer", f"{tiny.folder}/judge", script=RUN)
     assert [each.code for each in ranks] == [2, 2], ranks[0].out[-3000:]
     assert "made.jsonl:6" in ranks[0].out
