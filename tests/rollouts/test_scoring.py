@@ -52,6 +52,16 @@ def nan(completions, **columns):
 def endless(completions, **columns):
     return [-(10**400) if c == "5" else 10**9 for c in completions]
 
+class Wordless(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+def wordless(completions, **columns):
+    sys.stdout = sys.stdout if "5" not in completions else None
+    if "5" in completions:
+        raise Wordless
+    return [1.0] * len(completions)
+
 def words(completions, **columns):
     return ["good" if c == "5" else 1.0 for c in completions]
 
@@ -142,6 +152,19 @@ def test_a_function_gets_what_trl_gives_it() -> None:
     ]
 
 
+def test_a_function_may_change_what_it_is_given() -> None:
+    """Fails when: `completion_ids` are the rollout's own lists, which are trained on."""
+
+    def spoil(prompts: Any, completions: Any, completion_ids: Any, tests: Any) -> list[float]:
+        for each in (prompts[0], completions[0], completion_ids[0], tests[0]):
+            each.clear()
+        return [0.0]
+
+    rollouts = rollouts_of([({"prompt": [{"role": "user", "content": "Hi"}], "tests": ["a"]}, ["d"])])
+    score_rollouts(rollouts, [Reward("spoil", spoil)])
+    assert rollouts == rollouts_of([({"prompt": [{"role": "user", "content": "Hi"}], "tests": ["a"]}, ["d"])])
+
+
 def test_none_is_left_out_of_the_sum_and_alone_gives_no_reward(scored: Callable[..., list[Rollout]]) -> None:
     """Fails when: the sum of nothing is 0."""
     both = scored("some", "right", reward_processes=0)
@@ -158,6 +181,7 @@ FAULTS = {  # function: (settings, place of the completion that is named, what i
     "raises_for_four": ({}, 2, "ValueError", [2]),
     "nan": ({}, 1, "nan", [1]),
     "endless": ({}, 1, "-inf", [1]),
+    "wordless": ({}, 1, "Wordless", [1]),
     "words": ({}, 1, "str 'good'", [1]),
     "leaves": ({}, 1, "SystemExit", [1]),
     "hangs": ({"reward_timeout": 0.5}, 0, "0.5 seconds", [0, 1, 2]),

@@ -144,7 +144,7 @@ def too_slow(timeout: float) -> str:
 
 def describe(error: BaseException) -> str:
     """An exception in one line, with the line of the user's code that it comes from."""
-    words = " ".join(str(error).split())
+    words = " ".join(_written(error, str).split())
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
     own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(_STDLIB)]
@@ -238,6 +238,14 @@ def _read(returned: Any, count: int) -> Outcome:
     return Outcome(values, problems)
 
 
+def _written(value: object, write: Callable[[object], str]) -> str:
+    """What an object of the user says of itself, which may fail too."""
+    try:
+        return write(value)
+    except Exception:
+        return ""
+
+
 def _as_float(value: numbers.Real) -> float:
     try:
         return float(value)
@@ -246,5 +254,5 @@ def _as_float(value: numbers.Real) -> float:
 
 
 def _of_type(value: object) -> str:
-    shown = repr(value)
+    shown = _written(value, repr)
     return f"{type(value).__name__} {shown[:60]}{'...' if len(shown) > 60 else ''}"

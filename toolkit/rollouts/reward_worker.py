@@ -36,9 +36,7 @@ def main(descriptor: int) -> None:
                     problem = str(refusal)
                 connection.send(("loaded", problem))
             elif kind == "call":
-                outcome = carry_out(loaded[source], rest[0])
-                sys.stdout.flush()
-                connection.send(("done", 0, outcome))
+                connection.send(("done", 0, carry_out(loaded[source], rest[0])))
             else:
                 runner.run(_all(connection, loaded[source], *rest))
 

@@ -6,6 +6,7 @@ the prompts, and all of them get all values. A reward that fails ends the run or
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -75,19 +76,20 @@ def weighted_sum(rewards: Mapping[str, float | None], weights: Mapping[str, floa
 
 
 def call_of(group: Sequence[Rollout]) -> Call:
-    """What a function is called with for completions of one prompt.
+    """What a function is called with for completions of one prompt: copies, which it may change.
 
     Where the prompt is a list of messages, each completion is a list of one message.
     """
     row: dict[str, Any] = group[0].row
-    columns = {name: [each.row.get(name) for each in group] for name in row if name not in ("prompt", "completion")}
+    names = [name for name in row if name not in ("prompt", "completion")]
+    columns = {name: [copy.deepcopy(each.row.get(name)) for each in group] for name in names}
     is_chat = isinstance(row.get("prompt"), list)
     return {
-        "prompts": [each.row.get("prompt") for each in group],
+        "prompts": [copy.deepcopy(each.row.get("prompt")) for each in group],
         "completions": [
             [{"role": "assistant", "content": each.completion}] if is_chat else each.completion for each in group
         ],
-        "completion_ids": [each.completion_ids for each in group],
+        "completion_ids": [list(each.completion_ids) for each in group],
         **{name: column for name, column in columns.items() if name not in ("prompts", "completions", "completion_ids")},
     }
 
