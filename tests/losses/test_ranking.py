@@ -126,6 +126,19 @@ def test_parts_of_every_split_add_up_to_the_whole(
         torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
+def test_documents_of_like_length_are_read_together() -> None:
+    """Scores are those of all rows together, with a third less padding. Fails when: `by_length` keeps the order of the lists."""
+    model, read = Scorer(), []
+    model.register_forward_pre_hook(lambda _, args, inputs: read.append(inputs["input_ids"].shape), with_kwargs=True)
+    batch = collate_lists(lists_of(GRADED * 2))
+    found, _, is_document = score_lists(model, batch)
+    wanted = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+    torch.testing.assert_close(found[is_document], wanted, rtol=1e-12, atol=0)
+    *groups, whole = (rows * longest for rows, longest in read)
+    assert len(groups) == len(wanted) // 8
+    assert sum(groups) - batch["attention_mask"].sum() <= (whole - batch["attention_mask"].sum()) * 2 / 3
+
+
 def test_a_batch_in_which_nothing_can_be_compared_has_the_loss_zero() -> None:
     """Fails when: `or 1.0` is left out."""
     model, labels = Scorer(), [[1.0], [0.0, 0.0]]

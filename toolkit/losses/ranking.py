@@ -83,7 +83,10 @@ def score_lists(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Te
     A score is the one number that a model with a classification head of one label gives for the query with the document.
     """
     inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
-    scores = model(**inputs).logits.squeeze(-1)
+    if torch.distributed.is_initialized():  # where models are wrapped, and ranks must have as many forward passes
+        scores = model(**inputs).logits.squeeze(-1)
+    else:
+        scores = _scores_by_length(model, inputs, micro_batch["by_length"], micro_batch["groups"])
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     counts, most = micro_batch["documents"], micro_batch["most_documents"]
     is_document = torch.arange(most, device=scores.device)[None] < counts[:, None]
@@ -92,6 +95,18 @@ def score_lists(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Te
         return values.new_zeros(is_document.shape).masked_scatter(is_document, values)
 
     return in_lists(scores), in_lists(micro_batch["labels"].to(scores.dtype)), is_document
+
+
+def _scores_by_length(
+    model: nn.Module, inputs: dict[str, torch.Tensor], by_length: torch.Tensor, groups: list[tuple[int, int]]
+) -> torch.Tensor:
+    """Scores `[documents]`, of documents of like length at a time: a list has short and long ones, and padding takes time."""
+    sizes = [size for size, _ in groups]
+    scores = [
+        model(**{name: values[rows, :longest] for name, values in inputs.items()}).logits.squeeze(-1)
+        for rows, (_, longest) in zip(by_length.split(sizes), groups, strict=True)
+    ]
+    return torch.cat(scores)[by_length.argsort()]
 
 
 def bce_losses(
