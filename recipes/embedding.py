@@ -17,9 +17,9 @@ import toolkit as tk
 
 @dataclass(frozen=True)
 class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.EmbeddingConfig, tk.OptimConfig, tk.RunConfig):
-    model: str = "tiny-bert"
+    model: str = "small-bert-uncased"
     dataset: str = "stdlib:embed"
-    max_length: int = 96
+    max_length: int = 64
     learning_rate: float = 1e-3
     warmup_steps: float = 0.1
     per_device_train_batch_size: int = 32

@@ -194,6 +194,16 @@ def test_the_backend_is_the_one_that_compiles(monkeypatch, backend):
     with pytest.raises(Refusal, match="cudagraphs: records CUDA kernels"):
         load_model(CAUSAL, ModelConfig(**SMALL, torch_compile=True, torch_compile_backend="cudagraphs"))
 
+def test_the_same_words_in_another_order_are_near_before_any_training():
+    """Mean states of the encoder in lower case. Fails when: positions keep their scale."""
+    model = load_model("AutoModel", ModelConfig(model="small-bert-uncased"), Words(400)).eval()
+    words = torch.arange(10, 70)
+    with torch.no_grad():
+        states = model(input_ids=torch.stack([words, words.flip(0), words + 60])).last_hidden_state.mean(1)
+    same, other = torch.nn.functional.cosine_similarity(states[:1], states[1:])
+    assert same > 0.99 > 0.5 > other
+
+
 def test_examples_longer_than_the_context_are_refused():
     """Fails when: the positions before and at the padding index are counted too."""
     config = built_in_config(ModelConfig(max_position_embeddings=64))

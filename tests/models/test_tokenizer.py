@@ -77,6 +77,22 @@ def test_an_encoder_gets_tokens_around_its_texts():
     assert tokenizer.mask_token_id is not None
 
 
+def test_a_word_has_the_same_uncased_tokens_wherever_it_is():
+    """And each token knows its place in the text. Fails when: the normalizer or a pre-tokenizer of `uncased` is left out."""
+    tokenizer = train_tokenizer(TEXTS, 600, encoder=True, uncased=True)
+    texts = ["Decode the lines2.", "decodeTheLines2.", "decode_THELines_2 .", "(decode the\n  LINES) 2."]
+    word = {name: tokenizer(name, add_special_tokens=False)["input_ids"] for name in ("decode", "the", "lines", "2")}
+    for text in texts:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = encoded["input_ids"]
+        for name, tokens in word.items():
+            place = next(i for i in range(len(ids)) if ids[i : i + len(tokens)] == tokens)
+            start, end = encoded["offset_mapping"][place][0], encoded["offset_mapping"][place + len(tokens) - 1][1]
+            assert text[start:end].lower() == name, text
+    ids = tokenizer("HTTPServer: (one),\n\ttwo!")["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "http server: (one), two!"
+
+
 def test_the_same_texts_give_the_same_tokenizer_in_any_process():
     """With other hash seeds and numbers of threads. Fails when merges of equal counts are left to chance."""
     program = (
@@ -108,9 +124,11 @@ def test_a_built_in_shape_gets_a_tokenizer_trained_once_on_the_embedded_corpus(c
     assert tokenizer_digest(built) == tokenizer_digest(train_tokenizer(TEXTS, 400))
     assert len(load_tokenizer(ModelConfig(model="tiny-llama", vocab_size=300))) == 300
     assert load_tokenizer(ModelConfig(model="tiny-bert", vocab_size=300)).cls_token == "<|cls|>"
+    uncased = load_tokenizer(ModelConfig(model="small-bert-uncased", vocab_size=300))
+    assert uncased("A")["input_ids"] == uncased("a")["input_ids"]
     monkeypatch.setattr("toolkit.models.tokenizer.train_tokenizer", lambda *args, **kwargs: pytest.fail("trained again"))
     assert tokenizer_digest(load_tokenizer(ModelConfig(model="tiny-qwen3", vocab_size=400))) == tokenizer_digest(built)
-    assert len(list((tmp_path / "cache").glob("tokenizer-*.lock"))) == 3
+    assert len(list((tmp_path / "cache").glob("tokenizer-*.lock"))) == 4
 
 
 def _load_in_a_process(cache, results):

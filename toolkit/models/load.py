@@ -20,11 +20,12 @@ from toolkit.models.adapter_files import check_no_adapter_inside, settings_of_ba
 from toolkit.models.attention.interface import check_not_varlen, choose_attention, take_attention_of_padded_rows
 from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable
 from toolkit.models.compat import class_for, commit_of, set_commit
+from toolkit.models.first_weights import begin_with_words
 from toolkit.models.layers import check_compiler, checkpoint_layers, compile_layers
 from toolkit.models.loaded import Loaded, note_loaded
 from toolkit.models.quantization import in_4_bits, keep_gradients
 from toolkit.models.shapes import DIMENSIONS, built_in_config, check_context, set_dropout
-from toolkit.models.tokenizer import commit_in_cache, hub_problem
+from toolkit.models.tokenizer import UNCASED, commit_in_cache, hub_problem
 from toolkit.system.console import as_typed
 from toolkit.system.network import stay_offline_without_network
 from toolkit.system.nonfinite import describe_nonfinite
@@ -78,6 +79,8 @@ def load_model(
         torch.manual_seed(config.seed)
         if built_in:  # made in float32 and rounded after, so that --dtype changes the rounding and nothing else
             model = auto.from_config(model_config, attn_implementation=attention, dtype=torch.float32)
+            if model_config.model_type == "bert" and config.model.endswith(UNCASED):
+                begin_with_words(model)
             model = model.to(getattr(torch, "float32" if config.dtype == "auto" else config.dtype))
             new_modules = _modules_with_random_weights(model)
         else:

@@ -38,6 +38,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512,
         "max_position_embeddings": 512, "hidden_act": "gelu",
     },
+    # Its tokenizer has words in lower case. It is little more than a bag of words that one layer weighs, which is enough for
+    # embeddings that are learned from nothing.
+    "small-bert-uncased": {
+        "hidden_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 384,
+        "max_position_embeddings": 512, "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    },
     "tiny-t5": {
         "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 384,
         "hidden_act": "gelu_new",
@@ -53,7 +59,7 @@ def built_in_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase | No
     dimensions = _dimensions(config)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
     vocab_size = len(tokenizer) if tokenizer is not None else config.vocab_size or DEFAULT_VOCAB_SIZE
-    return _MAKERS[config.model.partition("-")[2]]({**dimensions, **special, "vocab_size": vocab_size})
+    return _MAKERS[config.model.split("-")[1]]({**dimensions, **special, "vocab_size": vocab_size})
 
 
 def check_context(model_config: PretrainedConfig, max_length: int) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 DEFAULT_VOCAB_SIZE = 4096
+UNCASED = "-uncased"  # the names of built-in shapes end so whose tokenizer has words in lower case, as BERT's do
 END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 ENCODER_TOKENS = {"cls_token": "<|cls|>", "sep_token": "<|sep|>", "mask_token": "<|mask|>"}
 
@@ -85,7 +86,8 @@ def load_tokenizer(config: ModelConfig, *, is_fast: bool = True) -> PreTrainedTo
             be used, settings that contradict each other.
     """
     if config.tokenizer is None and is_built_in(config.model):
-        tokenizer = _embedded_tokenizer(config.vocab_size or DEFAULT_VOCAB_SIZE, encoder=config.model == "tiny-bert")
+        encoder, uncased = "-bert" in config.model, config.model.endswith(UNCASED)
+        tokenizer = _embedded_tokenizer(config.vocab_size or DEFAULT_VOCAB_SIZE, encoder, uncased)
     else:
         if config.vocab_size is not None:
             name = config.tokenizer or config.model
@@ -99,15 +101,18 @@ def load_tokenizer(config: ModelConfig, *, is_fast: bool = True) -> PreTrainedTo
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE, *, encoder: bool = False
+    texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE, *, encoder: bool = False, uncased: bool = False
 ) -> PreTrainedTokenizerFast:
     """Train byte-level BPE: any text can be encoded and comes back unchanged. The same texts give the same tokenizer.
 
     It has an end-of-text token, a pad token of its own and a ChatML chat template with its tokens. With `encoder` also
     what a BERT needs: a token before the text, one after each text of a pair, a mask token. From little text it has fewer
     than `vocab_size` entries: build the model with `len(tokenizer)`.
+
+    With `uncased` a word has the same tokens wherever it is: `readHeader`, `read_header` and "Read the header." share read
+    and header. Case and white space are lost: what comes back is words in lower case with one space between them.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     special = [END_OF_TEXT, PAD, TURN_START, TURN_END, *(ENCODER_TOKENS.values() if encoder else ())]
@@ -119,6 +124,16 @@ def train_tokenizer(
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    if uncased:
+        backend.normalizer = normalizers.Sequence([
+            normalizers.Replace(Regex(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"), " "), normalizers.Lowercase(),
+        ])  # fmt: skip
+        backend.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.BertPreTokenizer(), pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(use_regex=False),
+        ])  # fmt: skip
+        backend.decoder = decoders.Sequence(
+            [decoders.ByteLevel(), decoders.Replace(Regex(r"^ |(?<=[(\[{]) | (?=[.,;:!?)\]}'])"), "")]
+        )
     backend.train_from_iterator(texts, trainer)
     options: dict[str, Any] = {"eos_token": END_OF_TEXT, "pad_token": PAD, "extra_special_tokens": [TURN_START, TURN_END]}
     if encoder:
@@ -133,7 +148,7 @@ def train_tokenizer(
     return tokenizer
 
 
-def _embedded_tokenizer(vocab_size: int, encoder: bool) -> PreTrainedTokenizerFast:
+def _embedded_tokenizer(vocab_size: int, encoder: bool, uncased: bool) -> PreTrainedTokenizerFast:
     """Trained on the training split of the embedded corpus; kept on disk, as that takes seconds."""
     from transformers import PreTrainedTokenizerFast
 
@@ -141,12 +156,12 @@ def _embedded_tokenizer(vocab_size: int, encoder: bool) -> PreTrainedTokenizerFa
     from toolkit.data.sources.load import load_splits
 
     texts = load_splits("stdlib:pretrain")["train"]["text"][:]
-    content = hashlib.sha256(f"{_TRAINING_VERSION}:{vocab_size}:{encoder}".encode())
+    content = hashlib.sha256(f"{_TRAINING_VERSION}:{vocab_size}:{encoder}{':uncased' * uncased}".encode())
     for text in texts:
         content.update(text.encode() + b"\0")
 
     def build(folder: Path) -> None:
-        train_tokenizer(texts, vocab_size, encoder=encoder).save_pretrained(folder)
+        train_tokenizer(texts, vocab_size, encoder=encoder, uncased=uncased).save_pretrained(folder)
 
     return PreTrainedTokenizerFast.from_pretrained(cache_folder(f"tokenizer-{content.hexdigest()[:20]}", build))
 
