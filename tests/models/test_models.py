@@ -204,6 +204,20 @@ def test_the_same_words_in_another_order_are_near_before_any_training():
     assert same > 0.99 > 0.5 > other
 
 
+def test_equal_words_of_two_texts_attend_to_each_other_before_any_training():
+    """In the first layer of the encoder in lower case, in each head, more than to any other word. The weights of attention.
+
+    Fails when: keys are not the queries, or positions and segments keep their scale.
+    """
+    model = load_model("AutoModel", ModelConfig(model="tiny-bert-uncased", attn_implementation="eager"), Words(400)).eval()
+    ids = torch.tensor([[*range(10, 30), *range(29, 9, -1)]])
+    kinds = torch.tensor([[0] * 20 + [1] * 20])
+    with torch.no_grad():
+        weights = model(input_ids=ids, token_type_ids=kinds, output_attentions=True).attentions[0][0]
+    across = weights[:, :20, 20:]  # from each word of the first text to those of the second, which is the first reversed
+    assert torch.equal(across.argmax(-1), torch.arange(19, -1, -1).expand(2, 20))
+
+
 def test_examples_longer_than_the_context_are_refused():
     """Fails when: the positions before and at the padding index are counted too."""
     config = built_in_config(ModelConfig(max_position_embeddings=64))

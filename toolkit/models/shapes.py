@@ -38,8 +38,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512,
         "max_position_embeddings": 512, "hidden_act": "gelu",
     },
-    # Its tokenizer has words in lower case. It is little more than a bag of words that one layer weighs, which is enough for
-    # embeddings that are learned from nothing.
+    # Their tokenizer has words in lower case, and their first weights compare them. The small one is little more than a bag of
+    # words that one layer weighs, which is enough for embeddings that are learned from nothing.
+    "tiny-bert-uncased": {
+        "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256,
+        "max_position_embeddings": 512, "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+        "initializer_range": 0.08,  # about 1 / sqrt(hidden_size)
+    },
     "small-bert-uncased": {
         "hidden_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 384,
         "max_position_embeddings": 512, "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
