@@ -570,11 +570,52 @@ def rollouts_and_the_batches_of_their_updates() -> None:
     assert [rollout.index for rollout in rollouts] == [0, 1] * batch.size
     assert isinstance(rollouts[0], tk.Rollout)
     collate = functools.partial(tk.collate_rollouts, layout="padded", pad_token_id=0)
-    (update,) = tk.policy_batches(accelerator(), model, rollouts, [1.0, -1.0] * batch.size, collate, micro_batch_size=64)
+    (update,) = tk.policy_batches(accelerator(), rollouts, [1.0, -1.0] * batch.size, collate, micro_batch_size=64)
     with torch.no_grad():
         logps, entropies = tk.rollout_logps(model, update.micro_batches[0], settings.temperature)
     assert torch.allclose(logps, update.micro_batches[0]["sampled_logps"], atol=1e-4)
     assert bool((entropies > 0).all())
+
+
+@shows(
+    "RolloutConfig", "in_prompts", "sampling_settings", "sampled_reward_metrics", "with_logps", "reference_logps", "shaped_rewards",
+    "rollout_metrics", "best_and_worst", "mean_metrics",
+)
+def a_step_of_reinforcement_learning() -> None:
+    @dataclass(frozen=True)
+    class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.PromptConfig, tk.RolloutConfig):
+        hidden_size: int | None = 32
+        num_hidden_layers: int | None = 1
+        max_steps: int | None = 1
+        max_completion_length: int = 3
+        num_generations: int = 2
+        per_device_train_batch_size: int = 8
+
+    config, model = Config(), language_model()
+    raw = rows(prompt=TEXTS, answer=["7"] * len(TEXTS))
+    splits = tk.tokenize_for_prompts(raw, tokenizer(), config)
+    prompts = tk.in_prompts(config, config.num_generations, accelerator())
+    train, evaluation = tk.build_dataloaders(splits, tk.collate_prompts, prompts, accelerator())
+    rewards = tk.load_rewards(tk.RewardFunctionsConfig(reward_funcs=["exact_match"], reward_processes=0))
+    drawn = tk.sampling_settings(config, model, tokenizer())
+    batch = next(iter(train.batches()))
+    assert (batch.size, drawn.max_new_tokens) == (4, 3)
+    rollouts = tk.sample_rollouts(accelerator(), model, tokenizer(), batch, drawn, num_generations=2)
+    rollouts = tk.score_rollouts(rollouts, rewards)
+    collate = functools.partial(tk.collate_rollouts, layout="padded", pad_token_id=0)
+
+    def logps_of(model: Any, completions: dict[str, Any]) -> Any:
+        return tk.rollout_logps(model, completions)[0]
+
+    reference = tk.reference_logps(accelerator(), language_model, config, logps_of, model=config.model)
+    rollouts = tk.with_logps(accelerator(), model, rollouts, collate, micro_batch_size=8, reference_logps=reference)
+    assert tk.shaped_rewards(rollouts, beta=0.1).shape == (4, 2)
+    assert float(tk.rollout_metrics(rollouts)["reward"]) == 0
+    assert len(tk.best_and_worst(rollouts, 1)) == 2
+    steps = [{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(2.0)}]
+    assert float(tk.mean_metrics(steps)["loss"]) == 1.5
+    metrics = tk.sampled_reward_metrics(accelerator(), tokenizer(), rewards, tk.sampling_settings(config, model, tokenizer(), evaluates=True))
+    assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_reward"] == 0
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from .config.preferences import (
 )
 from .config.prompts import PromptConfig as PromptConfig
 from .config.rewards import RewardFunctionsConfig as RewardFunctionsConfig
+from .config.rollouts import RolloutConfig as RolloutConfig
 from .config.setting import Refusal as Refusal, Settings as Settings, setting as setting
 from .config.tasks import (
     CausalLMConfig as CausalLMConfig,
@@ -215,7 +216,12 @@ from .optim.optimizers import build_optimizer as build_optimizer
 from .optim.schedules import build_schedule as build_schedule
 from .preference.kl_estimate import estimate_kl as estimate_kl
 from .preference.pair_layouts import choose_answer_layout as choose_answer_layout, choose_pair_layout as choose_pair_layout
-from .preference.reference import Reference as Reference, build_reference as build_reference, sync_reference as sync_reference
+from .preference.reference import (
+    Reference as Reference,
+    build_reference as build_reference,
+    reference_logps as reference_logps,
+    sync_reference as sync_reference,
+)
 from .report.page import write_report as write_report
 from .rollouts.advantages import (
     advantages as advantages,
@@ -223,12 +229,15 @@ from .rollouts.advantages import (
     group_has_spread as group_has_spread,
     reward_table as reward_table,
 )
-from .rollouts.batches import collate_rollouts as collate_rollouts, policy_batches as policy_batches
+from .rollouts.batches import collate_rollouts as collate_rollouts, policy_batches as policy_batches, with_logps as with_logps
+from .rollouts.evaluation import sampled_reward_metrics as sampled_reward_metrics
+from .rollouts.overview import best_and_worst as best_and_worst, rollout_metrics as rollout_metrics
 from .rollouts.rewards import Reward as Reward, load_rewards as load_rewards
 from .rollouts.rollout import Rollout as Rollout
 from .rollouts.sampling import sample_rollouts as sample_rollouts
 from .rollouts.scoring import score_rollouts as score_rollouts
-from .rollouts.shaping import overlong_penalty as overlong_penalty, penalize_kl as penalize_kl
+from .rollouts.settings import in_prompts as in_prompts, sampling_settings as sampling_settings
+from .rollouts.shaping import overlong_penalty as overlong_penalty, penalize_kl as penalize_kl, shaped_rewards as shaped_rewards
 from .runs.summary import Summary as Summary
 from .system.interruptions import Interrupted as Interrupted
 from .training.accelerator import build_accelerator as build_accelerator
@@ -246,6 +255,7 @@ from .training.step import (
     accumulate_gradients as accumulate_gradients,
     accumulate_micro_batch as accumulate_micro_batch,
     clip_and_update as clip_and_update,
+    mean_metrics as mean_metrics,
     sum_over_ranks as sum_over_ranks,
     to_device as to_device,
     train_step as train_step,

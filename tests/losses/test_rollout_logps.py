@@ -99,7 +99,7 @@ def test_values_and_gradients_are_those_of_a_plain_loop(layout: str, kind: str, 
 def test_a_groups_prompt_is_read_once_and_truncated_completions_may_be_masked() -> None:
     """Fails when: `owner` is not compared, so that each completion brings its prompt."""
     rollouts = sampled(model_of(), SETTINGS["plain"])
-    collate = partial(collate_rollouts, rollouts, [float(number) for number in range(9)])
+    collate = partial(collate_rollouts, rollouts, [float(number) for number in range(9)], layout="shared")
     batch = collate()
     assert batch["input_ids"].shape[1] == sum(map(len, PROMPTS)) + sum(len(each.completion_ids) for each in rollouts)
     assert batch["mask"].sum(1).tolist() == [len(each.completion_ids) for each in rollouts]

@@ -20,6 +20,7 @@ from toolkit.config.groups import (
     SeedConfig,
     trained_model,
 )
+from toolkit.config.policy import PolicyConfig
 from toolkit.config.preferences import (
     PairsConfig,
     PreferenceConfig,
@@ -28,6 +29,9 @@ from toolkit.config.preferences import (
     RewardConfig,
     UnpairedConfig,
 )
+from toolkit.config.prompts import PromptConfig
+from toolkit.config.rewards import RewardFunctionsConfig
+from toolkit.config.rollouts import RolloutConfig
 from toolkit.config.rules import check_together, implied_settings
 from toolkit.config.setting import Refusal, Setting, Settings, changed_settings, setting, settings_of, show_value
 from toolkit.config.tasks import (
@@ -46,16 +50,51 @@ from toolkit.config.tasks import (
 from toolkit.config.values import check_value, check_values, read_values
 
 __all__ = [
-    "AdapterConfig", "BatchConfig", "CausalLMConfig", "ClassificationConfig", "DataConfig",
-    "DeviceConfig", "DevicesConfig", "EmbeddingConfig", "GeneratedTextConfig", "HubConfig", "LossConfig",
+    "AdapterConfig",
+    "BatchConfig",
+    "CausalLMConfig",
+    "ClassificationConfig",
+    "DataConfig",
+    "DeviceConfig",
+    "DevicesConfig",
+    "EmbeddingConfig",
+    "GeneratedTextConfig",
+    "HubConfig",
+    "LossConfig",
     "MaskedLMConfig",
     "ModelConfig",
-    "OptimConfig", "OutputConfig", "PairsConfig", "PreferenceConfig", "QuestionAnsweringConfig",
-    "RankedAnswersConfig", "RankingConfig",
-    "ReferenceConfig", "Refusal", "RewardConfig",
-    "RunConfig", "SampleConfig", "SeedConfig", "Seq2SeqConfig", "Setting", "Settings", "TokenClassificationConfig",
-    "UnpairedConfig", "changed_settings",
-    "check_together", "check_value", "check_values",
-    "implied_settings", "read_config_file", "read_values", "setting", "settings_of", "show_value", "trained_model",
+    "OptimConfig",
+    "OutputConfig",
+    "PairsConfig",
+    "PolicyConfig",
+    "PreferenceConfig",
+    "PromptConfig",
+    "QuestionAnsweringConfig",
+    "RankedAnswersConfig",
+    "RankingConfig",
+    "ReferenceConfig",
+    "Refusal",
+    "RewardConfig",
+    "RewardFunctionsConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SampleConfig",
+    "SeedConfig",
+    "Seq2SeqConfig",
+    "Setting",
+    "Settings",
+    "TokenClassificationConfig",
+    "UnpairedConfig",
+    "changed_settings",
+    "check_together",
+    "check_value",
+    "check_values",
+    "implied_settings",
+    "read_config_file",
+    "read_values",
+    "setting",
+    "settings_of",
+    "show_value",
+    "trained_model",
     "write_config_file",
 ]  # fmt: skip

@@ -122,6 +122,7 @@ RECIPES_WITH = {
     "QuestionAnsweringConfig": "question_answering",
     "MaskedLMConfig": "masked_lm",
     "TokenClassificationConfig": "token_classification",
+    "PolicyConfig": "grpo", "PromptConfig": "grpo", "RewardFunctionsConfig": "grpo", "RolloutConfig": "grpo",
     "Seq2SeqConfig": "seq2seq", "GeneratedTextConfig": "seq2seq",
 }  # fmt: skip
 

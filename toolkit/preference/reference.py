@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from toolkit.config import ReferenceConfig, Refusal
+from toolkit.config import AdapterConfig, ReferenceConfig, Refusal
 from toolkit.config.conditions import STARTS_ON_THE_BASE, is_adapter
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
@@ -140,36 +140,54 @@ def _adapter_off(
     evaluation: EvalLoader | None, config: ReferenceSettings, ld_alpha: float | None,
 ) -> Reference:  # fmt: skip
     say_once("reference: the model with its adapter off")
-
-    def asking(logps_of: LogpsOf) -> LogpsOf:
-        def logps(model: nn.Module, micro_batch: dict[str, Any]) -> Any:
-            with evaluation_mode(model), unwrapped(model).disable_adapter():
-                return logps_of(model, micro_batch)
-
-        return logps
-
     own, mismatched = _logps_of(train, ld_alpha)
-    return Reference("adapter", asking(own), asking(mismatched))
+    return Reference("adapter", _with_adapter_off(own), _with_adapter_off(mismatched))
+
+
+def _with_adapter_off(logps_of: LogpsOf) -> LogpsOf:
+    def logps(model: nn.Module, micro_batch: dict[str, Any]) -> Any:
+        with evaluation_mode(model), unwrapped(model).disable_adapter():
+            return logps_of(model, micro_batch)
+
+    return logps
 
 
 def _second_model(
     accelerator: Accelerator, model: nn.Module, make_model: Callable[[], PreTrainedModel], train: TrainLoader,
     evaluation: EvalLoader | None, config: ReferenceSettings, ld_alpha: float | None,
 ) -> Reference:  # fmt: skip
+    frozen = _place_frozen(accelerator, make_model)
+    own, mismatched = (_of_frozen(accelerator, frozen, each) for each in _logps_of(train, ld_alpha))
+    return Reference("model", own, mismatched, frozen=frozen)
+
+
+def _place_frozen(accelerator: Accelerator, make_model: Callable[[], PreTrainedModel]) -> nn.Module:
     engine = engine_of(accelerator)
     frozen = engine.place_frozen(accelerator, make_model().eval().requires_grad_(False))
     how = f"sharded by {engine.label(accelerator)}" if engine.shards_weights(accelerator) else "whole on every rank"
     say_once(f"reference: a second model, frozen, {how}")
+    return frozen
 
-    def asking(logps_of: LogpsOf) -> LogpsOf:
-        def logps(model: nn.Module, micro_batch: dict[str, Any]) -> Any:
-            with torch.no_grad(), accelerator.autocast():
-                return logps_of(frozen, micro_batch)
 
-        return logps
+def _of_frozen(accelerator: Accelerator, frozen: nn.Module, logps_of: LogpsOf) -> LogpsOf:
+    def logps(model: nn.Module, micro_batch: dict[str, Any]) -> Any:
+        with torch.no_grad(), accelerator.autocast():
+            return logps_of(frozen, micro_batch)
 
-    own, mismatched = _logps_of(train, ld_alpha)
-    return Reference("model", asking(own), asking(mismatched), frozen=frozen)
+    return logps
+
+
+def reference_logps(
+    accelerator: Accelerator, make_model: Callable[[], PreTrainedModel], config: AdapterConfig, logps_of: LogpsOf, *, model: str
+) -> LogpsOf:
+    """`logps_of` of the model as training starts: the model with its adapter off where that is it, else a second one, frozen.
+
+    For what is sampled while the run goes on, and so in no cache. `model`: the name that training starts from.
+    """
+    if config.use_peft and not is_adapter(model) and config.init_lora_weights in STARTS_ON_THE_BASE:
+        say_once("reference: the model with its adapter off")
+        return _with_adapter_off(logps_of)
+    return _of_frozen(accelerator, _place_frozen(accelerator, make_model), logps_of)
 
 
 def _logps_of(train: TrainLoader, ld_alpha: float | None) -> tuple[LogpsOf, LogpsOf]:

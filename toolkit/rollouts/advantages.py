@@ -75,11 +75,11 @@ def advantages(
     else:
         found = values - values.nanmean()
     if scale_rewards == "group":
-        found = found / (_std(values, 1) + STD_EPS)
+        found = found / (standard_deviation(values, 1) + STD_EPS)
     elif scale_rewards == "batch":
-        found = found / (_std(rewards.double()) + STD_EPS)
+        found = found / (standard_deviation(rewards.double()) + STD_EPS)
     if normalize_advantages:
-        found = (found - found.nanmean()) / (_std(found) + STD_EPS)
+        found = (found - found.nanmean()) / (standard_deviation(found) + STD_EPS)
     return found.nan_to_num(nan=0.0).to(rewards.dtype)
 
 
@@ -99,7 +99,7 @@ def _first(values: torch.Tensor) -> torch.Tensor:
     return values.gather(1, (~values.isnan()).to(torch.uint8).argmax(1, keepdim=True))
 
 
-def _std(values: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def standard_deviation(values: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Unbiased standard deviation of what is a number, 0 of fewer than two of them."""
     dims = tuple(range(values.dim())) if dim is None else (dim,)
     count = (~values.isnan()).sum(dims, keepdim=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.layouts import lay_out
 from toolkit.data.loading.order import hash_numbers
+from toolkit.distributed.ranks import from_all
 from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.rollouts.rollout import Rollout
 from toolkit.training.step import to_device
@@ -26,46 +28,59 @@ LogpsOf = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # of (model, micr
 
 
 def policy_batches(
-    accelerator: Accelerator, model: nn.Module, rollouts: Sequence[Rollout], advantages: Advantages, collate: Collate,
-    *, micro_batch_size: int, steps_per_generation: int = 1, num_iterations: int = 1, seed: int = 0, position: int = 0,
-    before: Mapping[str, LogpsOf] | None = None,
+    accelerator: Accelerator, rollouts: Sequence[Rollout], advantages: Advantages, collate: Collate, *, micro_batch_size: int,
+    steps_per_generation: int = 1, num_iterations: int = 1, seed: int = 0, position: int = 0,
 ) -> Iterator[Batch]:  # fmt: skip
     """The batches that a policy is updated on: `steps_per_generation` parts of the rollouts, each `num_iterations` times.
 
     Args:
-        rollouts: those of a step, the same on every rank; groups that are cut by a border are read in two batches.
+        rollouts: those of a step, the same on every rank; the prompt of a group that a border cuts is read on both sides.
         advantages: of each, in the same order.
         collate: as `collate_rollouts`; it gets some rollouts with their advantages.
         micro_batch_size: completions in a forward pass.
         seed, position: the random numbers of a forward pass follow from them; `position` is that of the step.
-        before: tables of log-probabilities that every micro-batch gets under these names, computed in evaluation mode before
-            the first update, as those of a reference, or of the policy that sampled.
 
     `totals` of a batch: "examples" and "completions", "completion_tokens" that count (`mask`), and "tokens" likewise. A rank
     without work left gets a padding micro-batch, so that all have the same number of forward passes.
     """
-    sizes = [len(part) for part in np.array_split(np.arange(len(rollouts)), steps_per_generation)]
-    ends = np.cumsum(sizes)
-    parts = []
-    for end, size in zip(ends.tolist(), sizes, strict=True):
-        part = _part(accelerator, rollouts[end - size : end], advantages[end - size : end], collate, micro_batch_size)
-        parts.append(replace(part, position=position, examples=list(range(end - size, end))))
-    if before:
-        with evaluation_mode(model), accelerator.autocast():
-            for part in parts:
-                for micro_batch in part.micro_batches:
-                    on_device = to_device(micro_batch, accelerator.device)
-                    micro_batch |= {name: logps_of(model, on_device) for name, logps_of in before.items()}
+    bounds = np.linspace(0, len(rollouts), steps_per_generation + 1).round().astype(int).tolist()
+    parts = [
+        _batch(accelerator, rollouts[start:end], advantages[start:end], collate, micro_batch_size)
+        for start, end in itertools.pairwise(bounds)
+    ]
     for iteration in range(num_iterations):
         for number, part in enumerate(parts):
+            places = range(accelerator.process_index, 1 << 40, accelerator.num_processes)  # of micro-batches among all ranks'
             seeds = [
-                hash_numbers(seed, "policy", position, iteration, number, place, accelerator.process_index)
-                for place in range(len(part.micro_batches))
+                hash_numbers(seed, "policy", position, iteration, number, place)
+                for place, _ in zip(places, part.micro_batches, strict=False)
             ]
-            yield replace(part, seeds=seeds)
+            yield replace(part, seeds=seeds, position=position)
 
 
-def _part(
+def with_logps(
+    accelerator: Accelerator, model: nn.Module, rollouts: Sequence[Rollout], collate: Collate, *, micro_batch_size: int,
+    **logps_of: LogpsOf,
+) -> list[Rollout]:  # fmt: skip
+    """The rollouts with log-probabilities of their tokens under these names, `old_logps` or `reference_logps`. A collective.
+
+    `logps_of`: each a table of a micro-batch, computed in evaluation mode without a gradient, once for each completion: by the
+    rank that it is dealt to.
+    """
+    batch = _batch(accelerator, rollouts, [0.0] * len(rollouts), collate, micro_batch_size)
+    found: list[tuple[int, dict[str, list[float]]]] = []
+    with evaluation_mode(model), accelerator.autocast():
+        for micro_batch, indices, is_real in zip(batch.micro_batches, batch.indices, batch.real, strict=True):
+            on_device = to_device(micro_batch, accelerator.device)
+            tables = {name: of(model, on_device).cpu() for name, of in logps_of.items()}
+            for row, place in enumerate(indices if is_real else ()):
+                length = len(rollouts[place].completion_ids)
+                found.append((place, {name: table[row, :length].tolist() for name, table in tables.items()}))
+    by_place = dict(each for of_rank in from_all(accelerator, lambda: found) for each in of_rank)
+    return [replace(rollout, **by_place[place]) for place, rollout in enumerate(rollouts)]  # type: ignore[arg-type]
+
+
+def _batch(
     accelerator: Accelerator, rollouts: Sequence[Rollout], advantages: Advantages, collate: Collate, micro_batch_size: int
 ) -> Batch:
     ranks, rank, count = accelerator.num_processes, accelerator.process_index, float(len(rollouts))
@@ -77,20 +92,22 @@ def _part(
         micro_batches=[collate(rollouts[cut or cuts[0]], advantages[cut or cuts[0]]) for cut in mine],
         totals={"examples": count, "completions": count, "completion_tokens": counted, "tokens": counted},
         real=[cut is not None for cut in mine],
+        indices=[list(range(len(rollouts)))[cut or cuts[0]] for cut in mine],
         size=len(rollouts),
     )
 
 
 def collate_rollouts(
-    rollouts: Sequence[Rollout], advantages: Advantages, *, layout: str = "shared", pad_token_id: int = 0,
+    rollouts: Sequence[Rollout], advantages: Advantages, *, layout: str, pad_token_id: int = 0,
     mask_truncated_completions: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The tensors of a micro-batch of completions, in a layout of `lay_out`: with `shared` a group's prompt is read once.
 
     Next to what `lay_out` says: `advantages` `[completions]`, float32; `mask` `[completions, longest completion]`, float32: 1
     where a token counts, which those of truncated completions don't where `mask_truncated_completions`; `sampled_logps`, of the
-    same shape, nats, as the sampler found them. Where some tokens could not be drawn, `kept_rows` and `kept_ids` `[K]`: the
-    number of a token among all of the completions, and an id that could be drawn there.
+    same shape, nats, as the sampler found them, and `old_logps` and `reference_logps` where the rollouts have them. Where some
+    tokens could not be drawn, `kept_rows` and `kept_ids` `[K]`: the number of a token among all of the completions, and an id
+    that could be drawn there.
     """
     prompts, prompt_of = list[np.ndarray](), list[int]()
     owner: tuple[int, int] | None = None
@@ -101,16 +118,25 @@ def collate_rollouts(
         prompt_of.append(len(prompts) - 1)
     answers = [np.asarray(rollout.completion_ids, dtype=np.int64) for rollout in rollouts]
     batch = lay_out(prompts, answers, np.array(prompt_of), layout, pad_token_id)
-    mask, sampled = (np.zeros((len(rollouts), batch["longest_answer"]), dtype=np.float32) for _ in range(2))
-    for row, rollout in enumerate(rollouts):
-        mask[row, : len(rollout.completion_ids)] = not (mask_truncated_completions and rollout.truncated)
-        sampled[row, : len(rollout.logps)] = rollout.logps
-    batch |= {
-        "advantages": torch.as_tensor(advantages, dtype=torch.float32), "mask": torch.from_numpy(mask),
-        "sampled_logps": torch.from_numpy(sampled),
+    counted = [
+        [float(not (mask_truncated_completions and rollout.truncated))] * len(rollout.completion_ids) for rollout in rollouts
+    ]
+    batch["advantages"] = torch.as_tensor(advantages, dtype=torch.float32)
+    tables: dict[str, list[list[float]] | list[list[float] | None]] = {
+        "mask": counted, "sampled_logps": [rollout.logps for rollout in rollouts],
+        "old_logps": [rollout.old_logps for rollout in rollouts],
+        "reference_logps": [rollout.reference_logps for rollout in rollouts],
     }  # fmt: skip
+    batch |= {name: _table(rows, batch["longest_answer"]) for name, rows in tables.items() if rows[0] is not None}
     if rollouts[0].kept is not None:
         kept = [ids for rollout in rollouts for ids in rollout.kept or ()]
         batch["kept_rows"] = torch.from_numpy(np.repeat(np.arange(len(kept)), [len(ids) for ids in kept]))
         batch["kept_ids"] = torch.from_numpy(np.concatenate([np.asarray(ids, dtype=np.int64) for ids in kept]))
     return batch
+
+
+def _table(rows: Sequence[Sequence[float] | None], width: int) -> torch.Tensor:
+    table = torch.zeros(len(rows), width)
+    for row, values in zip(table, rows, strict=True):
+        row[: len(values or ())] = torch.tensor(values or (), dtype=torch.float32)
+    return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,3 +26,15 @@ class Rollout:
     reward: float = 0.0  # the weighted sum; not a number where none of them applies
     epoch: int = 0  # of the prompt
     kept: list[list[int]] | None = None  # ids that could be drawn at each token, where top-k, top-p or min-p cut some off
+    old_logps: list[float] | None = None  # of its tokens under the trained model before the first update, where it was asked
+    reference_logps: list[float] | None = None  # and under the reference
+
+
+def groups_of(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """The places of each group's rollouts, which are next to each other."""
+    groups: list[list[int]] = []
+    for place, rollout in enumerate(rollouts):
+        if place == 0 or rollout.prompt != rollouts[place - 1].prompt or rollout.index <= rollouts[place - 1].index:
+            groups.append([])
+        groups[-1].append(place)
+    return groups

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config import Refusal
 from toolkit.distributed.ranks import from_all, say_once
 from toolkit.rollouts.reward_calls import Call, Outcome
-from toolkit.rollouts.rollout import Rollout
+from toolkit.rollouts.rollout import Rollout, groups_of
 from toolkit.system.console import one_line, quoted
 
 if TYPE_CHECKING:
@@ -92,16 +92,6 @@ def call_of(group: Sequence[Rollout]) -> Call:
         "completion_ids": [list(each.completion_ids) for each in group],
         **{name: column for name, column in columns.items() if name not in ("prompts", "completions", "completion_ids")},
     }
-
-
-def groups_of(rollouts: Sequence[Rollout]) -> list[list[int]]:
-    """The places of each group's rollouts, which are next to each other."""
-    groups: list[list[int]] = []
-    for place, rollout in enumerate(rollouts):
-        if place == 0 or rollout.prompt != rollouts[place - 1].prompt or rollout.index <= rollouts[place - 1].index:
-            groups.append([])
-        groups[-1].append(place)
-    return groups
 
 
 def _outcomes(

@@ -1,8 +1,12 @@
 """What is added to rewards: a penalty for completions that grow too long, and one for leaving the reference model."""
 
+from collections.abc import Sequence
+
 import torch
 
 from toolkit.losses.policy import kl_estimate
+from toolkit.rollouts.advantages import reward_table
+from toolkit.rollouts.rollout import Rollout
 
 
 def overlong_penalty(lengths: torch.Tensor, max_completion_length: int, cache: int) -> torch.Tensor:
@@ -33,3 +37,25 @@ def penalize_kl(
     """
     kl = kl_estimate(logps, reference_logps, kl_estimator).where(mask.bool(), 0.0)
     return rewards - beta * kl.sum(1).to(rewards.dtype)
+
+
+def shaped_rewards(
+    rollouts: Sequence[Rollout], *, max_completion_length: int = 0, overlong_cache: int = 0, beta: float = 0.0,
+    kl_estimator: str = "k1",
+) -> torch.Tensor:  # fmt: skip
+    """The rewards of a step `[groups, completions of a prompt]`, float64, with the penalties that were asked for.
+
+    `overlong_cache`: tokens of `overlong_penalty`; `beta`: weight of `penalize_kl`, for rollouts that have `reference_logps`.
+    0: none.
+    """
+    table = reward_table(rollouts)
+    if overlong_cache:
+        lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
+        table = table + overlong_penalty(lengths, max_completion_length, overlong_cache).view_as(table)
+    if beta:
+        kl = [
+            float(kl_estimate(torch.tensor(each.logps), torch.tensor(each.reference_logps), kl_estimator).double().sum())
+            for each in rollouts
+        ]
+        table = table - beta * torch.tensor(kl, dtype=table.dtype).view_as(table)
+    return table

@@ -58,7 +58,8 @@ class Progress:
 
 
 _SHORT = {
-    "loss": "loss", "learning_rate": "lr", "grad_norm": "norm", "tokens_per_second": "supervised_tokens/s",
+    "reward": "reward", "completion_length": "length", "loss": "loss", "learning_rate": "lr", "grad_norm": "norm",
+    "tokens_per_second": "supervised_tokens/s",
     "examples_per_second": "examples/s", "mfu": "mfu",
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +96,18 @@ def clip_and_update(
     """
     set_learning_rates(optimizer, learning_rates)
     return engine_of(accelerator).clip_and_update(accelerator, model, optimizer, loss, max_grad_norm)
+
+
+def mean_metrics(steps: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The metrics of several updates as those of one step: means; of `*_max` and `nonfinite` maxima."""
+    if len(steps) == 1:
+        return steps[0]
+    found = {name: torch.stack([step[name] for step in steps]).mean() for name in steps[0]}
+    for name in found:
+        if is_maximum(name) or name in ("nonfinite", "applied"):
+            values = torch.stack([step[name] for step in steps])
+            found[name] = values.amin() if name == "applied" else values.amax()
+    return found
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, learning_rates: list[float]) -> None:

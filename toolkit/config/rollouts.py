@@ -1,0 +1,47 @@
+"""The settings of rollouts: how many completions a prompt gets, how they are drawn, and how often they are trained on."""
+
+# ruff: noqa: RUF009 - setting() makes a dataclass field; ruff takes it for a default that all instances share
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.config.setting import Settings, setting
+
+
+@dataclass(frozen=True)
+class RolloutConfig(Settings):
+    """Rollouts"""
+
+    num_generations: int = setting(
+        8, "Completions of a prompt, its group. per_device_train_batch_size counts completions.", least=1, most=2**16,
+        aliases=("rloo_k",), on_resume="fixed",
+    )
+    max_completion_length: int = setting(
+        256, "Longest completion, in tokens.", least=1, most=2**24, aliases=("response_length",), on_resume="fixed"
+    )
+    temperature: float = setting(1.0, "Temperature that completions are drawn at.", above=0.0, on_resume="fixed")
+    top_k: int = setting(0, "Draw from the k most probable tokens alone; 0: from all.", least=0, on_resume="fixed")
+    top_p: float = setting(
+        1.0, "Draw from the most probable tokens alone whose probabilities add up to this.", above=0.0, most=1.0,
+        on_resume="fixed",
+    )
+    min_p: float = setting(
+        0.0, "Draw from tokens alone that are at least this probable, as a share of the most probable one.", least=0.0,
+        most=1.0, on_resume="fixed",
+    )
+    stop_strings: list[str] = setting([], "Texts that end a completion.", on_resume="fixed")
+    steps_per_generation: int = setting(
+        1, "Updates that the rollouts of a step are split into, one behind the other.", least=1, most=1024, on_resume="fixed"
+    )
+    num_iterations: int = setting(
+        1, "How often the rollouts of a step are trained on.", least=1, most=1024, aliases=("num_ppo_epochs",),
+        on_resume="fixed",
+    )
+    mask_truncated_completions: bool = setting(
+        False, "Leave completions without an end out of the loss.", on_resume="fixed"
+    )
+    eval_temperature: float = setting(
+        0.0, "Temperature of the one completion a prompt gets in evaluations; 0: greedy decoding.", least=0.0,
+        on_resume="free",
+    )

@@ -1,0 +1,52 @@
+"""From the settings of a recipe to those of its loader and of its sampler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from toolkit.config import DataConfig, Refusal
+from toolkit.config.rollouts import RolloutConfig
+from toolkit.generation.distribution import SamplingSettings
+from toolkit.generation.samples import stop_ids
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+Config = TypeVar("Config", bound=DataConfig)
+
+
+def in_prompts(config: Config, num_generations: int, accelerator: Accelerator | None = None) -> Config:
+    """The same settings with batch sizes counted in prompts, as a loader of prompts takes them, in place of completions.
+
+    Raises:
+        Refusal: the completions of a step are not a whole number of groups.
+    """
+    ranks = accelerator.num_processes if accelerator else 1
+    micro = config.per_device_train_batch_size
+    completions = config.global_batch_size or micro * config.gradient_accumulation_steps * ranks
+    if completions % num_generations:
+        raise Refusal(
+            f"--num-generations {num_generations}: a step of {completions:,} completions (--per-device-train-batch-size x "
+            "--gradient-accumulation-steps x processes, or --global-batch-size) is not a whole number of groups. Give "
+            f"--global-batch-size {-(-completions // num_generations) * num_generations}."
+        )
+    return replace(
+        config, per_device_train_batch_size=max(1, micro // num_generations), gradient_accumulation_steps=1,
+        global_batch_size=completions // num_generations,
+    )  # fmt: skip
+
+
+def sampling_settings(
+    config: RolloutConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, evaluates: bool = False
+) -> SamplingSettings:
+    """How completions are drawn; in an evaluation at `eval_temperature` and from all tokens."""
+    settings = SamplingSettings(
+        max_new_tokens=config.max_completion_length, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p,
+        min_p=config.min_p, eos_token_ids=tuple(stop_ids(model, tokenizer)), stop_strings=tuple(config.stop_strings),
+    )  # fmt: skip
+    if evaluates:
+        return replace(settings, temperature=config.eval_temperature, top_k=0, top_p=1.0, min_p=0.0)
+    return settings
