@@ -23,13 +23,17 @@ class Config(
     model: str = tk.trained_model("runs/arithmetic/model", otherwise="tiny-llama")
     dataset: str = "synthetic:arithmetic"
     reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
-    max_completion_length: int = 16
-    learning_rate: float = 1e-5
-    per_device_train_batch_size: int = 512
+    max_completion_length: int = 8
+    scale_rewards: str = "none"
+    eval_temperature: float = 1.0
+    optim: str = "muon"
+    learning_rate: float = 6e-4
+    warmup_steps: float = 0.1
+    per_device_train_batch_size: int = 1024
     num_generations: int = 8
-    max_steps: int | None = 60
+    max_steps: int | None = 160
     dropout: float = 0.0
-    eval_steps: int = 20
+    eval_steps: int = 40
     eval_strategy: str = "steps"
     eval_on_start: bool = True
     metric_for_best_model: str = "reward"

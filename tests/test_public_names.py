@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from datasets import Dataset, DatasetDict
 
 import toolkit as tk
@@ -76,8 +77,15 @@ def tokenizer() -> Any:
 
 
 @functools.cache
-def accelerator() -> Accelerator:
+def _made_accelerator() -> Accelerator:
     return Accelerator(cpu=True)
+
+
+def accelerator() -> Accelerator:
+    """One for all examples; another where a test of another file has reset Accelerate's state in between."""
+    if not AcceleratorState._shared_state:
+        _made_accelerator.cache_clear()
+    return _made_accelerator()
 
 
 def language_model() -> Any:

@@ -197,7 +197,7 @@ def test_the_command_that_continues_is_what_was_typed(tmp_path: Path, typed: str
     first line is shown."""
     bin_folder = Path(COLD).parent
     (tmp_path / "my recipe.py").write_text("from toolkit.training.signals import continuing_command\nprint(f'SAID {continuing_command()}\\n', end='')\n")
-    typed = typed.replace("{bin}", shlex.quote(str(bin_folder)))
+    typed = typed.replace("{bin}/python", shlex.quote(f"{bin_folder}/python"))
     environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(["bash", "-c", f"{typed}; exit $?"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=True)
     assert set(re.findall(r"^SAID (.*)$", done.stdout, re.MULTILINE)) == {f"{typed} --resume"}

@@ -86,8 +86,8 @@ def _run(task: bytes, folder: str, cpu_seconds: float, memory_mib: int) -> list[
     os.close(write)
     try:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stream:
-            stream.write(task)
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(task)
         if select.select([read], [], [], START_SECONDS)[0]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(2 * cpu_seconds)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -54,7 +53,7 @@ def score_rollouts(
             and with "stop" one that raises, takes too long, or returns what is no finite number. It names function, row
             and completion.
     """
-    say = say or _above_the_bar
+    say = say or say_once
     values: dict[str, list[float | None]] = {}
     for reward in rewards:
         parts, outcomes = _outcomes(rollouts, reward, accelerator)
@@ -169,11 +168,3 @@ def _named(rollout: Rollout) -> str:
         f"    prompt {where}: {quoted(one_line(str(prompt), SHOWN))}\n"
         f"    completion {rollout.index}: {quoted(one_line(rollout.completion, SHOWN))}"
     )
-
-
-def _above_the_bar(line: str) -> None:
-    """A line on the main process; on a terminal the moving line of a run makes room, and comes back with the next step."""
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[2K")
-        sys.stderr.flush()
-    say_once(line)
