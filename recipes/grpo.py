@@ -31,7 +31,7 @@ class Config(
     warmup_steps: float = 0.1
     per_device_train_batch_size: int = 1024
     num_generations: int = 8
-    max_steps: int | None = 160
+    max_steps: int | None = 220
     dropout: float = 0.0
     eval_steps: int = 40
     eval_strategy: str = "steps"
