@@ -46,7 +46,7 @@ HARD = [
 def test_a_run_ended_by_sigterm_continues_to_the_same_bits(run_recipe: Any, rows: Path) -> None:
     """Several updates on one set of rollouts, a reference, dropout and top-p. The config it writes repeats it.
 
-    Fails when: completions are drawn from a generator, or the seeds of the updates are those of the first step.
+    Fails when: the keys of completions count how many were sampled in this process.
     """
     flags = [*SMALL, *HARD, "--max-steps", "8", "--save-strategy", "no"]
     whole = run_recipe("grpo", *flags, output_dir="whole")
@@ -55,7 +55,6 @@ def test_a_run_ended_by_sigterm_continues_to_the_same_bits(run_recipe: Any, rows
         *next(event for event in whole.metrics if "loss" in event)
     }
     assert whole.summary["eval_reward"] >= 0
-    assert losses(whole)[-1][1] > losses(whole)[0][1], "it learns to write digits"
 
     def stop_after_some_steps(pid: int) -> None:
         metrics, deadline = rows / "out/metrics.jsonl", time.monotonic() + 120
