@@ -151,6 +151,7 @@ def test_over_long_prompts_are_dropped_and_counted_or_refused_and_never_cut(toke
 
 BAD: dict[str, tuple[dict[str, list[Any]], str]] = {
     "no prompt": ({"prompt": ["a", None]}, "asked.jsonl:2: prompt is missing"),
+    "none at all": ({"prompt": [None]}, "asked.jsonl:1: prompt is missing (null), and must be text"),
     "empty": ({"prompt": ["a", ""]}, "asked.jsonl:2: prompt is empty"),
     "white space": ({"question": ["a", " \n"]}, "asked.jsonl:2: question is nothing but white space"),
     "a number": ({"problem": [1, 2]}, "asked.jsonl:1: problem is the number 1"),

@@ -84,7 +84,7 @@ def _plan(split: Dataset | IterableDataset, name: str) -> Plan:
     read = tuple(column for column in present if not any(kind in repr(kinds.get(column)) for kind in _NOT_TEXT))
     is_chat = column in _CHATS
     if column == PROMPT:
-        is_chat = not isinstance(next((row[column] for row in split if row[column] is not None), None), str)
+        is_chat = isinstance(next((row[column] for row in split if row[column] is not None), None), list)
     return Plan("chat_prompt" if is_chat else "text_prompt" if column == PROMPT else column, "prompt", read)
 
 
