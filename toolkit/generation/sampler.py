@@ -20,6 +20,7 @@ from toolkit.generation.distribution import SamplingSettings, draw, penalized
 from toolkit.generation.equal_bits import rows_for_equal_bits
 from toolkit.generation.group_cache import DecodeStep, PromptPass, attention_of_groups
 from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.models.adapter_files import without_adapter
 from toolkit.models.attention.packable import PROVEN, NotPackable, check_packable
 from toolkit.models.compat import attention_of
 from toolkit.models.layers import uncompiled
@@ -90,7 +91,7 @@ def sample_groups(
 
 def takes_groups(model: PreTrainedModel) -> bool:
     """Whether all groups of a model can be decoded together: its layers are known to take an attention function."""
-    base = _base_of(model)
+    base = without_adapter(model)
     try:
         check_packable(base.config, type(base))
     except NotPackable:
@@ -250,15 +251,10 @@ def _prompts_at_a_time(
     return max(1, cache_bytes // max(1, of_a_group))
 
 
-def _base_of(model: Any) -> Any:
-    """The model itself, below an adapter."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 @contextmanager
 def _as_for_sampling(model: PreTrainedModel, grouped: bool) -> Iterator[None]:
     """In evaluation mode without gradients, uncompiled, with the attention of groups; all restored afterwards."""
-    base = _base_of(model)
+    base = without_adapter(model)
     before = attention_of(base.config)
     with evaluation_mode(model), uncompiled(model):
         if not grouped:

@@ -16,7 +16,7 @@ from toolkit.data.tokenize.columns import alpaca_messages, alpaca_prompt, read_m
 from toolkit.data.tokenize.documents import build_encoder
 from toolkit.data.tokenize.masks import read_chat_template, turn_end_ids
 from toolkit.distributed.engines import engine_of, unwrapped
-from toolkit.models.adapter_files import is_adapted
+from toolkit.models.adapter_files import without_adapter
 from toolkit.models.layers import uncompiled
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def as_for_inference(model: Any) -> Iterator[None]:
 
     modes = [(module, module.training) for module in model.modules()]
     # An adapter's base has them: peft's generate (0.21.2) puts what its own model has there, and leaves it there.
-    owner: Any = model.get_base_model() if is_adapted(model) else model
+    owner: Any = without_adapter(model)
     own_settings = owner.generation_config
     owner.generation_config = GenerationConfig()  # what a call leaves open is filled from here: penalties, top-p ...
     model.eval()

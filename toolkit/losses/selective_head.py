@@ -27,6 +27,7 @@ from toolkit.distributed.compat import is_compiled_whole
 from toolkit.distributed.engines import unwrapped
 from toolkit.losses.chunked import Logits, Sums, sums_in_chunks
 from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.models.adapter_files import without_adapter
 from toolkit.models.compat import is_compiled
 from toolkit.models.layers import uncompiled
 
@@ -97,7 +98,7 @@ def at_positions(model: nn.Module, inputs: dict[str, Any], positions: torch.Tens
 @contextmanager
 def _bias_taken_out(base: PreTrainedModel) -> Iterator[torch.Tensor | None]:
     """The buffer that BART and its like (transformers 5.23) add to what their head returned, with a zero in its place."""
-    inner = _inner(base)
+    inner = without_adapter(base)
     bias = getattr(inner, "final_logits_bias", None)
     if bias is None:
         yield None
@@ -121,13 +122,7 @@ def _logits_at(model: nn.Module, base: PreTrainedModel, inputs: dict[str, Any], 
 
 
 def _forward_parameters(base: PreTrainedModel) -> Mapping[str, Any]:
-    return inspect.signature(_inner(base).forward).parameters  # an adapter's own forward takes anything
-
-
-def _inner(base: PreTrainedModel) -> Any:
-    """The model itself, below an adapter."""
-    body: Any = base
-    return body.get_base_model() if hasattr(body, "get_base_model") else body
+    return inspect.signature(without_adapter(base).forward).parameters  # an adapter's own forward takes anything
 
 
 def head_comes_last(model: nn.Module, base: PreTrainedModel, input_ids: torch.Tensor) -> bool:

@@ -36,6 +36,11 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def without_adapter(model: Any) -> Any:
+    """The model itself, below an adapter; one without an adapter as it is."""
+    return model.get_base_model() if is_adapted(model) else model
+
+
 def base_of(directory: str | Path) -> tuple[str, str | None]:
     """Name (or directory) and revision of the model that an adapter belongs on.
 

@@ -85,14 +85,15 @@ def _batch(
 ) -> Batch:
     ranks, rank, count = accelerator.num_processes, accelerator.process_index, float(len(rollouts))
     cuts = [slice(start, start + micro_batch_size) for start in range(0, len(rollouts), micro_batch_size)]
-    counted = sum(float(collate([rollout], [0.0])["mask"].sum()) for rollout in rollouts)
+    everyone = [collate(rollouts[cut], advantages[cut]) for cut in cuts]  # also those of other ranks, whose tokens count
+    counted = float(sum(micro_batch["mask"].sum() for micro_batch in everyone))
     rounds = -(-len(cuts) // ranks)
-    mine = [cuts[place] if place < len(cuts) else None for place in range(rank, rounds * ranks, ranks)]
+    mine = [place if place < len(cuts) else None for place in range(rank, rounds * ranks, ranks)]
     return Batch(
-        micro_batches=[collate(rollouts[cut or cuts[0]], advantages[cut or cuts[0]]) for cut in mine],
+        micro_batches=[everyone[place or 0] for place in mine],
         totals={"examples": count, "completions": count, "completion_tokens": counted, "tokens": counted},
-        real=[cut is not None for cut in mine],
-        indices=[list(range(len(rollouts)))[cut or cuts[0]] for cut in mine],
+        real=[place is not None for place in mine],
+        indices=[list(range(len(rollouts)))[cuts[place or 0]] for place in mine],
         size=len(rollouts),
     )
 

@@ -9,13 +9,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from toolkit.distributed.engines import engine_of, unwrapped
-from toolkit.distributed.ranks import largest
+from toolkit.data.loading.order import hash_numbers
+from toolkit.distributed.ranks import on_all
 from toolkit.generation.distribution import SamplingSettings
-from toolkit.generation.random_numbers import completion_key
-from toolkit.generation.sampler import sample_groups
 from toolkit.metrics.metric import Metrics
-from toolkit.rollouts.rollout import Rollout
+from toolkit.rollouts.sampling import Asked, complete
 from toolkit.rollouts.scoring import score_rollouts
 
 if TYPE_CHECKING:
@@ -36,22 +34,16 @@ def sampled_reward_metrics(
     """
 
     def gather(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        prompts, numbers = micro_batch["prompt_ids"], micro_batch["prompt"]
-        keys = np.array([[completion_key(seed, -1, number, 0)] for number in numbers], dtype=np.uint64)  # of no epoch
-        together = (lambda more: bool(largest(accelerator, int(more)))) if engine_of(accelerator).shards else None
-        with accelerator.autocast():
-            groups = sample_groups(unwrapped(model), prompts, keys, settings, tokenizer, together)
-        completions = [group[0] for group in groups]
-        texts = tokenizer.batch_decode([each.tokens for each in completions], skip_special_tokens=True)
-        rollouts = [
-            Rollout(number, 0, ids, each.tokens, each.logps, each.truncated, row, text)
-            for number, ids, each, row, text in zip(numbers, prompts, completions, micro_batch["rows"], texts, strict=True)
-        ]
-        scored = score_rollouts(rollouts, rewards, on_error=on_error)
-        rows = {f"reward_{reward.name}": [each.rewards[reward.name] for each in scored] for reward in rewards}
+        prompts = micro_batch["prompt_ids"]
+        numbers = micro_batch.get("prompt") or [hash_numbers(ids) for ids in prompts]  # rows of a stream have no number
+        rows = zip(numbers, prompts, micro_batch["rows"], strict=True)
+        asked = [Asked(number, -1, ids, row) for number, ids, row in rows]  # of no epoch
+        completed = complete(accelerator, model, tokenizer, asked, settings, 1, seed)
+        scored = on_all(accelerator, lambda: score_rollouts([group[0] for group in completed], rewards, on_error=on_error))
+        named = {f"reward_{reward.name}": [each.rewards[reward.name] for each in scored] for reward in rewards}
         values: dict[str, list[Any]] = {
-            "reward": [each.reward for each in scored], "completion_length": [len(each.tokens) for each in completions],
-            "truncated": [each.truncated for each in completions], **rows,
+            "reward": [each.reward for each in scored], "completion_length": [len(each.completion_ids) for each in scored],
+            "truncated": [each.truncated for each in scored], **named,
         }  # fmt: skip
         return {
             name: torch.tensor([float("nan") if value is None else float(value) for value in column], device=accelerator.device)

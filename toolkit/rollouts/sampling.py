@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,32 +34,48 @@ def sample_rollouts(
         Refusal: a prompt that leaves no room for a completion.
     """
     ranks, rank = accelerator.num_processes, accelerator.process_index
-    prompts: list[tuple[tuple[int, int], int, int, list[int], dict[str, Any]]] = []
+    places, asked = list[tuple[int, int]](), list[Asked]()
     for number, (micro_batch, is_real) in enumerate(zip(batch.micro_batches, batch.real, strict=True)):
-        rows = zip(batch.epochs[number], batch.indices[number], micro_batch["prompt_ids"], micro_batch["rows"], strict=True)
-        for place, (epoch, example, ids, row) in enumerate(rows if is_real else ()):
-            prompts.append(((number * ranks + rank, place), epoch, example, list(ids), row))
-    keys = [[completion_key(seed, each[1], each[2], index) for index in range(num_generations)] for each in prompts]
-    shards = engine_of(accelerator).shards
+        rows = zip(batch.indices[number], batch.epochs[number], micro_batch["prompt_ids"], micro_batch["rows"], strict=True)
+        for place, each in enumerate(rows if is_real else ()):
+            places.append((number * ranks + rank, place))  # in the order of the global batch
+            asked.append(Asked(*each))
 
-    def sample() -> list[tuple[tuple[int, int], Rollout]]:
-        with torch.no_grad(), accelerator.autocast():
-            groups = sample_groups(
-                unwrapped(model), [each[3] for each in prompts],
-                np.array(keys, dtype=np.uint64).reshape(len(prompts), num_generations), settings, tokenizer,
-                together=(lambda more: bool(largest(accelerator, int(more)))) if shards else None,
-            )  # fmt: skip
-        found = []
-        for (place, epoch, example, ids, row), group in zip(prompts, groups, strict=True):
-            texts = tokenizer.batch_decode([completion.tokens for completion in group], skip_special_tokens=True)
-            for index, (completion, text) in enumerate(zip(group, texts, strict=True)):
-                kept = None if completion.kept is None else [ids.tolist() for ids in completion.kept]
-                rollout = Rollout(
-                    example, index, ids, completion.tokens, completion.logps, completion.truncated, row, text, epoch=epoch,
-                    kept=kept,
-                )  # fmt: skip
-                found.append((place, rollout))
-        return found
+    def sample() -> list[tuple[tuple[int, int], list[Rollout]]]:
+        return list(zip(places, complete(accelerator, model, tokenizer, asked, settings, num_generations, seed), strict=True))
 
     everyone = [each for of_rank in from_all(accelerator, sample) for each in of_rank]
-    return [rollout for _, rollout in sorted(everyone, key=lambda each: (each[0], each[1].index))]
+    return [rollout for _, group in sorted(everyone, key=lambda each: each[0]) for rollout in group]
+
+
+class Asked(NamedTuple):
+    """A prompt: its number and epoch, from which its random numbers follow, its tokens, and its columns."""
+
+    prompt: int
+    epoch: int
+    ids: list[int]
+    row: dict[str, Any]
+
+
+def complete(
+    accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Asked],
+    settings: SamplingSettings, size: int, seed: int,
+) -> list[list[Rollout]]:  # fmt: skip
+    """A group of `size` completions for each prompt of this rank. Where parameters are sharded, all ranks must call it."""
+    keys = [[completion_key(seed, each.epoch, each.prompt, index) for index in range(size)] for each in asked]
+    with torch.no_grad(), accelerator.autocast():
+        groups = sample_groups(
+            unwrapped(model), [each.ids for each in asked], np.array(keys, dtype=np.uint64).reshape(len(asked), size), settings,
+            tokenizer, (lambda more: bool(largest(accelerator, int(more)))) if engine_of(accelerator).shards else None,
+        )  # fmt: skip
+    return [
+        [
+            Rollout(
+                each.prompt, index, each.ids, completion.tokens, completion.logps, completion.truncated, each.row,
+                str(tokenizer.decode(completion.tokens, skip_special_tokens=True)), epoch=each.epoch,
+                kept=None if completion.kept is None else [ids.tolist() for ids in completion.kept],
+            )
+            for index, completion in enumerate(group)
+        ]
+        for each, group in zip(asked, groups, strict=True)
+    ]  # fmt: skip
