@@ -93,6 +93,24 @@ def default_store() -> Store:
     return _get_default_store()
 
 
+def import_before_the_default_group() -> None:
+    """To be called before the default group is made: imported later, as DDP does, this module takes it as the default of its
+    arguments, and so it's never destroyed. Gloo's threads then outlive Python, and may abort the process (pytorch#190489)."""
+    importlib.import_module("torch.distributed.nn.functional")
+
+
+def free_reducers(model: nn.Module) -> None:
+    """Take from DDP the C++ objects that hold its process group, while torch.distributed still holds it too.
+
+    Were one of them the last to hold it, the group would be destroyed under Python's lock, and wait for Gloo's threads, which
+    need that lock to drop the tensors of a collective that has just ended: the process would never end (pytorch#56297). The
+    model computes as before, but gradients are no longer exchanged.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module.reducer = module.logger = None
+
+
 def scale_together(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply tensors in place, many in one kernel."""
     torch._foreach_mul_(tensors, factor)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from toolkit.config import Refusal
+from toolkit.distributed.compat import free_reducers
 from toolkit.system.console import say
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch import nn
 
 Result = TypeVar("Result")
 
@@ -75,6 +77,13 @@ def _cpu_group() -> torch.distributed.ProcessGroup | None:
     if torch.distributed.get_backend() == "gloo":
         return None
     return torch.distributed.new_group(backend="gloo")
+
+
+def close_process_group(accelerator: Accelerator, model: nn.Module) -> None:
+    """The end of a run with this prepared model: trackers are closed, and the ranks part."""
+    free_reducers(model)
+    _cpu_group.cache_clear()
+    accelerator.end_training()
 
 
 def say_once(line: str) -> None:

@@ -14,7 +14,7 @@ from toolkit.config import RunConfig
 from toolkit.config.reading import add_reads, add_reads_of
 from toolkit.distributed.engines import unwrapped
 from toolkit.distributed.heartbeat import Heartbeat, start_heartbeat
-from toolkit.distributed.ranks import on_main
+from toolkit.distributed.ranks import close_process_group, on_main
 from toolkit.hub.uploads import hub_uploads
 from toolkit.runs import directory as output
 from toolkit.runs.overview import verdict_of
@@ -101,7 +101,7 @@ def open_run(
                 _close(run, status)
                 if heartbeat:
                     heartbeat.close()
-                accelerator.end_training()
+                close_process_group(accelerator, model)
 
 
 def save_to_hub(run: Run) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal, RunConfig
 from toolkit.config.reading import values_of
+from toolkit.distributed.compat import import_before_the_default_group
 from toolkit.distributed.engines.choice import EngineChoice
 from toolkit.distributed.engines.deepspeed_config import check_known_keys, fit_buckets
 from toolkit.distributed.engines.named import look_up
@@ -92,6 +93,7 @@ def start_engine(
         Refusal: an earlier run in this process can't be followed by this one, or a key of DeepSpeed's is unknown to it.
     """
     make_way(choice, on_cpu)
+    import_before_the_default_group()
     start = {"plain": _start_plain, "zero": _start_zero, "fsdp": _start_fsdp}[choice.name]
     common = {
         "mixed_precision": choice.mixed_precision, "log_with": trackers or None, "project_dir": project_dir,
