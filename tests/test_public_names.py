@@ -564,7 +564,7 @@ def completions_of_groups() -> None:
     assert isinstance(groups[0][0], tk.Completion)
 
 
-@shows("sample_rollouts", "Rollout", "policy_batches", "collate_rollouts", "rollout_logps")
+@shows("open_phase", "save_rollouts", "rollouts_of", "sample_rollouts", "Rollout", "policy_batches", "collate_rollouts", "rollout_logps")
 def rollouts_and_the_batches_of_their_updates() -> None:
     @dataclass(frozen=True)
     class Config(tk.DataConfig, tk.PromptConfig):
@@ -574,7 +574,10 @@ def rollouts_and_the_batches_of_their_updates() -> None:
     train, _ = tk.build_dataloaders(splits, tk.collate_prompts, Config())
     model, settings = language_model(), tk.SamplingSettings(max_new_tokens=4, temperature=0.9)
     batch = next(iter(train.batches()))
-    rollouts = tk.sample_rollouts(accelerator(), model, tokenizer(), batch, settings, num_generations=2)
+    phase = tk.open_phase(accelerator(), model, "run", 1, settings)
+    rollouts = tk.sample_rollouts(accelerator(), model, tokenizer(), batch, settings, num_generations=2, phase=phase)
+    tk.save_rollouts(accelerator(), phase, rollouts)
+    assert tk.rollouts_of("run", 1) == rollouts
     assert [rollout.index for rollout in rollouts] == [0, 1] * batch.size
     assert isinstance(rollouts[0], tk.Rollout)
     collate = functools.partial(tk.collate_rollouts, layout="padded", pad_token_id=0)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from toolkit.rollouts.ledger import rollouts_of
+
 TESTS = Path(__file__).resolve().parents[1]
 SMALL = [
     "--model", "tiny-llama", "--hidden-size", "32", "--num-hidden-layers", "1", "--dataset", "rows.jsonl", "--eval-fraction", "0.2",
@@ -100,6 +102,9 @@ def test_two_ranks_have_the_rollouts_and_the_gradients_of_one(tiny: Any, rows: P
     assert one.code == 0, one.out[-3000:]
     ranks = tiny.ranks(2, *flags, *engine, script=script, output_dir="two")
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].out[-3000:]
+    assert sorted(path.name for path in (ranks[0].folder / "rollouts").iterdir()) == [f"step-00000{step}.jsonl" for step in (1, 2, 3)]
+    read = [[(each.prompt, each.index, each.completion, each.reward) for each in rollouts_of(run.folder, 1)] for run in (one, ranks[0])]
+    assert read[0] == read[1]
     steps, others = ([event for event in run.metrics if "loss" in event] for run in (one, ranks[0]))
     assert len(steps) == len(others) == 3
     for step, other in zip(steps, others, strict=True):

@@ -19,6 +19,7 @@ COMMANDS = {
         "train": ("toolkit.cli.train:train", "Run a recipe, as one process or as several."),
         "checkpoints": ("toolkit.cli.checkpoints:checkpoints", "List the checkpoints of a run."),
         "report": ("toolkit.cli.report:report", "Write one HTML page about runs: curves, samples, settings."),
+        "rollouts": ("toolkit.cli.rollouts:rollouts", "Show what a run sampled, filter it, score it again."),
         "replay": ("toolkit.cli.replay:replay", "Run a run again, and compare the weights."),
         "verify-resume": ("toolkit.cli.verify_resume:verify_resume", "Kill and resume a recipe, and compare the bits."),
         "sagemaker": ("toolkit.sagemaker_jobs.command:app", "A recipe as a SageMaker job: submit, follow, fetch, simulate."),

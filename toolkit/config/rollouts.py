@@ -41,6 +41,14 @@ class RolloutConfig(Settings):
     mask_truncated_completions: bool = setting(
         False, "Leave completions without an end out of the loss.", on_resume="fixed"
     )
+    rollouts_from: str | None = setting(
+        None, "Output directory of a run with the same model, data and settings: its rollouts are taken, not sampled again.",
+        on_resume="free",
+    )
+    rollouts_total_limit: int | None = setting(
+        None, "Keep the rollouts of so many steps in OUTPUT_DIR/rollouts, the newest; default: of all.", least=1,
+        on_resume="free",
+    )
     eval_temperature: float = setting(
         0.0, "Temperature of the one completion a prompt gets in evaluations; 0: greedy decoding.", least=0.0,
         on_resume="free",

@@ -33,6 +33,7 @@ FEW = 0.75  # of the rows that are still written: then the others leave the batc
 CACHE_ON_CPU = 2**30  # bytes of keys and values at a time
 
 Together = Callable[[bool], bool]
+OnGroup = Callable[[int, "list[Completion]"], None]
 
 
 @dataclass
@@ -53,12 +54,14 @@ class Completion:
 def sample_groups(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], keys: np.ndarray, settings: SamplingSettings,
     tokenizer: PreTrainedTokenizerBase | None = None, together: Together | None = None, cache_bytes: int | None = None,
+    on_group: OnGroup | None = None,
 ) -> list[list[Completion]]:  # fmt: skip
     """Completions of each prompt, `keys` `[prompts, group size]` (uint64, of `completion_key`) of them.
 
     `model` is unwrapped, with or without an adapter, on any device; it is left as it was. `tokenizer`: for stop strings.
     `together(more)`: whether any rank has more to do, where each forward pass needs all ranks (sharded parameters).
-    `cache_bytes`: of keys and values at a time; prompts beyond it wait. Models that are not on transformers' attention
+    `cache_bytes`: of keys and values at a time; prompts beyond it wait. `on_group(prompt, completions)` is called for each
+    prompt, by its number, as soon as its group is complete. Models that are not on transformers' attention
     interface, and encoder-decoders, decode a group at a time with transformers' own cache.
 
     Raises:
@@ -83,9 +86,10 @@ def sample_groups(
             ids = [list(prompts[number]) for number in block] or [[0]]
             living = keys[block] if block else keys[:0]
             decoder = _Groups(model, ids, keys.shape[1]) if grouped else CachedGroup(model, ids[0], keys.shape[1])
-            found = _decode(decoder, ids, living, settings, stop, together)
-            for number, group in zip(block, found, strict=False):
-                completions[number] = group
+            for place, group in _decode(decoder, ids, living, settings, stop, together):
+                completions[block[place]] = group
+                if on_group:
+                    on_group(block[place], group)
     return completions
 
 
@@ -105,9 +109,11 @@ def takes_groups(model: PreTrainedModel) -> bool:
 def _decode(
     decoder: Any, prompts: list[list[int]], keys: np.ndarray, settings: SamplingSettings, stop: _StopStrings | None,
     together: Together | None,
-) -> list[list[Completion]]:  # fmt: skip
-    """Write the completions of a block, `keys` `[prompts, group size]`; without keys only keep the other ranks company."""
+) -> Iterator[tuple[int, list[Completion]]]:  # fmt: skip
+    """The groups of a block, `keys` `[prompts, group size]`, each as it is complete; without keys only keep the other ranks
+    company."""
     size = keys.shape[1]
+    open_groups = set(range(len(keys)))
     completions = [Completion(kept=[] if settings.cuts else None) for _ in range(keys.size)]
     row_keys, rows = keys.reshape(-1), np.arange(keys.size)
     logits = decoder.first().repeat_interleave(size, dim=0)[: len(rows)]
@@ -136,6 +142,9 @@ def _decode(
                 seen.scatter_(1, tokens[:, None], True)
         more = position + 1 < settings.max_new_tokens
         living = np.array([more and completions[row].truncated for row in rows], dtype=bool)
+        for place in sorted(open_groups - set((rows[living] // max(size, 1)).tolist())):
+            open_groups.remove(place)
+            yield place, completions[place * size : (place + 1) * size]
         if not (together(bool(living.any())) if together else living.any()):
             break
         if not living.any():
@@ -147,7 +156,6 @@ def _decode(
             rows, row_keys, tokens = rows[living], row_keys[living], tokens[kept]
             seen = seen if seen is None else seen[kept]
         logits = decoder.next(tokens)
-    return [completions[start : start + size] for start in range(0, len(completions), max(size, 1))]
 
 
 class _Groups:

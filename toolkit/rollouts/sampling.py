@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
 from toolkit.distributed.engines import engine_of, unwrapped
-from toolkit.distributed.ranks import from_all, largest
+from toolkit.distributed.ranks import from_all, largest, on_all
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.random_numbers import completion_key
-from toolkit.generation.sampler import sample_groups
+from toolkit.generation.sampler import Completion, sample_groups
+from toolkit.rollouts.ledger import Phase
 from toolkit.rollouts.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -24,14 +27,17 @@ if TYPE_CHECKING:
 
 def sample_rollouts(
     accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: Batch, settings: SamplingSettings,
-    *, num_generations: int, seed: int = 0,
+    *, num_generations: int, seed: int = 0, phase: Phase | None = None,
 ) -> list[Rollout]:  # fmt: skip
     """`num_generations` completions of each prompt of a batch of `collate_prompts`, the same list on every rank. A collective.
 
     Each is a function of the weights and of (seed, epoch, prompt, index in the group): of neither the ranks nor the batch.
 
+    Args:
+        phase: of `open_phase`. What it has is not sampled again, and what is sampled is appended to it.
+
     Raises:
-        Refusal: a prompt that leaves no room for a completion.
+        Refusal: a prompt that leaves no room for a completion, or that the ledger trained from does not have.
     """
     ranks, rank = accelerator.num_processes, accelerator.process_index
     places, asked = list[tuple[int, int]](), list[Asked]()
@@ -41,8 +47,18 @@ def sample_rollouts(
             places.append((number * ranks + rank, place))  # in the order of the global batch
             asked.append(Asked(*each))
 
+    known = [_known(phase, each, num_generations) for each in asked]
+    missing = [each for each, group in zip(asked, known, strict=True) if group is None]
+    if phase is not None and phase.source is not None:
+        on_all(accelerator, lambda: _refuse_missing(phase, missing))
+
+    def append(group: list[Rollout]) -> None:
+        if phase is not None:
+            phase.append(group, rank)
+
     def sample() -> list[tuple[tuple[int, int], list[Rollout]]]:
-        return list(zip(places, complete(accelerator, model, tokenizer, asked, settings, num_generations, seed), strict=True))
+        sampled = iter(complete(accelerator, model, tokenizer, missing, settings, num_generations, seed, append))
+        return [(place, group or next(sampled)) for place, group in zip(places, known, strict=True)]
 
     everyone = [each for of_rank in from_all(accelerator, sample) for each in of_rank]
     return [rollout for _, group in sorted(everyone, key=lambda each: each[0]) for rollout in group]
@@ -59,23 +75,47 @@ class Asked(NamedTuple):
 
 def complete(
     accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Asked],
-    settings: SamplingSettings, size: int, seed: int,
+    settings: SamplingSettings, size: int, seed: int, on_group: Callable[[list[Rollout]], None] | None = None,
 ) -> list[list[Rollout]]:  # fmt: skip
-    """A group of `size` completions for each prompt of this rank. Where parameters are sharded, all ranks must call it."""
+    """A group of `size` completions for each prompt of this rank, given to `on_group` as soon as it is complete. Where
+    parameters are sharded, all ranks must call it."""
+    groups: list[list[Rollout]] = [[] for _ in asked]
+
+    def keep(number: int, completions: list[Completion]) -> None:
+        groups[number] = [_rollout(asked[number], index, each, tokenizer) for index, each in enumerate(completions)]
+        if on_group:
+            on_group(groups[number])
+
     keys = [[completion_key(seed, each.epoch, each.prompt, index) for index in range(size)] for each in asked]
     with torch.no_grad(), accelerator.autocast():
-        groups = sample_groups(
+        sample_groups(
             unwrapped(model), [each.ids for each in asked], np.array(keys, dtype=np.uint64).reshape(len(asked), size), settings,
             tokenizer, (lambda more: bool(largest(accelerator, int(more)))) if engine_of(accelerator).shards else None,
+            on_group=keep,
         )  # fmt: skip
-    return [
-        [
-            Rollout(
-                each.prompt, index, each.ids, completion.tokens, completion.logps, completion.truncated, each.row,
-                str(tokenizer.decode(completion.tokens, skip_special_tokens=True)), epoch=each.epoch,
-                kept=None if completion.kept is None else [ids.tolist() for ids in completion.kept],
-            )
-            for index, completion in enumerate(group)
-        ]
-        for each, group in zip(asked, groups, strict=True)
-    ]  # fmt: skip
+    return groups
+
+
+def _rollout(asked: Asked, index: int, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+    return Rollout(
+        asked.prompt, index, asked.ids, completion.tokens, completion.logps, completion.truncated, asked.row,
+        str(tokenizer.decode(completion.tokens, skip_special_tokens=True)), epoch=asked.epoch,
+        kept=None if completion.kept is None else [ids.tolist() for ids in completion.kept],
+    )  # fmt: skip
+
+
+def _known(phase: Phase | None, asked: Asked, size: int) -> list[Rollout] | None:
+    """The group that the ledger has of a prompt, with the prompt's columns as they are now."""
+    group = phase.known.get((asked.epoch, asked.prompt)) if phase is not None else None
+    if group is None or len(group) != size or group[0].prompt_ids != list(asked.ids):
+        return None
+    return [replace(rollout, row=asked.row) for rollout in group]
+
+
+def _refuse_missing(phase: Phase, missing: Sequence[Asked]) -> None:
+    if missing:
+        where = missing[0].row.get("origin", f"number {missing[0].prompt}")
+        raise Refusal(
+            f"--rollouts-from {phase.source}: its step {phase.step:,} has no group of this size for the prompt {where}. Train "
+            "on the data of that run, with its batch size and --num-generations."
+        )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "run.json")
-FOLDERS = ("checkpoints", "model", "incidents", "trackers", "hub_queue")
+FOLDERS = ("checkpoints", "model", "incidents", "trackers", "hub_queue", "rollouts")
 LOCK, OWNER = ".lock", ".owner.json"
 
 

@@ -1,0 +1,74 @@
+"""toolkit rollouts: what a run sampled, filtered and scored again."""
+
+import json
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+from torch import nn
+from typer.testing import CliRunner
+
+import toolkit as tk
+from tests.rollouts.rollouts_of import rollouts_of
+from toolkit.cli.main import app
+from toolkit.generation.distribution import SamplingSettings
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three steps of two groups; the reward is the length of a completion, and the third one of a group has none."""
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    for step in range(1, 4):
+        phase = tk.open_phase(accelerator, model, tmp_path, step, SamplingSettings())
+        rows = [({"prompt": f"p{number}", "answer": "aa"}, ["a" * step, "aa", "b"]) for number in range(2)]
+        rollouts = rollouts_of(rows)
+        for rollout in rollouts:
+            known = rollout.index < 2
+            rollout.rewards = {"length": float(len(rollout.completion)) if known else None}
+            rollout.reward = float(len(rollout.completion)) if known else float("nan")
+            rollout.truncated = rollout.index == 1
+        tk.save_rollouts(accelerator, phase, rollouts)
+    return tmp_path
+
+
+def said(*words: object) -> list[str]:
+    result = CliRunner().invoke(app, ["rollouts", *map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()
+
+
+def test_a_line_for_each_step_and_one_for_each_reward(run: Path) -> None:
+    """Fails when: completions without a reward count in the mean."""
+    lines = said(run)
+    assert lines[0].split()[:3] == ["step", "completions", "reward"]
+    assert [line.split()[:3] for line in lines[1:]] == [["1", "6", "1.5000"], ["2", "6", "2"], ["3", "6", "2.5000"]]
+
+
+def test_completions_are_filtered(run: Path) -> None:
+    """Fails when: a filter is dropped, or the best and the worst overlap."""
+    assert [line for line in said(run, "--best", 1, "--worst", 1) if line.startswith("step")] == [
+        "step 3, made.jsonl:1, completion 0: reward 3", "step 1, made.jsonl:2, completion 0: reward 1"
+    ]  # fmt: skip
+    assert len([line for line in said(run, "--step", 1, "--best", 9, "--worst", 9) if line.startswith("step")]) == 4
+    found = [json.loads(line) for line in said(run, "--above", 2, "--truncated", "--json")]
+    assert [(each["step"], each["index"], each["completion"]) for each in found] == [(step, 1, "aa") for step in (1, 1, 2, 2, 3, 3)]
+    assert [each["reward"] for each in map(json.loads, said(run, "--contains", "b", "--json"))] == [None] * 6
+    assert said(run, "--below", -1) == ["no completion is like that"]
+
+
+def test_completions_are_scored_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the answers of their rows. Fails when: the rewards of the ledger are shown."""
+    monkeypatch.setattr("toolkit.models.tokenizer.load_tokenizer", lambda config: None)
+    lines = said(run, "--reward-funcs", "exact_match", "--step", 1, "--best", 2)
+    assert [line for line in lines if line.startswith("step")] == [
+        "step 1, made.jsonl:1, completion 1: reward 1, without an end", "step 1, made.jsonl:2, completion 1: reward 1, without an end"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), [(["--step", "7"], "steps 1 to 3"), (["--reward-funcs", "nothing.py:f"], "nothing.py")])
+def test_what_is_not_there_is_refused(run: Path, words: list[str], message: str) -> None:
+    """Fails when: a step that was not sampled shows nothing, without a word."""
+    with pytest.raises(tk.Refusal, match=message):
+        CliRunner().invoke(app, ["rollouts", str(run), *words], catch_exceptions=False)
+    with pytest.raises(tk.Refusal, match="no rollouts are there"):
+        CliRunner().invoke(app, ["rollouts", str(run / "rollouts")], catch_exceptions=False)

@@ -1,0 +1,149 @@
+"""toolkit rollouts: the completions that a run sampled, with their rewards, and what other rewards would have made of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.cli.setting_options import option, read_options
+from toolkit.config import ModelConfig, Refusal
+from toolkit.config.rewards import RewardFunctionsConfig
+from toolkit.system.console import one_line, say, show_number
+from toolkit.system.json_lines import json_line
+
+if TYPE_CHECKING:
+    from toolkit.rollouts.rollout import Rollout
+
+_MOST_STEPS = 20  # lines of the overview: of more steps, so many at even distances
+_SHOWN = 2000  # characters of a prompt and of a completion
+_COLUMNS = (
+    "prompt", "epoch", "index", "row", "completion", "prompt_ids", "completion_ids", "logps", "truncated", "rewards", "reward",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Config(ModelConfig, RewardFunctionsConfig):
+    """What is read of a run's settings."""
+
+
+def rollouts(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The output directory of a run that samples completions.", show_default=False)
+    ],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=1, help="Show completions of this step.", show_default=False)
+    ] = None,
+    best: Annotated[int, typer.Option("--best", metavar="K", min=0, help="The K completions with the highest reward.")] = 0,
+    worst: Annotated[int, typer.Option("--worst", metavar="K", min=0, help="The K completions with the lowest reward.")] = 0,
+    above: Annotated[
+        float | None, typer.Option("--above", metavar="X", help="Those with a reward of at least this.", show_default=False)
+    ] = None,
+    below: Annotated[
+        float | None, typer.Option("--below", metavar="X", help="Those with a reward of at most this.", show_default=False)
+    ] = None,
+    contains: Annotated[
+        str | None, typer.Option("--contains", metavar="TEXT", help="Those with this text in them.", show_default=False)
+    ] = None,
+    truncated: Annotated[bool, typer.Option("--truncated", help="Those without an end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a completion, tokens and all.")] = False,
+    reward_funcs: Annotated[
+        str | None, option(_Config, "reward_funcs", help="Score the completions again, with these rewards. Nothing is written.")
+    ] = None,
+    reward_weights: Annotated[str | None, option(_Config, "reward_weights")] = None,
+    answer_column: Annotated[str | None, option(_Config, "answer_column")] = None,
+    reward_pattern: Annotated[str | None, option(_Config, "reward_pattern")] = None,
+    reward_length: Annotated[str | None, option(_Config, "reward_length")] = None,
+) -> None:
+    """Show what a run sampled, step by step, or the completions of one step or of all that a filter leaves.
+
+    With --reward-funcs the completions are scored again, by the run's other settings of rewards.
+    """
+    from toolkit.rollouts.ledger import rollouts_of, steps_of
+
+    typed = {
+        "reward_funcs": reward_funcs, "reward_weights": reward_weights, "answer_column": answer_column,
+        "reward_pattern": reward_pattern, "reward_length": reward_length,
+    }  # fmt: skip
+    rewards = _rewards(directory, typed) if reward_funcs else []
+    steps = steps_of(directory)
+    if not steps:
+        raise Refusal(f"{directory}: no rollouts are there. A run of recipes/grpo.py writes them to DIR/rollouts.")
+    if step is not None and step not in steps:
+        raise Refusal(f"--step {step}: {directory} has the rollouts of steps {steps[0]:,} to {steps[-1]:,}.")
+
+    def read(number: int) -> list[Rollout]:
+        from toolkit.rollouts.scoring import score_rollouts
+
+        found = rollouts_of(directory, number)
+        return score_rollouts(found, rewards, on_error="skip") if rewards else found
+
+    def is_wanted(rollout: Rollout) -> bool:
+        return (
+            (above is None or rollout.reward >= above) and (below is None or rollout.reward <= below)
+            and (contains is None or contains in rollout.completion) and (rollout.truncated or not truncated)
+        )  # fmt: skip
+
+    filters = best or worst or above is not None or below is not None or contains is not None or truncated or as_json
+    if step is None and not filters:
+        _overview(steps, read)
+        return
+    wanted = [(number, each) for number in ([step] if step else steps) for each in read(number) if is_wanted(each)]
+    if best or worst:
+        known = sorted((each for each in wanted if not math.isnan(each[1].reward)), key=lambda each: -each[1].reward)
+        wanted = [*known[:best], *known[max(best, len(known) - worst) :]]
+    for number, each in wanted:
+        _show(number, each, as_json)
+    if not wanted:
+        say("no completion is like that")
+
+
+def _rewards(directory: Path, typed: dict[str, str | None]) -> list[Any]:
+    """Those that were typed, by the run's other settings; reward models read what its policy does."""
+    from toolkit.models.tokenizer import load_tokenizer
+    from toolkit.rollouts.rewards import load_rewards
+
+    config = directory / "config.yaml"
+    settings = read_options(_Config, typed, config if config.exists() else None, without=frozenset({"reward_weights"}))
+    with_model = replace(settings, model=str(directory / "model")) if (directory / "model").is_dir() else settings
+    return load_rewards(settings, load_tokenizer(with_model))
+
+
+def _overview(steps: Sequence[int], read: Any) -> None:
+    """A line for each of some steps, with the metrics that were logged of it."""
+    from toolkit.rollouts.overview import rollout_metrics
+
+    last = min(len(steps), _MOST_STEPS) - 1
+    shown = [steps[number * (len(steps) - 1) // max(last, 1)] for number in range(last + 1)]
+    lines = list[list[str]]()
+    for number in shown:
+        found = read(number)
+        metrics = {name: float(value) for name, value in rollout_metrics(found).items()}
+        if not lines:
+            lines.append(["step", "completions", *metrics])
+        lines.append([f"{number:,}", f"{len(found):,}", *(show_number(metrics.get(name, math.nan)) for name in lines[0][2:])])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    if len(shown) < len(steps):
+        say(f"{len(shown)} of {len(steps):,} steps. --step N shows the completions of one.")
+
+
+def _show(step: int, rollout: Rollout, as_json: bool) -> None:
+    if as_json:
+        say(json_line({"step": step, **{name: getattr(rollout, name) for name in _COLUMNS}}))
+        return
+    prompt = rollout.row.get("prompt", "")
+    asked = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+    each = {name: "none" if value is None else show_number(value) for name, value in rollout.rewards.items()}
+    parts = f" ({', '.join(f'{name} {value}' for name, value in each.items())})" if len(each) > 1 else ""
+    end = ", without an end" if rollout.truncated else ""
+    where = rollout.row.get("origin", f"prompt {rollout.prompt}")
+    say(f"step {step}, {where}, completion {rollout.index}: reward {show_number(rollout.reward)}{parts}{end}")
+    say(f"  prompt     | {one_line(asked, _SHOWN)}")
+    say(f"  completion | {one_line(rollout.completion, _SHOWN)}")
