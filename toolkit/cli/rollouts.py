@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,8 +110,8 @@ def _rewards(directory: Path, typed: dict[str, str | None]) -> list[Any]:
 
     config = directory / "config.yaml"
     settings = read_options(_Config, typed, config if config.exists() else None, without=frozenset({"reward_weights"}))
-    with_model = replace(settings, model=str(directory / "model")) if (directory / "model").is_dir() else settings
-    return load_rewards(settings, load_tokenizer(with_model))
+    model = directory / "model"
+    return load_rewards(settings, load_tokenizer(ModelConfig(model=str(model)) if model.is_dir() else settings))
 
 
 def _overview(steps: Sequence[int], read: Any) -> None:
