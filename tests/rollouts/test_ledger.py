@@ -1,5 +1,6 @@
 """The ledger: what is there is not sampled again, what a kill cut is, and what is damaged counts as not there."""
 
+import datetime
 import json
 import os
 from dataclasses import asdict
@@ -80,6 +81,15 @@ def test_what_a_kill_left_is_known_and_what_it_cut_is_not(accelerator: Accelerat
     resumed.close()
     assert sorted(open_(accelerator, model, tmp_path).known) == [(0, 0), (0, 1), (0, 2)]
     assert all(json.loads(line) for line in part.read_text().splitlines())
+
+
+def test_columns_that_json_has_no_word_for_are_kept_as_text(accelerator: Accelerator, model: nn.Module, tmp_path: Path) -> None:
+    """Fails when: a row with a date ends the run, or its line counts as damaged."""
+    phase, group = open_(accelerator, model, tmp_path), groups()[0]
+    for rollout in group:
+        rollout.row = {"when": datetime.date(2020, 1, 2), "score": float("inf"), "text": "ü"}
+    tk.save_rollouts(accelerator, phase, group)
+    assert tk.rollouts_of(tmp_path, 1)[0].row == {"when": "2020-01-02", "score": None, "text": "ü"}
 
 
 def test_a_changed_digit_is_noticed(accelerator: Accelerator, model: nn.Module, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ run that was killed finds what there is by the same policy, and samples the rest
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import time
@@ -212,8 +213,9 @@ def _difference(there: object, here: object) -> str:
 
 def _record(group: Sequence[Rollout]) -> dict[str, Any]:
     columns = [{name: getattr(rollout, name) for name in _OF_COMPLETIONS} for rollout in group]
-    first = group[0]
-    return {**{name: getattr(first, name) for name in _OF_A_GROUP}, "rollouts": columns}
+    for completion in columns:
+        completion["reward"] = None if math.isnan(completion["reward"]) else completion["reward"]
+    return {**{name: getattr(group[0], name) for name in _OF_A_GROUP}, "rollouts": columns}
 
 
 def _group(record: Mapping[str, Any]) -> list[Rollout]:
@@ -223,20 +225,23 @@ def _group(record: Mapping[str, Any]) -> list[Rollout]:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    """A record with a CRC-32 of what it is without it."""
-    plain = _plain(record)
-    return json_line({**plain, "crc32": _crc(plain)}) + "\n"
+    """A record as a line, with a CRC-32 of it at its end."""
+    text = _text(record)
+    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
 
 
 def _intact(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for record in records:
         crc = record.pop("crc32", None)
-        if crc == _crc(record):
+        if crc == f"{zlib.crc32(_text(record).encode()):08x}":
             yield record
 
 
-def _crc(record: Mapping[str, Any]) -> str:
-    return f"{zlib.crc32(json_line(dict(record)).encode()):08x}"
+def _text(record: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(record, allow_nan=False)
+    except (TypeError, ValueError):  # in the columns of a row
+        return json_line(_plain(record))
 
 
 def _plain(value: Any) -> Any:
