@@ -629,6 +629,24 @@ def a_step_of_reinforcement_learning() -> None:
     assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_reward"] == 0
 
 
+@shows("add_value_head", "logps_and_values", "token_advantages")
+def a_step_of_ppo() -> None:
+    model = tk.add_value_head(language_model())
+    rollouts = [tk.Rollout(i, 0, [5, 6], [7, 8, 9][: 3 - i], [-1.0] * (3 - i), False, {}, "", reward=float(i)) for i in range(2)]
+    collate = functools.partial(tk.collate_rollouts, layout="padded", mask_unscored_completions=True)
+
+    def before(model: Any, completions: dict[str, Any]) -> Any:
+        logps, _, values = tk.logps_and_values(model, completions)
+        return {"old_logps": logps, "old_values": values}
+
+    rollouts = tk.with_logps(accelerator(), model, rollouts, collate, micro_batch_size=2, old=before)
+    assert rollouts[0].old_values == [0.0, 0.0, 0.0]  # the head begins at 0
+    rollouts, advantages, metrics = tk.token_advantages(rollouts, lam=1.0)
+    assert rollouts[1].returns == [1.0, 1.0]
+    assert advantages.shape == (2, 3)
+    assert float(metrics["explained_variance"]) == 0
+
+
 @dataclass(frozen=True)
 class Preferring(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.PreferenceConfig, tk.ReferenceConfig, tk.AdapterConfig, tk.RunConfig):
     reference: str = "model"

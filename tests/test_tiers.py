@@ -58,8 +58,9 @@ def test_every_recipe_runs_in_the_fast_tier() -> None:
     assert in_file(path)["test_two_runs_give_bit_identical_weights_and_write_what_they_promise"]
     assert in_file(TESTS / "recipes/test_zero.py")["test_a_group_of_one_rank_trains_as_accelerated_does"]
     text = path.read_text(encoding="utf-8")
-    assert in_file(TESTS / "recipes/test_grpo.py")["test_a_run_ended_by_sigterm_continues_to_the_same_bits"]
-    assert {name for name in recipes if f'"{name}"' not in text} <= {"zero", "grpo"}  # each has a file of its own
+    for own in ("grpo", "ppo"):
+        assert in_file(TESTS / f"recipes/test_{own}.py")["test_a_run_ended_by_sigterm_continues_to_the_same_bits"]
+    assert {name for name in recipes if f'"{name}"' not in text} <= {"zero", "grpo", "ppo"}  # each has a file of its own
 
 
 def test_no_test_is_in_no_tier() -> None:

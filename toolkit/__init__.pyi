@@ -173,7 +173,7 @@ from .losses.reward import (
     reward_loss as reward_loss,
     reward_metrics as reward_metrics,
 )
-from .losses.rollout_logps import rollout_logps as rollout_logps
+from .losses.rollout_logps import logps_and_values as logps_and_values, rollout_logps as rollout_logps
 from .losses.seq2seq import seq2seq_loss as seq2seq_loss, seq2seq_metrics as seq2seq_metrics
 from .losses.token_classification import token_classification_loss as token_classification_loss
 from .losses.unpaired import (
@@ -211,6 +211,7 @@ from .models.sentence_files import (
     sentence_files as sentence_files,
 )
 from .models.tokenizer import load_tokenizer as load_tokenizer, train_tokenizer as train_tokenizer
+from .models.value_head import add_value_head as add_value_head
 from .models.word_tokenizer import space_before_words as space_before_words
 from .optim.optimizers import build_optimizer as build_optimizer
 from .optim.schedules import build_schedule as build_schedule
@@ -239,6 +240,7 @@ from .rollouts.sampling import sample_rollouts as sample_rollouts
 from .rollouts.scoring import score_rollouts as score_rollouts
 from .rollouts.settings import in_prompts as in_prompts, sampling_settings as sampling_settings
 from .rollouts.shaping import overlong_penalty as overlong_penalty, penalize_kl as penalize_kl, shaped_rewards as shaped_rewards
+from .rollouts.token_advantages import token_advantages as token_advantages
 from .runs.summary import Summary as Summary
 from .system.interruptions import Interrupted as Interrupted
 from .training.accelerator import build_accelerator as build_accelerator

@@ -32,6 +32,7 @@ OF = {
     "basic": FEW, "accelerated": FEW, "question_answering": FEW, "reward": FEW, "reranker": FEW, "token_classification": FEW, "zero": FEW, "sft": [*FEW, *SILENT], "lora": [*FEW, *SILENT], "dpo": [*FEW, *SILENT],
     "kto": [*FEW, *SILENT],
     "grpo": [*FEW, *SILENT, "--per-device-train-batch-size", "16"],
+    "ppo": [*FEW, *SILENT, "--per-device-train-batch-size", "16"],
     "masked_lm": ["--max-train-examples", "4", "--max-eval-examples", "1", "--vocab-size", "300"],
     "seq2seq": [*FEW, *SILENT, "--max-target-length", "8"],
     "pretrain": ["--max-train-examples", "8", "--max-eval-examples", "1", "--vocab-size", "300", *SILENT],
@@ -204,7 +205,7 @@ def test_every_copy_trains(installed: Path, copied: Path) -> None:
     for name in recipes:
         assert list((copied / f"runs/{name}/model").glob("*.safetensors")), name
         summary = json.loads((copied / f"runs/{name}/summary.json").read_text())
-        assert summary["eval_reward"] >= 0 if name == "grpo" else summary["eval_loss"] > 0
+        assert summary["eval_reward"] >= 0 if name in ("grpo", "ppo") else summary["eval_loss"] > 0
         assert name == "basic" or summary["steps"] == 2
 
 

@@ -65,6 +65,13 @@ class Policy(tk.PolicyConfig):
     max_completion_length: int = tk.setting(64, "Longest completion.")
 
 
+@dataclass(frozen=True)
+class PPO(tk.PPOConfig, tk.RolloutConfig):
+    """Has a beta of its own, and no loss_type."""
+
+    dropout: float | None = tk.setting(0.0, "Share of activations dropped.")
+
+
 def test_what_the_user_gave_survives_a_changed_copy_and_is_no_setting() -> None:
     """Fails when: `given` is set on the object alone, is compared, or is listed among the settings."""
     config = tk.OptimConfig(learning_rate=0.1, given=("learning_rate",))
@@ -435,8 +442,14 @@ POLICY_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
       for name, value in [("importance_sampling_mode", "token_mask"), ("importance_sampling_clip_max", 2.0),
                           ("importance_sampling_clip_min", 0.5)]],
 ]  # fmt: skip
+PPO_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("kl_estimator", "add --beta", {"kl_estimator": "k3", "beta": 0.0}, {"beta": 0.1}),
+    *[(name, "add --num-iterations 2", {name: value}, {"num_iterations": 2})
+      for name, value in [("epsilon", 0.1), ("epsilon_high", 0.3), ("delta", 2.0), ("cliprange_value", 0.1)]],
+]  # fmt: skip
 CASES: list[tuple[type[tk.Settings], str, str, dict[str, Any], dict[str, Any]]] = [
-    *[(Everything, *case) for case in RULE_CASES], *[(Policy, *case) for case in POLICY_RULE_CASES]
+    *[(Everything, *case) for case in RULE_CASES], *[(Policy, *case) for case in POLICY_RULE_CASES],
+    *[(PPO, *case) for case in PPO_RULE_CASES],
 ]  # fmt: skip
 
 

@@ -262,6 +262,35 @@ def test_every_argument_of_trainer_is_known() -> None:
     assert {name for name in names - ours if not is_foreign(name)} == {"hub_token"}  # a secret, which is never a setting
 
 
+@pytest.mark.parametrize("name", ["GRPOConfig", "RLOOConfig"])
+def test_every_argument_of_their_policy_gradients_is_known(name: str) -> None:
+    """Of the installed TRL; a moving reference is dpo's here. Fails when: TRL gains one, or a row of one is removed."""
+    import trl
+
+    names = {field.name for field in dataclasses.fields(getattr(trl, name))}
+    ours = {spelling for each in settings_of(config_of("grpo")).values() for spelling in (each.name, *each.aliases)}
+    assert {each for each in names - ours if not is_foreign(each)} == {
+        "hub_token", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"
+    }  # fmt: skip
+
+
+def test_a_file_of_their_former_ppo_is_taken_or_said_key_by_key() -> None:
+    """The names of its PPOConfig, which TRL 1 has no more. Fails when: an alias or a row is removed."""
+    written = {"sft_model_path": "sft", "reward_model_path": "rm", "num_ppo_epochs": 4, "kl_coef": 0.05, "cliprange": 0.2, "vf_coef": 0.1,
+               "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95, "whiten_rewards": False, "kl_estimator": "k1", "response_length": 53,
+               "missing_eos_penalty": 1.0, "stop_token": "eos", "num_mini_batches": 1, "temperature": 0.7}  # fmt: skip
+    values = read_values(config_of("ppo"), written)
+    assert values == {
+        "model": "sft", "reward_funcs": ["rm"], "num_iterations": 4, "beta": 0.05, "epsilon": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2,
+        "gamma": 1.0, "lam": 0.95, "whiten_rewards": False, "kl_estimator": "k1", "max_completion_length": 53, "missing_eos_penalty": 1.0,
+        "temperature": 0.7,
+    }  # fmt: skip
+    for key, value, advice in (("num_mini_batches", 4, "steps_per_generation"), ("total_episodes", 100, "max_steps"),
+                               ("stop_token_id", 7, "stop_strings")):  # fmt: skip
+        with pytest.raises(Refusal, match=advice):
+            read_values(config_of("ppo"), {**written, key: value})
+
+
 @pytest.mark.parametrize("name", ["axolotl_qlora", "llama_factory_lora"])
 @pytest.mark.parametrize("recipe", SETTINGS)
 def test_keys_of_other_trainers_get_their_counterparts_and_no_guess(recipe: str, name: str) -> None:

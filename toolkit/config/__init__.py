@@ -20,7 +20,7 @@ from toolkit.config.groups import (
     SeedConfig,
     trained_model,
 )
-from toolkit.config.policy import PolicyConfig
+from toolkit.config.policy import PolicyConfig, PPOConfig
 from toolkit.config.preferences import (
     PairsConfig,
     PreferenceConfig,
@@ -65,6 +65,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "OutputConfig",
+    "PPOConfig",
     "PairsConfig",
     "PolicyConfig",
     "PreferenceConfig",

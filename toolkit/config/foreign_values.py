@@ -265,6 +265,8 @@ TRANSLATED: dict[str, Meaning] = {
     "padding_free": _padding_free,
     "eval_packing": _evaluation_packing,
     "data_seed": _data_seed,
+    "sft_model_path": lambda value, written: {"model": value},
+    "reward_model_path": lambda value, written: {"reward_funcs": [value]},
     "train_sampling_strategy": _sampling,
     "do_eval": _evaluates,
     "truncation_mode": _truncation,

@@ -111,6 +111,10 @@ class PPOConfig(ClipConfig):
     whiten_rewards: bool = setting(
         False, "Bring the rewards of a step's tokens to standard deviation 1; advantages always are.", on_resume="fixed"
     )
+    missing_eos_penalty: float | None = setting(
+        None, "Subtracted from the reward of a completion that was cut at its longest length. Default: none.", above=0.0,
+        on_resume="fixed",
+    )
     kl_estimator: str = setting(
         "k1", "Estimate of the divergence in a token's reward, d = log π - log π_ref. k1: d. k3: exp(-d) - 1 + d.",
         choices=("k1", "k3"), on_resume="fixed",

@@ -70,6 +70,17 @@ POLICY_NO_EFFECT = (
         "without a weight of the divergence: leave it out, or add --beta 0.04.",
     ),
     NoEffect(
+        ("kl_estimator",), lambda beta, vf_coef: not beta,
+        "without a weight of the divergence: leave it out, or add --beta 0.05.",
+    ),
+    NoEffect(
+        ("epsilon", "epsilon_high", "delta", "cliprange_value"),
+        lambda steps_per_generation, num_iterations, vf_coef, dropout: (
+            steps_per_generation * num_iterations == 1 and dropout == 0
+        ),
+        "with one update a step, where every ratio is 1 and no value has moved: leave it out, or add --num-iterations 2.",
+    ),
+    NoEffect(
         ("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min"),
         lambda importance_sampling_correction: not importance_sampling_correction,
         "without --importance-sampling-correction: leave it out.",

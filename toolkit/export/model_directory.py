@@ -18,6 +18,7 @@ from toolkit.distributed.ranks import on_main
 from toolkit.export.card import base_license, model_card, read_json, with_name
 from toolkit.models.adapter_files import base_of_adapter, is_adapted
 from toolkit.models.adapter_saving import save_adapter
+from toolkit.models.value_head import is_of_value_head
 from toolkit.runs.summary import Summary
 from toolkit.system.console import as_typed, say
 from toolkit.system.files import make_folder, put_in_place, remove, written_next_to
@@ -116,8 +117,10 @@ def write_model(
     for leftover in (temporary, old):
         remove(leftover)
     make_folder(directory.parent)
+    for name in [*filter(is_of_value_head, state)]:
+        del state[name]  # of the training alone
     shapes = {name: tensor.shape for name, tensor in state.items()}  # save_pretrained empties the dictionary
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in state]
     with written_next_to(temporary), _ending_turns(model, tokenizer):
         with no_progress_bar():
             if is_adapted(model):

@@ -1,19 +1,23 @@
-"""Log-probabilities and entropies of the tokens of completions, of the distribution that they were sampled from."""
+"""Log-probabilities, entropies and values of the tokens of completions, of the distribution that they were sampled from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from toolkit.data.loading.layouts import NOT_FOR_THE_MODEL as OF_ANSWERS
+from toolkit.distributed.engines import unwrapped
 from toolkit.losses.chunked import Logits, values_in_chunks
-from toolkit.losses.selective_head import at_positions
+from toolkit.losses.selective_head import OfHidden, at_positions
+from toolkit.models.value_head import value_head_of, values_at
 
 NOT_FOR_THE_MODEL = (
-    *OF_ANSWERS, "advantages", "mask", "sampled_logps", "old_logps", "reference_logps", "kept_rows", "kept_ids",
+    *OF_ANSWERS, "advantages", "mask", "sampled_logps", "old_logps", "reference_logps", "old_values", "returns", "kept_rows",
+    "kept_ids",
 )  # fmt: skip
 
 
@@ -27,6 +31,27 @@ def rollout_logps(
     among the tokens that could be drawn (`kept_ids`), which are stored with the completions: computed again from these logits
     rounding would now and then leave out the very token that was drawn. The entropy has a gradient only where it is asked for.
     """
+    logps, entropies = _tables(model, micro_batch, temperature, with_entropy_gradient)
+    return logps, entropies
+
+
+def logps_and_values(
+    model: nn.Module, micro_batch: dict[str, Any], temperature: float = 1.0, with_entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`rollout_logps`, and of each token the value of the state before it, in the same forward pass.
+
+    The value is what the head of `add_value_head` makes of the hidden state that the token is predicted from.
+    """
+    logps, entropies, values = _tables(
+        model, micro_batch, temperature, with_entropy_gradient, partial(values_at, value_head_of(unwrapped(model)))
+    )
+    return logps, entropies, values
+
+
+def _tables(
+    model: nn.Module, micro_batch: dict[str, Any], temperature: float, with_entropy_gradient: bool,
+    of_hidden: OfHidden | None = None,
+) -> Iterable[torch.Tensor]:  # fmt: skip
     inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
     targets, kept_rows = micro_batch["answer_tokens"], micro_batch.get("kept_rows")
 
@@ -46,8 +71,9 @@ def rollout_logps(
     def values(logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
         return values_in_chunks(values_of, logits_of, parameters, rows, vocabulary).flatten()
 
-    found = at_positions(model, inputs, micro_batch["answer_positions"], values).view(-1, 2)
-    tables = found.new_zeros(2, micro_batch["answers"] * micro_batch["longest_answer"])
-    slots = micro_batch["answer_slots"].expand(2, -1)
-    logps, entropies = tables.scatter(1, slots, found.T).view(2, -1, micro_batch["longest_answer"])
-    return logps, entropies
+    positions = micro_batch["answer_positions"]
+    found = at_positions(model, inputs, positions, values, of_hidden)
+    columns = [*found[: 2 * len(positions)].view(-1, 2).T, *found[2 * len(positions) :].view(-1, len(positions))]
+    tables = found.new_zeros(len(columns), micro_batch["answers"] * micro_batch["longest_answer"])
+    slots = micro_batch["answer_slots"].expand(len(columns), -1)
+    return tables.scatter(1, slots, torch.stack(columns)).view(len(columns), -1, micro_batch["longest_answer"])

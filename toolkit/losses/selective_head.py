@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Compute = Callable[[Logits, Sequence[nn.Parameter], torch.Tensor, int], torch.Tensor]
+OfHidden = Callable[[torch.Tensor], torch.Tensor]
 
 _HEAD_COMES_LAST: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # what the trial with two tokens found
 
@@ -62,12 +63,14 @@ def supervised_sums(
     return loss, correct.detach()
 
 
-def at_positions(model: nn.Module, inputs: dict[str, Any], positions: torch.Tensor, compute: Compute) -> torch.Tensor:
+def at_positions(
+    model: nn.Module, inputs: dict[str, Any], positions: torch.Tensor, compute: Compute, of_hidden: OfHidden | None = None
+) -> torch.Tensor:
     """One forward pass, and of its logits at some positions what `compute` makes of them.
 
     `compute(logits_of, parameters, rows, vocabulary)` returns a tensor `[n]` from `rows` `[P, width]`, of which `logits_of`
     makes logits `[P, vocabulary]` with the help of trained `parameters`. `positions` `[P]`: flat indices into
-    `[batch, length]`.
+    `[batch, length]`. What `of_hidden` makes of the head's inputs `[P, width]`, `[m]`, follows behind: `[n + m]`.
     """
     base = unwrapped(model)
     if model not in _HEAD_COMES_LAST:
@@ -76,8 +79,8 @@ def at_positions(model: nn.Module, inputs: dict[str, Any], positions: torch.Tens
     if "use_cache" in _forward_parameters(base):
         inputs = {**inputs, "use_cache": False}
     if not _HEAD_COMES_LAST[model]:
-        logits = _logits_at(model, base, inputs, positions)
-        return compute(lambda rows: rows, (), logits, logits.shape[-1])
+        logits, found = _logits_at(model, base, inputs, positions, of_hidden)
+        return torch.cat([compute(lambda rows: rows, (), logits, logits.shape[-1]), *found])
 
     head = base.get_output_embeddings()
     original, vocabulary = head.forward, base.config.get_text_config().vocab_size
@@ -88,8 +91,10 @@ def at_positions(model: nn.Module, inputs: dict[str, Any], positions: torch.Tens
     def of_hidden_states(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions.to(hidden.device))
         parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        made = compute(logits_of, parameters, rows, vocabulary)
+        made = made if of_hidden is None else torch.cat([made, of_hidden(rows).to(made.dtype)])
         # [1, 1, n] in the place of logits [batch, length, V]; not a view, whose hooks FSDP2 could lose
-        return torch.stack([compute(logits_of, parameters, rows, vocabulary)])[None]
+        return torch.stack([made])[None]
 
     with _bias_taken_out(base) as bias, _forward_replaced(head, of_hidden_states):
         return model(**inputs).logits.flatten()
@@ -110,15 +115,26 @@ def _bias_taken_out(base: PreTrainedModel) -> Iterator[torch.Tensor | None]:
         inner.final_logits_bias = bias
 
 
-def _logits_at(model: nn.Module, base: PreTrainedModel, inputs: dict[str, Any], positions: torch.Tensor) -> torch.Tensor:
-    """Logits `[P, V]` at flat positions, as the model itself makes them."""
+def _logits_at(
+    model: nn.Module, base: PreTrainedModel, inputs: dict[str, Any], positions: torch.Tensor, of_hidden: OfHidden | None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits `[P, V]` at flat positions, as the model itself makes them, and what `of_hidden` makes of the head's inputs."""
     length = inputs.get("decoder_input_ids", inputs["input_ids"]).shape[1]
     if "logits_to_keep" in _forward_parameters(base):
         columns = torch.unique(positions % length) if len(positions) else positions.new_zeros(1)
         inputs = {**inputs, "logits_to_keep": columns}  # for every row of the batch
         positions = positions // length * len(columns) + torch.searchsorted(columns, positions % length)
-    logits = model(**inputs).logits
-    return logits.reshape(-1, logits.shape[-1]).index_select(0, positions.to(logits.device))
+    found: list[torch.Tensor] = []
+
+    def see(head: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        assert of_hidden is not None
+        found.append(of_hidden(arguments[0].reshape(-1, arguments[0].shape[-1])[positions.to(arguments[0].device)]))
+
+    with ExitStack() as stack:
+        if of_hidden is not None:
+            stack.callback(base.get_output_embeddings().register_forward_pre_hook(see).remove)
+        logits = model(**inputs).logits
+    return logits.reshape(-1, logits.shape[-1]).index_select(0, positions.to(logits.device)), found
 
 
 def _forward_parameters(base: PreTrainedModel) -> Mapping[str, Any]:

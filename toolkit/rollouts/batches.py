@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 Advantages = Sequence[float] | torch.Tensor
 Collate = Callable[[Sequence[Rollout], Advantages], dict[str, Any]]
-LogpsOf = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # of (model, micro-batch): [completions, longest completion]
+# Of (model, micro-batch): a table [completions, longest completion], or several by the names of a rollout's fields.
+LogpsOf = Callable[[nn.Module, dict[str, Any]], torch.Tensor | dict[str, torch.Tensor]]
 
 
 def policy_batches(
@@ -35,7 +37,7 @@ def policy_batches(
 
     Args:
         rollouts: those of a step, the same on every rank; the prompt of a group that a border cuts is read on both sides.
-        advantages: of each, in the same order.
+        advantages: of each, in the same order, or a table of each token `[completions, longest]`.
         collate: as `collate_rollouts`; it gets some rollouts with their advantages.
         micro_batch_size: completions in a forward pass.
         seed, position: the random numbers of a forward pass follow from them; `position` is that of the step.
@@ -64,15 +66,17 @@ def with_logps(
 ) -> list[Rollout]:  # fmt: skip
     """The rollouts with log-probabilities of their tokens under these names, `old_logps` or `reference_logps`. A collective.
 
-    `logps_of`: each a table of a micro-batch, computed in evaluation mode without a gradient, once for each completion: by the
-    rank that it is dealt to.
+    `logps_of`: each a table of a micro-batch, or several by names of their own (`old_logps` and `old_values` of one forward
+    pass), computed in evaluation mode without a gradient, once for each completion: by the rank that it is dealt to.
     """
     batch = _batch(accelerator, rollouts, [0.0] * len(rollouts), collate, micro_batch_size)
     found: list[tuple[int, dict[str, list[float]]]] = []
     with evaluation_mode(model), accelerator.autocast():
         for micro_batch, indices, is_real in zip(batch.micro_batches, batch.indices, batch.real, strict=True):
             on_device = to_device(micro_batch, accelerator.device)
-            tables = {name: of(model, on_device).cpu() for name, of in logps_of.items()}
+            made = {name: of(model, on_device) for name, of in logps_of.items()}
+            named = (each if isinstance(each, dict) else {name: each} for name, each in made.items())
+            tables = {name: table.cpu() for each in named for name, table in each.items()}
             for row, place in enumerate(indices if is_real else ()):
                 length = len(rollouts[place].completion_ids)
                 found.append((place, {name: table[row, :length].tolist() for name, table in tables.items()}))
@@ -100,13 +104,14 @@ def _batch(
 
 def collate_rollouts(
     rollouts: Sequence[Rollout], advantages: Advantages, *, layout: str, pad_token_id: int = 0,
-    mask_truncated_completions: bool = False,
+    mask_truncated_completions: bool = False, mask_unscored_completions: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The tensors of a micro-batch of completions, in a layout of `lay_out`: with `shared` a group's prompt is read once.
 
-    Next to what `lay_out` says: `advantages` `[completions]`, float32; `mask` `[completions, longest completion]`, float32: 1
-    where a token counts, which those of truncated completions don't where `mask_truncated_completions`; `sampled_logps`, of the
-    same shape, nats, as the sampler found them, and `old_logps` and `reference_logps` where the rollouts have them. Where some
+    Next to what `lay_out` says: `advantages` `[completions]` or `[completions, longest completion]`; `mask`, of the latter
+    shape: 1 where a token counts, which those of truncated completions don't where `mask_truncated_completions`, nor those
+    without any reward where `mask_unscored_completions`; `sampled_logps`, nats, as the sampler found them, and `old_logps`,
+    `reference_logps`, `old_values` and `returns` where the rollouts have them; all in torch's default dtype. Where some
     tokens could not be drawn, `kept_rows` and `kept_ids` `[K]`: the number of a token among all of the completions, and an id
     that could be drawn there.
     """
@@ -119,16 +124,17 @@ def collate_rollouts(
         prompt_of.append(len(prompts) - 1)
     answers = [np.asarray(rollout.completion_ids, dtype=np.int64) for rollout in rollouts]
     batch = lay_out(prompts, answers, np.array(prompt_of), layout, pad_token_id)
-    counted = [
-        [float(not (mask_truncated_completions and rollout.truncated))] * len(rollout.completion_ids) for rollout in rollouts
-    ]
-    batch["advantages"] = torch.as_tensor(advantages, dtype=torch.float32)
+    counted = counted_tokens(rollouts, mask_truncated_completions, mask_unscored_completions)
+    table = torch.as_tensor(advantages, dtype=torch.get_default_dtype())
+    batch["advantages"] = table if table.dim() == 1 else table[:, : batch["longest_answer"]]
     tables: dict[str, list[list[float]] | list[list[float] | None]] = {
         "mask": counted, "sampled_logps": [rollout.logps for rollout in rollouts],
         "old_logps": [rollout.old_logps for rollout in rollouts],
         "reference_logps": [rollout.reference_logps for rollout in rollouts],
+        "old_values": [rollout.old_values for rollout in rollouts],
+        "returns": [rollout.returns for rollout in rollouts],
     }  # fmt: skip
-    batch |= {name: _table(rows, batch["longest_answer"]) for name, rows in tables.items() if rows[0] is not None}
+    batch |= {name: token_table(rows, batch["longest_answer"]) for name, rows in tables.items() if rows[0] is not None}
     if rollouts[0].kept is not None:
         kept = [ids for rollout in rollouts for ids in rollout.kept or ()]
         batch["kept_rows"] = torch.from_numpy(np.repeat(np.arange(len(kept)), [len(ids) for ids in kept]))
@@ -136,8 +142,20 @@ def collate_rollouts(
     return batch
 
 
-def _table(rows: Sequence[Sequence[float] | None], width: int) -> torch.Tensor:
-    table = torch.zeros(len(rows), width)
+def counted_tokens(
+    rollouts: Sequence[Rollout], mask_truncated_completions: bool = False, mask_unscored_completions: bool = False
+) -> list[list[float]]:
+    """1 for each token of a completion that counts in the loss, 0 for those of one that does not."""
+    left_out = [
+        (mask_truncated_completions and each.truncated) or (mask_unscored_completions and math.isnan(each.reward))
+        for each in rollouts
+    ]
+    return [[float(not out)] * len(each.completion_ids) for each, out in zip(rollouts, left_out, strict=True)]
+
+
+def token_table(rows: Sequence[Sequence[float] | None], width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Numbers of tokens as a table `[completions, width]`, 0 behind a completion's end; torch's default dtype without one."""
+    table = torch.zeros(len(rows), width, dtype=dtype)
     for row, values in zip(table, rows, strict=True):
-        row[: len(values or ())] = torch.tensor(values or (), dtype=torch.float32)
+        row[: len(values or ())] = torch.tensor(values or (), dtype=table.dtype)
     return table

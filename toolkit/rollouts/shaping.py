@@ -1,4 +1,4 @@
-"""What is added to rewards: a penalty for completions that grow too long, and one for leaving the reference model."""
+"""What is added to rewards: penalties for completions that grow too long or have no end, and for leaving the reference."""
 
 from collections.abc import Sequence
 
@@ -41,17 +41,20 @@ def penalize_kl(
 
 def shaped_rewards(
     rollouts: Sequence[Rollout], *, max_completion_length: int = 0, overlong_cache: int = 0, beta: float = 0.0,
-    kl_estimator: str = "k1",
+    kl_estimator: str = "k1", missing_eos_penalty: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """The rewards of a step `[groups, completions of a prompt]`, float64, with the penalties that were asked for.
 
-    `overlong_cache`: tokens of `overlong_penalty`; `beta`: weight of `penalize_kl`, for rollouts that have `reference_logps`.
-    0: none.
+    `overlong_cache`: tokens of `overlong_penalty`; `beta`: weight of `penalize_kl`, for rollouts that have `reference_logps`;
+    `missing_eos_penalty`: subtracted from the reward of a completion without an end. 0: none.
     """
     table = reward_table(rollouts)
     if overlong_cache:
         lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
         table = table + overlong_penalty(lengths, max_completion_length, overlong_cache).view_as(table)
+    if missing_eos_penalty:
+        truncated = torch.tensor([rollout.truncated for rollout in rollouts], dtype=table.dtype)
+        table = table - missing_eos_penalty * truncated.view_as(table)
     if beta:
         kl = [
             float(kl_estimate(torch.tensor(each.logps), torch.tensor(each.reference_logps), kl_estimator).double().sum())
