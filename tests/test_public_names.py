@@ -517,6 +517,25 @@ def rankings() -> None:
     assert tk.ranking_baselines(raw)["BM25 on words"] == 1.0
 
 
+@shows("tokenize_for_multiple_choice", "multiple_choice_loss", "multiple_choice_metrics", "choice_baselines")
+def choices() -> None:
+    from transformers import BertConfig, BertForMultipleChoice
+
+    rows = [{"question": f"red {i}", "choices": ["one red", "two blue", "a"], "label": 0} for i in range(3)]
+    raw = DatasetDict(train=Dataset.from_list(rows), validation=Dataset.from_list(rows))
+    splits = tk.tokenize_for_multiple_choice(raw, tokenizer(), tk.DataConfig(max_length=64))
+    model = BertForMultipleChoice(BertConfig(
+        vocab_size=len(tokenizer()), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    ))  # fmt: skip
+    collate = functools.partial(tk.collate_lists, pad_token_id=tokenizer().pad_token_id)
+    loss, shown = tk.multiple_choice_loss(model, collate(documents(splits)), {"examples": 3.0})
+    assert loss > 0
+    assert "accuracy" in shown
+    _, evaluation = tk.build_dataloaders(splits, collate, tk.DataConfig())
+    assert "eval_accuracy" in tk.eval_with_gather(accelerator(), model, evaluation, tk.multiple_choice_metrics)
+    assert tk.choice_baselines(raw)["BM25 on words"] == 1.0
+
+
 @shows(
     "tokenize_for_unpaired", "unpaired_baselines", "mismatch_answers", "collate_answers", "choose_answer_layout", "answer_logps",
     "mismatched_logps", "estimate_kl", "unpaired_metrics",

@@ -71,6 +71,7 @@ from .data.tokenize.tasks import (
     tokenize_for_embedding as tokenize_for_embedding,
     tokenize_for_lm as tokenize_for_lm,
     tokenize_for_masked_lm as tokenize_for_masked_lm,
+    tokenize_for_multiple_choice as tokenize_for_multiple_choice,
     tokenize_for_preference as tokenize_for_preference,
     tokenize_for_prompts as tokenize_for_prompts,
     tokenize_for_question_answering as tokenize_for_question_answering,
@@ -82,6 +83,7 @@ from .data.tokenize.tasks import (
 )
 from .data.tokenize.token_tags import Tags as Tags, find_tags as find_tags
 from .demo_corpus.bm25 import ranking_baselines as ranking_baselines
+from .demo_corpus.choice_baselines import choice_baselines as choice_baselines
 from .demo_corpus.class_baselines import class_baselines as class_baselines
 from .demo_corpus.language_baselines import (
     answer_baselines as answer_baselines,
@@ -137,6 +139,10 @@ from .losses.contrastive import (
     matryoshka as matryoshka,
 )
 from .losses.masked_lm import masked_lm_loss as masked_lm_loss, masked_lm_metrics as masked_lm_metrics
+from .losses.multiple_choice import (
+    multiple_choice_loss as multiple_choice_loss,
+    multiple_choice_metrics as multiple_choice_metrics,
+)
 from .losses.off_policy import sampler_weights as sampler_weights
 from .losses.pair_losses import (
     PairLogps as PairLogps,

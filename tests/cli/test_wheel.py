@@ -29,7 +29,7 @@ FEW = ["--max-train-examples", "40", "--max-eval-examples", "24"]
 SILENT = ["--num-samples", "0"]
 OF = {
     "embedding": FEW,
-    "basic": FEW, "accelerated": FEW, "question_answering": FEW, "reward": FEW, "reranker": FEW, "token_classification": FEW, "zero": FEW, "sft": [*FEW, *SILENT], "lora": [*FEW, *SILENT], "dpo": [*FEW, *SILENT],
+    "basic": FEW, "accelerated": FEW, "question_answering": FEW, "reward": FEW, "reranker": FEW, "multiple_choice": FEW, "token_classification": FEW, "zero": FEW, "sft": [*FEW, *SILENT], "lora": [*FEW, *SILENT], "dpo": [*FEW, *SILENT],
     "kto": [*FEW, *SILENT],
     "grpo": [*FEW, *SILENT, "--per-device-train-batch-size", "16"],
     "ppo": [*FEW, *SILENT, "--per-device-train-batch-size", "16"],

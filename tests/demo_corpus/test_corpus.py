@@ -15,15 +15,16 @@ from toolkit.data.sources.load import describe_source, load_splits
 from toolkit.demo_corpus import stdlib as corpus, tasks as corpus_tasks
 from toolkit.demo_corpus.annotations import TOKEN_ROLES, first_sentence, token_roles
 
-TASKS = ("embed", "pretrain", "sft", "dpo", "classify", "tag", "qa", "seq2seq", "rank")
+TASKS = ("embed", "pretrain", "sft", "dpo", "classify", "tag", "qa", "seq2seq", "rank", "choose")
 FEWEST = {
     "embed": (2000, 60, 150), "pretrain": (200, 10, 15), "sft": (2000, 60, 150), "dpo": (2000, 60, 150), "seq2seq": (2000, 60, 150),
-    "rank": (2000, 60, 150),
+    "rank": (2000, 60, 150), "choose": (2000, 60, 150),
 }  # fmt: skip
 TEXTS = {  # the columns that must not be known from training; a question or an answer may
     "embed": ["query", "positive"],
     "pretrain": ["text"], "sft": ["messages"], "dpo": ["prompt", "chosen"], "classify": ["text"],
     "tag": ["tokens"], "qa": ["context"], "seq2seq": ["source", "target"], "rank": ["query"],
+    "choose": ["question"],
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ RECIPES = {
     "lora": ["--num-samples", "0", "--max-length", "512"],
     "reward": ["--max-length", "256"],
     "reranker": ["--ranking-loss", "bce"],  # from random weights the others have gradients near 0
+    "multiple_choice": [],
     "question_answering": ["--doc-stride", "16", "--num-samples", "1"],
     "token_classification": [],
     "seq2seq": ["--num-samples", "1", "--max-target-length", "8", "--num-beams", "2"],

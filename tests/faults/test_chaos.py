@@ -25,6 +25,7 @@ RECIPES = {
     "kto": LANGUAGE,
     "reward": ["--model", "tiny-llama"],
     "reranker": [],
+    "multiple_choice": [],
     "masked_lm": ["--mlm-probability-end", "0.1"],
     "accelerated": [],
     "question_answering": ["--max-length", "40", "--doc-stride", "8", "--num-samples", "1"],
@@ -57,6 +58,8 @@ def _rows(recipe: str) -> list[dict]:
             rows.append({"prompt": asked, "completion": said})
         elif recipe == "reranker":
             rows.append({"query": asked, "positive": said, "negative": other})
+        elif recipe == "multiple_choice":
+            rows.append({"question": asked, "choices": [said, other, asked][: 2 + i % 2], "label": i % 2})
         elif recipe == "embedding":
             rows.append({"anchor": asked, "positive": said, "negatives": [other] * (i % 2)})
         elif recipe == "kto":

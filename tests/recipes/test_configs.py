@@ -79,6 +79,7 @@ def make_rows(recipe: str) -> list[dict]:
                           "rejected": [*said("user", f"say {i}"), *said("assistant", f"no, {i + 1}")]},
         "embedding": lambda i: {"anchor": f"say {i}", "positive": f"it is {i}", "negative": f"no, {i + 1}"},
         "reranker": lambda i: {"query": f"say {i}", "positive": f"it is {i}", "negative": f"no, {i + 1}"},
+        "multiple_choice": lambda i: {"question": f"say {i}", "choices": [f"no, {i + 1}", f"it is {i}"], "answer": "B"},
         "question_answering": lambda i: {"question": "Which number?", "context": f"number {i} is said " + "again and " * 300,
                                          "answers": {"text": [str(i)], "answer_start": [7]}},
         "pretrain": lambda i: {"text": f"number {i} is said again and again, as are many others " * 9},

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-RECIPES = ["basic", "accelerated", "sft", "lora", "dpo", "kto", "reward", "reranker", "embedding", "token_classification", "pretrain", "question_answering", "masked_lm", "seq2seq"]
+RECIPES = ["basic", "accelerated", "sft", "lora", "dpo", "kto", "reward", "reranker", "multiple_choice", "embedding", "token_classification", "pretrain", "question_answering", "masked_lm", "seq2seq"]
 SMALL = ["--hidden-size", "32", "--num-hidden-layers", "2", "--max-train-examples", "120", "--max-eval-examples", "24"]
 SMALL_OF = {
     "embedding": [*SMALL, "--max-length", "64", "--two-way", "--matryoshka-dims", "32,8"],
@@ -23,6 +23,7 @@ SMALL_OF = {
     "question_answering": [*SMALL, "--max-length", "64", "--doc-stride", "16", "--num-samples", "1"],
     "reward": [*SMALL, "--max-length", "128", "--center-rewards-coefficient", "0.01"],
     "reranker": [*SMALL, "--max-length", "64", "--ranking-loss", "listnet"],
+    "multiple_choice": [*SMALL, "--max-length", "64"],
     "token_classification": [*SMALL, "--max-length", "64", "--label-all-tokens"],
     "seq2seq": [*SMALL, "--max-length", "64", "--max-target-length", "16", "--num-samples", "1", "--label-smoothing-factor", "0.1"],
     "pretrain": [
@@ -72,7 +73,7 @@ def test_config_yaml_fed_back_repeats_the_run(run_recipe, tmp_path: Path, recipe
     assert {**settings[0], "output_dir": 0} == {**settings[1], "output_dir": 0}
 
 
-EPOCHS = {"accelerated": "1.34", "embedding": "0.84", "sft": "1.5", "lora": "1.5", "dpo": "0.84", "kto": "0.42", "reward": "0.84", "reranker": "0.84", "token_classification": "1.34", "pretrain": "0.13", "question_answering": "0.42", "masked_lm": "0.13", "seq2seq": "0.42"}
+EPOCHS = {"accelerated": "1.34", "embedding": "0.84", "sft": "1.5", "lora": "1.5", "dpo": "0.84", "kto": "0.42", "reward": "0.84", "reranker": "0.84", "multiple_choice": "0.84", "token_classification": "1.34", "pretrain": "0.13", "question_answering": "0.42", "masked_lm": "0.13", "seq2seq": "0.42"}
 
 
 @pytest.mark.parametrize("recipe", EPOCHS)

@@ -164,6 +164,7 @@ LINES = {
     "eval_recall_at_10 0.1680  eval_ndcg_at_10 0.0858",
     "reranker": "step 3/3  eval_loss 1.7072  eval_mrr 0.3194  eval_map 0.3194  eval_recall_at_1 0.1000  eval_ndcg_at_1 0.1000  "
     "eval_recall_at_10 1  eval_ndcg_at_10 0.4800",
+    "multiple_choice": "step 654/654  eval_loss 1.0781  eval_accuracy 0.6947",
     "question_answering": "step 1/1  eval_loss 4.0737  eval_exact_match 0.0500  eval_f1 0.1264  eval_HasAns_exact 0.5000  "
     "eval_NoAns_exact 0  eval_HasAns_f1 0.5000  eval_NoAns_f1 0  eval_best_exact 1  eval_best_exact_thresh -1.5000  eval_best_f1 1  "
     "eval_best_f1_thresh -1.5000",

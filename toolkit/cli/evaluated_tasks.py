@@ -46,6 +46,7 @@ from toolkit.losses.answer_logps import (
 from toolkit.losses.causal_lm import causal_lm_metrics, causal_lm_metrics_with_bytes
 from toolkit.losses.contrastive import embedding_task
 from toolkit.losses.masked_lm import masked_lm_metrics
+from toolkit.losses.multiple_choice import multiple_choice_metrics
 from toolkit.losses.ranking import ranking_list_metrics
 from toolkit.losses.reward import reward_metrics
 from toolkit.losses.seq2seq import seq2seq_metrics
@@ -296,6 +297,11 @@ EVALUATED: dict[str, dict[str, EvaluatedTask]] = {
     },
     "AutoModelForQuestionAnswering": {
         "question_answering": EvaluatedTask(_seen_later, _spans_metrics, _collate(collate_windows)),
+    },
+    "AutoModelForMultipleChoice": {
+        "multiple_choice": EvaluatedTask(
+            _known("loss", "accuracy"), lambda loaded: multiple_choice_metrics, _collate(collate_lists)
+        ),
     },
     "AutoModelForMaskedLM": {
         "masked_lm": EvaluatedTask(

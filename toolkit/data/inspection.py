@@ -19,6 +19,7 @@ from toolkit.data.split_counts import Measures, NeedsBothKinds, SplitCounts
 from toolkit.data.tokenize.columns import Plan, label_column, likely_renames
 from toolkit.data.tokenize.documents import Documents
 from toolkit.data.tokenize.labels import missing_label
+from toolkit.data.tokenize.multiple_choice import is_multiple_choice
 from toolkit.data.tokenize.preferences import ANSWER_LISTS
 from toolkit.data.tokenize.prepare import BATCH_ROWS, STREAM_ROWS, Reader, build_reader
 from toolkit.data.tokenize.seq2seq import PAIRS, TRANSLATION
@@ -67,6 +68,8 @@ def guess_task(columns: list[str]) -> str:
         return "preference"
     if {"question", "context", "answers"} <= present:
         return "question_answering"
+    if is_multiple_choice(columns):
+        return "multiple_choice"
     if {"anchor", "positive"} <= present or {"sentence1", "sentence2", "score"} <= present:
         return "embedding"
     if {"query", "positive"} <= present and not any(name.startswith("negative") for name in present):
@@ -100,6 +103,7 @@ def guess_task(columns: list[str]) -> str:
         f"The columns {shown or '(none)'} are none that training knows: messages; prompt and completion; text; text and label; "
         f"anchor and positive; sentence1, sentence2 and score; "
         f"chosen and rejected; query, documents and labels; question, context and answers; instruction, input and output; "
+        f"question, choices and label; "
         f"tokens and tags; source and target; prompt; input_ids. "
         + (f"Did you mean: {meant}" if meant else "Rename with --rename-columns old=new")
     )

@@ -30,6 +30,8 @@ REMARKS = {
     "no_relevant": "{list has|lists have} no document with a label above 0, and {counts|count} 0 in mrr, map, recall and ndcg",
     "same_label": "{list has|lists have} one label for all of {its|their} documents: nothing in {it|them} can be compared",
     "cut_queries": "{query is|queries are} longer than half of --max-length, and cut too",
+    "cut_choices": "{question has|questions have} a choice that --max-length cuts: it alone is longer",
+    "right_twice": "{question has|questions have} {its|their} right choice twice, and can't be answered for certain",
     "cut_words": "{word and its tag is|words and their tags are} beyond --max-length, and {is|are} neither trained on nor "
     "counted in a metric",
     "untokenized_words": "{word has|words have} no token at all, and {is|are} neither trained on nor counted in a metric",

@@ -46,6 +46,7 @@ LIBRARY_FAMILIES = {
 INSTRUCTION = "Say in one sentence what this Python function does.\n\n{code}"
 LONGEST_CODE = 1600  # characters, some 450 tokens of a small vocabulary
 LONGEST_CONTEXT = 600  # characters of a function that questions are asked about
+CHOICES = 4  # sentences of which one says what a function does
 LONGEST_RANKED, RANKED = 600, 8  # characters of a function that is ranked, and how many are ranked together
 WINDOW = 8  # tokens; a held-out text most of whose windows are in the training texts is a near-duplicate
 NEARLY_ALL = 0.7
@@ -189,6 +190,37 @@ def rank() -> Iterator[Row]:
             }
 
 
+def choose() -> Iterator[Row]:
+    """A function's code, and four sentences: that of its docstring, and three of its module's other functions, of like length.
+
+    Where the module has too few, they are of other modules of the split. No two are the same.
+    """
+    by_split: dict[str, list[tuple[Function, str]]] = defaultdict(list)
+    for function, sentence in _described_functions():
+        if len(function.code) <= LONGEST_RANKED:
+            by_split[split_of(function.module)].append((function, sentence))
+    for split, described in by_split.items():
+        for function, sentence in described:
+
+            def nearness(
+                other: tuple[Function, str], function: Function = function, length: int = len(sentence)
+            ) -> tuple[Any, ...]:
+                ratio = abs(math.log(len(other[1]) / length))
+                return other[0].module != function.module, ratio, _hash(f"{function.qualname} {other[1]}")
+
+            near = {plain(text): text for _, text in heapq.nsmallest(4 * CHOICES, described, key=nearness)}
+            near.pop(plain(sentence), None)
+            choices = sorted([sentence, *list(near.values())[: CHOICES - 1]], key=lambda text: _hash(f"{function.code} {text}"))
+            yield {
+                "question": function.code,
+                "choices": choices,
+                "label": choices.index(sentence),
+                "sentence": sentence,
+                "origin": _origin("choose", function),
+                "split": split,
+            }
+
+
 def _described_functions() -> Iterator[tuple[Function, str]]:
     for function in _distinct(read_functions()):
         sentence = first_sentence(function.docstring)
@@ -238,6 +270,7 @@ TASKS = {
     "seq2seq": Task(seq2seq, ("source", "target")),
     "embed": Task(embed, ("query", "positive")),
     "rank": Task(rank, ("query", "code")),
+    "choose": Task(choose, ("question", "sentence")),
 }
 
 
@@ -257,6 +290,7 @@ def task_features(task: str) -> Features:
         "seq2seq": {"source": text, "target": text},
         "embed": {"query": text, "positive": text},
         "rank": {"query": text, "documents": List(text), "labels": List(Value("int32"))},
+        "choose": {"question": text, "choices": List(text), "label": Value("int32")},
     }
     return Features({**columns[task], "origin": text})
 

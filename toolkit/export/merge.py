@@ -24,7 +24,7 @@ from toolkit.models.adapter_files import (
 )
 from toolkit.models.load import check_finite
 from toolkit.models.quantization import as_trained, keep_gradients
-from toolkit.models.trained import settings_of_the_task
+from toolkit.models.trained import class_of_adapter, settings_of_the_task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +76,7 @@ def merge_adapter(adapter: Path, dataset: str | None = None) -> Merged:
 
 
 def _merge(adapter: Path, dataset: str | None) -> Merged:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, BatchEncoding
 
     base, revision = base_of(adapter)
     check_adapter(adapter)
@@ -86,6 +86,8 @@ def _merge(adapter: Path, dataset: str | None) -> Merged:
     rows = [
         tokenizer(text, truncation=True, max_length=TOKENS, return_tensors="pt") for text in _texts(adapter, dataset, tokenizer)
     ]
+    if class_of_adapter(read_adapter_config(adapter)) == "AutoModelForMultipleChoice":  # each text is a question's one choice
+        rows = [BatchEncoding({name: values[None] for name, values in row.items()}) for row in rows]
     model, dtype = _load_base(adapter, base, revision)
     if len(tokenizer) > cast("nn.Embedding", model.get_input_embeddings()).num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
@@ -111,7 +113,9 @@ def _load_base(adapter: Path, base: str, revision: str | None) -> tuple[PreTrain
     """The base in float32, or in the 4 bits that the adapter was trained on, and the type in which it was published."""
     import transformers
 
-    task = read_adapter_config(adapter).get("task_type")
+    written = read_adapter_config(adapter)
+    task = written.get("task_type")
+    auto_class = _CLASSES.get(str(task)) or class_of_adapter(written)
     with _explained(adapter, f"its base {base} can't be loaded"):
         settings = transformers.AutoConfig.from_pretrained(base, revision=revision)
         published = settings.dtype
@@ -120,11 +124,11 @@ def _load_base(adapter: Path, base: str, revision: str | None) -> tuple[PreTrain
                 f"{adapter}: its base {base} is quantized, and nothing can be merged into rounded weights. Write the name "
                 "of the model that it was made from into base_model_name_or_path of adapter_config.json."
             )
-        if task not in _CLASSES:
+        if auto_class is None:
             raise Refusal(f"{adapter}: task_type {task} of adapter_config.json is none of {', '.join(_CLASSES)}.")
         for name, value in settings_of_the_task(adapter).items():
             setattr(settings, name, value)
-        auto, rounding = getattr(transformers, _CLASSES[task]), _rounding(adapter)
+        auto, rounding = getattr(transformers, auto_class), _rounding(adapter)
         model = auto.from_pretrained(
             base, config=settings, revision=revision, dtype=torch.float32, use_safetensors=True, **rounding
         )

@@ -77,7 +77,7 @@ def ranking_list_metrics(*, ranking_loss: str = "lambda", positive_weight: float
     return Metrics(update=update, finalize=finalize)
 
 
-def score_lists(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def score_lists(model: Callable[..., Any], micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores and labels `[lists, most documents]`, 0 where a list has no more, and where it has; float32 or wider.
 
     A score is the one number that a model with a classification head of one label gives for the query with the document.
@@ -98,7 +98,7 @@ def score_lists(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Te
 
 
 def _scores_by_length(
-    model: nn.Module, inputs: dict[str, torch.Tensor], by_length: torch.Tensor, groups: list[tuple[int, int]]
+    model: Callable[..., Any], inputs: dict[str, torch.Tensor], by_length: torch.Tensor, groups: list[tuple[int, int]]
 ) -> torch.Tensor:
     """Scores `[documents]`, of documents of like length at a time: a list has short and long ones, and padding takes time."""
     sizes = [size for size, _ in groups]

@@ -120,7 +120,9 @@ def modules_to_save(model: nn.Module, config: AdapterConfig) -> list[str]:
     """Full names of the modules trained whole: heads, those that the settings name, and those with weights of load_model's."""
     names = [name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None]
     found = list(loaded(model).new_modules)
-    found += [name for name in names if name in _HEADS.get(_task_of(model) or "", ()) and name not in found]
+    scores_choices = type(model).__name__.endswith("ForMultipleChoice")  # for which peft has no name
+    heads = _HEADS["SEQ_CLS"] if scores_choices else _HEADS.get(_task_of(model) or "", ())
+    found += [name for name in names if name in heads and name not in found]
     for entry in config.lora_modules_to_save:
         matching = [name for name in names if _is_named(name, entry)]
         if not matching:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,6 +37,7 @@ AUTO_CLASSES = {
     "Model": "AutoModel",
     "ForQuestionAnswering": "AutoModelForQuestionAnswering",
     "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForMultipleChoice": "AutoModelForMultipleChoice",
     "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "MTModel": "AutoModelForSeq2SeqLM",
 }
@@ -74,9 +76,12 @@ def auto_class_of(config: ModelConfig) -> str:
         Refusal: it can't be read, or is none of them.
     """
     if is_adapter(config.model):
-        task = str(read_adapter_config(Path(config.model).expanduser()).get("task_type"))
+        settings = read_adapter_config(Path(config.model).expanduser())
+        task, base_class = str(settings.get("task_type")), class_of_adapter(settings)
         if task in _OF_ADAPTERS:
             return _OF_ADAPTERS[task]
+        if base_class:
+            return base_class
         raise Refusal(f"{config.model}: an adapter for {task}; what can be evaluated are {' and '.join(_OF_ADAPTERS)}.")
     architectures = list(_published_config(config).architectures or [])
     for ending, auto_class in AUTO_CLASSES.items():
@@ -86,6 +91,12 @@ def auto_class_of(config: ModelConfig) -> str:
         f"{config.model}: its config.json names {', '.join(architectures) or 'no architecture'}; what can be used here are "
         f"models {', '.join('...' + ending for ending in AUTO_CLASSES)}."
     )
+
+
+def class_of_adapter(settings: Mapping[str, Any]) -> str | None:
+    """transformers' class by task of an adapter for a task that peft has no name for; it names the model's class instead."""
+    name = str((settings.get("auto_mapping") or {}).get("base_model_class"))
+    return next((auto_class for ending, auto_class in AUTO_CLASSES.items() if name.endswith(ending)), None)
 
 
 def longest_example(config: ModelConfig) -> int | None:

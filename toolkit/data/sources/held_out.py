@@ -45,6 +45,7 @@ _QUESTION_ENDS = re.compile(r"\?(?=\s)")
 _BORDERS = (re.compile(r"\n"), re.compile(r"[.!:;](?=\s)"), re.compile(r"\s"))
 _WITH_PARTNER = (
     ("context", "question"), ("source", "target"), ("query", "document"), ("query", "documents"), ("query", "positive"),
+    ("article", "question"), ("question", "choices"), ("question", "options"),
 )  # fmt: skip
 _ROWS_LOOKED_AT = 100  # of a stream, for pairs whose prompt can't be determined
 

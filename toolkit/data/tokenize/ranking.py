@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,24 +47,27 @@ class QueryList:
 
 def ranking_format(config: DataConfig) -> Format:
     """How lists of documents are read; `config` may hold the settings of RankingConfig too, for the range of labels."""
-    import pyarrow as pa
-
     loss = config.ranking_loss if isinstance(config, RankingConfig) else "ranknet"
 
-    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> RankingRows:
-        return RankingRows(plan, encoder, pair_frame(encoder.tokenizer), loss, config.max_length, config.overlong)
-
-    def columns(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> dict[str, pa.DataType]:
-        whole, many = pa.int32(), pa.list_(pa.int32())
-        fields = {"labels": pa.list_(pa.float32()), "document_tokens": many, "query_tokens": whole, "documents": whole,
-                  "comparisons": whole}  # fmt: skip
-        return fields | ({"token_type_ids": many} if "token_type_ids" in tokenizer.model_input_names else {})
+    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> ListRows:
+        read_row = partial(_read_list, layout=plan.layout, loss=loss)
+        return ListRows(encoder, pair_frame(encoder.tokenizer), read_row, loss, config.max_length, config.overlong)
 
     return Format(
-        "ranking", _plan, rows, columns, lambda plan, tokenizer: f"queries with lists of documents ({plan.layout})", _show,
+        "ranking", _plan, rows, list_columns, lambda plan, tokenizer: f"queries with lists of documents ({plan.layout})", _show,
         part_names=("query", "most relevant document", "least relevant document"), settings=(loss,), supervises_tokens=False,
         ends_texts=False, gather=gather_lists,
     )  # fmt: skip
+
+
+def list_columns(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> dict[str, pa.DataType]:
+    """The columns of tokenized lists, with Arrow types."""
+    import pyarrow as pa
+
+    whole, many = pa.int32(), pa.list_(pa.int32())
+    fields = {"labels": pa.list_(pa.float32()), "document_tokens": many, "query_tokens": whole, "documents": whole,
+              "comparisons": whole}  # fmt: skip
+    return fields | ({"token_type_ids": many} if "token_type_ids" in tokenizer.model_input_names else {})
 
 
 def gather_lists(splits: Splits) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def read_lists(splits: Splits, name: str) -> Iterator[QueryList]:
     split = _gathered(splits[name], name)
     plan = _plan({name: split}, DataConfig())[0][name]
     for number, row in enumerate(split):
-        yield _read_list(row, plan.layout, row.get("origin") or f"row {number} of the {name} split", "ranknet")
+        yield _read_list(row, row.get("origin") or f"row {number} of the {name} split", layout=plan.layout, loss="ranknet")
 
 
 def _gathered(split: Any, name: str) -> Any:
@@ -136,20 +140,24 @@ def _negatives(columns: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class RankingRows:
-    """Reads batches of rows: all that it needs next to them."""
+class ListRows:
+    """Reads batches of rows, each a list: all that it needs next to them.
 
-    plan: Plan
+    read_row(row, origin): the list, checked. `whole_documents`: of an over-long pair the query is cut first, not the document.
+    """
+
     encoder: Encoder
     frame: PairFrame
+    read_row: Callable[[dict[str, Any], str], QueryList]
     loss: str
     max_length: int
     overlong: str
+    whole_documents: bool = False
 
     def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
         """Lists with all tokens of their documents, each behind its query, as the tokenizer frames a pair."""
         rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-        lists = [_read_list(row, self.plan.layout, origin, self.loss) for row, origin in zip(rows, origins, strict=True)]
+        lists = [self.read_row(row, origin) for row, origin in zip(rows, origins, strict=True)]
         queries = [encoding.ids for encoding in self.encoder.encode([each.query for each in lists])]
         texts = self.encoder.encode([text for each in lists for text in each.documents])
         ids, columns, longest, remarks = list[list[int]](), _no_columns(self._has_types), list[int](), Counter[str]()
@@ -167,7 +175,11 @@ class RankingRows:
                 columns["token_type_ids"].append([kind for _, kinds in pairs for kind in kinds])
             remarks["no_relevant"] += bool(labels.max() <= 0)
             remarks["same_label"] += self.loss != "bce" and not columns["comparisons"][-1]
-            remarks["cut_queries"] += self.overlong == "truncate" and len(query) > self._half and longest[-1] > self.max_length
+            is_cut = self.overlong == "truncate" and longest[-1] > self.max_length
+            if self.whole_documents:
+                remarks["cut_choices"] += is_cut and longest[-1] - len(query) > self.max_length
+            else:
+                remarks["cut_queries"] += is_cut and len(query) > self._half
         documents = join_documents(ids, None, origins, columns)
         documents.whole[:] = longest  # what --max-length is about
         return documents, remarks
@@ -183,16 +195,21 @@ class RankingRows:
         return kept, Cut(overlong=int(is_over.sum()), tokens=len(documents.values) - len(kept.values))
 
     def _truncated(self, documents: Documents, is_over: np.ndarray) -> Documents:
-        """Of an over-long pair the document gives way, and the query only where it alone takes more than half of the room."""
+        """Of an over-long pair the document gives way, and the query only where it alone takes more than half of the room.
+
+        Where documents are whole, the query gives way, and the document where it alone takes more than all of the room.
+        """
         ids, columns = documents.lists(documents.values), {name: [*values] for name, values in documents.columns.items()}
         for row in np.flatnonzero(is_over).tolist():
             start = len(self.frame.before)
             end = start + columns["query_tokens"][row]
             after = len(self.frame.after)
             pairs = []
-            for pair in _pieces(ids[row], columns["document_tokens"][row]):
-                document = pair[end + len(self.frame.between) : len(pair) - after]
-                pairs.append(self.frame.join(pair[start:end], document, max(self.max_length, self._around)))
+            for pair in pieces_of(ids[row], columns["document_tokens"][row]):
+                query, document = pair[start:end], pair[end + len(self.frame.between) : len(pair) - after]
+                if self.whole_documents:
+                    query = query[: max(self.max_length - self._around - len(document), 0)]
+                pairs.append(self.frame.join(query, document, max(self.max_length, self._around)))
             ids[row] = [token for tokens, _ in pairs for token in tokens]
             columns["document_tokens"][row] = [len(tokens) for tokens, _ in pairs]
             if self._has_types:
@@ -217,14 +234,14 @@ def _no_columns(has_types: bool) -> dict[str, list[Any]]:
     return {name: [] for name in names}
 
 
-def _pieces(flat: list[int], lengths: list[int]) -> Iterator[list[int]]:
+def pieces_of(flat: list[int], lengths: list[int]) -> Iterator[list[int]]:
     at = 0
     for length in lengths:
         yield flat[at : at + length]
         at += length
 
 
-def _read_list(row: dict[str, Any], layout: str, origin: str, loss: str) -> QueryList:
+def _read_list(row: dict[str, Any], origin: str, *, layout: str, loss: str) -> QueryList:
     check_texts([row["query"]], "query", [origin])
     if layout == "positive, negative":
         positives = row["positive"] if isinstance(row["positive"], list) else [row["positive"]]
@@ -280,7 +297,7 @@ def _grade(value: Any, name: str, origin: str) -> float:
 def _show(row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Piece]]:
     """The query, the most and the least relevant document, and all labels."""
     frame, labels = pair_frame(tokenizer), row["labels"]
-    pairs = [*_pieces(row["input_ids"], row["document_tokens"])]
+    pairs = [*pieces_of(row["input_ids"], row["document_tokens"])]
     start, end = len(frame.before), len(frame.before) + row["query_tokens"]
     shown = [pairs[0][start:end]]
     for index in (int(np.argmax(labels)), int(np.argmin(labels))):

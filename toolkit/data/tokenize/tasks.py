@@ -15,6 +15,7 @@ from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.language import language_format
 from toolkit.data.tokenize.languages import set_languages
 from toolkit.data.tokenize.masked_lm import masked_lm_format
+from toolkit.data.tokenize.multiple_choice import multiple_choice_format
 from toolkit.data.tokenize.pairs import preference_format
 from toolkit.data.tokenize.preferences import PAIR
 from toolkit.data.tokenize.prepare import STREAM_ROWS, tokenize_splits, tokenize_streams
@@ -243,6 +244,23 @@ def tokenize_for_seq2seq(splits: Splits, tokenizer: PreTrainedTokenizerBase, con
     return prepare(form, splits, tokenizer, config)
 
 
+def tokenize_for_multiple_choice(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
+    """Questions, each with a list of choices of which one is right.
+
+    A row is a question as `tokenize_for_ranking` has a list: `input_ids` are those of the question with each choice, one behind
+    the other, `document_tokens` of each, and `labels` are 1 for the right choice and 0 for the others. Of an over-long pair the
+    question (or context) is truncated, and the choice only where it alone is longer than `max_length`.
+
+    Columns that are read: `context` (also `article`, `sent1`, `ctx`, `premise`), `question` (also `sent2`) or both; `choices`
+    (also `options`, `endings`), a list or ARC's object of `text` and `label`, or `ending0`, `ending1` ...; and `label` (also
+    `answer`, `answerKey`), the number of the right choice, from 0, or its letter.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    return prepare(multiple_choice_format(), splits, tokenizer, config)
+
+
 def tokenize_for_prompts(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
     """Prompts to sample completions for.
 
@@ -275,6 +293,7 @@ FORMATS: dict[str, Callable[[DataConfig], Format]] = {
     "token_classification": token_classification_format,
     "seq2seq": seq2seq_format,
     "prompts": prompt_format,
+    "multiple_choice": lambda config: multiple_choice_format(),
 }
 
 

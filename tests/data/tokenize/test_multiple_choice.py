@@ -1,0 +1,147 @@
+"""Questions with choices: read from the layouts of benchmarks, framed and cut as the tokenizer does, counted, refused by row."""
+
+import inspect
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import toolkit as tk
+from toolkit.config import Refusal
+from toolkit.data.inspection import guess_task, inspect_splits
+from toolkit.data.sources.held_out import batch_keys
+
+WORDS = inspect.getsource(textwrap).split()
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.DataConfig):
+    dataset: str = "made here"
+    eval_fraction: float = 0.0
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Any:
+    return tk.train_tokenizer([inspect.getsource(textwrap)], 500, encoder=True)
+
+
+def text(start: int, words: int) -> str:
+    return " ".join(WORDS[start : start + words])
+
+
+def splits_of(rows: list[dict[str, Any]]) -> dict[str, Dataset]:
+    return {"train": Dataset.from_list([{**row, "origin": f"asked.jsonl:{i + 1}"} for i, row in enumerate(rows)])}
+
+
+CONTEXT, QUESTION, CHOICES = text(0, 30), text(40, 5), [text(50, 3), text(60, 9), text(70, 1)]
+LAYOUTS = {
+    "generic": {"context": CONTEXT, "question": QUESTION, "choices": CHOICES, "label": 2},
+    "RACE": {"article": CONTEXT, "question": QUESTION, "options": CHOICES, "answer": "C"},
+    "ARC": {"premise": CONTEXT, "question": QUESTION, "choices": {"text": CHOICES, "label": ["1", "2", "3"]}, "answerKey": "3"},
+    "SWAG": {"sent1": CONTEXT, "sent2": QUESTION, "ending0": CHOICES[0], "ending1": CHOICES[1], "ending2": CHOICES[2], "label": 2},
+    "numbered from 1": {"context": CONTEXT, "question": QUESTION, **{f"choice{i + 1}": CHOICES[i] for i in range(3)}, "label": "2"},
+}
+
+
+@pytest.mark.parametrize("longest", [72, 512])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_framed_and_truncated_as_the_tokenizer_does_it(encoder: Any, layout: str, longest: int) -> None:
+    """Context first, question and choice second, as in transformers' example for SWAG; of what is too long the context is cut.
+
+    Fails when: the two texts are the other way round, or the choice is cut before the context.
+    """
+    assert guess_task(list(LAYOUTS[layout])) == "multiple_choice"
+    row = tk.tokenize_for_multiple_choice(splits_of([LAYOUTS[layout]]), encoder, Config(max_length=longest))["train"][0]
+    pairs = [encoder(CONTEXT, f"{QUESTION} {choice}", truncation="only_first", max_length=longest) for choice in CHOICES]
+    assert row["input_ids"] == [token for pair in pairs for token in pair["input_ids"]]
+    assert row["token_type_ids"] == [kind for pair in pairs for kind in pair["token_type_ids"]]
+    assert row["document_tokens"] == [len(pair["input_ids"]) for pair in pairs]
+    assert max(row["document_tokens"]) <= longest
+    assert row["labels"] == [0, 0, 1]
+
+
+def test_a_question_alone_is_the_first_text(encoder: Any) -> None:
+    """And rows may have different numbers of choices. Fails when: a question without a context is left out."""
+    rows = [{"question": QUESTION, "choices": CHOICES[:2], "answer": 1}, {"question": QUESTION, "choices": CHOICES, "answer": 0}]
+    found = tk.tokenize_for_multiple_choice(splits_of(rows), encoder, Config())["train"]
+    for given, row in zip(rows, found, strict=True):
+        assert row["input_ids"] == [token for choice in given["choices"] for token in encoder(QUESTION, choice)["input_ids"]]
+        assert np.argmax(row["labels"]) == given["answer"]
+        assert row["documents"] == len(given["choices"])
+
+
+def test_what_is_odd_about_choices_is_counted(encoder: Any) -> None:
+    """Fails when: the right choice is compared with itself, or a question that was cut counts as a choice that was."""
+    rows = [
+        {"question": QUESTION, "choices": ["same", "other", "same"], "label": 0},
+        {"question": QUESTION, "choices": ["same", "other", "same"], "label": 1},
+        {"question": QUESTION, "choices": ["short", text(100, 60)], "label": 0},
+        {"question": text(0, 60), "choices": ["short", "other"], "label": 0},
+    ]
+    report = tk.tokenize_for_multiple_choice(splits_of(rows), encoder, Config(max_length=40)).report.splits[0]
+    assert report.remarks == {"right_twice": 1, "cut_choices": 1}
+    assert (report.examples, report.overlong) == (4, 2)
+
+
+GOOD = {"question": "Which?", "choices": ["a", "b", "c"], "label": 1}
+BAD = {
+    "out of range": ({"label": 3}, ["label is 3", "0 to 2", "counted from 0"]),
+    "withheld": ({"label": -1}, ["label is -1", "withheld"]),
+    "one choice": ({"choices": ["a"], "label": 0}, ["one choice"]),
+    "no choice": ({"choices": [], "label": 0}, ["no choice"]),
+    "empty choice": ({"choices": ["a", " ", "c"]}, ["choice 1 of choices", "empty"]),
+    "missing choice": ({"choices": ["a", None, "c"]}, ["choice 1 of choices", "2 of the 3 are text"]),
+    "no answer": ({"label": None}, ["label is", "0 to 2", "A to C"]),
+    "empty question": ({"question": ""}, ["question is empty"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_rows_that_cannot_be_answered_are_refused_with_file_and_row(encoder: Any, case: str) -> None:
+    """Fails when: the row's origin is not given to `read_question`, or a check is left out."""
+    change, words = BAD[case]
+    with pytest.raises(Refusal) as refusal:
+        tk.tokenize_for_multiple_choice(splits_of([GOOD, {**GOOD, **change}]), encoder, Config())
+    for word in ("asked.jsonl:2: ", *words):
+        assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize(("answer", "word"), [("D", "the text 'D'"), ("Yes", "the text 'Yes'"), ("3", "answer is 3"), (1.5, "1.5")])
+def test_an_answer_that_is_no_choice_is_refused_whatever_its_type(encoder: Any, answer: Any, word: str) -> None:
+    """Fails when: letters are looked up in the whole alphabet."""
+    rows = [{"question": "Which?", "choices": ["a", "b", "c"], "answer": answer}]
+    with pytest.raises(Refusal, match=r"asked\.jsonl:1: ") as refusal:
+        tk.tokenize_for_multiple_choice(splits_of(rows), encoder, Config())
+    assert word in str(refusal.value)
+
+
+def test_choices_of_several_types_in_an_object_are_refused(encoder: Any) -> None:
+    """Numbers among texts, as a reader of JSON lines may give them. Fails when: numbers are turned into texts."""
+    from toolkit.data.tokenize.multiple_choice import read_question
+
+    with pytest.raises(Refusal, match=r"asked\.jsonl:1: choice 2 of choices, counted from 0, is .*2 of the 3 are text"):
+        read_question({**GOOD, "choices": ["a", "b", 3]}, "asked.jsonl:1")
+
+
+def test_inspect_lists_every_row_that_training_refuses_and_shows_a_question(encoder: Any) -> None:
+    """Fails when: the task has no entry in FORMATS, or a question that was cut is shown with a part of its choice."""
+    rows = [GOOD, {**GOOD, "label": 7}, {**GOOD, "question": text(0, 90)}, {**GOOD, "label": -1}]
+    found = inspect_splits("multiple_choice", splits_of(rows), encoder, Config(max_length=24))
+    assert [problem.origin for problem in found.problems] == ["asked.jsonl:2", "asked.jsonl:4"]
+    said, pieces = found.examples[-1]
+    assert "choice 1 of 0 to 2 is right" in said
+    assert [piece[0].strip() for piece in pieces[1:]] == ["b", "a"]
+
+
+def test_questions_about_one_context_are_held_out_together() -> None:
+    """Fails when: a layout is not in `_WITH_PARTNER`."""
+    one, other = ({"article": CONTEXT, "question": q, "options": CHOICES, "answer": "A"} for q in ("Who?", "When?"))
+    batch = {name: [one[name], other[name]] for name in one}
+    keys = batch_keys(batch)
+    assert keys[0] == keys[1]
+    shuffled = {"question": ["Who?"] * 2, "choices": [CHOICES, CHOICES[::-1]], "answer": [0, 2]}
+    keys = batch_keys(shuffled)
+    assert keys[0] == keys[1]
