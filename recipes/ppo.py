@@ -97,12 +97,17 @@ def main(config: Config) -> tk.Summary:
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
         for batch in run:
-            rollouts = tk.sample_rollouts(
-                accelerator, model, tokenizer, batch, drawn, num_generations=config.num_generations, seed=config.seed
+            phase = tk.open_phase(
+                accelerator, model, config.output_dir, run.step, drawn, seed=config.seed, source=config.rollouts_from
             )
+            rollouts = tk.sample_rollouts(
+                accelerator, model, tokenizer, batch, drawn, num_generations=config.num_generations, seed=config.seed,
+                phase=phase,
+            )  # fmt: skip
             rollouts = tk.score_rollouts(
                 rollouts, rewards, accelerator, on_error=config.on_reward_error, output=config.reward_output, say=run.say
             )
+            tk.save_rollouts(accelerator, phase, rollouts, config.rollouts_total_limit)
             rollouts = tk.with_logps(accelerator, model, rollouts, collate, micro_batch_size=size, **before)
             rollouts, advantages, of_step = tk.token_advantages(
                 rollouts, beta=config.beta, kl_estimator=config.kl_estimator, gamma=config.gamma, lam=config.lam,

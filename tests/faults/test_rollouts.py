@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-RECIPE = str(Path(__file__).resolve().parents[2] / "recipes/grpo.py")
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPE = str(RECIPES / "grpo.py")
 ROWS = "".join(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a in range(6) for b in range(5))
 REWARD = (
     "import time\n"
@@ -32,7 +33,8 @@ def outcome(run: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.fast(2)
-def test_a_killed_run_ends_with_the_same_weights_and_the_same_ledger(tiny: Any, tally: Any, chance: Any, count: Any) -> None:
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_a_killed_run_ends_with_the_same_weights_and_the_same_ledger(tiny: Any, tally: Any, chance: Any, count: Any, recipe: str) -> None:
     """Sampling, scoring, the reference, two updates on each set of rollouts, saving.
 
     Fails when: a cut line of the ledger is taken for a group, or the parts of a step stay behind it.
@@ -40,17 +42,18 @@ def test_a_killed_run_ends_with_the_same_weights_and_the_same_ledger(tiny: Any, 
     (tiny.folder / "rows.jsonl").write_text(ROWS)
     (tiny.folder / "rewards.py").write_text(REWARD)
     flags = [*FLAGS, "--dataset", str(tiny.folder / "rows.jsonl"), "--reward-funcs", f"{tiny.folder}/rewards.py:digits"]
-    whole = tiny(*flags, script=RECIPE, output_dir="whole")
+    script = str(RECIPES / f"{recipe}.py")
+    whole = tiny(*flags, script=script, output_dir="whole")
     assert whole.code == 0, whole.out[-3000:]
     assert len(list((whole.folder / "rollouts").iterdir())) == 8
     seconds = whole.metrics[-1]["time"]
-    line, expected = tally("F1", "SIGKILL at a random moment of a run of GRPO, resumed"), outcome(whole)
+    line, expected = tally("F1", f"SIGKILL at a random moment of a run of {recipe}.py, resumed"), outcome(whole)
     for _ in range(count(1, 40)):
         tiny.fresh()
         after = chance.uniform(0, 1.05 * seconds)
-        tiny.killed(*flags, script=RECIPE, after=after)
+        tiny.killed(*flags, script=script, after=after)
         with line.trial(f"killed after {after:.3f} s"):
-            resumed = tiny(*flags, "--resume", script=RECIPE)
+            resumed = tiny(*flags, "--resume", script=script)
             assert resumed.code == 0, resumed.out[-3000:]
             assert outcome(resumed) == expected
     line.check()
