@@ -64,9 +64,17 @@ def test_every_layout_is_framed_and_truncated_as_the_tokenizer_does_it(encoder: 
 
 
 def test_a_question_alone_is_the_first_text(encoder: Any) -> None:
-    """And rows may have different numbers of choices. Fails when: a question without a context is left out."""
+    """And rows may have different numbers of choices, or no context where others have one.
+
+    Fails when: the question is read after a context of "None".
+    """
     rows = [{"question": QUESTION, "choices": CHOICES[:2], "answer": 1}, {"question": QUESTION, "choices": CHOICES, "answer": 0}]
-    found = tk.tokenize_for_multiple_choice(splits_of(rows), encoder, Config())["train"]
+    mixed = [*rows, {**rows[0], "context": CONTEXT}]  # the others' is null
+    for found in (splits_of(rows), splits_of(mixed)):
+        check_questions_alone(rows, tk.tokenize_for_multiple_choice(found, encoder, Config())["train"].select(range(2)), encoder)
+
+
+def check_questions_alone(rows: list[dict[str, Any]], found: Dataset, encoder: Any) -> None:
     for given, row in zip(rows, found, strict=True):
         assert row["input_ids"] == [token for choice in given["choices"] for token in encoder(QUESTION, choice)["input_ids"]]
         assert np.argmax(row["labels"]) == given["answer"]

@@ -77,13 +77,14 @@ def read_question(row: dict[str, Any], origin: str) -> Question:
     """
     names = _names(list(row))
     assert names is not None
-    for text in names.texts:
+    texts = names.texts[-1:] if row[names.texts[0]] in (None, "") else names.texts  # a context may be missing, a question not
+    for text in texts:
         check_texts([row[text]], text, [origin])
     choices, letters = _choices(row, names, origin)
     right = _right(row[names.answer], names.answer, letters, origin)
-    if len(names.texts) == 2:
-        choices = [f"{row[names.texts[1]]} {choice}" for choice in choices]
-    return Question(row[names.texts[0]], choices, right)
+    if len(texts) == 2:
+        choices = [f"{row[texts[1]]} {choice}" for choice in choices]
+    return Question(row[texts[0]], choices, right)
 
 
 @dataclass(frozen=True)
