@@ -33,6 +33,7 @@ class Config(
     warmup_steps: float = 0.1
     per_device_train_batch_size: int = 1024
     num_generations: int = 4
+    num_iterations: int = 2
     max_steps: int | None = 120
     dropout: float = 0.0
     eval_steps: int = 40
