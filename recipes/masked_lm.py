@@ -13,7 +13,7 @@ import toolkit as tk
 
 
 @dataclass(frozen=True)
-class Config(tk.ModelConfig, tk.DataConfig, tk.MaskedLMConfig, tk.OptimConfig, tk.RunConfig):
+class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.MaskedLMConfig, tk.OptimConfig, tk.RunConfig):
     model: str = "tiny-bert"
     dataset: str = "stdlib:pretrain"
     packing: bool = True
@@ -36,13 +36,14 @@ def main(config: Config) -> tk.Summary:
     splits = tk.tokenize_for_masked_lm(tk.load_splits(config), tokenizer, config)
     tk.print_data_report(splits.report)
     model = tk.load_model("AutoModelForMaskedLM", config, tokenizer, packed=config.packing)
+    model = tk.add_adapter(model, config, tokenizer)
 
     masks = tk.build_masks(tokenizer, config)  # a function of (seed, epoch, example) and of how far the run is
     collate = tk.collate_packed if config.packing else partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id)
     train, evaluation = tk.build_dataloaders(
         splits, partial(collate, aligned=True), config, accelerator, augment=masks, augment_evaluation=masks
     )
-    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     model, optimizer = accelerator.prepare(model, optimizer)
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, tk.masked_lm_loss, config)
 

@@ -67,6 +67,24 @@ def test_a_saved_model_writes_what_it_was_evaluated_by(run_recipe: Any, tmp_path
     assert json.loads(done.stdout.splitlines()[-1])["text"] == wanted
 
 
+def test_generate_puts_the_run_s_prefix_before_each_source(run_recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the one that is typed. Its space at the end is part of it.
+
+    Fails when: the prefix is left out, or `keeps_spaces` is not declared for it.
+    """
+    write_rows(tmp_path)
+    flags = [*TINY, "--max-steps", "1", "--predict-with-generate", "false", "--source-prefix", "say: "]
+    run = run_recipe("seq2seq", "--dataset", "rows", *flags)
+    assert run.code == 0, run.err
+    read = list[str]()
+    monkeypatch.setattr("toolkit.generation.answers.answer", lambda model, tokenizer, prompt, *rest: read.append(prompt) or "")
+    for folder, more in ((run.output_dir, []), (run.output_dir / "model", []), (run.output_dir, ["--source-prefix", "tell: "])):
+        done = CliRunner().invoke(app, ["generate", str(folder), "--prompt", "seven", "--json", *more])
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout.splitlines()[-1])["prompt"] == "seven"
+    assert read == ["say: seven", "say: seven", "tell: seven"]
+
+
 def test_an_adapter_of_an_encoder_decoder_is_read_by_peft_to_the_same_metrics(run_recipe: Any, tmp_path: Path) -> None:
     """All linear layers of encoder and decoder but the head, the attention from one to the other among them.
 

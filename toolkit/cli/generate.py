@@ -19,9 +19,10 @@ from toolkit.cli.setting_options import (
     Revision,
     Tokenizer,
     TrustRemoteCode,
+    option,
     read_options,
 )
-from toolkit.config import ModelConfig, Refusal
+from toolkit.config import ModelConfig, Refusal, Seq2SeqConfig, read_config_file
 from toolkit.config.parsing import read_text_file
 from toolkit.system.console import DIM, as_typed, say
 
@@ -76,6 +77,10 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line: prompt and text.")] = False,
     system: _System = None,
+    source_prefix: Annotated[
+        str | None,
+        option(Seq2SeqConfig, "source_prefix", help="Of encoder-decoders: put before each source. Default: the run's own."),
+    ] = None,
     max_new_tokens: _NewTokens = 512,
     temperature: _Temperature = None,
     top_p: _TopP = None,
@@ -89,8 +94,8 @@ def generate(
 ) -> None:
     """Answer prompts: of --prompt, of a file, or of what is piped in.
 
-    A prompt is a user's turn where the model has a chat template. The answer is shown as it is made. Only the answers go to
-    standard output; with several prompts each is below its prompt.
+    A prompt is a user's turn where the model has a chat template, and a source for an encoder-decoder. The answer is
+    shown as it is made. Only the answers go to standard output; with several prompts each is below its prompt.
     """
     from toolkit.generation.answers import Sampling, answer, read_prompts, text_prompt
 
@@ -100,8 +105,11 @@ def generate(
         "trust_remote_code": trust_remote_code, "dtype": dtype,
     }  # fmt: skip
     loaded, tokens = _load(model, settings, device, seed, ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"))
-    if loaded.config.is_encoder_decoder:
-        raw = True  # a source is read as it is
+    is_source = loaded.config.is_encoder_decoder
+    if source_prefix is not None and not is_source:
+        raise Refusal(f"--source-prefix {source_prefix}: is for encoder-decoders, and {model} is none. Remove it.")
+    raw = raw or is_source  # which has no chat template
+    before = _prefix_of_run(model, source_prefix) if is_source else ""
     if prompt:
         prompts = [text_prompt(text, tokens, raw, system) for text in prompt]
     else:
@@ -109,13 +117,24 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p)
     for number, each in enumerate(prompts):
         if as_json:
-            text = answer(loaded, tokens, each.text, sampling, lambda piece: None)
+            text = answer(loaded, tokens, before + each.text, sampling, lambda piece: None)
             say(json.dumps({"prompt": each.written, "text": text}, ensure_ascii=False))
             continue
         if len(prompts) > 1:
             say(("\n" if number else "") + each.written, style=DIM)
-        answer(loaded, tokens, each.text, sampling, _show)
+        answer(loaded, tokens, before + each.text, sampling, _show)
         say("")
+
+
+def _prefix_of_run(model: str, typed: str | None) -> str:
+    """What was put before each source in training: as typed, else as the run's config.yaml says."""
+    from toolkit.data.sources.trained_rows import config_of_run
+
+    of_run = config_of_run(model)
+    if typed is not None or of_run is None:
+        return typed or ""
+    found = read_config_file(of_run).get("source_prefix")
+    return found if isinstance(found, str) else ""
 
 
 def chat(

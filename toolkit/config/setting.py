@@ -39,6 +39,7 @@ def setting(
     below: float | None = None,
     aliases: tuple[str, ...] = (),
     is_path: bool = False,
+    keeps_spaces: bool = False,
     on_resume: OnResume | None = None,
 ) -> Any:
     """A field of a settings group: its default, its help text, and the values it accepts (each item, of a list).
@@ -46,6 +47,7 @@ def setting(
     Args:
         least, most, above, below: the range; a whole number declares both ends.
         is_path: a leading ~ is the home directory, also where no shell expands it.
+        keeps_spaces: white space at the ends belongs to the value, as in a prefix of texts; else it is a slip.
         on_resume: what a resumed run does when the value has changed. "fixed" (the default of a recipe's own): refuse, unless
             --allow-change names it. "free": continue, because it changes no weight. "evaluation": free, but fixed where the
             learning rate follows evaluations. "batches", "dropout", "rounding": continue, and log what differs from then on.
@@ -54,7 +56,7 @@ def setting(
     """
     rules = {
         "help": help, "choices": choices, "least": least, "most": most, "above": above, "below": below, "aliases": aliases,
-        "is_path": is_path or None, "on_resume": on_resume,
+        "is_path": is_path or None, "keeps_spaces": keeps_spaces or None, "on_resume": on_resume,
     }
     metadata = {name: rule for name, rule in rules.items() if rule not in (None, (), "")}
     if isinstance(default, list):
@@ -115,6 +117,7 @@ class Setting:
     below: float | None = None
     aliases: tuple[str, ...] = ()
     is_path: bool = False
+    keeps_spaces: bool = False
     on_resume: OnResume = "fixed"
 
     @property

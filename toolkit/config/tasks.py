@@ -112,7 +112,9 @@ class Seq2SeqConfig(LossConfig):
     max_target_length: int = setting(
         128, "Longest target, in tokens; max_length is that of the source.", least=2, most=2**20, on_resume="fixed"
     )
-    source_prefix: str | None = setting(None, "Put before each source, such as 'summarize: ' for T5.", on_resume="fixed")
+    source_prefix: str | None = setting(
+        None, "Put before each source, such as 'summarize: ' for T5.", keeps_spaces=True, on_resume="fixed"
+    )
     source_lang: str | None = setting(
         None, "Language of the sources: a key of translation, and the code of a multilingual tokenizer (en_XX, eng_Latn).",
         on_resume="fixed",
@@ -195,10 +197,11 @@ class EmbeddingConfig(Settings):
         "model was trained, else mean.", choices=("auto", "mean", "cls", "last"), on_resume="fixed",
     )
     query_prompt: str | None = setting(
-        None, "Text put before each anchor, such as 'query: '. Default: the model's own.", on_resume="fixed"
+        None, "Text put before each anchor, such as 'query: '. Default: the model's own.",
+        keeps_spaces=True, on_resume="fixed",
     )
     document_prompt: str | None = setting(
-        None, "Text put before each positive and negative. Default: the model's own.", on_resume="fixed"
+        None, "Text put before each positive and negative. Default: the model's own.", keeps_spaces=True, on_resume="fixed",
     )
     score_scale: float = setting(1.0, "Scores are divided by it: 5 where they go from 0 to 5.", above=0.0, on_resume="fixed")
 

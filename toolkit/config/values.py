@@ -124,7 +124,9 @@ def _read_item(setting: Setting, raw: object) -> Any:
         return True if word in WORDS_FOR_TRUE else False if word in WORDS_FOR_FALSE else raw
     if setting.kind is str:
         # YAML 1.1 reads a bare `no` as false, and `eval_strategy: no` is how everybody writes it.
-        return "no" if raw is False and "no" in setting.choices else raw.strip() if isinstance(raw, str) else raw
+        if raw is False and "no" in setting.choices:
+            return "no"
+        return raw.strip() if isinstance(raw, str) and not setting.keeps_spaces else raw
     if isinstance(raw, bool) or not isinstance(raw, str | int | float):
         return raw
     try:

@@ -69,9 +69,9 @@ def test_a_question_alone_is_the_first_text(encoder: Any) -> None:
     Fails when: the question is read after a context of "None".
     """
     rows = [{"question": QUESTION, "choices": CHOICES[:2], "answer": 1}, {"question": QUESTION, "choices": CHOICES, "answer": 0}]
-    mixed = [*rows, {**rows[0], "context": CONTEXT}]  # the others' is null
-    for found in (splits_of(rows), splits_of(mixed)):
-        check_questions_alone(rows, tk.tokenize_for_multiple_choice(found, encoder, Config())["train"].select(range(2)), encoder)
+    mixed = [{**rows[0], "context": CONTEXT}, *rows]  # the others' is null
+    check_questions_alone(rows, tk.tokenize_for_multiple_choice(splits_of(rows), encoder, Config())["train"], encoder)
+    check_questions_alone(rows, tk.tokenize_for_multiple_choice(splits_of(mixed), encoder, Config())["train"].select([1, 2]), encoder)
 
 
 def check_questions_alone(rows: list[dict[str, Any]], found: Dataset, encoder: Any) -> None:
