@@ -50,7 +50,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_a_run_ended_by_sigterm_continues_to_the_same_bits(run_recipe: Any, rows: Path, adapter: list[str]) -> None:
     """Several updates on one set of rollouts. The config it writes repeats it, and its model has no value head.
 
-    Fails when: checkpoints leave the value head out, or the value head is not made before the optimizer.
+    Fails when: checkpoints hold zeros for the value head, or the optimizer does not have it.
     """
     flags = [*SMALL, *HARD, *adapter]
     whole = run_recipe("ppo", *flags, output_dir="whole")
@@ -88,7 +88,7 @@ def test_a_run_ended_by_sigterm_continues_to_the_same_bits(run_recipe: Any, rows
     (["--num-generations", "3"], "--num-generations"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_what_cannot_be_trained_is_refused(run_recipe: Any, rows: Path, flags: list[str], named: str) -> None:
-    """One message and exit code 2. Fails when: a rule of `policy_rules.py` is taken out, or `load_rewards` takes an empty list."""
+    """One message and exit code 2. Fails when: a rule of `policy_rules.py` is taken out, or `check_vocabulary` is not called."""
     for name in ("other", "policy"):
         if any(flag.startswith(name) for flag in flags):
             make_model(rows / name, "AutoModelForSequenceClassification" if name == "other" else "AutoModelForCausalLM")
@@ -111,7 +111,7 @@ def make_model(directory: Path, kind: str) -> None:
 
 @pytest.mark.slow
 def test_a_reward_model_scores_the_completions(run_recipe: Any, rows: Path) -> None:
-    """A directory that recipes/reward.py made, with the policy's tokenizer. Fails when: `load_rewards` gets no tokenizer."""
+    """A directory that recipes/reward.py made, with the policy's tokenizer. Fails when: `weighted_sum` takes the first alone."""
     with (rows / "pairs.jsonl").open("w") as file:
         for number in range(40):
             file.write(json.dumps({"prompt": f"{number}+1=", "chosen": str(number + 1), "rejected": "no"}) + "\n")
@@ -130,7 +130,7 @@ def test_a_reward_model_scores_the_completions(run_recipe: Any, rows: Path) -> N
     "engine", [[], ["--deepspeed", str(TESTS / "all_sharded.json")], ["--fsdp"]], ids=["ddp", "zero3", "fsdp2"]
 )
 def test_two_ranks_have_the_rollouts_and_the_gradients_of_one(tiny: Any, rows: Path, engine: list[str]) -> None:
-    """Two updates a step; rewards equal, losses and norms to 1e-4. Fails when: a rank whitens over its own rollouts alone."""
+    """Two updates a step; rewards equal, losses and norms to 1e-4. Fails when: `counted` in `_batch` is of a rank alone."""
     script = str(TESTS.parent / "recipes/ppo.py")
     files = {"rows.jsonl": str(rows / "rows.jsonl"), "rewards.py:digits": f"{rows}/rewards.py:digits"}
     flags = [*SMALL, "--max-steps", "3", "--global-batch-size", "24", "--num-iterations", "2", "--beta", "0.05", "--learning-rate", "0.003"]

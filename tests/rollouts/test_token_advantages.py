@@ -222,3 +222,12 @@ def test_a_cut_completion_has_no_value_behind_it_and_several_updates_share_what_
         seen = [row[mask.bool()].tolist() for update in half for one in update.micro_batches
                 for row, mask in zip(one["advantages"], one["mask"], strict=True)]  # fmt: skip
         assert seen == [row[: len(each.completion_ids)].tolist() for row, each in zip(advantages, rollouts, strict=True)]
+
+
+def test_groups_of_one_completion_have_the_spread_of_all() -> None:
+    """Against torch's standard deviation. Fails when: `several` is left out of `rollout_metrics`."""
+    alone = [tk.Rollout(number, 0, [5], [7], [-1.0], False, {}, "", reward=reward) for number, reward in enumerate((0.0, 1.0, 4.0))]
+    found = tk.rollout_metrics(alone)
+    assert float(found["reward_std"]) == pytest.approx(float(torch.tensor([0.0, 1.0, 4.0]).std()), abs=1e-12)
+    assert "groups_without_spread" not in found
+    assert "groups_without_spread" in tk.rollout_metrics(rollouts_of())

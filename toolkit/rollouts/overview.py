@@ -14,16 +14,17 @@ from toolkit.rollouts.rollout import Rollout, groups_of
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
     """What the rollouts of a step are like, 0-d each.
 
-    `reward`, the mean weighted sum, and `reward_std`, the mean of the groups' standard deviations; `reward_<name>`, the mean of
-    a reward over the completions that it applies to (not a number where there is none); `groups_without_spread`, the share of
-    groups whose rewards are equal, which teach nothing; `completion_length`, tokens, mean; `truncated`, the share without an
-    end.
+    `reward`, the mean weighted sum, and `reward_std`, the mean of the groups' standard deviations (of all rewards where a group
+    is one completion); `reward_<name>`, the mean of a reward over the completions that it applies to (not a number where there
+    is none); `groups_without_spread`, the share of groups whose rewards are equal, of groups that are several;
+    `completion_length`, tokens, mean; `truncated`, the share without an end.
     """
     table = reward_table(rollouts)
+    several = table.shape[1] > 1
     found = {
         "reward": table.nanmean(),
-        "reward_std": standard_deviation(table, 1).mean(),
-        "groups_without_spread": (~group_has_spread(table)).double().mean(),
+        "reward_std": standard_deviation(table, 1 if several else None).mean(),
+        **({"groups_without_spread": (~group_has_spread(table)).double().mean()} if several else {}),
         "completion_length": torch.tensor([float(len(rollout.completion_ids)) for rollout in rollouts]).mean(),
         "truncated": torch.tensor([float(rollout.truncated) for rollout in rollouts]).mean(),
     }
