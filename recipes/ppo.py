@@ -39,7 +39,7 @@ class Config(
     eval_steps: int = 40
     eval_strategy: str = "steps"
     eval_on_start: bool = True
-    metric_for_best_model: str = "reward"
+    metric_for_best_model: str = "eval_reward"
     output_dir: str = "runs/ppo"
 
 
