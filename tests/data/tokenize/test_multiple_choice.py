@@ -94,6 +94,16 @@ def test_what_is_odd_about_choices_is_counted(encoder: Any) -> None:
     assert (report.examples, report.overlong) == (4, 2)
 
 
+@pytest.mark.parametrize(("right", "withheld"), [(1, -1), ("B", ""), ("1", "-1")])
+def test_a_test_split_without_answers_is_left_out(encoder: Any, right: Any, withheld: Any) -> None:
+    """As those of SWAG, CommonsenseQA and HellaSwag. Fails when: `is_withheld` is not asked."""
+    row = {"question": "Which?", "choices": ["a", "b"]}
+    splits = {"train": Dataset.from_list([{**row, "label": right}]), "test": Dataset.from_list([{**row, "label": withheld}] * 2)}
+    found = tk.tokenize_for_multiple_choice(splits, encoder, Config())
+    assert list(found) == ["train"]
+    assert "test: left out, as its answers are withheld" in found.report.notes
+
+
 GOOD = {"question": "Which?", "choices": ["a", "b", "c"], "label": 1}
 BAD = {
     "out of range": ({"label": 3}, ["label is 3", "0 to 2", "counted from 0"]),

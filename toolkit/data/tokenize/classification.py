@@ -73,7 +73,7 @@ def _plan(splits: Splits, config: DataConfig, class_names: list[str] | None) -> 
     check_label_settings(classes, config.problem_type, config.class_weights)
     plans, notes = {}, []
     for name, split in splits.items():
-        if name != "train" and _is_withheld(split, labels[name]):
+        if name != "train" and is_withheld(split, labels[name]):
             notes.append(f"{name}: left out, as its labels are withheld")
             continue
         present = columns_of(split, name)
@@ -195,10 +195,10 @@ def pair_frame(tokenizer: PreTrainedTokenizerBase) -> PairFrame:
     return PairFrame(ids[:at], ids[middle:then], ids[end:], (kinds[0], kinds[1], kinds[2], kinds[3], kinds[4]))
 
 
-def _is_withheld(split: Dataset | IterableDataset, label: str) -> bool:
+def is_withheld(split: Dataset | IterableDataset, label: str, withheld: tuple[int | str | None, ...] = (-1, None)) -> bool:
     """Whether all labels are -1 or missing, as in the test splits of benchmarks."""
     from datasets import Dataset
 
     if not isinstance(split, Dataset) or not hasattr(split.features[label], "dtype"):
         return False
-    return set(split.unique(label)) <= {-1, None}
+    return set(split.unique(label)) <= {*withheld}

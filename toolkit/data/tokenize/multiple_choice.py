@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.report import Piece, part_pieces
-from toolkit.data.tokenize.classification import pair_frame
+from toolkit.data.tokenize.classification import is_withheld, pair_frame
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, wrong_columns
 from toolkit.data.tokenize.documents import Documents, Encoder
 from toolkit.data.tokenize.format import Format, Splits
@@ -28,6 +28,7 @@ _QUESTIONS = ("question", "sent2")
 _LISTS = ("choices", "options", "endings")
 _NUMBERED = ("ending", "choice", "option")
 _ANSWERS = ("label", "answer", "answerKey")
+_WITHHELD = (-1, None, "", "-1")  # of SWAG, HellaSwag and CommonsenseQA
 _NEEDED = (
     "question or context, choices (a list; also options, endings, ending0, ending1 ...) and label (also answer, "
     "answerKey), the number of the right one from 0, or its letter"
@@ -115,16 +116,19 @@ def _as_list(row: dict[str, Any], origin: str) -> QueryList:
 def _plan(splits: Splits, config: DataConfig) -> tuple[dict[str, Plan], list[str]]:
     if config.overlong == "split":
         raise Refusal("--overlong split: a question has one answer, and can't be split. Choose truncate, drop or refuse.")
-    plans = {}
+    plans, notes = {}, ["median, 95 % and longest are of the longest choice of a question, with the question"]
     for name, split in splits.items():
         present = columns_of(split, name)
         names = _names(present)
         if names is None:
             raise Refusal(wrong_columns(present, name, _NEEDED, (("question", "choices", "label"),)))
+        if name != "train" and is_withheld(split, names.answer, _WITHHELD):
+            notes.append(f"{name}: left out, as its answers are withheld")
+            continue
         columns = (*names.texts, *names.choices, names.answer, *(["origin"] if "origin" in present else []))
         layout = ", ".join((*names.texts, f"{names.choices[0]} ..." if len(names.choices) > 1 else names.choices[0]))
         plans[name] = Plan(layout, "class", columns)
-    return plans, ["median, 95 % and longest are of the longest choice of a question, with the question"]
+    return plans, notes
 
 
 def _names(columns: Sequence[str]) -> _Names | None:
