@@ -47,7 +47,7 @@ def test_a_killed_run_ends_with_the_same_weights_and_the_same_ledger(tiny: Any, 
     assert whole.code == 0, whole.out[-3000:]
     assert len(list((whole.folder / "rollouts").iterdir())) == 8
     seconds = whole.metrics[-1]["time"]
-    line, expected = tally("F1", f"SIGKILL at a random moment of a run of {recipe}.py, resumed"), outcome(whole)
+    line, expected = tally("F1", f"SIGKILL at a random moment of a run of {recipe}.py, resumed: weights, metrics and every byte of the ledger"), outcome(whole)
     for _ in range(count(1, 40)):
         tiny.fresh()
         after = chance.uniform(0, 1.05 * seconds)

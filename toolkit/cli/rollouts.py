@@ -73,7 +73,7 @@ def rollouts(
     rewards = _rewards(directory, typed) if reward_funcs else []
     steps = steps_of(directory)
     if not steps:
-        raise Refusal(f"{directory}: no rollouts are there. A run of recipes/grpo.py writes them to DIR/rollouts.")
+        raise Refusal(f"{directory}: no rollouts are there. Runs of recipes/grpo.py and ppo.py write them to DIR/rollouts.")
     if step is not None and step not in steps:
         raise Refusal(f"--step {step}: {directory} has the rollouts of steps {steps[0]:,} to {steps[-1]:,}.")
 
