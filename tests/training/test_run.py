@@ -336,6 +336,24 @@ def test_the_best_weights_come_back_and_training_stops_when_nothing_improves(tmp
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "stopped early"
 
 
+def test_a_metric_named_without_its_prefix_is_that_of_the_evaluations(tmp_path: Path) -> None:
+    """As in YAML of Trainer, whose default is `loss`; the loss of each step has the same name.
+
+    Fails when: `history` takes the name as it is, where events have it.
+    """
+    config = Config(output_dir=str(tmp_path / "run"), eval_strategy="steps", eval_steps=1, max_steps=3, metric_for_best_model="loss")
+    seen: list[list[float]] = []
+
+    def evaluate(run: tk.Run) -> bool:
+        run.log({"eval_loss": 10.0 + run.step})
+        seen.append(run.history(config.metric_for_best_model))
+        return False
+
+    _, run = train(config, evaluate)
+    assert seen == [[11.0], [11.0, 12.0], [11.0, 12.0, 13.0]]
+    assert len(run.history("grad_norm")) == 3
+
+
 @pytest.mark.parametrize("first", ["eval_loss", "eval_second"])
 def test_metrics_that_are_logged_in_several_calls_at_one_step_are_one_evaluation(tmp_path: Path, first: str) -> None:
     """Fails when: the summary takes the last call of a step alone, or a call without the deciding metric is refused."""

@@ -199,8 +199,9 @@ class Run:
             self._record(event)
 
     def history(self, name: str) -> list[float]:
-        """Every value of a metric that was logged so far, in order; `eval_` may be left out."""
-        name = name if any(name in event for event in self.events) else f"eval_{name}"
+        """Every value of a metric that was logged so far, in order; `loss` is that of evaluations, where there are any."""
+        of_evaluations = f"eval_{name}"
+        name = of_evaluations if any(of_evaluations in event for event in self.events) else name
         return [event[name] for event in self.events if event.get(name) is not None]
 
     def say(self, text: str) -> None:
