@@ -127,6 +127,16 @@ def test_rows_that_cannot_be_answered_are_refused_with_file_and_row(encoder: Any
         assert word in str(refusal.value)
 
 
+def test_a_table_has_as_many_columns_as_its_longest_row_needs(encoder: Any) -> None:
+    """So a row may leave the last ones empty, but none between. Fails when: only null is taken for empty."""
+    row = {"question": "Which?", "choice1": "a", "choice2": "b", "answer": "B"}
+    rows = [{**row, "choice3": "c"}, {**row, "choice3": ""}, {**row, "choice3": None}]
+    found = tk.tokenize_for_multiple_choice(splits_of(rows), encoder, Config())["train"]
+    assert found["documents"][:] == [3, 2, 2]
+    with pytest.raises(Refusal, match=r"asked\.jsonl:1: choice1 is empty"):
+        tk.tokenize_for_multiple_choice(splits_of([{**row, "choice1": ""}]), encoder, Config())
+
+
 @pytest.mark.parametrize(("answer", "word"), [("D", "the text 'D'"), ("Yes", "the text 'Yes'"), ("3", "answer is 3"), (1.5, "1.5")])
 def test_an_answer_that_is_no_choice_is_refused_whatever_its_type(encoder: Any, answer: Any, word: str) -> None:
     """Fails when: letters are looked up in the whole alphabet."""

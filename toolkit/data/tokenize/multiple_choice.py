@@ -159,7 +159,7 @@ def _choices(row: dict[str, Any], names: _Names, origin: str) -> tuple[list[str]
     """The choices, and the letters that they are called by."""
     if len(names.choices) > 1:
         values: Any = [row[name] for name in names.choices]
-        while values and values[-1] is None:  # a table has as many columns as its longest row needs
+        while values and values[-1] in (None, ""):  # a table has as many columns as its longest row needs
             values.pop()
         given = None
     else:
@@ -173,15 +173,16 @@ def _choices(row: dict[str, Any], names: _Names, origin: str) -> tuple[list[str]
         count = "one choice" if values else "no choice"
         raise Refusal(f"{origin}: {name} has {count}: there is nothing to choose from. Add others, or remove the row.")
     for number, value in enumerate(values):
+        which = names.choices[number] if len(names.choices) > 1 else f"choice {number} of {name}, counted from 0,"
         if not isinstance(value, str):
             texts = sum(isinstance(each, str) for each in values)
             others = f" ({texts} of the {len(values)} are text)" if texts else ""
             raise Refusal(
-                f"{origin}: choice {number} of {name}, counted from 0, is {describe(value)}, and must be text{others}. "
+                f"{origin}: {which} is {describe(value)}, and must be text{others}. "
                 "Correct or remove the row."
             )
         if not value.strip():
-            raise Refusal(f"{origin}: choice {number} of {name}, counted from 0, is empty. Fill it in or remove the row.")
+            raise Refusal(f"{origin}: {which} is empty. Fill it in or remove the row.")
     if given is not None and len(given) != len(values):
         raise Refusal(f"{origin}: {name} has {len(given)} labels for {len(values)} choices. Correct or remove the row.")
     return values, [str(each) for each in given] if given is not None else [*string.ascii_uppercase[: len(values)]]
