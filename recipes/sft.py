@@ -11,7 +11,7 @@ import toolkit as tk
 
 
 @dataclass(frozen=True)
-class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.SampleConfig, tk.RunConfig):
+class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.AnswerConfig, tk.SampleConfig, tk.RunConfig):
     dataset: str = "stdlib:sft"
     packing: bool = True
     max_length: int = 512
@@ -38,19 +38,25 @@ def main(config: Config) -> tk.Summary:
     model, optimizer = accelerator.prepare(model, optimizer)
     loss_fn = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)
     prompts = tk.sample_prompts(raw, tokenizer, config)
+    asked = tk.held_out_prompts(raw["validation"], tokenizer) if config.metrics else []
+    compared = tk.choose_text_metrics(config.metrics) if config.metrics else {}
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
+
+    def evaluate() -> None:
+        values = tk.eval_with_gather(accelerator, model, evaluation, tk.causal_lm_metrics)
+        values |= tk.answer_metrics(accelerator, model, tokenizer, asked, compared, config.answer_max_new_tokens)
+        run.log(values)
+        run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
         run.compare_with("eval_loss", lambda: tk.answer_baselines(splits, len(tokenizer)))
         if run.due("eval_on_start"):
-            run.log(tk.eval_with_gather(accelerator, model, evaluation, tk.causal_lm_metrics))
-            run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
+            evaluate()
         for batch in run:
             rates = schedule(run.progress, run.objective)
             run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
             if run.due("eval"):
-                run.log(tk.eval_with_gather(accelerator, model, evaluation, tk.causal_lm_metrics))
-                run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
+                evaluate()
                 history = run.history(config.metric_for_best_model)
                 if tk.stopped_improving(history, config.early_stopping_patience, run.greater_is_better):
                     break

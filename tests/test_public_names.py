@@ -119,11 +119,12 @@ def settings() -> None:
 
 
 @shows(
-    "AdapterConfig", "CausalLMConfig", "LossConfig", "ClassificationConfig", "PairsConfig", "PreferenceConfig", "RankedAnswersConfig",
+    "AdapterConfig", "AnswerConfig", "CausalLMConfig", "LossConfig", "ClassificationConfig", "PairsConfig", "PreferenceConfig", "RankedAnswersConfig",
     "RankingConfig", "ReferenceConfig", "RewardConfig", "RewardFunctionsConfig", "SampleConfig", "TokenClassificationConfig", "UnpairedConfig", "MaskedLMConfig",
 )  # fmt: skip
 def settings_of_methods() -> None:
     assert tk.AdapterConfig().lora_r > 0
+    assert tk.AnswerConfig(metrics=["bleu"]).answer_max_new_tokens == 256
     assert tk.LossConfig().label_smoothing_factor == 0
     assert tk.CausalLMConfig().z_loss == 0
     assert tk.ClassificationConfig(problem_type="regression").problem_type == "regression"

@@ -35,6 +35,7 @@ from .config.rewards import RewardFunctionsConfig as RewardFunctionsConfig
 from .config.rollouts import RolloutConfig as RolloutConfig
 from .config.setting import Refusal as Refusal, Settings as Settings, setting as setting
 from .config.tasks import (
+    AnswerConfig as AnswerConfig,
     CausalLMConfig as CausalLMConfig,
     ClassificationConfig as ClassificationConfig,
     EmbeddingConfig as EmbeddingConfig,

@@ -47,7 +47,7 @@ class Everything(
     tk.RankingConfig,
     tk.EmbeddingConfig,
     tk.MaskedLMConfig,
-    tk.SampleConfig,
+    tk.SampleConfig, tk.AnswerConfig,
     tk.Seq2SeqConfig, tk.GeneratedTextConfig,
     tk.RunConfig,
 ):  # fmt: skip
@@ -403,6 +403,8 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
                           ("per_device_eval_batch_size", 4), ("num_samples", 1), ("sample_max_new_tokens", 9),
                           ("sample_temperature", 0.5)]],
     ("sample_max_new_tokens", "--num-samples 0", {"sample_max_new_tokens": 9, "num_samples": 0}, {"num_samples": 1}),
+    ("answer_max_new_tokens", "add --metrics bleu", {"answer_max_new_tokens": 8, "metrics": []}, {"metrics": ["bleu"]}),
+    ("metrics", "--eval-strategy no", {"metrics": ["bleu"], "eval_strategy": "no"}, {"eval_strategy": "epoch"}),
     ("sample_temperature", "--num-samples 0", {"sample_temperature": 0.5, "num_samples": 0}, {"num_samples": 1}),
     ("save_best_limit", "saves the best ones", {"save_best_limit": 3}, {"load_best_model_at_end": True}),
     ("greater_is_better", "nothing is decided", {"greater_is_better": True}, {"load_best_model_at_end": True}),
@@ -488,7 +490,7 @@ def test_setting_turned_off_goes_with_everything() -> None:
 
 @pytest.mark.parametrize(
     ("metric", "metrics"),
-    [("loss", ["accuracy"]), ("f1_macro", ["f1_macro"]), ("eval_recall_class_3", ["recall_per_class"]), ("eval_x", ["glue"])],
+    [("loss", ["accuracy"]), ("f1_macro", ["f1_macro"]), ("eval_recall_class_3", ["recall_per_class"]), ("eval_x", ["glue"]), ("eval_rougeL", ["rouge"])],
 )
 def test_metric_that_will_or_may_be_measured_can_decide(metric: str, metrics: list[str]) -> None:
     """Fails when _never_measured knows eval_loss alone, or refuses the unknown metrics of an evaluate module."""

@@ -35,6 +35,7 @@ from toolkit.config.rollouts import RolloutConfig
 from toolkit.config.rules import check_together, implied_settings
 from toolkit.config.setting import Refusal, Setting, Settings, changed_settings, setting, settings_of, show_value
 from toolkit.config.tasks import (
+    AnswerConfig,
     CausalLMConfig,
     ClassificationConfig,
     EmbeddingConfig,
@@ -51,6 +52,7 @@ from toolkit.config.values import check_value, check_values, read_values
 
 __all__ = [
     "AdapterConfig",
+    "AnswerConfig",
     "BatchConfig",
     "CausalLMConfig",
     "ClassificationConfig",

@@ -152,6 +152,14 @@ NO_EFFECT = (
         "with --eval-strategy no: leave it out, or take epoch or steps.",
     ),
     NoEffect(
+        ("metrics",), lambda eval_strategy, answer_max_new_tokens: eval_strategy == "no",
+        "with --eval-strategy no: leave it out, or take epoch or steps.",
+    ),
+    NoEffect(
+        ("answer_max_new_tokens",), lambda metrics: not metrics,
+        "without metrics of answers: leave it out, or add --metrics bleu.",
+    ),
+    NoEffect(
         ("sample_max_new_tokens", "sample_temperature"), lambda num_samples: num_samples == 0,
         "with --num-samples 0: leave it out.",
     ),

@@ -207,6 +207,19 @@ class EmbeddingConfig(Settings):
 
 
 @dataclass(frozen=True)
+class AnswerConfig(Settings):
+    """Answers"""
+
+    metrics: list[str] = setting(
+        [], "Answer each held-out prompt at each evaluation, by greedy decoding, and compare: bleu, chrf, rouge, exact_match, "
+        "or a module of evaluate. Default: none.", on_resume="evaluation",
+    )
+    answer_max_new_tokens: int = setting(
+        256, "Longest of these answers, in tokens.", least=1, most=2**20, on_resume="evaluation"
+    )
+
+
+@dataclass(frozen=True)
 class SampleConfig(SeedConfig):
     """Samples"""
 
