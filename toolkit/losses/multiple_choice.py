@@ -39,8 +39,8 @@ def _finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
     return {"loss": ratio(sums["loss"], sums["questions"]), "accuracy": ratio(sums["right"], sums["questions"])}
 
 
-# Exact over the questions of a split: `loss`, as in training, and `accuracy`.
 multiple_choice_metrics = Metrics(update=_update, finalize=_finalize)
+"""Exact over the questions of a split: `loss`, as in training, and `accuracy`."""
 
 
 def _losses_and_hits(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
