@@ -146,6 +146,14 @@ def test_an_answer_that_is_no_choice_is_refused_whatever_its_type(encoder: Any, 
     assert word in str(refusal.value)
 
 
+def test_a_question_may_have_more_choices_than_there_are_letters() -> None:
+    """Fails when: choices are counted by their letters."""
+    from toolkit.data.tokenize.multiple_choice import read_question
+
+    many = [f"choice {number}" for number in range(30)]
+    assert [read_question({**GOOD, "choices": many, "label": label}, "asked.jsonl:1").right for label in (28, "28", "B")] == [28, 28, 1]
+
+
 def test_choices_of_several_types_in_an_object_are_refused(encoder: Any) -> None:
     """Numbers among texts, as a reader of JSON lines may give them. Fails when: numbers are turned into texts."""
     from toolkit.data.tokenize.multiple_choice import read_question

@@ -185,7 +185,10 @@ def _choices(row: dict[str, Any], names: _Names, origin: str) -> tuple[list[str]
             raise Refusal(f"{origin}: {which} is empty. Fill it in or remove the row.")
     if given is not None and len(given) != len(values):
         raise Refusal(f"{origin}: {name} has {len(given)} labels for {len(values)} choices. Correct or remove the row.")
-    return values, [str(each) for each in given] if given is not None else [*string.ascii_uppercase[: len(values)]]
+    if given is not None:
+        return values, [str(each) for each in given]
+    letters = string.ascii_uppercase
+    return values, [*letters[: len(values)], *(str(number) for number in range(len(letters), len(values)))]
 
 
 def _right(value: Any, name: str, letters: list[str], origin: str) -> int:
