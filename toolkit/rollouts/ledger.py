@@ -139,7 +139,9 @@ def save_rollouts(accelerator: Accelerator, phase: Phase, rollouts: Sequence[Rol
             records = (_record([rollouts[place] for place in group]) for group in groups_of(rollouts))
             write_atomically(_whole(phase.folder, phase.step), "".join(map(_line, (phase.header, *records))))
             if limit is not None:
-                _whole(phase.folder, phase.step - limit).unlink(missing_ok=True)
+                for step in steps_of(phase.folder.parent):
+                    if step <= phase.step - limit:
+                        _whole(phase.folder, step).unlink(missing_ok=True)
         except OSError as error:
             say(f"WARNING: the rollouts of step {phase.step} are not kept: {error}", error=True)
             return False
