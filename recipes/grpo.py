@@ -56,8 +56,8 @@ def main(config: Config) -> tk.Summary:
         tk.collate_rollouts, layout=tk.choose_pair_layout(model), pad_token_id=tokenizer.pad_token_id,
         mask_truncated_completions=config.mask_truncated_completions,
     )  # fmt: skip
-    prompts = tk.in_prompts(config, config.num_generations, accelerator)
-    train, evaluation = tk.build_dataloaders(splits, tk.collate_prompts, prompts, accelerator)
+    in_prompts = tk.in_prompts(config, config.num_generations, accelerator)
+    train, evaluation = tk.build_dataloaders(splits, tk.collate_prompts, in_prompts, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     drawn = tk.sampling_settings(config, model, tokenizer)
     asked = tk.sampling_settings(config, model, tokenizer, evaluates=True)
@@ -95,14 +95,20 @@ def main(config: Config) -> tk.Summary:
             phase = tk.open_phase(
                 accelerator, model, config.output_dir, run.step, drawn, seed=config.seed, source=config.rollouts_from
             )
-            rollouts = tk.sample_rollouts(
-                accelerator, model, tokenizer, batch, drawn, num_generations=config.num_generations, seed=config.seed,
-                phase=phase,
-            )  # fmt: skip
-            rollouts = tk.score_rollouts(
-                rollouts, rewards, accelerator, on_error=config.on_reward_error, output=config.reward_output, say=run.say
-            )
-            tk.save_rollouts(accelerator, phase, rollouts, config.rollouts_total_limit)
+            sampled: list[tk.Rollout] = []
+            prompts: tk.Batch | None = batch
+            while prompts:
+                rollouts = tk.sample_rollouts(
+                    accelerator, model, tokenizer, prompts, drawn, num_generations=config.num_generations, seed=config.seed,
+                    phase=phase,
+                )  # fmt: skip
+                sampled += tk.score_rollouts(
+                    rollouts, rewards, accelerator, on_error=config.on_reward_error, output=config.reward_output, say=run.say
+                )
+                more = tk.prompts_to_add(sampled, batch.size, config.dynamic_sampling * batch.size)
+                prompts = run.take(more) if more else None
+            tk.save_rollouts(accelerator, phase, sampled, config.rollouts_total_limit)
+            rollouts = tk.groups_with_spread(sampled, batch.size)
             if before:
                 rollouts = tk.with_logps(accelerator, model, rollouts, collate, micro_batch_size=size, **before)
             scores = tk.shaped_rewards(
@@ -121,7 +127,7 @@ def main(config: Config) -> tk.Summary:
                 tk.train_step(accelerator, model, optimizer, update, loss_fn, rates, max_grad_norm=config.max_grad_norm)
                 for update in updates
             ]
-            run.log({**tk.mean_metrics(steps), **tk.rollout_metrics(rollouts)})
+            run.log({**tk.mean_metrics(steps), **tk.rollout_metrics(sampled)})
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
                 run.add_samples(tk.best_and_worst(rollouts, config.num_samples))

@@ -58,13 +58,7 @@ def test_a_run_ended_by_sigterm_continues_to_the_same_bits(run_recipe: Any, rows
     }
     assert whole.summary["eval_reward"] >= 0
 
-    def stop_after_some_steps(pid: int) -> None:
-        metrics, deadline = rows / "out/metrics.jsonl", time.monotonic() + 120
-        while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count('"loss"') >= 3):
-            time.sleep(0.01)
-        os.kill(pid, signal.SIGTERM)
-
-    stopped = run_recipe("grpo", *flags, while_running=stop_after_some_steps)
+    stopped = run_recipe("grpo", *flags, while_running=_stop_after(rows / "out/metrics.jsonl", 3))
     assert stopped.code == 75, stopped.err
     resumed = run_recipe("grpo", *flags, "--resume")
     assert resumed.code == 0, resumed.err
@@ -91,23 +85,77 @@ def test_what_cannot_be_trained_is_refused(run_recipe: Any, rows: Path, flags: l
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "engine", [[], ["--deepspeed", str(TESTS / "all_sharded.json")], ["--fsdp"]], ids=["ddp", "zero3", "fsdp2"]
+    ("engine", "also"),
+    [([], []), ([], ["--dynamic-sampling", "3"]), (["--deepspeed", str(TESTS / "all_sharded.json")], []), (["--fsdp"], [])],
+    ids=["ddp", "dynamic", "zero3", "fsdp2"],
 )
-def test_two_ranks_have_the_rollouts_and_the_gradients_of_one(tiny: Any, rows: Path, engine: list[str]) -> None:
+def test_two_ranks_have_the_rollouts_and_the_gradients_of_one(tiny: Any, rows: Path, engine: list[str], also: list[str]) -> None:
     """Rewards equal, losses and norms to 1e-5. Fails when: keys follow the rank, or a rank scores another's group as its own."""
     script = str(TESTS.parent / "recipes/grpo.py")
     files = {"rows.jsonl": str(rows / "rows.jsonl"), "rewards.py:digits": f"{rows}/rewards.py:digits"}
-    flags = [files.get(flag, flag) for flag in [*SMALL, "--max-steps", "3", "--global-batch-size", "24", "--beta", "0.05"]]
+    flags = [files.get(flag, flag) for flag in [*SMALL, "--max-steps", "3", "--global-batch-size", "24", "--beta", "0.05", *also]]
     one = tiny(*flags, script=script, output_dir="one")
     assert one.code == 0, one.out[-3000:]
     ranks = tiny.ranks(2, *flags, *engine, script=script, output_dir="two")
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].out[-3000:]
-    assert sorted(path.name for path in (ranks[0].folder / "rollouts").iterdir()) == [f"step-00000{step}.jsonl" for step in (1, 2, 3)]
+    assert sorted(path.name for path in (ranks[0].folder / "rollouts").iterdir()) == sorted(
+        path.name for path in (one.folder / "rollouts").iterdir()
+    )
     read = [[(each.prompt, each.index, each.completion, each.reward) for each in rollouts_of(run.folder, 1)] for run in (one, ranks[0])]
     assert read[0] == read[1]
     steps, others = ([event for event in run.metrics if "loss" in event] for run in (one, ranks[0]))
-    assert len(steps) == len(others) == 3
+    assert len(steps) == len(others) == (2 if also else 3)
     for step, other in zip(steps, others, strict=True):
         assert step["reward"] == pytest.approx(other["reward"], abs=1e-9)
         for name in ("loss", "grad_norm", "kl", "entropy"):
             assert other[name] == pytest.approx(step[name], rel=1e-4, abs=1e-5), name
+
+
+DYNAMIC = [
+    "--model", "tiny-llama", "--hidden-size", "32", "--num-hidden-layers", "1", "--dataset", "rows.jsonl", "--eval-strategy", "no",
+    "--eval-fraction", "0.2", "--vocab-size", "260", "--max-completion-length", "2", "--num-generations", "2",
+    "--per-device-train-batch-size", "8", "--reward-funcs", "rewards.py:digits", "--reward-processes", "0", "--logging-steps", "1",
+    "--learning-rate", "0.01", "--max-steps", "12", "--dynamic-sampling", "3",
+]  # fmt: skip
+
+
+def test_groups_without_spread_give_their_places_to_the_next_prompts(run_recipe: Any, rows: Path) -> None:
+    """Prompts are consumed in the order of the training, each once; a stop in between changes nothing, nor does a ledger.
+
+    Fails when: `Run.take` leaves the position where it was, or the next batch is not read from there.
+    """
+    whole = run_recipe("grpo", *DYNAMIC, output_dir="whole")
+    assert whole.code == 0, whole.err
+    steps = [event for event in whole.metrics if "loss" in event]
+    plain = run_recipe("grpo", *DYNAMIC[:-2], output_dir="plain")
+    assert plain.code == 0, plain.err
+    consumed = [
+        [(each.epoch, each.prompt) for step in range(1, run.summary["steps"] + 1) for each in rollouts_of(run.output_dir, step)[::2]]
+        for run in (whole, plain)
+    ]
+    assert consumed[0] == consumed[1]  # 48 prompts, however many a step took
+    assert len(consumed[0]) == 48 == whole.summary["examples"]
+    assert len(steps) < 12
+    kept = [len(rollouts_of(whole.output_dir, step)) for step in range(1, len(steps) + 1)]
+    assert max(kept) > 8
+    assert all(size <= 24 for size in kept)
+
+    stopped = run_recipe("grpo", *DYNAMIC, "--save-steps", "1", while_running=_stop_after(rows / "out/metrics.jsonl", 2))
+    assert stopped.code == 75, stopped.err
+    resumed = run_recipe("grpo", *DYNAMIC, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert same(whole.weights(), resumed.weights())
+    assert losses(whole) == losses(resumed)
+    replayed = run_recipe("grpo", *DYNAMIC, "--rollouts-from", str(whole.output_dir), output_dir="replayed")
+    assert replayed.code == 0, replayed.err
+    assert same(whole.weights(), replayed.weights())
+
+
+def _stop_after(metrics: Path, steps: int) -> Any:
+    def stop(pid: int) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count('"loss"') >= steps):
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGTERM)
+
+    return stop

@@ -85,6 +85,10 @@ class PolicyConfig(ClipConfig):
     use_bias_correction_kl: bool = setting(
         True, "In the loss, multiply the divergence by the ratio, which makes its gradient the right one.", on_resume="fixed"
     )
+    dynamic_sampling: int = setting(
+        1, "Replace groups whose rewards are all equal by those of further prompts, until a step has sampled so many times its "
+        "prompts (DAPO); 1: don't.", least=1, most=1024, aliases=("max_num_gen_batches",), on_resume="fixed",
+    )
     overlong_cache: int = setting(
         0, "Lower the reward in a line, by 1 at most, over the last N tokens before the longest completion (DAPO: 4,096 of "
         "20,480); 0: don't.", least=0, most=2**20, aliases=("soft_punish_cache",), on_resume="fixed",

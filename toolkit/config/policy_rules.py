@@ -40,6 +40,10 @@ POLICY_CONTRADICTIONS = (
         "{kl_estimator} in the loss has a gradient with the mean 0: take k2, k3, --kl-in reward, or --use-bias-correction-kl.",
     ),
     Contradiction(
+        lambda dynamic_sampling, streaming: dynamic_sampling > 1 and streaming,
+        "{dynamic_sampling} takes further prompts from anywhere in the data, which --streaming cannot: leave one of them out.",
+    ),
+    Contradiction(
         lambda overlong_cache, max_completion_length: overlong_cache > max_completion_length,
         "{overlong_cache} must be at most {max_completion_length}.",
     ),
@@ -79,6 +83,13 @@ POLICY_NO_EFFECT = (
             steps_per_generation * num_iterations == 1 and dropout == 0
         ),
         "with one update a step, where every ratio is 1 and no value has moved: leave it out, or add --num-iterations 2.",
+    ),
+    NoEffect(
+        ("dynamic_sampling",),
+        lambda dynamic_sampling, loss_type, advantage_estimator, num_generations: (
+            dynamic_sampling > 1 and (num_generations < 2 or _of_all(loss_type, advantage_estimator))
+        ),
+        "where rewards are compared with those of all prompts, so that no group needs a spread: leave it out.",
     ),
     NoEffect(
         ("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min"),

@@ -17,6 +17,7 @@ from toolkit import checkpoint as ckpt
 from toolkit.config import Refusal
 from toolkit.config.conditions import is_decided_by_a_metric
 from toolkit.config.reading import settings_read
+from toolkit.data.loading.loaders import TrainLoader
 from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.overview import unread_after_a_step
 from toolkit.runs.summary import read_settings
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from toolkit.data.loading.batch import Batch
-    from toolkit.data.loading.loaders import StreamLoader, TrainLoader
+    from toolkit.data.loading.loaders import StreamLoader
     from toolkit.distributed.heartbeat import Heartbeat
     from toolkit.runs.summary import Summary
     from toolkit.tracking.records import Records
@@ -77,7 +78,8 @@ class Run:
         self.window.resume_clock()
         began = self.step
         self.check_decided()
-        for batch in self.train.batches(self.position):
+        batches = self.train.batches(self.position)
+        while batch := next(batches, None):
             self._batch, self._position_before = batch, batch.position
             self.state.begin_step(batch)
             self.between_steps = False
@@ -96,7 +98,18 @@ class Run:
             if stop:
                 self.saver.report(wait=True)
                 raise interruption(stop, self.step, how_to_continue(self.checkpoints, self.config), self.config)
+            if self.position > batch.position + batch.size:  # the step took more
+                batches = self.train.batches(self.position)
             self.window.resume_clock()
+
+    def take(self, count: int) -> Batch | None:
+        """A batch of the next `count` examples, consumed in this step too; of fewer before the end of the run, None at it."""
+        if not isinstance(self.train, TrainLoader):
+            raise Refusal("--streaming: a step that takes more examples than its batch needs data that can be read anywhere.")
+        batch = self.train.further(self.position, count)
+        if batch is not None:
+            self.state.take(batch)
+        return batch
 
     @property
     def step(self) -> int:

@@ -100,9 +100,13 @@ class RunState:
     def begin_step(self, batch: Batch) -> None:
         """The next global batch is taken."""
         self.step += 1
+        self.take(batch)
+        self.evaluation_is_owed = False
+
+    def take(self, batch: Batch) -> None:
+        """The examples of a batch are consumed."""
         self.position = batch.position + batch.size
         self.tokens += batch.totals.get("tokens", 0.0)
-        self.evaluation_is_owed = False
 
     def add_metrics(self, step: StepMetrics) -> tuple[float | None, list[str]]:
         """Take a step's metrics, once read: the median that its loss is a spike above, if it is one, and new warnings."""
