@@ -1,6 +1,6 @@
 """The other side of `benchmarks/tasks.py`: what transformers' example scripts and sentence-transformers' documentation do.
 
-Tokenizing and collators are those of run_ner.py, run_qa.py, run_summarization.py and run_mlm.py; embeddings have
+Tokenizing and collators are those of run_ner.py, run_qa.py, run_summarization.py, run_mlm.py and run_swag.py; embeddings have
 `CachedMultipleNegativesRankingLoss`, rerankers `LambdaLoss`. Whatever is not named here is the library's default.
 """
 
@@ -130,9 +130,26 @@ def reranker(job: Job, *, mini_batch_size: int | None = None, **flags: Any) -> N
     ))  # fmt: skip
 
 
+def multiple_choice(job: Job, **flags: Any) -> None:
+    from transformers import AutoModelForMultipleChoice, AutoTokenizer, DataCollatorForMultipleChoice
+
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    model = AutoModelForMultipleChoice.from_pretrained(job.model, **_of_model(flags))
+
+    def tokenized(rows: dict[str, list[Any]]) -> dict[str, Any]:
+        contexts = [context for context in rows["sent1"] for _ in range(4)]
+        endings = [f"{begun} {rows[f'ending{i}'][row]}" for row, begun in enumerate(rows["sent2"]) for i in range(4)]
+        encoded = tokenizer(contexts, endings, truncation=True, max_length=job.max_length)
+        return {name: [values[at : at + 4] for at in range(0, len(values), 4)] for name, values in encoded.items()}
+
+    rows = _rows(job)
+    train = rows.map(tokenized, batched=True, remove_columns=[name for name in rows.column_names if name != "label"])
+    _train(job, _trainer("Trainer", job, model, train, DataCollatorForMultipleChoice(tokenizer), flags))
+
+
 PEERS: dict[str, Callable[..., None]] = {
     "token_classification": token_classification, "question_answering": question_answering, "seq2seq": seq2seq,
-    "masked_lm": masked_lm, "embedding": embedding, "reranker": reranker,
+    "masked_lm": masked_lm, "embedding": embedding, "reranker": reranker, "multiple_choice": multiple_choice,
 }  # fmt: skip
 
 

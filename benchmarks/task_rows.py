@@ -138,6 +138,19 @@ def _lists(count: int, numbers: np.random.Generator) -> list[Row]:
     ]  # fmt: skip
 
 
+def _questions_with_choices(count: int, numbers: np.random.Generator) -> list[Row]:
+    """Contexts of 15 words and the first 4 of a sentence with four endings of 10, as in SWAG."""
+    endings = iter(_texts(4 * count, 10, 40, numbers))
+    both = zip(_texts(count, 15, 60, numbers), _texts(count, 4, 12, numbers), strict=True)
+    return [
+        {
+            "sent1": " ".join(context), "sent2": " ".join(begun),
+            **{f"ending{i}": " ".join(next(endings)) for i in range(4)}, "label": int(numbers.integers(4)),
+        }
+        for context, begun in both
+    ]  # fmt: skip
+
+
 _CONFIGS: dict[str, Callable[..., Any]] = {"bert": _bert, "t5": _t5}
 _LABELS = {"id2label": dict(enumerate(TAGS)), "label2id": {tag: i for i, tag in enumerate(TAGS)}}
 _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -147,8 +160,9 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "masked_lm": ("bert", "BertForMaskedLM", {}),
     "embedding": ("bert", "BertModel", {}),
     "reranker": ("bert", "BertForSequenceClassification", {"num_labels": 1}),
+    "multiple_choice": ("bert", "BertForMultipleChoice", {}),
 }
 _ROWS: dict[str, Callable[[int, np.random.Generator], list[Row]]] = {
     "token_classification": _tagged_sentences, "question_answering": _questions, "seq2seq": _sources_and_targets,
-    "masked_lm": _documents, "embedding": _pairs, "reranker": _lists,
+    "masked_lm": _documents, "embedding": _pairs, "reranker": _lists, "multiple_choice": _questions_with_choices,
 }  # fmt: skip

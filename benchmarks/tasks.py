@@ -36,6 +36,7 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 DEFAULTS, BEST = "peer, its defaults", "peer, best flags"
 STEPS = {
     "token_classification": 12, "question_answering": 8, "seq2seq": 6, "masked_lm": 6, "embedding": 4, "reranker": 4,
+    "multiple_choice": 6,
 }  # fmt: skip
 ROWS_A_STEP = {"masked_lm": 22}  # texts of which a batch of packed rows is made; of all others as many as the batch
 OUR_SETTINGS: dict[str, dict[str, Any]] = {
@@ -61,10 +62,12 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "masked_lm": {"line by line, lengths grouped": {"line_by_line": True, **BY_LENGTH}},
     "embedding": {f"mini-batches of {size}": {"mini_batch_size": size} for size in (8, 16, 64)},
     "reranker": {f"mini-batches of {size}": {"mini_batch_size": size} for size in (4, 16, 64)},
+    "multiple_choice": {},
 }
 HELPFUL = {
     "token_classification": "lengths grouped", "question_answering": "padded to the longest, lengths grouped",
     "seq2seq": "lengths grouped", "masked_lm": None, "embedding": "mini-batches of 16", "reranker": "mini-batches of 4",
+    "multiple_choice": None,
 }  # fmt: skip
 
 

@@ -400,7 +400,7 @@ def test_a_classifiers_metrics_are_those_of_scikit_learn_with_the_models_own_cla
         metrics = evaluated(made / "classes", "--dataset", path, "--per-device-eval-batch-size", 4, "--metrics", "accuracy,f1_micro")["metrics"]
         assert metrics["accuracy"] == pytest.approx(accuracy_score(numbers, predicted))
         assert metrics["f1_micro"] == pytest.approx(f1_score(numbers, predicted, average="micro"))
-    with pytest.raises(Refusal, match="is a classifier, which writes no text"):
+    with pytest.raises(Refusal, match="is for AutoModelForSequenceClassification, and writes no text"):
         toolkit("generate", made / "classes", "--prompt", "x")
 
 

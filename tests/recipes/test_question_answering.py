@@ -71,6 +71,20 @@ def test_squad_2_trains_evaluates_and_shows_its_best_answers(run_recipe: Any, tm
     assert names == set(found["metrics"])
 
 
+def test_a_run_is_evaluated_on_other_data_in_its_own_windows(run_recipe: Any, tmp_path: Path, data: list[str]) -> None:
+    """The held-out file by another name, as the test set is that a user has: the metrics are those that the run logged.
+
+    Fails when: `_settings_of_task` is empty, so that contexts are read whole.
+    """
+    run = run_recipe("question_answering", *SMALL, *data)
+    assert run.code == 0, run.out + run.err
+    (tmp_path / "other.json").write_bytes((tmp_path / "notes/validation.json").read_bytes())
+    code, output = toolkit(tmp_path, "evaluate", "out", "--dataset", "other.json", "--json", "--device", "cpu")
+    assert code == 0, output
+    found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))["metrics"]
+    assert found == pytest.approx({name: run.summary[f"eval_{name}"] for name in found}, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_two_ranks_train_and_evaluate_as_one_process(tiny: Any, tmp_path: Path, data: list[str]) -> None:
     """Global batches of 12 windows, 3 x 4 on one process and 4 + 4 + 4 over two ranks; 21 windows to evaluate in fives. Losses and norms

@@ -24,11 +24,17 @@ from toolkit.cli.setting_options import (
 from toolkit.config import (
     ClassificationConfig,
     DataConfig,
+    EmbeddingConfig,
     GeneratedTextConfig,
     MaskedLMConfig,
     QuestionAnsweringConfig,
+    RankingConfig,
     SeedConfig,
     Seq2SeqConfig,
+    Settings,
+    TokenClassificationConfig,
+    read_config_file,
+    settings_of,
 )
 from toolkit.system.console import say
 
@@ -118,7 +124,8 @@ def evaluate(
     Of a run without --dataset: on the rows that it held out. It says how many of the rows the run was trained on.
 
     They are the metrics that training logs, computed in float32 unless --dtype says otherwise, and rows are read as training
-    reads them: longer ones are truncated to --max-length, which is 1,024 or what the model has positions for.
+    reads them: longer ones are truncated to --max-length, which is 1,024 or what the model has positions for. Of a run on
+    other data, the task's own settings are the run's: the prefix of sources, languages, windows, masks, beams.
     """
     typed = {name: value for name, value in locals().items() if name not in _NO_SETTINGS}
     from toolkit.data.sources.trained_rows import config_of_run, dataset_of_run, is_same_dataset
@@ -140,14 +147,18 @@ def evaluate(
         if config is None and split is None and (dataset is None or is_same_dataset(dataset, trained.dataset)):
             typed["dataset"], file = trained.dataset, of_run
             holds_out = bool(trained.eval_fraction or trained.eval_split)
-    settings = read_options(EvaluationConfig, {**typed, "model": find_model(model)}, file, without=_OF_TRAINING)
+    unread = _OF_TRAINING
+    if file is None and of_run is not None and (names_of_task := _settings_of_task(of_run)):
+        file, unread = of_run, frozenset(settings_of(EvaluationConfig)) - names_of_task
+    is_length_given = max_length is not None or (file is not None and "max_length" not in unread)
+    settings = read_options(EvaluationConfig, {**typed, "model": find_model(model)}, file, without=unread)
     split = split or ("validation" if holds_out else None)  # whoever names a run's settings means what that run evaluates on
     names = [name.strip() for name in (metrics or "").split(",") if name.strip()]
 
     from toolkit.data.report import print_data_report
 
     found = evaluate_model(
-        settings, names, task, split, device, is_length_given=max_length is not None or file is not None,
+        settings, names, task, split, device, is_length_given=is_length_given,
         show=lambda report: print_data_report(report, sys.stderr), trained=trained, max_new_tokens=max_new_tokens,
     )  # fmt: skip
     if as_json:
@@ -174,6 +185,24 @@ _OF_TRAINING = frozenset({
     "dtype", "metrics", "class_weights", "gradient_checkpointing", "torch_compile", "torch_compile_backend", "streaming",
     "packing", "packing_strategy", "group_by_length",
 })  # fmt: skip
+
+
+# What belongs to a task and not to one data set. Windows of questions are as long as --max-length says.
+_TASKS: tuple[tuple[type[Settings], ...], ...] = (
+    (Seq2SeqConfig, GeneratedTextConfig), (QuestionAnsweringConfig,), (MaskedLMConfig,), (TokenClassificationConfig,),
+    (EmbeddingConfig,), (RankingConfig,),
+)  # fmt: skip
+_OF_DATA = frozenset({"score_scale", "metrics"})
+
+
+def _settings_of_task(of_run: Path) -> frozenset[str]:
+    """The settings of a run's task that hold for other data too; none where its config.yaml is of no such task."""
+    written = set(read_config_file(of_run))
+    for groups in _TASKS:
+        names = {name for group in groups for name in settings_of(group)}
+        if names <= written:
+            return frozenset(names | ({"max_length"} if QuestionAnsweringConfig in groups else set())) - _OF_DATA
+    return frozenset()
 
 
 def _shown(value: Any) -> str:

@@ -243,7 +243,7 @@ def _load(
         if kind == "AutoModelForSeq2SeqLM":
             raise Refusal(f"{config.model}: an encoder-decoder, which holds no chat: {as_typed('toolkit', 'generate', model)}")
         instead = as_typed("toolkit", "evaluate", model)
-        raise Refusal(f"{config.model}: is a classifier, which writes no text. For its metrics: {instead}")
+        raise Refusal(f"{config.model}: is for {kind}, and writes no text. For its metrics: {instead}")
     with no_progress_bar():
         loaded = load_trained(kind, config, best_device(device))
     torch.manual_seed(seed)

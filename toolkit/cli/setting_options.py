@@ -34,7 +34,9 @@ Device = Annotated[
 def check_task(task: str | None, tasks: tuple[str, ...] = TASKS) -> None:
     """Refuse what is none of the tasks."""
     if task is not None and task not in tasks:
-        raise typer.BadParameter(f"{task}: is none of {', '.join(tasks)}.", param_hint="--task")
+        meant = {"reranker": "ranking", "dpo": "preference", "kto": "unpaired", "pretrain": "lm"}.get(task, "")
+        hint = f" Did you mean {meant}?" if meant in tasks else ""
+        raise typer.BadParameter(f"{task}: is none of {', '.join(tasks)}.{hint}", param_hint="--task")
 
 
 def option(config_class: type[Settings], name: str, metavar: str | None = None, help: str | None = None) -> Any:

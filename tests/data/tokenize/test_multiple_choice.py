@@ -13,6 +13,7 @@ import toolkit as tk
 from toolkit.config import Refusal
 from toolkit.data.inspection import guess_task, inspect_splits
 from toolkit.data.sources.held_out import batch_keys
+from toolkit.data.tokenize.multiple_choice import read_questions
 
 WORDS = inspect.getsource(textwrap).split()
 
@@ -26,6 +27,57 @@ class Config(tk.ModelConfig, tk.DataConfig):
 @pytest.fixture(scope="module")
 def encoder() -> Any:
     return tk.train_tokenizer([inspect.getsource(textwrap)], 500, encoder=True)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: Any) -> dict[str, Any]:
+    """The columns and types that benchmarks have on the Hub, in Parquet: for each a question, whose right choice is "right"."""
+    from datasets import ClassLabel, Features, Sequence, Value
+
+    words, folder = Value("string"), tmp_path_factory.mktemp("published")
+    four, swag = ["no", "never", "right", "none"], ("video-id", "fold-ind", "startphrase", "sent1", "sent2", "gold-source")
+    made: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "SWAG": (
+            {**dict.fromkeys(swag, words), **{f"ending{i}": words for i in range(4)}, "label": ClassLabel(names=list("0123"))},
+            {**dict.fromkeys(swag, "A drum"), **{f"ending{i}": each for i, each in enumerate(four)}, "label": 2},
+        ),
+        "HellaSwag": (
+            {"ind": Value("int32"), **dict.fromkeys(("activity_label", "ctx_a", "ctx_b", "ctx"), words), "endings": Sequence(words),
+             **dict.fromkeys(("source_id", "split", "split_type", "label"), words)},
+            {"ind": 4, **dict.fromkeys(("activity_label", "ctx_a", "ctx_b", "ctx"), "A man"), "endings": four,
+             **dict.fromkeys(("source_id", "split", "split_type"), "train"), "label": "2"},
+        ),
+        "RACE": (
+            {**dict.fromkeys(("example_id", "article", "answer", "question"), words), "options": Sequence(words)},
+            {"example_id": "high1.txt", "article": "Last week.", "answer": "C", "question": "It is _ .", "options": four},
+        ),
+        "MMLU": (
+            {"question": words, "subject": words, "choices": Sequence(words), "answer": ClassLabel(names=list("ABCD"))},
+            {"question": "Which?", "subject": "law", "choices": four, "answer": 2},
+        ),
+        "COPA": (
+            {**dict.fromkeys(("premise", "choice1", "choice2", "question"), words), "idx": Value("int32"),
+             "label": ClassLabel(names=["choice1", "choice2"])},
+            {"premise": "A shadow.", "choice1": "no", "choice2": "right", "question": "cause", "idx": 0, "label": 1},
+        ),
+        "ARC": (
+            {"id": words, "question": words, "choices": Sequence({"text": words, "label": words}), "answerKey": words},
+            {"id": "M1", "question": "Which?", "choices": {"text": four, "label": list("1234")}, "answerKey": "3"},
+        ),
+    }  # fmt: skip
+    for name, (features, row) in made.items():
+        (folder / name).mkdir()
+        Dataset.from_list([row, row], features=Features(features)).to_parquet(folder / name / "train-00000-of-00001.parquet")
+    return {name: folder / name for name in made}
+
+
+@pytest.mark.parametrize("name", ["SWAG", "HellaSwag", "RACE", "MMLU", "COPA", "ARC"])
+def test_columns_as_published_are_read_as_they_are(published: dict[str, Any], name: str) -> None:
+    """With the ids, classes and splits that the data sets have next to what is read. Fails when: "ctx" is no context."""
+    splits = tk.load_splits(Config(dataset=str(published[name])))
+    assert guess_task(splits["train"].column_names) == "multiple_choice"
+    for question in read_questions(splits["train"], "train"):
+        assert question.choices[question.right].endswith("right")
 
 
 def text(start: int, words: int) -> str:
