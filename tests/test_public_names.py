@@ -428,7 +428,10 @@ def losses_of_single_answers() -> None:
     assert torch.isfinite(loss)
 
 
-@shows("advantages", "choose_advantages", "group_has_spread", "reward_table", "overlong_penalty", "penalize_kl", "PolicyConfig", "PPOConfig")
+@shows(
+    "advantages", "choose_advantages", "group_has_spread", "groups_with_spread", "prompts_to_add", "reward_table", "overlong_penalty",
+    "penalize_kl", "PolicyConfig", "PPOConfig",
+)  # fmt: skip
 def advantages_of_rewards() -> None:
     config = tk.PolicyConfig(loss_type="rloo")
     estimator, scale = tk.choose_advantages(config.loss_type, config.advantage_estimator, config.scale_rewards)
@@ -436,6 +439,8 @@ def advantages_of_rewards() -> None:
     rewards = tk.reward_table(scored)
     assert tk.advantages(rewards, estimator=estimator, scale_rewards=scale).tolist() == [[1.0, -1.0], [0.0, 0.0]]
     assert tk.group_has_spread(rewards).tolist() == [True, False]
+    assert tk.prompts_to_add(scored, 2, most=6) == 2
+    assert tk.groups_with_spread(scored, 1) == scored[:2]
     assert tk.overlong_penalty(torch.tensor([80, 90, 120]), 100, cache=20).tolist() == [0.0, -0.5, -1.0]
     logps = torch.tensor([[-1.0, -2.0]])
     assert tk.penalize_kl(torch.tensor([1.0]), logps, logps - 1, torch.ones(1, 2), beta=0.25).tolist() == [0.5]

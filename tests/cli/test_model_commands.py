@@ -26,7 +26,7 @@ import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.config import Refusal
 from toolkit.generation.answers import Sampling, answer
-from toolkit.generation.samples import stop_ids
+from toolkit.generation.continued_texts import stop_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE: dict[str, Any] = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "seed": 5}

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.config import SampleConfig
 from toolkit.export.model_directory import write_model
-from toolkit.generation.samples import _draw_with, sample_prompts, sample_texts, trim_for_display
+from toolkit.generation.samples import sample_prompts, sample_texts, trim_for_display
 from toolkit.losses.selective_head import head_comes_last
 from toolkit.models.adapter_saving import save_adapter
 from toolkit.models.attention.interface import DOCUMENTS, register_attention
@@ -82,7 +82,7 @@ def texts(samples: list[dict[str, str]]) -> list[str]:
 
 
 def test_greedy_samples_are_those_of_one_whole_forward_a_token(model, tokenizer, accelerator):
-    """Fails when: the attention mask is all ones, the padding is on the right, or <s> is left out."""
+    """Fails when: <s> is left out of the prompts."""
     expected = [greedy_loop(model, tokenizer, prompt["prompt"], 12) for prompt in PROMPTS]
     samples = sample_texts(accelerator, model, tokenizer, PROMPTS, GREEDY)
     assert texts(samples) == expected
@@ -104,7 +104,7 @@ def test_sample_stops_at_the_end_token_of_the_tokenizer_and_of_the_model(whose, 
 
 
 def test_sampling_repeats_itself_and_leaves_every_random_state_alone(model, tokenizer, accelerator):
-    """Fails when: the noise comes from the global generator."""
+    """Fails when: the seed of the keys is drawn."""
     torch.manual_seed(5)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     first = texts(sample_texts(accelerator, model, tokenizer, PROMPTS, WARM))
@@ -117,7 +117,7 @@ def test_sampling_repeats_itself_and_leaves_every_random_state_alone(model, toke
 
 
 def test_seed_of_the_run_changes_the_samples(model, tokenizer, accelerator):
-    """Fails when: the generators are seeded by the number of the prompt alone."""
+    """Fails when: the keys leave the seed out."""
     from dataclasses import dataclass
 
     from toolkit.config import RunConfig
@@ -131,23 +131,13 @@ def test_seed_of_the_run_changes_the_samples(model, tokenizer, accelerator):
 
 
 def test_text_of_a_prompt_does_not_hang_on_those_after_it(model, tokenizer, accelerator):
-    """Fails when: one generator serves all rows."""
+    """Fails when: keys follow the number of prompts."""
     alone = texts(sample_texts(accelerator, model, tokenizer, PROMPTS[:1], WARM))
     assert texts(sample_texts(accelerator, model, tokenizer, PROMPTS, WARM))[:1] == alone
 
 
-def test_draws_follow_the_softmax_at_the_temperature():
-    """Fails when: the logits are not divided by the temperature, or the noise is added in place of subtracted."""
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    rows = 4000
-    drawn = _draw_with(0.7, 3, rows)(torch.empty(0), logits.expand(rows, -1)).argmax(-1)
-    share = torch.bincount(drawn, minlength=4) / rows
-    expected = torch.softmax(logits / 0.7, 0)
-    assert bool(((share - expected).abs() < 4 * (expected * (1 - expected) / rows).sqrt()).all())
-
-
 def test_model_is_left_as_it_was_found(model, tokenizer, accelerator):
-    """Fails when: modes are restored with model.train(), or the model's own decoding settings are not put back."""
+    """Fails when: modes are restored with model.train()."""
     model.train()
     model.model.layers[0].eval()
     model.gradient_checkpointing_enable()
@@ -160,7 +150,7 @@ def test_model_is_left_as_it_was_found(model, tokenizer, accelerator):
 
 
 def test_an_adapters_base_is_left_as_it_was_found_and_saved_with_its_ends(model, tokenizer, accelerator, tmp_path):
-    """Fails when: the settings are swapped on peft's model, whose generate hands them to the base, where nothing puts them back."""
+    """Fails when: the attention of groups is set on peft's model, and not on the base."""
     from peft import LoraConfig, get_peft_model
 
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, 7]
@@ -189,7 +179,7 @@ def test_a_model_saved_between_two_samples_is_sampled_alike(model, tokenizer, ac
 
 
 def test_wrapping_checkpointing_and_the_models_own_decoding_settings_change_no_text(model, tokenizer, accelerator):
-    """Fails when: the wrapped model is called, or the model's repetition penalty and top-k get through."""
+    """Fails when: the wrapped model is called, or the model's repetition penalty gets through."""
     expected = texts(sample_texts(accelerator, model, tokenizer, PROMPTS, WARM))
     model.gradient_checkpointing_enable()
     model.config.use_cache = False

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 import toolkit as tk
 from toolkit.config import Refusal
-from toolkit.generation import held_out_answers
+from toolkit.generation import continued_texts
 from toolkit.generation.answers import Sampling, answer
 from toolkit.generation.held_out_answers import answer_all, answer_metrics, held_out_prompts
 
@@ -36,9 +36,9 @@ def model(tokenizer: Any) -> Any:
 
 @pytest.mark.parametrize("count", [1, 7, 37])
 def test_every_prompt_has_the_answer_that_it_has_alone(model: Any, tokenizer: Any, count: int) -> None:
-    """Of unequal lengths, in blocks of 16 with a short last one, in the order of the prompts; dropout off and the mode restored.
+    """Of unequal lengths, in the order of the prompts; dropout off and the mode restored.
 
-    Fails when: answers come back in the order of the blocks, or padding on the left is attended to.
+    Fails when: answers come back in the order of their lengths.
     """
     prompts = [(TEXTS[i % 20] + " and ") * (1 + i % 3) for i in range(count)]
     model.train()
@@ -51,28 +51,26 @@ def test_every_prompt_has_the_answer_that_it_has_alone(model: Any, tokenizer: An
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_the_blocks_and_have_the_answers_of_one(model: Any, tokenizer: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when: ranks cut their own share into blocks, or the block that fills up a rank is counted."""
-    monkeypatch.setattr(held_out_answers, "engine_of", lambda accelerator: SimpleNamespace(shards=False))
+def test_ranks_share_the_prompts_and_have_the_answers_of_one(model: Any, tokenizer: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: ranks take blocks of prompts that are next to each other, or the answers stand rank after rank."""
+    monkeypatch.setattr(continued_texts, "engine_of", lambda accelerator: SimpleNamespace(shards=False))
     prompts = [TEXTS[i % 20] * (1 + i % 4) for i in range(37)]
     expected = answer_all(Accelerator(cpu=True), model, tokenizer, prompts, 6)
-    barrier, pieces = threading.Barrier(ranks), dict[int, torch.Tensor]()
+    barrier, pieces = threading.Barrier(ranks), dict[int, list[str]]()
     found: dict[int, list[str]] = {}
 
-    def gather(rank: int, rows: torch.Tensor) -> torch.Tensor:
-        pieces[rank] = rows
+    def from_all(accelerator: Any, make: Any) -> list[list[str]]:
+        pieces[accelerator.process_index] = make()
         barrier.wait(30)
-        whole = torch.cat([pieces[r] for r in range(ranks)])
-        barrier.wait(30)
-        return whole
+        return [pieces[rank] for rank in range(ranks)]
 
     def work(rank: int) -> None:
         accelerator: Any = SimpleNamespace(
-            process_index=rank, num_processes=ranks, device=torch.device("cpu"), is_main_process=rank == 0,
-            autocast=lambda: torch.inference_mode(), gather=lambda rows: gather(rank, rows),
-        )  # fmt: skip
+            process_index=rank, num_processes=ranks, is_main_process=rank == 0, autocast=lambda: torch.inference_mode()
+        )
         found[rank] = answer_all(accelerator, copy.deepcopy(model), tokenizer, prompts, 6)
 
+    monkeypatch.setattr(continued_texts, "from_all", from_all)
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()

@@ -12,7 +12,8 @@ import torch
 from toolkit.config import Refusal
 from toolkit.data.sources.readers import read_json_line
 from toolkit.data.tokenize.documents import build_encoder
-from toolkit.generation.samples import prompt_of, stop_ids
+from toolkit.generation.continued_texts import stop_ids
+from toolkit.generation.samples import prompt_of
 from toolkit.system.console import quoted
 from toolkit.system.interruptions import TEMPLATE_SECONDS, time_limit
 

@@ -1,31 +1,21 @@
-"""Answers to all held-out prompts, generated in batches over the ranks, and metrics of them next to the answers of the data.
-
-Which prompts share a batch is fixed: prompts of like length in blocks of 16, whatever the batch size and the number of ranks.
-In another batch the rounding of a sum may put another token on top. So the texts, and their metrics, are those of one
-process.
-"""
+"""Answers to all held-out prompts, and metrics of them next to the answers of the data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from torch import nn
 
 from toolkit.config import Refusal
-from toolkit.data.tokenize.documents import build_encoder
-from toolkit.distributed.engines import engine_of, unwrapped
-from toolkit.generation.samples import Prompt, as_for_inference, pad_left, prompt_of, stop_ids
+from toolkit.generation.continued_texts import continue_texts
+from toolkit.generation.samples import Prompt, prompt_of
 from toolkit.metrics.text import TextMetric, compare_texts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
-
-BLOCK = 16  # prompts that are answered together; a setting would change answers by rounding
 
 
 def held_out_prompts(rows: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -75,37 +65,10 @@ def answer_all(
     was in.
     """
     from tqdm.auto import tqdm
-    from transformers import GenerationConfig
 
-    inner, encoder = unwrapped(model), build_encoder(tokenizer)
-    longest = getattr(inner.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-    max_new_tokens = min(max_new_tokens, longest - 1)
-    ids = [encoder.add_start(encoding.ids)[-(longest - max_new_tokens) :] for encoding in encoder.encode(list(prompts))]
-    ids = [row or [tokenizer.eos_token_id or 0] for row in ids]
-    stops = stop_ids(inner, tokenizer)
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
-    settings = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, eos_token_id=stops or None, pad_token_id=padding
-    )
-    order = np.argsort([-len(row) for row in ids], kind="stable")
-    blocks = [order[start : start + BLOCK] for start in range(0, len(order), BLOCK)]
-    rank, ranks = accelerator.process_index, accelerator.num_processes
-    dealt = [*blocks, *[blocks[0]] * (-len(blocks) % ranks)]  # ranks of one sharded model answer equally often
-    mine = dealt[rank::ranks]
-    answers = torch.full((len(mine) * BLOCK, max_new_tokens), padding, device=accelerator.device)
-    places = torch.full((len(mine) * BLOCK,), -1, device=accelerator.device)
-    with as_for_inference(inner), accelerator.autocast():
-        is_silent = None if accelerator.is_main_process else True
-        shown = tqdm(mine, desc="Answering", unit=" batches", disable=is_silent, leave=False)
-        for number, block in enumerate(shown):
-            input_ids, attention_mask = pad_left([ids[i] for i in block], padding, accelerator.device)
-            output = inner.generate(
-                input_ids=input_ids, attention_mask=attention_mask, generation_config=settings,
-                synced_gpus=engine_of(accelerator).shards,  # a rank that ended earlier would leave the others waiting
-            )[:, input_ids.shape[1] :]
-            rows = slice(number * BLOCK, number * BLOCK + len(block))
-            answers[rows, : output.shape[1]] = output
-            places[rows] = torch.tensor(block, device=accelerator.device)
-    everyone, where = accelerator.gather(answers).cpu(), accelerator.gather(places).cpu().tolist()
-    found = {place: row for place, row in zip(where, everyone, strict=True) if place >= 0}
-    return list(tokenizer.batch_decode([found[i] for i in range(len(ids))], skip_special_tokens=True))
+    count = len(range(accelerator.process_index, len(prompts), accelerator.num_processes))
+    is_silent = None if accelerator.is_main_process else True
+    with tqdm(total=count, desc="Answering", unit=" prompts", disable=is_silent, leave=False) as bar:
+        return continue_texts(
+            accelerator, model, tokenizer, prompts, max_new_tokens=max_new_tokens, on_text=lambda *_: bar.update()
+        )

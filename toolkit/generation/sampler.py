@@ -62,7 +62,7 @@ def sample_groups(
     `together(more)`: whether any rank has more to do, where each forward pass needs all ranks (sharded parameters).
     `cache_bytes`: of keys and values at a time; prompts beyond it wait. `on_group(prompt, completions)` is called for each
     prompt, by its number, as soon as its group is complete. Models that are not on transformers' attention
-    interface, and encoder-decoders, decode a group at a time with transformers' own cache.
+    interface, and encoder-decoders, decode a group at a time with transformers' own cache (`takes_groups`).
 
     Raises:
         Refusal: a prompt without tokens or one that leaves no room for a completion in the model's positions; stop strings
@@ -94,16 +94,38 @@ def sample_groups(
 
 
 def takes_groups(model: PreTrainedModel) -> bool:
-    """Whether all groups of a model can be decoded together: its layers are known to take an attention function."""
+    """Whether all groups of a model can be decoded together: its layers take an attention function, which a model type that is
+    not known to do so shows on two short prompts. Where parameters are sharded, all ranks must call it."""
     base = without_adapter(model)
     try:
         check_packable(base.config, type(base))
     except NotPackable:
         return False
     text = base.config.get_text_config()
-    return base.config.model_type in PROVEN and not (
-        getattr(text, "num_kv_shared_layers", 0) or getattr(text, "add_cross_attention", False)
-    )
+    reads_more = getattr(text, "num_kv_shared_layers", 0) or getattr(text, "add_cross_attention", False)
+    if base.config.is_encoder_decoder or reads_more:
+        return False
+    return base.config.model_type in PROVEN or _groups_are_exact(model)
+
+
+def _groups_are_exact(model: PreTrainedModel) -> bool:
+    """Two short prompts and a token behind each: as groups what each is alone, up to rounding."""
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.randint(0, vocabulary, (11,), generator=torch.Generator().manual_seed(0)).to(device)
+    rows = [tokens[:4], tokens[4:]]
+    plain: Any = model
+    try:
+        with torch.no_grad(), _as_for_sampling(model, grouped=False):
+            alone = [plain(input_ids=row[None], use_cache=False).logits[0] for row in rows]
+        with torch.no_grad(), _as_for_sampling(model, grouped=True):
+            groups = _Groups(model, [row[:-1].tolist() for row in rows], 1)
+            found = groups.first(), groups.next(torch.stack([row[-1] for row in rows]))
+    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError):  # a forward pass that can't be called so
+        return False
+    wanted = [torch.stack([logits[place] for logits in alone]) for place in (-2, -1)]
+    rounding = 0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-4
+    return all(bool((a - b).abs().max() <= rounding * b.abs().max()) for a, b in zip(found, wanted, strict=True))
 
 
 def _decode(

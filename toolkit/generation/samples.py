@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from toolkit.config import SampleConfig
 from toolkit.data.tokenize.columns import alpaca_messages, alpaca_prompt, read_messages, read_options
-from toolkit.data.tokenize.documents import build_encoder
-from toolkit.data.tokenize.masks import read_chat_template, turn_end_ids
-from toolkit.distributed.engines import engine_of, unwrapped
-from toolkit.models.adapter_files import without_adapter
-from toolkit.models.layers import uncompiled
+from toolkit.data.tokenize.masks import read_chat_template
+from toolkit.generation.continued_texts import continue_texts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from datasets import Dataset, IterableDataset
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 Prompt = dict[str, str]  # "prompt" as the model reads it, perhaps "reference": what follows in the data
 
@@ -53,36 +48,15 @@ def sample_texts(
     prompts: list[Prompt],
     config: SampleConfig,
 ) -> list[dict[str, str]]:
-    """Continue each prompt; returns {"prompt", "text", perhaps "reference"} for each, cut for display.
+    """Continue each prompt; returns {"prompt", "text", perhaps "reference"} for each, cut for display. A collective.
 
     The same weights and the same seed give the same texts, whatever was drawn before; the global random state stays as it
-    was, and so does the model's mode. Each prompt draws from a generator of its own, so its draws do not depend on its
-    neighbors. Temperature 0 is greedy decoding. Every rank makes the same texts, since each forward of a sharded
-    model needs all of them.
+    was, and so does the model's mode. What a prompt draws does not depend on its neighbors. Temperature 0 is greedy decoding.
     """
-    if not prompts:
-        return []
-    from transformers import GenerationConfig
-
-    inner = unwrapped(model)
-    encoder = build_encoder(tokenizer)
-    starts = [encoder.add_start(encoding.ids) for encoding in encoder.encode([prompt["prompt"] for prompt in prompts])]
-    new_tokens, room = _lengths(inner, config)
-    # A prompt without any token (an empty text and no BOS) has nothing to continue: it starts like any text after an end.
-    ids = [start[-room:] or [tokenizer.eos_token_id or 0] for start in starts]
-    stops = stop_ids(inner, tokenizer)
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
-    settings = GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, use_cache=True, eos_token_id=stops or None, pad_token_id=padding
-    )
-    draw = [_draw_with(config.sample_temperature, config.seed, len(ids))] if config.sample_temperature else []
-    input_ids, attention_mask = pad_left(ids, padding, accelerator.device)
-    with as_for_inference(inner), accelerator.autocast():
-        output = inner.generate(
-            input_ids=input_ids, attention_mask=attention_mask, generation_config=settings, logits_processor=draw,
-            synced_gpus=engine_of(accelerator).shards,  # a rank that ended earlier would leave the others waiting
-        )
-    texts = tokenizer.batch_decode(output[:, input_ids.shape[1] :], skip_special_tokens=True)
+    texts = continue_texts(
+        accelerator, model, tokenizer, [prompt["prompt"] for prompt in prompts], max_new_tokens=config.sample_max_new_tokens,
+        temperature=config.sample_temperature, seed=config.seed,
+    )  # fmt: skip
     return [
         {**prompt, "prompt": trim_for_display(prompt["prompt"], keep="end"), "text": trim_for_display(text)}
         for prompt, text in zip(prompts, texts, strict=True)
@@ -160,60 +134,3 @@ def _with_short_reference(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, co
     ids = tokenizer(prompt["reference"][: 20 * config.sample_max_new_tokens], add_special_tokens=False)["input_ids"]
     words = str(tokenizer.decode(ids[: config.sample_max_new_tokens]))
     return {**prompt, "reference": trim_for_display(words.rstrip("\N{REPLACEMENT CHARACTER}"))}
-
-
-def _lengths(model: PreTrainedModel, config: SampleConfig) -> tuple[int, int]:
-    """Tokens to make, and tokens of a prompt that leave room for them; a long prompt keeps its end."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-    new_tokens = min(config.sample_max_new_tokens, context - 1)
-    return new_tokens, context - new_tokens
-
-
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a text: the template's ends of a turn, the tokenizer's end of text, and the model's own."""
-    own = model.generation_config.eos_token_id
-    own = own if isinstance(own, list) else [own]
-    return list(dict.fromkeys([*turn_end_ids(tokenizer), *(token for token in own if token is not None)]))
-
-
-def _draw_with(temperature: float, seed: int, count: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A logits processor under which the token of the highest logit is a draw from softmax(logits / temperature).
-
-    The Gumbel-max trick: argmax(logits / T − log E), E from the exponential distribution. The noise is made on the CPU,
-    one generator for each row, so no state outside is touched and every device draws the same.
-    """
-    generators = [torch.Generator().manual_seed(seed * 1_000_003 + row) for row in range(count)]
-
-    def add_noise(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        noise = torch.stack([torch.empty(scores.shape[-1]).exponential_(generator=each) for each in generators])
-        # a draw of exactly 0 would win whatever its logit
-        return scores.float() / temperature - noise.clamp_min(torch.finfo(noise.dtype).tiny).log().to(scores.device)
-
-    return add_noise
-
-
-def pad_left(ids: list[list[int]], padding: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    longest = max(map(len, ids))
-    rows = [[padding] * (longest - len(row)) + row for row in ids]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in ids]
-    return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
-
-
-@contextlib.contextmanager
-def as_for_inference(model: Any) -> Iterator[None]:
-    """In evaluation mode, uncompiled and without the model's own decoding settings; everything restored afterwards."""
-    from transformers import GenerationConfig
-
-    modes = [(module, module.training) for module in model.modules()]
-    # An adapter's base has them: peft's generate (0.21.2) puts what its own model has there, and leaves it there.
-    owner: Any = without_adapter(model)
-    own_settings = owner.generation_config
-    owner.generation_config = GenerationConfig()  # what a call leaves open is filled from here: penalties, top-p ...
-    model.eval()
-    try:
-        with uncompiled(model):  # each length of a growing cache would be compiled again
-            yield
-    finally:
-        owner.generation_config = own_settings
-        for module, mode in modes:
-            module.training = mode

@@ -7,16 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import nn
 
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
-from toolkit.distributed.engines import engine_of, unwrapped
-from toolkit.distributed.ranks import from_all, largest, on_all
+from toolkit.distributed.ranks import from_all, on_all
+from toolkit.generation.continued_texts import sample_on_rank
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.random_numbers import completion_key
-from toolkit.generation.sampler import Completion, sample_groups
+from toolkit.generation.sampler import Completion
 from toolkit.rollouts.ledger import Phase
 from toolkit.rollouts.rollout import Rollout
 
@@ -87,12 +86,8 @@ def complete(
             on_group(groups[number])
 
     keys = [[completion_key(seed, each.epoch, each.prompt, index) for index in range(size)] for each in asked]
-    with torch.no_grad(), accelerator.autocast():
-        sample_groups(
-            unwrapped(model), [each.ids for each in asked], np.array(keys, dtype=np.uint64).reshape(len(asked), size), settings,
-            tokenizer, (lambda more: bool(largest(accelerator, int(more)))) if engine_of(accelerator).shards else None,
-            on_group=keep,
-        )  # fmt: skip
+    table = np.array(keys, dtype=np.uint64).reshape(len(asked), size)
+    sample_on_rank(accelerator, model, [each.ids for each in asked], table, settings, tokenizer, keep)
     return groups
 
 

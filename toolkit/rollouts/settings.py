@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.config.rollouts import RolloutConfig
+from toolkit.generation.continued_texts import stop_ids
 from toolkit.generation.distribution import SamplingSettings
-from toolkit.generation.samples import stop_ids
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
