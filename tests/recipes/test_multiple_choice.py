@@ -16,12 +16,12 @@ FLAGS += ["--learning-rate", "0.02", "--save-strategy", "no"]
 SHAPE = ["--hidden-size", "32", "--num-hidden-layers", "1"]
 
 
-def evaluate(folder: Path) -> dict[str, Any]:
+def evaluate(folder: Path, *more: str) -> dict[str, Any]:
     from typer.testing import CliRunner
 
     from toolkit.cli.main import app
 
-    flags = ["evaluate", str(folder), "--json", "--per-device-eval-batch-size", "1", "--device", "cpu"]
+    flags = ["evaluate", str(folder), "--json", "--per-device-eval-batch-size", "1", "--device", "cpu", *more]
     found = CliRunner().invoke(app, flags)
     assert found.exit_code == 0, found.output
     return json.loads(found.stdout)
@@ -30,7 +30,8 @@ def evaluate(folder: Path) -> dict[str, Any]:
 def test_a_saved_model_chooses_as_it_was_evaluated(run_recipe: Any) -> None:
     """Read by transformers alone, choice by choice, and by `toolkit evaluate`.
 
-    Fails when: a choice is cut before its question, or "ForMultipleChoice" is not in `AUTO_CLASSES`.
+    Fails when: a choice is cut before its question, "ForMultipleChoice" is not in `AUTO_CLASSES`, or `toolkit evaluate RUN --split
+    NAME` is of another data set than the run's.
     """
     run = run_recipe("multiple_choice", *FLAGS, *SHAPE)
     assert run.code == 0, run.err
@@ -47,6 +48,7 @@ def test_a_saved_model_chooses_as_it_was_evaluated(run_recipe: Any) -> None:
     assert run.summary["eval_accuracy"] == hits / QUESTIONS
     assert "to beat, eval_accuracy: chance 0.2500  longest choice" in run.out
     record = evaluate(run.output_dir)
+    assert evaluate(run.output_dir, "--split", "validation", "--max-eval-examples", str(QUESTIONS)) == record
     assert (record["task"], record["rows"]) == ("multiple_choice", QUESTIONS)
     for name in ("loss", "accuracy"):
         assert record["metrics"][name] == pytest.approx(run.summary[f"eval_{name}"], rel=1e-5), name

@@ -144,7 +144,7 @@ def evaluate(
     if of_run is not None:
         trained = read_options(EvaluationConfig, {}, of_run, without=_OF_TRAINING - {"streaming"})
         trained = replace(trained, dataset=dataset_of_run(of_run, trained.dataset))
-        if config is None and split is None and (dataset is None or is_same_dataset(dataset, trained.dataset)):
+        if config is None and (dataset is None or is_same_dataset(dataset, trained.dataset)):
             typed["dataset"], file = trained.dataset, of_run
             holds_out = bool(trained.eval_fraction or trained.eval_split)
     unread = _OF_TRAINING

@@ -14,6 +14,7 @@ from toolkit.config import Refusal
 from toolkit.data.inspection import guess_task, inspect_splits
 from toolkit.data.sources.held_out import batch_keys
 from toolkit.data.tokenize.multiple_choice import read_questions
+from toolkit.data.tokenize.tasks import prepare
 
 WORDS = inspect.getsource(textwrap).split()
 
@@ -157,6 +158,20 @@ def test_a_test_split_without_answers_is_left_out(encoder: Any, right: Any, with
 
 
 GOOD = {"question": "Which?", "choices": ["a", "b", "c"], "label": 1}
+def test_columns_that_are_no_questions_are_refused_by_their_names(encoder: Any) -> None:
+    """Fails when: "choices" is not in `_OTHER_NAMES`, which was a KeyError."""
+    rows = {"train": Dataset.from_list([{"question": "a?", "options_of_it": ["b", "c"], "target": 0}])}
+    with pytest.raises(Refusal, match="options_of_it"):
+        tk.tokenize_for_multiple_choice(rows, encoder, Config())
+
+
+def test_a_split_without_any_answer_cannot_be_evaluated(encoder: Any) -> None:
+    """Fails when: plans may be empty, which was a StopIteration."""
+    rows = Dataset.from_list([{"question": "a?", "choices": ["b", "c"], "label": -1}])
+    with pytest.raises(Refusal, match="withheld"):
+        prepare("multiple_choice", {"evaluation": rows}, encoder, Config())
+
+
 BAD = {
     "out of range": ({"label": 3}, ["label is 3", "0 to 2", "counted from 0"]),
     "withheld": ({"label": -1}, ["label is -1", "withheld"]),

@@ -288,3 +288,25 @@ def test_a_line_of_another_number_of_columns_is_refused(content: str, said: str,
     Path("a.conll").write_text(content)
     with pytest.raises(Refusal, match=said):
         load_splits(DataConfig(dataset="a.conll", eval_fraction=0.0))
+
+
+def slipped(tag: str) -> dict[str, Dataset]:
+    rows = {"tokens": [["Ada", "came"], ["Bob", "sat"]], "tags": [["B-PER", "O"], [tag, "O"]], "origin": ["n.conll:1", "n.conll:4"]}
+    return {"train": Dataset.from_dict(rows)}
+
+
+@pytest.mark.parametrize("tag", ["B_PER", "Q-", "PER"])
+def test_a_tag_without_a_prefix_among_others_with_one_is_refused_with_its_row(tag: str) -> None:
+    """One slip would make the metrics those of single words. Fails when: `tags_of_no_scheme` finds none."""
+    with pytest.raises(Refusal, match=rf"n\.conll:4: tags has the tag '{tag}'"):
+        find_tags(slipped(tag), Config())
+    assert find_tags(slipped(tag), Config(tag_scheme="plain")).scheme == "plain"
+
+
+def test_a_span_that_is_none_is_refused_with_its_row(tmp_path: Path) -> None:
+    """Fails when: labels are read of spans that are null, which was an AttributeError."""
+    rows = [{"text": "Ada came", "spans": [{"start": 0, "end": 3, "label": "PER"}]}, {"text": "Bob sat", "spans": [None]}]
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config(dataset=str(tmp_path / "s.jsonl"), eval_fraction=0.0)
+    with pytest.raises(Refusal, match=r"s\.jsonl:2: span 1 of spans"):
+        find_tags(load_splits(config), config)

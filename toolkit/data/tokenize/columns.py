@@ -43,6 +43,7 @@ _OTHER_NAMES = {
     "question": ("query", "prompt", "q"),
     "context": ("passage", "paragraph", "document", "text", "article"),
     "answers": ("answer", "label", "labels"),
+    "choices": ("options", "answers", "candidates", "alternatives"),
 }
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "bing": "assistant", "chatgpt": "assistant"}
 # Arguments of transformers' apply_chat_template (5.23), which are the toolkit's to give; what else it gets is the template's.

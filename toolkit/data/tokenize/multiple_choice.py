@@ -128,6 +128,8 @@ def _plan(splits: Splits, config: DataConfig) -> tuple[dict[str, Plan], list[str
         columns = (*names.texts, *names.choices, names.answer, *(["origin"] if "origin" in present else []))
         layout = ", ".join((*names.texts, f"{names.choices[0]} ..." if len(names.choices) > 1 else names.choices[0]))
         plans[name] = Plan(layout, "class", columns)
+    if not plans:
+        raise Refusal("The answers of all questions are withheld, so there is nothing to compare with: choose another split.")
     return plans, notes
 
 

@@ -56,6 +56,12 @@ def parts_of_tags(names: Sequence[str]) -> TagParts | None:
     )
 
 
+def tags_of_no_scheme(names: Sequence[str]) -> list[str]:
+    """Those among tags such as O and B-PER that have no such form, such as a mistyped B_LOC or Q-; usually none."""
+    others = [name for name in names if not _TAG.fullmatch(name)]
+    return others if "O" in names and any(name.startswith("B-") and len(name) > 2 for name in names) else []
+
+
 def scheme_of(names: Sequence[str], batches: Iterable[Sequence[np.ndarray]]) -> str:
     """plain, iobes, or which of iob1 and iob2 the sentences of tags follow; iob2 where they follow neither."""
     parts = parts_of_tags(names)

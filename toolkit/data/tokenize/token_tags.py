@@ -16,7 +16,7 @@ from toolkit.data.tokenize.documents import CHUNK_CHARACTERS, IGNORED, Cut, Docu
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.labels import Classes, declared_names
 from toolkit.data.tokenize.spans import read_spans, tag_words
-from toolkit.data.tokenize.tag_schemes import WRITTEN, continuations, parts_of_tags, scheme_of
+from toolkit.data.tokenize.tag_schemes import WRITTEN, continuations, parts_of_tags, scheme_of, tags_of_no_scheme
 from toolkit.system.console import printable, quoted
 
 if TYPE_CHECKING:
@@ -68,7 +68,18 @@ def find_tags(splits: Splits, config: TokenClassificationConfig, class_names: li
     names = declared or _names_in(split, column, layout)
     if layout == "spans":
         return Tags(names, _checked_scheme("iob2", names, config))
+    if declared is None and config.tag_scheme == "auto" and (others := tags_of_no_scheme(names)):
+        _refuse_tag(split, column, others[0])
     return Tags(names, _checked_scheme(scheme_of(names, _sentences(split, column, names)), names, config))
+
+
+def _refuse_tag(split: Dataset, column: str, tag: str) -> None:
+    """One tag without a prefix would make all of them plain, and the metrics those of single words."""
+    row = next(at + i for at, rows in _batches(split, column) for i, tags in enumerate(rows) if tag in tags)
+    raise Refusal(
+        f"{_origin(split, row)}: {column} has the tag {quoted(tag)}, and others are O and B-...: it has no such prefix. "
+        "Correct it, or count each word by itself with --tag-scheme plain."
+    )
 
 
 def token_classification_format(config: DataConfig, class_names: list[str] | None = None) -> Format:
@@ -250,8 +261,9 @@ def _names_in(split: Dataset, column: str, layout: str) -> list[str]:
     for at, values in _batches(split, column):
         for i, value in enumerate(values):
             if layout == "spans":
-                text = split[at + i]["text"] if not isinstance(value, list) else ""
-                labels = [span.get("label") for span in value] if isinstance(value, list) else [
+                is_list = isinstance(value, list) and all(isinstance(span, dict) for span in value)
+                text = "" if is_list else split[at + i]["text"]
+                labels = [span.get("label") for span in value] if is_list else [
                     label for _, _, label in read_spans(value, text, column, _origin(split, at + i))
                 ]  # fmt: skip
                 found.update(label for label in labels if label is not None)
