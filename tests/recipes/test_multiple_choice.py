@@ -16,6 +16,15 @@ FLAGS += ["--learning-rate", "0.02", "--save-strategy", "no"]
 SHAPE = ["--hidden-size", "32", "--num-hidden-layers", "1"]
 
 
+def merge(adapter: Path, into: Path) -> None:
+    from typer.testing import CliRunner
+
+    from toolkit.cli.main import app
+
+    done = CliRunner().invoke(app, ["merge", str(adapter), "--into", str(into)])
+    assert done.exit_code == 0, done.output
+
+
 def evaluate(folder: Path, *more: str) -> dict[str, Any]:
     from typer.testing import CliRunner
 
@@ -54,8 +63,11 @@ def test_a_saved_model_chooses_as_it_was_evaluated(run_recipe: Any) -> None:
         assert record["metrics"][name] == pytest.approx(run.summary[f"eval_{name}"], rel=1e-5), name
 
 
-def test_an_adapter_is_evaluated_as_it_was_trained(run_recipe: Any, tmp_path: Path) -> None:
-    """peft has no name for the task. Fails when: the class that its adapter_config.json names is not read."""
+def test_an_adapter_is_evaluated_and_merged_as_it_was_trained(run_recipe: Any, tmp_path: Path) -> None:
+    """peft has no name for the task. Merged, it is a model that transformers opens, with the head that was trained.
+
+    Fails when: the class that its adapter_config.json names is not read.
+    """
     base = run_recipe("multiple_choice", *FLAGS, *SHAPE, output_dir="base")
     assert base.code == 0, base.err
     run = run_recipe("multiple_choice", *FLAGS, "--model", str(tmp_path / "base/model"), "--use-peft", "--lora-r", "2")
@@ -64,6 +76,10 @@ def test_an_adapter_is_evaluated_as_it_was_trained(run_recipe: Any, tmp_path: Pa
     metrics = evaluate(run.output_dir)["metrics"]
     assert metrics["loss"] == pytest.approx(run.summary["eval_loss"], rel=1e-5)
     assert run.summary["eval_loss"] != pytest.approx(base.summary["eval_loss"], rel=1e-3)
+    merge(run.output_dir, tmp_path / "whole")
+    assert AutoModelForMultipleChoice.from_pretrained(tmp_path / "whole").config.architectures == ["BertForMultipleChoice"]
+    merged = evaluate(tmp_path / "whole", "--dataset", "stdlib:choose", "--max-length", "64", "--max-eval-examples", str(QUESTIONS))
+    assert merged["metrics"]["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
 
 
 def test_a_question_with_one_choice_ends_the_run_with_file_and_row(run_recipe: Any, tmp_path: Path) -> None:

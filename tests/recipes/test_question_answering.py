@@ -81,7 +81,9 @@ def test_a_run_is_evaluated_on_other_data_in_its_own_windows(run_recipe: Any, tm
     (tmp_path / "other.json").write_bytes((tmp_path / "notes/validation.json").read_bytes())
     code, output = toolkit(tmp_path, "evaluate", "out", "--dataset", "other.json", "--json", "--device", "cpu")
     assert code == 0, output
-    found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))["metrics"]
+    record = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    assert record["rows"] == 14  # questions, not windows
+    found = record["metrics"]
     assert found == pytest.approx({name: run.summary[f"eval_{name}"] for name in found}, rel=1e-5)
 
 

@@ -98,7 +98,8 @@ def evaluate_model(
         prompts = held_out_prompts(rows, tokenizer)
         values |= answer_metrics(accelerator, model, tokenizer, prompts, of_texts, max_new_tokens, prefix="")
     seen = None if trained is None else count_trained_on(rows, trained)
-    return Evaluated(task, name, len(tokenized), values, seen, evaluated.remark)
+    read = min(len(tokenized), len(rows))  # a row may be of several windows, and a list of several rows
+    return Evaluated(task, name, read, values, seen, evaluated.remark)
 
 
 def _rows_of(config: EvaluationConfig, split: str | None) -> tuple[str, Dataset]:

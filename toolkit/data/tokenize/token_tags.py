@@ -246,7 +246,7 @@ def _columns_read(present: list[str], split: str) -> tuple[str, str, str]:
         return "words", words, tags
     if "text" in present and spans:
         return "spans", "text", spans
-    hint = " A CoNLL file must end in .conll, .bio or .iob." if present in (["text"], ["text", "origin"]) else ""
+    hint = ". A CoNLL file must end in .conll, .bio or .iob." if present in (["text"], ["text", "origin"]) else ""
     needed = "tokens (a list of words) and tags (one a word); or text and spans (a list of start, end and label)"
     raise Refusal(wrong_columns(present, split, needed, ()) + hint)
 
