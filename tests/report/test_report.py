@@ -184,15 +184,15 @@ def test_headline_sets_the_last_held_out_figure_against_the_first_and_the_baseli
     ("name", "value", "config", "verdict", "kind"),
     [
         ("accuracy", 0.9, "", "This model, with 0.9000 beats every baseline, the best of them words (0.8000).", "better"),
-        ("accuracy", 0.6, "", "This model, with 0.6000 does NOT beat words (0.8000).", "worse"),
-        ("mse", 0.6, "", "This model, with 0.6000 does NOT beat most frequent (0.5000).", "worse"),
+        ("accuracy", 0.6, "", "This model, with 0.6000 does NOT beat words (0.8000), but beats most frequent (0.5000).", "worse"),
+        ("mse", 0.6, "", "This model, with 0.6000 does NOT beat most frequent (0.5000), but beats words (0.8000).", "worse"),
         ("answer_rate", 0.9, "", "This model, with 0.9000 beats every baseline, the best of them words (0.8000).", "better"),
         ("delay", 0.4, "metric_for_best_model: eval_delay\ngreater_is_better: false\n",
          "This model, with 0.4000 beats every baseline, the best of them most frequent (0.5000).", "better"),
     ],
 )  # fmt: skip
 def test_the_board_says_whether_the_baselines_were_beaten_in_the_metric_they_are_of(tmp_path, name, value, config, verdict, kind):
-    """Fails when: another metric of the run is set against its baselines, or more of an error is taken for better."""
+    """Fails when: another metric of the run is set against its baselines, more of an error is taken for better, or what was beaten is left out."""
     events = [{"step": k, "eval_loss": 0.1, "eval_bits_per_byte": 0.1, f"eval_{name}": value} for k in (0, 1)]
     baselines = {"figure": f"eval_{name}", "words": 0.8, "most frequent": 0.5}
     summary = {"status": "finished", "baselines": baselines, "warnings": ["the gradient was exactly 0"]}

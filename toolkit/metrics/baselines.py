@@ -41,8 +41,9 @@ def compared_with_baselines(
 def in_words(compared: Comparison, show: Callable[[float], str]) -> str:
     """Such as: eval_loss 4.0100 beats every baseline, the best of them bigram (4.4972). `show` makes a number readable."""
     if compared.unbeaten:
-        unbeaten = ", ".join(f"{name} ({show(value)})" for name, value in compared.unbeaten.items())
-        return f"{compared.name} {show(compared.value)} does NOT beat {unbeaten}"
+        sides = (compared.unbeaten, compared.beaten)
+        unbeaten, beaten = (", ".join(f"{name} ({show(value)})" for name, value in side.items()) for side in sides)
+        return f"{compared.name} {show(compared.value)} does NOT beat {unbeaten}" + (f", but beats {beaten}" if beaten else "")
     best, value = next(iter(compared.beaten.items()))
     which = "the baseline" if len(compared.beaten) == 1 else "every baseline, the best of them"
     return f"{compared.name} {show(compared.value)} beats {which} {best} ({show(value)})"
