@@ -43,6 +43,7 @@ class Config(
 def main(config: Config) -> tk.Summary:
     accelerator = tk.build_accelerator(config)
     tokenizer = tk.load_tokenizer(config)
+    server = tk.connect_server(accelerator, config, tokenizer, config.output_dir)
     rewards = tk.load_rewards(config, tokenizer)
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_prompts(raw, tokenizer, config)
@@ -67,7 +68,7 @@ def main(config: Config) -> tk.Summary:
         return tk.rollout_logps(model, completions, config.temperature)[0]
 
     before: dict[str, Any] = {}  # log-probabilities that are needed before the first update
-    if config.steps_per_generation * config.num_iterations > 1:
+    if server or config.steps_per_generation * config.num_iterations > 1:
         before["old_logps"] = logps_of
     if config.beta:
         before["reference_logps"] = tk.reference_logps(accelerator, make_model, config, logps_of, model=config.model)
@@ -83,6 +84,7 @@ def main(config: Config) -> tk.Summary:
             beta=config.beta if kl_in == "loss" else 0.0, reference_logps=completions.get("reference_logps"),
             kl_estimator=kl_estimator, use_bias_correction_kl=config.use_bias_correction_kl,
             entropy_coef=config.entropy_coef, entropies=entropies,
+            sampler_weights=completions.get("sampler_weights"),
         )  # fmt: skip
 
     metrics = tk.sampled_reward_metrics(accelerator, tokenizer, rewards, asked, seed=config.seed)
@@ -100,7 +102,7 @@ def main(config: Config) -> tk.Summary:
             while prompts:
                 rollouts = tk.sample_rollouts(
                     accelerator, model, tokenizer, prompts, drawn, num_generations=config.num_generations, seed=config.seed,
-                    phase=phase,
+                    phase=phase, server=server,
                 )  # fmt: skip
                 sampled += tk.score_rollouts(
                     rollouts, rewards, accelerator, on_error=config.on_reward_error, output=config.reward_output, say=run.say
@@ -111,6 +113,10 @@ def main(config: Config) -> tk.Summary:
             rollouts = tk.groups_with_spread(sampled, batch.size)
             if before:
                 rollouts = tk.with_logps(accelerator, model, rollouts, collate, micro_batch_size=size, **before)
+            rollouts, of_server = tk.correct_for_server(
+                server, rollouts, correction=config.importance_sampling_correction, mode=config.importance_sampling_mode,
+                clip_max=config.importance_sampling_clip_max, clip_min=config.importance_sampling_clip_min,
+            )  # fmt: skip
             scores = tk.shaped_rewards(
                 rollouts, max_completion_length=config.max_completion_length, overlong_cache=config.overlong_cache,
                 beta=config.beta if kl_in == "reward" else 0.0, kl_estimator=kl_estimator,
@@ -127,7 +133,7 @@ def main(config: Config) -> tk.Summary:
                 tk.train_step(accelerator, model, optimizer, update, loss_fn, rates, max_grad_norm=config.max_grad_norm)
                 for update in updates
             ]
-            run.log({**tk.mean_metrics(steps), **tk.rollout_metrics(sampled)})
+            run.log({**tk.mean_metrics(steps), **of_server, **tk.rollout_metrics(sampled)})
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
                 run.add_samples(tk.best_and_worst(rollouts, config.num_samples))

@@ -46,6 +46,7 @@ class Config(
 def main(config: Config) -> tk.Summary:
     accelerator = tk.build_accelerator(config)
     tokenizer = tk.load_tokenizer(config)
+    server = tk.connect_server(accelerator, config, tokenizer, config.output_dir)
     rewards = tk.load_rewards(config, tokenizer)
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_prompts(raw, tokenizer, config)
@@ -83,6 +84,7 @@ def main(config: Config) -> tk.Summary:
             logps, completions["old_logps"], completions["advantages"], completions["mask"], totals, loss_type="ppo",
             epsilon=config.epsilon, epsilon_high=config.epsilon_high, delta=config.delta,
             entropy_coef=config.entropy_coef, entropies=entropies,
+            sampler_weights=completions.get("sampler_weights"),
         )  # fmt: skip
         value_loss, of_values = tk.value_loss(
             values, completions["old_values"], completions["returns"], completions["mask"], totals,
@@ -103,13 +105,17 @@ def main(config: Config) -> tk.Summary:
             )
             rollouts = tk.sample_rollouts(
                 accelerator, model, tokenizer, batch, drawn, num_generations=config.num_generations, seed=config.seed,
-                phase=phase,
+                phase=phase, server=server,
             )  # fmt: skip
             rollouts = tk.score_rollouts(
                 rollouts, rewards, accelerator, on_error=config.on_reward_error, output=config.reward_output, say=run.say
             )
             tk.save_rollouts(accelerator, phase, rollouts, config.rollouts_total_limit)
             rollouts = tk.with_logps(accelerator, model, rollouts, collate, micro_batch_size=size, **before)
+            rollouts, of_server = tk.correct_for_server(
+                server, rollouts, correction=config.importance_sampling_correction, mode=config.importance_sampling_mode,
+                clip_max=config.importance_sampling_clip_max, clip_min=config.importance_sampling_clip_min,
+            )  # fmt: skip
             rollouts, advantages, of_step = tk.token_advantages(
                 rollouts, beta=config.beta, kl_estimator=config.kl_estimator, gamma=config.gamma, lam=config.lam,
                 whiten_rewards=config.whiten_rewards, missing_eos_penalty=config.missing_eos_penalty or 0.0,
@@ -124,7 +130,7 @@ def main(config: Config) -> tk.Summary:
                 tk.train_step(accelerator, model, optimizer, update, loss_fn, rates, max_grad_norm=config.max_grad_norm)
                 for update in updates
             ]
-            run.log({**tk.mean_metrics(steps), **of_step, **tk.rollout_metrics(rollouts)})
+            run.log({**tk.mean_metrics(steps), **of_step, **of_server, **tk.rollout_metrics(rollouts)})
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
                 run.add_samples(tk.best_and_worst(rollouts, config.num_samples))

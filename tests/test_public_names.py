@@ -615,7 +615,7 @@ def rollouts_and_the_batches_of_their_updates() -> None:
 
 @shows(
     "RolloutConfig", "in_prompts", "sampling_settings", "sampled_reward_metrics", "with_logps", "reference_logps", "shaped_rewards",
-    "rollout_metrics", "best_and_worst", "mean_metrics",
+    "rollout_metrics", "best_and_worst", "mean_metrics", "connect_server", "correct_for_server",
 )
 def a_step_of_reinforcement_learning() -> None:
     @dataclass(frozen=True)
@@ -636,7 +636,9 @@ def a_step_of_reinforcement_learning() -> None:
     drawn = tk.sampling_settings(config, model, tokenizer())
     batch = next(iter(train.batches()))
     assert (batch.size, drawn.max_new_tokens) == (4, 3)
-    rollouts = tk.sample_rollouts(accelerator(), model, tokenizer(), batch, drawn, num_generations=2)
+    server = tk.connect_server(accelerator(), config, tokenizer(), "runs/server")
+    rollouts = tk.sample_rollouts(accelerator(), model, tokenizer(), batch, drawn, num_generations=2, server=server)
+    assert tk.correct_for_server(server, rollouts) == (rollouts, {})
     rollouts = tk.score_rollouts(rollouts, rewards)
     collate = functools.partial(tk.collate_rollouts, layout="padded", pad_token_id=0)
 

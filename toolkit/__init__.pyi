@@ -246,6 +246,8 @@ from .rollouts.rewards import Reward as Reward, load_rewards as load_rewards
 from .rollouts.rollout import Rollout as Rollout
 from .rollouts.sampling import sample_rollouts as sample_rollouts
 from .rollouts.scoring import score_rollouts as score_rollouts
+from .rollouts.server import connect_server as connect_server
+from .rollouts.server_gap import correct_for_server as correct_for_server
 from .rollouts.settings import in_prompts as in_prompts, sampling_settings as sampling_settings
 from .rollouts.shaping import overlong_penalty as overlong_penalty, penalize_kl as penalize_kl, shaped_rewards as shaped_rewards
 from .rollouts.token_advantages import token_advantages as token_advantages

@@ -449,9 +449,15 @@ PPO_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     *[(name, "add --num-iterations 2", {name: value}, {"num_iterations": 2})
       for name, value in [("epsilon", 0.1), ("epsilon_high", 0.3), ("delta", 2.0), ("cliprange_value", 0.1)]],
 ]  # fmt: skip
+ROLLOUT_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("", "add --top-k 20", {"rollout_server": "http://a:1", "top_p": 0.9}, {"top_k": 20}),
+    *[(name, "without --rollout-server", {name: value}, {"rollout_server": "http://a:1"})
+      for name, value in [("rollout_server_model", "a"), ("rollout_server_reload", "http://a:2"), ("rollout_server_requests", 4),
+                          ("rollout_server_timeout", 9.0), ("rollout_server_retries", 2), ("rollout_server_max_gap", 0.5)]],
+]  # fmt: skip
 CASES: list[tuple[type[tk.Settings], str, str, dict[str, Any], dict[str, Any]]] = [
     *[(Everything, *case) for case in RULE_CASES], *[(Policy, *case) for case in POLICY_RULE_CASES],
-    *[(PPO, *case) for case in PPO_RULE_CASES],
+    *[(PPO, *case) for case in PPO_RULE_CASES], *[(tk.RolloutConfig, *case) for case in ROLLOUT_RULE_CASES],
 ]  # fmt: skip
 
 

@@ -252,7 +252,17 @@ def _renamed(name: str) -> Meaning:
     return lambda value, written: {name: value}
 
 
+def _vllm(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    if value is not True or written.get("vllm_server_base_url"):
+        return {}
+    if written.get("vllm_mode") != "server":
+        return "write rollout_server: http://HOST:PORT in its place, and start vLLM there: it samples as a server of its own."
+    host = written.get("vllm_server_host") or "localhost"
+    return {"rollout_server": f"http://{host}:{written.get('vllm_server_port') or 8000}"}
+
+
 TRANSLATED: dict[str, Meaning] = {
+    "use_vllm": _vllm,
     "gradient_checkpointing_kwargs": _gradient_checkpointing,
     "activation_checkpointing_kwargs": _gradient_checkpointing,
     "model_init_kwargs": _model_arguments,

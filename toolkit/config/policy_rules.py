@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.config.conditions import Contradiction, NoEffect
+from toolkit.config.conditions import Contradiction, NoEffect, needs
 
 POLICY_CONTRADICTIONS = (
     Contradiction(
@@ -42,6 +42,11 @@ POLICY_CONTRADICTIONS = (
     Contradiction(
         lambda dynamic_sampling, streaming: dynamic_sampling > 1 and streaming,
         "{dynamic_sampling} takes further prompts from anywhere in the data, which --streaming cannot: leave one of them out.",
+    ),
+    Contradiction(
+        lambda rollout_server, top_k, top_p, min_p: rollout_server and not top_k and (top_p < 1 or min_p),
+        "{rollout_server} says which tokens could be drawn at each place for --top-k alone: add --top-k 20 (and start vLLM "
+        "with --max-logprobs 20 or more), or leave {top_p} and {min_p} out.",
     ),
     Contradiction(
         lambda overlong_cache, max_completion_length: overlong_cache > max_completion_length,
@@ -90,6 +95,10 @@ POLICY_NO_EFFECT = (
             dynamic_sampling > 1 and (num_generations < 2 or _of_all(loss_type, advantage_estimator))
         ),
         "where rewards are compared with those of all prompts, so that no group needs a spread: leave it out.",
+    ),
+    needs(
+        ("rollout_server_model", "rollout_server_reload", "rollout_server_requests", "rollout_server_timeout",
+         "rollout_server_retries", "rollout_server_max_gap"), "rollout_server",
     ),
     NoEffect(
         ("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min"),

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.config.setting import Settings, setting
+from toolkit.config.rollout_server import RolloutServerConfig
+from toolkit.config.setting import setting
 
 
 @dataclass(frozen=True)
-class RolloutConfig(Settings):
+class RolloutConfig(RolloutServerConfig):
     """Rollouts"""
 
     num_generations: int = setting(

@@ -16,8 +16,8 @@ from toolkit.losses.selective_head import OfHidden, at_positions
 from toolkit.models.value_head import value_head_of, values_at
 
 NOT_FOR_THE_MODEL = (
-    *OF_ANSWERS, "advantages", "mask", "sampled_logps", "old_logps", "reference_logps", "old_values", "returns", "kept_rows",
-    "kept_ids",
+    *OF_ANSWERS, "advantages", "mask", "sampled_logps", "old_logps", "reference_logps", "sampler_weights", "old_values",
+    "returns", "kept_rows", "kept_ids",
 )  # fmt: skip
 
 

@@ -111,9 +111,9 @@ def collate_rollouts(
     Next to what `lay_out` says: `advantages` `[completions]` or `[completions, longest completion]`; `mask`, of the latter
     shape: 1 where a token counts, which those of truncated completions don't where `mask_truncated_completions`, nor those
     without any reward where `mask_unscored_completions`; `sampled_logps`, nats, as the sampler found them, and `old_logps`,
-    `reference_logps`, `old_values` and `returns` where the rollouts have them; all in torch's default dtype. Where some
-    tokens could not be drawn, `kept_rows` and `kept_ids` `[K]`: the number of a token among all of the completions, and an id
-    that could be drawn there.
+    `reference_logps`, `sampler_weights`, `old_values` and `returns` where the rollouts have them; all in torch's default
+    dtype. Where some tokens could not be drawn, `kept_rows` and `kept_ids` `[K]`: the number of a token among all of the
+    completions, and an id that could be drawn there.
     """
     prompts, prompt_of = list[np.ndarray](), list[int]()
     owner: tuple[int, int] | None = None
@@ -131,6 +131,7 @@ def collate_rollouts(
         "mask": counted, "sampled_logps": [rollout.logps for rollout in rollouts],
         "old_logps": [rollout.old_logps for rollout in rollouts],
         "reference_logps": [rollout.reference_logps for rollout in rollouts],
+        "sampler_weights": [rollout.sampler_weights for rollout in rollouts],
         "old_values": [rollout.old_values for rollout in rollouts],
         "returns": [rollout.returns for rollout in rollouts],
     }  # fmt: skip

@@ -11,13 +11,15 @@ from torch import nn
 
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
-from toolkit.distributed.ranks import from_all, on_all
+from toolkit.distributed.engines import unwrapped
+from toolkit.distributed.ranks import from_all, largest, on_all
 from toolkit.generation.continued_texts import sample_on_rank
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.random_numbers import completion_key
 from toolkit.generation.sampler import Completion
-from toolkit.rollouts.ledger import Phase
+from toolkit.rollouts.ledger import Phase, policy_version
 from toolkit.rollouts.rollout import Rollout
+from toolkit.rollouts.server import RolloutServer, ask_for_groups, hand_over
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 def sample_rollouts(
     accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: Batch, settings: SamplingSettings,
-    *, num_generations: int, seed: int = 0, phase: Phase | None = None,
+    *, num_generations: int, seed: int = 0, phase: Phase | None = None, server: RolloutServer | None = None,
 ) -> list[Rollout]:  # fmt: skip
     """`num_generations` completions of each prompt of a batch of `collate_prompts`, the same list on every rank. A collective.
 
@@ -34,9 +36,11 @@ def sample_rollouts(
 
     Args:
         phase: of `open_phase`. What it has is not sampled again, and what is sampled is appended to it.
+        server: of `connect_server`, which samples in place of the model, with its weights.
 
     Raises:
-        Refusal: a prompt that leaves no room for a completion, or that the ledger trained from does not have.
+        Refusal: a prompt that leaves no room for a completion, or that the ledger trained from does not have; of a server, what
+            it can't do or does wrong.
     """
     ranks, rank = accelerator.num_processes, accelerator.process_index
     places, asked = list[tuple[int, int]](), list[Asked]()
@@ -51,12 +55,16 @@ def sample_rollouts(
     if phase is not None and phase.source is not None:
         on_all(accelerator, lambda: _refuse_missing(phase, missing))
 
+    if server is not None and largest(accelerator, len(missing)):
+        version = phase.header["policy"] if phase is not None else policy_version(accelerator, model)
+        hand_over(accelerator, server, model, tokenizer, version)
+
     def append(group: list[Rollout]) -> None:
         if phase is not None:
             phase.append(group, rank)
 
     def sample() -> list[tuple[tuple[int, int], list[Rollout]]]:
-        sampled = iter(complete(accelerator, model, tokenizer, missing, settings, num_generations, seed, append))
+        sampled = iter(complete(accelerator, model, tokenizer, missing, settings, num_generations, seed, append, server))
         return [(place, group or next(sampled)) for place, group in zip(places, known, strict=True)]
 
     everyone = [each for of_rank in from_all(accelerator, sample) for each in of_rank]
@@ -75,9 +83,10 @@ class Asked(NamedTuple):
 def complete(
     accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Asked],
     settings: SamplingSettings, size: int, seed: int, on_group: Callable[[list[Rollout]], None] | None = None,
+    server: RolloutServer | None = None,
 ) -> list[list[Rollout]]:  # fmt: skip
     """A group of `size` completions for each prompt of this rank, given to `on_group` as soon as it is complete. Where
-    parameters are sharded, all ranks must call it."""
+    parameters are sharded, all ranks must call it. A server has the model's weights already."""
     groups: list[list[Rollout]] = [[] for _ in asked]
 
     def keep(number: int, completions: list[Completion]) -> None:
@@ -85,9 +94,16 @@ def complete(
         if on_group:
             on_group(groups[number])
 
+    prompts = [each.ids for each in asked]
+    if server is not None:
+        seeds = [completion_key(seed, each.epoch, each.prompt, 0) >> 33 for each in asked]  # the largest has 31 bits
+        names = [str(each.row.get("origin", each.prompt)) for each in asked]
+        vocabulary = int(unwrapped(model).config.get_text_config().vocab_size)
+        ask_for_groups(server, prompts, seeds, settings, size, vocabulary, names, keep)
+        return groups
     keys = [[completion_key(seed, each.epoch, each.prompt, index) for index in range(size)] for each in asked]
     table = np.array(keys, dtype=np.uint64).reshape(len(asked), size)
-    sample_on_rank(accelerator, model, [each.ids for each in asked], table, settings, tokenizer, keep)
+    sample_on_rank(accelerator, model, prompts, table, settings, tokenizer, keep)
     return groups
 
 

@@ -1,0 +1,54 @@
+"""Policy gradients with a server as the sampler: whole runs against one on the loopback."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.rollouts.server_double import serving
+
+pytestmark = pytest.mark.slow
+SMALL = [
+    "--dataset", "rows.jsonl", "--eval-fraction", "0.2", "--max-completion-length", "6", "--num-generations", "4",
+    "--per-device-train-batch-size", "8", "--reward-funcs", "rewards.py:digits", "--reward-processes", "0",
+    "--logging-steps", "1", "--learning-rate", "0.01", "--warmup-steps", "0", "--eval-steps", "100", "--num-samples", "1",
+]  # fmt: skip
+TINY = ["--model", "tiny-llama", "--hidden-size", "32", "--num-hidden-layers", "1", "--vocab-size", "260"]
+REWARD = "def digits(prompts, completions, **columns):\n    return [sum(sign.isdigit() for sign in text) / 6 for text in completions]\n"
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_a_run_trains_from_a_server_through_faults_and_refuses_lies(run_recipe: Any, tmp_path: Path, recipe: str) -> None:
+    """Six steps, each with the weights that were handed over before it: log-probabilities differ by less than 1e-4 nats. A dropped
+    connection and a 500 change nothing. A server that keeps old weights ends the run with exit code 2 and one message.
+
+    Fails when: the recipe does not hand `server` to `sample_rollouts`, or `hand_over` returns at once.
+    """
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a in range(6) for b in range(5))
+    )
+    (tmp_path / "rewards.py").write_text(REWARD)
+    first = run_recipe(recipe, *TINY, *SMALL, "--max-steps", "1", output_dir="first")
+    assert first.code == 0, first.err
+    start = tmp_path / "first/model"
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    with serving(AutoModelForCausalLM.from_pretrained(start).eval(), tokenizer) as double:
+        flags = ["--model", str(start), *SMALL, "--max-steps", "6", "--rollout-server", double.url]
+        double.faults = ["", "drop", "500"]
+        run = run_recipe(recipe, *flags)
+        assert run.code == 0, run.err
+        steps = [event for event in run.metrics if "sampler_logp_gap" in event]
+        assert len(steps) == 6
+        assert max(event["sampler_logp_gap_max"] for event in steps) < 1e-4
+        files = sorted((run.output_dir / "rollouts").glob("step-*.jsonl"))
+        policies = {json.loads(file.read_text().splitlines()[0])["policy"] for file in files}
+        assert sum(path == "/collective_rpc" for path, _ in double.asked) == len(policies) >= 5  # a step without rewards moves none
+        double.lie = "old"
+        refused = run_recipe(recipe, *flags, output_dir="lied")
+        assert refused.code == 2, refused.err
+        assert "Traceback" not in refused.err
+        assert "--rollout-server" in refused.err
+        double.lie = "tokenizer"
+        assert "another tokenizer" in run_recipe(recipe, *flags, output_dir="other").err

@@ -1,0 +1,208 @@
+"""A server as the sampler: it is found and compared at the start, given the weights of each step, and asked for groups.
+
+vLLM loads weights from a directory by `POST /collective_rpc` with the method `reload_weights` and its `weights_path` (a server
+in development mode, VLLM_SERVER_DEV_MODE=1), forgets prefixes of the old ones by `/reset_prefix_cache`, and takes an adapter by
+`/v1/load_lora_adapter` (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1). Any other server: an address of its own that takes the directory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from toolkit.config import Refusal
+from toolkit.config.rollout_server import RolloutServerConfig
+from toolkit.distributed.engines import unwrapped
+from toolkit.distributed.engines.pieces import whole_state_dict
+from toolkit.distributed.ranks import on_main
+from toolkit.export.model_directory import write_model
+from toolkit.generation.distribution import SamplingSettings
+from toolkit.generation.sampler import Completion
+from toolkit.models.adapter_files import is_adapted
+from toolkit.rollouts.server_client import ServerClient, ServerGone, ServerRefused
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedTokenizerBase
+
+PROBES = ("3 + 14 = 17, isn't it?\n\n\tYes.", "Grüße aus Zürich – 東京 🙂", "def f(x):\n    return x**2  # squared")
+_CARD = "The policy of a run in progress, for the server that samples from it.\n"
+
+
+@dataclass
+class RolloutServer:
+    """A server that was found in order, and the weights that it has.
+
+    `served`: the version of the policy that was last handed over; `steps`: how many have been; `said`: what the server answers
+    to a probe with these weights.
+    """
+
+    client: ServerClient
+    directory: Path
+    probe: list[int]
+    reload: str | None = None
+    requests: int = 32
+    max_gap: float = 0.1
+    served: str = ""
+    steps: int = 0
+    said: object = None
+
+
+def connect_server(
+    accelerator: Accelerator, config: RolloutServerConfig, tokenizer: PreTrainedTokenizerBase, output_dir: str | Path
+) -> RolloutServer | None:
+    """The server of `--rollout-server`, None without one. A collective.
+
+    Args:
+        output_dir: of the run. The server must be able to read it: weights are handed over in `rollouts/policy` there.
+
+    Raises:
+        Refusal: it does not answer, or has another tokenizer or no such model.
+    """
+    if not config.rollout_server:
+        return None
+    client = ServerClient(
+        config.rollout_server, config.rollout_server_model or "", config.rollout_server_timeout, config.rollout_server_retries
+    )
+
+    def find() -> str:
+        model = _model_of(client, config.rollout_server_wait)
+        _compare_tokenizers(client, model, tokenizer)
+        return model
+
+    client.model = on_main(accelerator, find)
+    return RolloutServer(
+        client, (Path(output_dir) / "rollouts" / "policy").absolute(), list(tokenizer.encode(PROBES[0])),
+        config.rollout_server_reload, config.rollout_server_requests, config.rollout_server_max_gap,
+    )  # fmt: skip
+
+
+def _model_of(client: ServerClient, wait: float) -> str:
+    """The name of the model there, once the server answers."""
+    end = time.monotonic() + wait
+    while True:
+        try:
+            found = client.ask("/v1/models", retries=0)
+            break
+        except ServerGone as gone:
+            if time.monotonic() >= end:
+                raise Refusal(
+                    f"--rollout-server {client.url}: no server answers there ({gone}). Start it first, for example with: "
+                    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
+                ) from gone
+            time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+    names = [each.get("id") for each in (found or {}).get("data") or []]
+    if not names or (client.model and client.model not in names):
+        raise Refusal(
+            f"--rollout-server {client.url}: it has no model {client.model or 'at all'}, but {names}. Give one of them as "
+            "--rollout-server-model."
+        )
+    return client.model or str(names[0])
+
+
+def _compare_tokenizers(client: ServerClient, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a server that reads a text as other tokens; one without `/tokenize` is known by its log-probabilities alone."""
+    for text in PROBES:
+        try:
+            theirs = client.ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+        except ServerRefused as refused:
+            if refused.status == 404:
+                return
+            raise
+        ours = list(tokenizer.encode(text, add_special_tokens=False))
+        if (theirs or {}).get("tokens") != ours:
+            raise Refusal(
+                f"--rollout-server {client.url}: its model {model} has another tokenizer. The text {text!r} is "
+                f"{(theirs or {}).get('tokens')} there, and {ours} here. Serve the model that is trained."
+            )
+
+
+def hand_over(
+    accelerator: Accelerator, server: RolloutServer, model: nn.Module, tokenizer: PreTrainedTokenizerBase, version: str
+) -> None:
+    """Let the server load the weights of the trained model, unless it has this version of them. A collective.
+
+    A sharded model is gathered on the CPU of the main process, as it is for a save.
+
+    Raises:
+        Refusal: the server can't load them, or answers a probe in all digits as it did with other weights.
+    """
+    if server.served == version:
+        return
+    plain: Any = unwrapped(model)
+    state = whole_state_dict(accelerator, plain)
+    adapted = is_adapted(plain)
+    name = f"policy-{version}" if adapted else server.client.model
+
+    def load() -> object:
+        assert state is not None  # on the main process
+        write_model(server.directory, plain, state, tokenizer, _CARD)
+        _load(server, name, version, adapted)
+        said = _answer_to_probe(server, name)
+        if said is not None and said == server.said:
+            raise Refusal(
+                f"--rollout-server {server.client.url}: it still has old weights: with those of {version} it answers a probe "
+                f"in all digits as with those of {server.served}. It must load {server.directory}, which it may not see: is "
+                "it on this machine, or on a disk that both share?"
+            )
+        return said
+
+    server.said = on_main(accelerator, load)
+    server.served, server.steps, server.client.model = version, server.steps + 1, name
+
+
+def _load(server: RolloutServer, name: str, version: str, adapted: bool) -> None:
+    client, path = server.client, str(server.directory)
+    if server.reload:
+        client.ask(server.reload, {"weights_path": path, "policy_version": version})
+    elif adapted:
+        client.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        if server.steps:
+            client.ask("/v1/unload_lora_adapter", {"lora_name": client.model})
+    else:
+        try:
+            client.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        except ServerRefused as refused:
+            if refused.status != 404:
+                raise
+            raise Refusal(
+                f"--rollout-server {client.url}: it has no /collective_rpc, by which weights are loaded. Start vLLM with "
+                "VLLM_SERVER_DEV_MODE=1, or give the address of another way as --rollout-server-reload."
+            ) from refused
+        client.ask("/reset_prefix_cache", {})
+
+
+def _answer_to_probe(server: RolloutServer, name: str) -> object:
+    """Greedy tokens, and the log-probabilities of the most probable ones next to them."""
+    body = {"model": name, "prompt": server.probe, "max_tokens": 8, "temperature": 0.0, "logprobs": 5}
+    choices = (server.client.ask("/v1/completions", body) or {}).get("choices") or [{}]
+    said = choices[0].get("logprobs") or {}
+    return [said["token_logprobs"], said["top_logprobs"]] if said.get("top_logprobs") else None
+
+
+def ask_for_groups(
+    server: RolloutServer, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings, size: int,
+    vocabulary: int, names: Sequence[str], on_group: Callable[[int, list[Completion]], None],
+) -> None:  # fmt: skip
+    """A group of `size` completions for each prompt, given to `on_group` with its number as soon as it is there.
+
+    Raises:
+        Refusal: of `ServerClient.complete`. Groups that are there by then have been given.
+    """
+    with ThreadPoolExecutor(max_workers=min(server.requests, max(1, len(prompts)))) as pool:
+        waiting = {
+            pool.submit(server.client.complete, ids, settings, size, seeds[number], vocabulary, names[number]): number
+            for number, ids in enumerate(prompts)
+        }
+        try:
+            for done in as_completed(waiting):
+                on_group(waiting[done], done.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
