@@ -45,6 +45,7 @@ def main(config: Config) -> tk.Summary:
     tokenizer = tk.load_tokenizer(config)
     server = tk.connect_server(accelerator, config, tokenizer, config.output_dir)
     rewards = tk.load_rewards(config, tokenizer)
+    environment = tk.load_environment(config, tokenizer)
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_prompts(raw, tokenizer, config)
     tk.print_data_report(splits.report)
@@ -87,7 +88,7 @@ def main(config: Config) -> tk.Summary:
             sampler_weights=completions.get("sampler_weights"),
         )  # fmt: skip
 
-    metrics = tk.sampled_reward_metrics(accelerator, tokenizer, rewards, asked, seed=config.seed)
+    metrics = tk.sampled_reward_metrics(accelerator, tokenizer, rewards, asked, seed=config.seed, environment=environment)
     size = config.per_device_train_batch_size
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
@@ -102,7 +103,7 @@ def main(config: Config) -> tk.Summary:
             while prompts:
                 rollouts = tk.sample_rollouts(
                     accelerator, model, tokenizer, prompts, drawn, num_generations=config.num_generations, seed=config.seed,
-                    phase=phase, server=server,
+                    phase=phase, environment=environment, server=server,
                 )  # fmt: skip
                 sampled += tk.score_rollouts(
                     rollouts, rewards, accelerator, on_error=config.on_reward_error, output=config.reward_output, say=run.say

@@ -447,6 +447,15 @@ def advantages_of_rewards() -> None:
     assert tk.PPOConfig().lam == 0.95
 
 
+@shows("load_environment", "Environments")
+def environments() -> None:
+    config = tk.RewardFunctionsConfig(environment="tests.rollouts.test_environments:Echo", max_turns=2)
+    environment = tk.load_environment(config, tokenizer())
+    assert isinstance(environment, tk.Environments)
+    assert environment.prompt_of({"prompt": "1+1="}, [1, 2]) == ({"prompt": "1+1="}, [1, 2])
+    assert tk.load_environment(tk.RewardFunctionsConfig(), tokenizer()) is None
+
+
 @shows("policy_loss", "kl_estimate", "choose_kl", "sampler_weights")
 def losses_of_policies() -> None:
     logps, mask = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]], requires_grad=True), torch.tensor([[1, 1], [1, 0]])

@@ -239,6 +239,7 @@ from .rollouts.advantages import (
 )
 from .rollouts.batches import collate_rollouts as collate_rollouts, policy_batches as policy_batches, with_logps as with_logps
 from .rollouts.dynamic_sampling import groups_with_spread as groups_with_spread, prompts_to_add as prompts_to_add
+from .rollouts.environments import Environments as Environments, load_environment as load_environment
 from .rollouts.evaluation import sampled_reward_metrics as sampled_reward_metrics
 from .rollouts.ledger import open_phase as open_phase, rollouts_of as rollouts_of, save_rollouts as save_rollouts
 from .rollouts.overview import best_and_worst as best_and_worst, rollout_metrics as rollout_metrics

@@ -83,16 +83,33 @@ def test_what_cannot_be_trained_is_refused(run_recipe: Any, rows: Path, flags: l
     assert "refused" in run.err or "rror" in run.err
 
 
+WORLD = """
+class World:
+    def reset(self, row):
+        self.answer = row["answer"]
+        self.turns = 0
+
+    def step(self, messages):
+        self.turns += 1
+        return [{"role": "user", "content": f"<{self.turns}>"}], float(sum(sign.isdigit() for sign in messages[-1]["content"])), self.turns == 3
+"""
+TALKING = [
+    "--environment", "world.py:World", "--max-turns", "3", "--stop-strings", "0,1,2,a,e", "--max-completion-length", "96", "--top-p", "0.95"
+]  # fmt: skip
+ZERO3 = str(TESTS / "all_sharded.json")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "also"),
-    [([], []), ([], ["--dynamic-sampling", "3"]), (["--deepspeed", str(TESTS / "all_sharded.json")], []), (["--fsdp"], [])],
-    ids=["ddp", "dynamic", "zero3", "fsdp2"],
+    [([], []), ([], ["--dynamic-sampling", "3"]), (["--deepspeed", ZERO3], []), (["--fsdp"], []), (["--deepspeed", ZERO3], TALKING)],
+    ids=["ddp", "dynamic", "zero3", "fsdp2", "zero3-environment"],
 )
 def test_two_ranks_have_the_rollouts_and_the_gradients_of_one(tiny: Any, rows: Path, engine: list[str], also: list[str]) -> None:
     """Rewards equal, losses and norms to 1e-5. Fails when: keys follow the rank, or a rank scores another's group as its own."""
     script = str(TESTS.parent / "recipes/grpo.py")
-    files = {"rows.jsonl": str(rows / "rows.jsonl"), "rewards.py:digits": f"{rows}/rewards.py:digits"}
+    (rows / "world.py").write_text(WORLD)
+    files = {"world.py:World": f"{rows}/world.py:World", "rows.jsonl": str(rows / "rows.jsonl"), "rewards.py:digits": f"{rows}/rewards.py:digits"}
     flags = [files.get(flag, flag) for flag in [*SMALL, "--max-steps", "3", "--global-batch-size", "24", "--beta", "0.05", *also]]
     one = tiny(*flags, script=script, output_dir="one")
     assert one.code == 0, one.out[-3000:]
@@ -104,7 +121,7 @@ def test_two_ranks_have_the_rollouts_and_the_gradients_of_one(tiny: Any, rows: P
     read = [[(each.prompt, each.index, each.completion, each.reward) for each in rollouts_of(run.folder, 1)] for run in (one, ranks[0])]
     assert read[0] == read[1]
     steps, others = ([event for event in run.metrics if "loss" in event] for run in (one, ranks[0]))
-    assert len(steps) == len(others) == (2 if also else 3)
+    assert len(steps) == len(others) == (2 if "--dynamic-sampling" in also else 3)
     for step, other in zip(steps, others, strict=True):
         assert step["reward"] == pytest.approx(other["reward"], abs=1e-9)
         for name in ("loss", "grad_norm", "kl", "entropy"):
@@ -149,6 +166,33 @@ def test_groups_without_spread_give_their_places_to_the_next_prompts(run_recipe:
     replayed = run_recipe("grpo", *DYNAMIC, "--rollouts-from", str(whole.output_dir), output_dir="replayed")
     assert replayed.code == 0, replayed.err
     assert same(whole.weights(), replayed.weights())
+
+
+def test_conversations_are_trained_on_and_a_stopped_run_continues_to_the_same_bits(run_recipe: Any, rows: Path) -> None:
+    """With a reference, top-p and several updates. The ledger has the turns, and trains again without sampling.
+
+    Fails when: the ledger leaves out which tokens the policy wrote.
+    """
+    (rows / "world.py").write_text(WORLD)
+    flags = [*SMALL, *TALKING, "--max-steps", "4", "--beta", "0.05", "--num-iterations", "2", "--save-strategy", "steps", "--save-steps", "1"]
+    whole = run_recipe("grpo", *flags, output_dir="whole")
+    assert whole.code == 0, whole.err
+    first = next(event for event in whole.metrics if "loss" in event)
+    assert {"reward_environment", "reward_digits", "kl"} <= {*first}
+    assert whole.summary["eval_reward_environment"] >= 0
+    written = [each.written for each in rollouts_of(whole.output_dir, 1)]
+    assert any(False in (tokens or []) for tokens in written)
+    stopped = run_recipe("grpo", *flags, while_running=_stop_after(rows / "out/metrics.jsonl", 1))
+    assert stopped.code == 75, stopped.err
+    resumed = run_recipe("grpo", *flags, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert same(whole.weights(), resumed.weights())
+    replayed = run_recipe("grpo", *flags, "--rollouts-from", str(whole.output_dir), output_dir="replayed")
+    assert replayed.code == 0, replayed.err
+    assert same(whole.weights(), replayed.weights())
+    refused = run_recipe("ppo", *SMALL[:-4], "--environment", "world.py:World", "--max-steps", "1")
+    assert refused.code == 2, refused.err
+    assert "grpo.py" in refused.err
 
 
 def _stop_after(metrics: Path, steps: int) -> Any:

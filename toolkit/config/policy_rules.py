@@ -49,6 +49,14 @@ POLICY_CONTRADICTIONS = (
         "with --max-logprobs 20 or more), or leave {top_p} and {min_p} out.",
     ),
     Contradiction(
+        lambda environment, vf_coef: bool(environment),
+        "{environment}: PPO learns a value of every token, also of those that an environment wrote. Take recipes/grpo.py.",
+    ),
+    Contradiction(
+        lambda environment, rollout_server: bool(environment and rollout_server),
+        "{environment} answers the turns of the model that trains, and not of a server: leave {rollout_server} out.",
+    ),
+    Contradiction(
         lambda overlong_cache, max_completion_length: overlong_cache > max_completion_length,
         "{overlong_cache} must be at most {max_completion_length}.",
     ),
@@ -88,6 +96,9 @@ POLICY_NO_EFFECT = (
             steps_per_generation * num_iterations == 1 and dropout == 0
         ),
         "with one update a step, where every ratio is 1 and no value has moved: leave it out, or add --num-iterations 2.",
+    ),
+    NoEffect(
+        ("max_turns",), lambda environment: not environment, "without --environment: leave it out.",
     ),
     NoEffect(
         ("dynamic_sampling",),

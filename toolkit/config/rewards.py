@@ -34,6 +34,13 @@ class RewardFunctionsConfig(Settings):
         "show", "What functions write to the screen: show it, each line with the function's name, or hide it.",
         choices=("show", "hide"), on_resume="free",
     )
+    environment: str | None = setting(
+        None, "What answers the turns of a completion, for tools and several turns: module:Class or file.py:Class with "
+        "reset(row) and step(messages). Its rewards are added to those of reward_funcs.", on_resume="fixed",
+    )
+    max_turns: int = setting(
+        8, "Turns of the policy in one completion with an environment.", least=1, most=1024, on_resume="fixed"
+    )
     answer_column: str = setting("answer", "exact_match, number: the column with the right answer.", on_resume="fixed")
     reward_pattern: str | None = setting(
         None, "regex: what a completion must hold, searched in all of it. Default: the row's column pattern.", on_resume="fixed"

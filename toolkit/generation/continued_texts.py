@@ -59,6 +59,7 @@ def continue_texts(
 def sample_on_rank(
     accelerator: Accelerator, model: nn.Module, prompts: Sequence[Sequence[int]], keys: np.ndarray, settings: SamplingSettings,
     tokenizer: PreTrainedTokenizerBase | None = None, on_group: OnGroup | None = None,
+    limits: Sequence[int] | None = None,
 ) -> list[list[Completion]]:  # fmt: skip
     """`sample_groups` of this rank's prompts, with a model that Accelerate has prepared, in its precision.
 
@@ -66,7 +67,7 @@ def sample_on_rank(
     """
     together = (lambda more: bool(largest(accelerator, int(more)))) if engine_of(accelerator).shards else None
     with torch.no_grad(), accelerator.autocast():
-        return sample_groups(unwrapped(model), prompts, keys, settings, tokenizer, together, on_group=on_group)
+        return sample_groups(unwrapped(model), prompts, keys, settings, tokenizer, together, on_group=on_group, limits=limits)
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

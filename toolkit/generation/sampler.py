@@ -54,14 +54,15 @@ class Completion:
 def sample_groups(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], keys: np.ndarray, settings: SamplingSettings,
     tokenizer: PreTrainedTokenizerBase | None = None, together: Together | None = None, cache_bytes: int | None = None,
-    on_group: OnGroup | None = None,
+    on_group: OnGroup | None = None, limits: Sequence[int] | None = None,
 ) -> list[list[Completion]]:  # fmt: skip
     """Completions of each prompt, `keys` `[prompts, group size]` (uint64, of `completion_key`) of them.
 
     `model` is unwrapped, with or without an adapter, on any device; it is left as it was. `tokenizer`: for stop strings.
     `together(more)`: whether any rank has more to do, where each forward pass needs all ranks (sharded parameters).
     `cache_bytes`: of keys and values at a time; prompts beyond it wait. `on_group(prompt, completions)` is called for each
-    prompt, by its number, as soon as its group is complete. Models that are not on transformers' attention
+    prompt, by its number, as soon as its group is complete. `limits`: the longest completion of each prompt, at most
+    `max_new_tokens`. Models that are not on transformers' attention
     interface, and encoder-decoders, decode a group at a time with transformers' own cache (`takes_groups`).
 
     Raises:
@@ -73,7 +74,8 @@ def sample_groups(
         raise ValueError(f"{len(prompts)} prompts need keys [prompts, group size], not {list(keys.shape)}")
     if settings.stop_strings and tokenizer is None:
         raise Refusal("stop_strings need a tokenizer.")
-    _check_room(model, prompts, settings)
+    longest = np.array([settings.max_new_tokens] * len(prompts) if limits is None else limits, dtype=np.int64)
+    _check_room(model, prompts, longest.tolist())
     stop = _StopStrings(settings.stop_strings, tokenizer) if settings.stop_strings and tokenizer is not None else None
     completions: list[list[Completion]] = [[] for _ in prompts]
     grouped = takes_groups(model)
@@ -86,7 +88,7 @@ def sample_groups(
             ids = [list(prompts[number]) for number in block] or [[0]]
             living = keys[block] if block else keys[:0]
             decoder = _Groups(model, ids, keys.shape[1]) if grouped else CachedGroup(model, ids[0], keys.shape[1])
-            for place, group in _decode(decoder, ids, living, settings, stop, together):
+            for place, group in _decode(decoder, ids, living, settings, stop, together, longest[block]):
                 completions[block[place]] = group
                 if on_group:
                     on_group(block[place], group)
@@ -130,10 +132,10 @@ def _groups_are_exact(model: PreTrainedModel) -> bool:
 
 def _decode(
     decoder: Any, prompts: list[list[int]], keys: np.ndarray, settings: SamplingSettings, stop: _StopStrings | None,
-    together: Together | None,
+    together: Together | None, limits: np.ndarray,
 ) -> Iterator[tuple[int, list[Completion]]]:  # fmt: skip
     """The groups of a block, `keys` `[prompts, group size]`, each as it is complete; without keys only keep the other ranks
-    company."""
+    company. `limits` `[prompts]`: tokens of their completions."""
     size = keys.shape[1]
     open_groups = set(range(len(keys)))
     completions = [Completion(kept=[] if settings.cuts else None) for _ in range(keys.size)]
@@ -152,7 +154,7 @@ def _decode(
             written = zip(rows, tokens.tolist(), logps.tolist(), strict=True)
             for place, (row, token, logp) in enumerate(written):
                 completion = completions[row]
-                if not completion.truncated:
+                if not completion.truncated or position >= limits[row // size]:
                     continue
                 completion.tokens.append(token)
                 completion.logps.append(logp)
@@ -162,8 +164,8 @@ def _decode(
                     completion.truncated = False
             if seen is not None:
                 seen.scatter_(1, tokens[:, None], True)
-        more = position + 1 < settings.max_new_tokens
-        living = np.array([more and completions[row].truncated for row in rows], dtype=bool)
+        more = position + 1 < limits[rows // max(size, 1)]
+        living = np.array([completions[row].truncated for row in rows], dtype=bool) & more
         for place in sorted(open_groups - set((rows[living] // max(size, 1)).tolist())):
             open_groups.remove(place)
             yield place, completions[place * size : (place + 1) * size]
@@ -253,16 +255,16 @@ def _seen(prompts: list[list[int]], size: int, logits: torch.Tensor) -> torch.Te
     return seen.repeat_interleave(size, dim=0)
 
 
-def _check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> None:
+def _check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
     if model.config.is_encoder_decoder:
         return
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    for number, prompt in enumerate(prompts):
+    for number, (prompt, most) in enumerate(zip(prompts, limits, strict=True)):
         if not prompt:
             raise Refusal(f"prompt {number}: has no token. Begin it with the tokenizer's BOS or EOS.")
-        if len(prompt) + settings.max_new_tokens > longest:
+        if len(prompt) + most > longest:
             raise Refusal(
-                f"prompt {number}: {len(prompt):,} tokens and a completion of {settings.max_new_tokens:,} are more than the "
+                f"prompt {number}: {len(prompt):,} tokens and a completion of {most:,} are more than the "
                 f"model's {longest:,} positions. Shorten the prompt or the completion."
             )
 

@@ -146,12 +146,15 @@ def collate_rollouts(
 def counted_tokens(
     rollouts: Sequence[Rollout], mask_truncated_completions: bool = False, mask_unscored_completions: bool = False
 ) -> list[list[float]]:
-    """1 for each token of a completion that counts in the loss, 0 for those of one that does not."""
+    """1 for each token of a completion that counts in the loss, 0 for those of one that does not and of its environment."""
     left_out = [
         (mask_truncated_completions and each.truncated) or (mask_unscored_completions and math.isnan(each.reward))
         for each in rollouts
     ]
-    return [[float(not out)] * len(each.completion_ids) for each, out in zip(rollouts, left_out, strict=True)]
+    return [
+        [float(own and not out) for own in each.written or [True] * len(each.completion_ids)]
+        for each, out in zip(rollouts, left_out, strict=True)
+    ]
 
 
 def token_table(rows: Sequence[Sequence[float] | None], width: int, dtype: torch.dtype | None = None) -> torch.Tensor:

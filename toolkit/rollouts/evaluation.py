@@ -13,19 +13,21 @@ from toolkit.data.loading.order import hash_numbers
 from toolkit.distributed.ranks import on_all
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.metrics.metric import Metrics
-from toolkit.rollouts.sampling import Asked, complete
+from toolkit.rollouts.rollout import ENVIRONMENT
+from toolkit.rollouts.sampling import Asked, complete, prompts_of
 from toolkit.rollouts.scoring import score_rollouts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
 
+    from toolkit.rollouts.environments import Environments
     from toolkit.rollouts.rewards import Reward
 
 
 def sampled_reward_metrics(
     accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, rewards: Sequence[Reward], settings: SamplingSettings,
-    *, seed: int = 0, on_error: str = "stop",
+    *, seed: int = 0, on_error: str = "stop", environment: Environments | None = None,
 ) -> Metrics:  # fmt: skip
     """Exact means over the prompts of a split, of one completion each: `reward`, and `reward_<name>` over those it applies to.
 
@@ -37,10 +39,12 @@ def sampled_reward_metrics(
         prompts = micro_batch["prompt_ids"]
         numbers = micro_batch.get("prompt") or [hash_numbers(ids) for ids in prompts]  # rows of a stream have no number
         rows = zip(numbers, prompts, micro_batch["rows"], strict=True)
-        asked = [Asked(number, -1, ids, row) for number, ids, row in rows]  # of no epoch
-        completed = complete(accelerator, model, tokenizer, asked, settings, 1, seed)
+        given = [Asked(number, -1, ids, row) for number, ids, row in rows]  # of no epoch
+        asked = on_all(accelerator, lambda: prompts_of(given, environment))
+        completed = complete(accelerator, model, tokenizer, asked, settings, 1, seed, environment=environment)
         scored = on_all(accelerator, lambda: score_rollouts([group[0] for group in completed], rewards, on_error=on_error))
-        named = {f"reward_{reward.name}": [each.rewards[reward.name] for each in scored] for reward in rewards}
+        names = [*([ENVIRONMENT] if environment else []), *(reward.name for reward in rewards)]
+        named = {f"reward_{name}": [each.rewards[name] for each in scored] for name in names}
         values: dict[str, list[Any]] = {
             "reward": [each.reward for each in scored], "completion_length": [len(each.completion_ids) for each in scored],
             "truncated": [each.truncated for each in scored], **named,

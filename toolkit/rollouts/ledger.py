@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 FOLDER = "rollouts"
 SYNCED_EVERY = 1.0  # seconds: of what is appended, a crash of the machine takes no more
 _SAMPLES = 64  # elements of a parameter that a policy is known by
-_OF_COMPLETIONS = ("index", "completion", "completion_ids", "logps", "truncated", "kept", "rewards", "reward")
+_OF_COMPLETIONS = (
+    "index", "completion", "completion_ids", "logps", "truncated", "kept", "written", "messages", "rewards", "reward",
+)  # fmt: skip
 _OF_A_GROUP = ("prompt", "epoch", "row", "prompt_ids")
 
 Key = tuple[int, int]  # epoch and number of a prompt

@@ -59,11 +59,25 @@ def load_function(source: Source) -> RewardFunction:
     Raises:
         Refusal: it can't be imported, is not there, or can't be called.
     """
-    written = source.written
+    flag = f"--reward-funcs {source.written}"
+    function: Any = import_object(source.written, "--reward-funcs")
+    if inspect.isclass(function):
+        raise Refusal(f"{flag}: is a class. Name a function f(prompts, completions, **columns) -> list of numbers.")
+    if not callable(function):
+        raise Refusal(f"{flag}: is {_of_type(function)}, which can't be called. Name a function.")
+    return partial(function, **dict(source.arguments)) if source.arguments else function
+
+
+def import_object(written: str, setting: str) -> object:
+    """What a setting names as module:name or file.py:name.
+
+    Raises:
+        Refusal: it can't be imported, or is not there.
+    """
     place, colon, name = written.rpartition(":")
     if not colon:  # as TRL writes it: module.function
         place, _, name = written.rpartition(".")
-    flag = f"--reward-funcs {written}"
+    flag = f"{setting} {written}"
     if not place or not name:
         raise Refusal(f"{flag}: write module:function, or path/to/file.py:function.")
     try:
@@ -85,11 +99,7 @@ def load_function(source: Source) -> RewardFunction:
             near = nearest(part, [each for each in dir(function) if callable(getattr(function, each))])
             raise Refusal(f"{flag}: {place} has no {part}." + (f" Did you mean {near}?" if near else ""))
         function = getattr(function, part)
-    if inspect.isclass(function):
-        raise Refusal(f"{flag}: is a class. Name a function f(prompts, completions, **columns) -> list of numbers.")
-    if not callable(function):
-        raise Refusal(f"{flag}: is {_of_type(function)}, which can't be called. Name a function.")
-    return partial(function, **dict(source.arguments)) if source.arguments else function
+    return function
 
 
 def is_async(function: RewardFunction) -> bool:

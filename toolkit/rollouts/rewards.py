@@ -65,14 +65,14 @@ def load_rewards(config: RewardFunctionsConfig, tokenizer: PreTrainedTokenizerBa
         tokenizer: the policy's, for reward models, which must have its vocabulary. Default: that of `config.model`.
 
     Raises:
-        Refusal: no reward, one that can't be imported or called, another number of weights, a reward model with another
-            vocabulary, a setting that a built-in reward needs.
+        Refusal: no reward and no environment, one that can't be imported or called, another number of weights, a reward
+            model with another vocabulary, a setting that a built-in reward needs.
     """
     written, weights = config.reward_funcs, config.reward_weights
-    if not written:
+    if not written and not config.environment:
         raise Refusal(
             "--reward-funcs: no reward, so there is nothing to learn. Name a function (my_rewards.py:correct), a directory of "
-            f"recipes/reward.py, or one of {', '.join(NAMES)}."
+            f"recipes/reward.py, one of {', '.join(NAMES)}, or an --environment that gives one."
         )
     if weights and len(weights) != len(written):
         raise Refusal(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+ENVIRONMENT = "environment"  # the name of the reward that an environment gives
+
 
 @dataclass
 class Rollout:
@@ -31,6 +33,8 @@ class Rollout:
     sampler_weights: list[float] | None = None  # of its tokens in the loss, where another program sampled them
     old_values: list[float] | None = None  # of the states before its tokens, before the first update
     returns: list[float] | None = None  # that these values learn
+    written: list[bool] | None = None  # whether the policy wrote a token, or its environment; None: all of them
+    messages: list[dict[str, Any]] | None = None  # of a conversation with an environment, behind the prompt
 
 
 def groups_of(rollouts: Sequence[Rollout]) -> list[list[int]]:

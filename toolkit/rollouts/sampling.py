@@ -11,12 +11,14 @@ from torch import nn
 
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
-from toolkit.distributed.engines import unwrapped
+from toolkit.data.loading.order import hash_numbers
+from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import from_all, largest, on_all
 from toolkit.generation.continued_texts import sample_on_rank
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.random_numbers import completion_key
 from toolkit.generation.sampler import Completion
+from toolkit.rollouts.environments import Environments, reward_of, without_cut
 from toolkit.rollouts.ledger import Phase, policy_version
 from toolkit.rollouts.rollout import Rollout
 from toolkit.rollouts.server import RolloutServer, ask_for_groups, hand_over
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 def sample_rollouts(
     accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: Batch, settings: SamplingSettings,
-    *, num_generations: int, seed: int = 0, phase: Phase | None = None, server: RolloutServer | None = None,
+    *, num_generations: int, seed: int = 0, phase: Phase | None = None, environment: Environments | None = None,
+    server: RolloutServer | None = None,
 ) -> list[Rollout]:  # fmt: skip
     """`num_generations` completions of each prompt of a batch of `collate_prompts`, the same list on every rank. A collective.
 
@@ -36,6 +39,7 @@ def sample_rollouts(
 
     Args:
         phase: of `open_phase`. What it has is not sampled again, and what is sampled is appended to it.
+        environment: of `load_environment`, which answers the policy's turns.
         server: of `connect_server`, which samples in place of the model, with its weights.
 
     Raises:
@@ -43,13 +47,14 @@ def sample_rollouts(
             it can't do or does wrong.
     """
     ranks, rank = accelerator.num_processes, accelerator.process_index
-    places, asked = list[tuple[int, int]](), list[Asked]()
+    places, given = list[tuple[int, int]](), list[Asked]()
     for number, (micro_batch, is_real) in enumerate(zip(batch.micro_batches, batch.real, strict=True)):
         rows = zip(batch.indices[number], batch.epochs[number], micro_batch["prompt_ids"], micro_batch["rows"], strict=True)
         for place, each in enumerate(rows if is_real else ()):
             places.append((number * ranks + rank, place))  # in the order of the global batch
-            asked.append(Asked(*each))
+            given.append(Asked(*each))
 
+    asked = on_all(accelerator, lambda: prompts_of(given, environment))
     known = [_known(phase, each, num_generations) for each in asked]
     missing = [each for each, group in zip(asked, known, strict=True) if group is None]
     if phase is not None and phase.source is not None:
@@ -64,11 +69,21 @@ def sample_rollouts(
             phase.append(group, rank)
 
     def sample() -> list[tuple[tuple[int, int], list[Rollout]]]:
-        sampled = iter(complete(accelerator, model, tokenizer, missing, settings, num_generations, seed, append, server))
+        sampled = iter(
+            complete(accelerator, model, tokenizer, missing, settings, num_generations, seed, append, environment, server)
+        )
         return [(place, group or next(sampled)) for place, group in zip(places, known, strict=True)]
 
     everyone = [each for of_rank in from_all(accelerator, sample) for each in of_rank]
     return [rollout for _, group in sorted(everyone, key=lambda each: each[0]) for rollout in group]
+
+
+def prompts_of(given: Sequence[Asked], environment: Environments | None) -> list[Asked]:
+    """The prompts, those that an environment begins with in place of the rows' own."""
+    if environment is None:
+        return list(given)
+    began = [environment.prompt_of(each.row, each.ids) for each in given]
+    return [each._replace(row=row, ids=ids) for each, (row, ids) in zip(given, began, strict=True)]
 
 
 class Asked(NamedTuple):
@@ -83,10 +98,12 @@ class Asked(NamedTuple):
 def complete(
     accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Asked],
     settings: SamplingSettings, size: int, seed: int, on_group: Callable[[list[Rollout]], None] | None = None,
-    server: RolloutServer | None = None,
+    environment: Environments | None = None, server: RolloutServer | None = None,
 ) -> list[list[Rollout]]:  # fmt: skip
     """A group of `size` completions for each prompt of this rank, given to `on_group` as soon as it is complete. Where
     parameters are sharded, all ranks must call it. A server has the model's weights already."""
+    if environment is not None:
+        return _converse(accelerator, model, tokenizer, asked, settings, size, seed, on_group, environment)
     groups: list[list[Rollout]] = [[] for _ in asked]
 
     def keep(number: int, completions: list[Completion]) -> None:
@@ -104,6 +121,39 @@ def complete(
     keys = [[completion_key(seed, each.epoch, each.prompt, index) for index in range(size)] for each in asked]
     table = np.array(keys, dtype=np.uint64).reshape(len(asked), size)
     sample_on_rank(accelerator, model, prompts, table, settings, tokenizer, keep)
+    return groups
+
+
+def _converse(
+    accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Asked],
+    settings: SamplingSettings, size: int, seed: int, on_group: Callable[[list[Rollout]], None] | None,
+    environment: Environments,
+) -> list[list[Rollout]]:  # fmt: skip
+    """Each turn of all conversations together. The random numbers of a turn behind the first follow from its number too."""
+    sharded = engine_of(accelerator).shards
+
+    def sample(turn: int, numbers: list[int], ids: list[list[int]], most: list[int]) -> list[list[Completion]]:
+        seeded = seed if turn == 0 else hash_numbers(seed, "turn", turn)
+        keys = [completion_key(seeded, asked[n // size].epoch, asked[n // size].prompt, n % size) for n in numbers]
+        table = np.array(keys, dtype=np.uint64).reshape(len(ids), size if turn == 0 else 1)
+        return sample_on_rank(accelerator, model, ids, table, settings, tokenizer, limits=most)
+
+    talks = environment.converse(
+        [each.row for each in asked], [list(each.ids) for each in asked], size, settings.max_new_tokens, sample,
+        lambda more: bool(largest(accelerator, int(more))) if sharded else more,
+    )  # fmt: skip
+    groups = []
+    for each, group in zip(asked, talks, strict=True):
+        rollouts = [
+            replace(
+                _rollout(each, index, without_cut(one.completion, settings.cuts), tokenizer), written=one.written,
+                messages=one.said, rewards=reward_of(one), truncated=one.completion.truncated and not one.problem,
+            )
+            for index, one in enumerate(group)
+        ]  # fmt: skip
+        groups.append(rollouts)
+        if on_group:
+            on_group(rollouts)
     return groups
 
 

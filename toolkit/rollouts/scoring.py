@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config import Refusal
 from toolkit.distributed.ranks import from_all, say_once
 from toolkit.rollouts.reward_calls import Call, Outcome
-from toolkit.rollouts.rollout import Rollout, groups_of
+from toolkit.rollouts.rollout import ENVIRONMENT, Rollout, groups_of
 from toolkit.system.console import one_line, quoted
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ def score_rollouts(
     say: Callable[[str], None] | None = None,
 ) -> list[Rollout]:
     """The rollouts with their `rewards`, by name, and `reward`, their weighted sum; the same on every rank.
+
+    What an environment gave them, `environment`, stays, with the weight 1.
 
     Rewards that do not apply (None) are left out of a sum. A rollout that has none at all, as where each was skipped, has the
     reward "not a number", and `advantages` gives it none.
@@ -60,7 +62,8 @@ def score_rollouts(
         values[reward.name] = _collect(reward, rollouts, parts, outcomes, on_error, output, say)
     weights, scored = {reward.name: reward.weight for reward in rewards}, []
     for place, rollout in enumerate(rollouts):
-        own = {name: column[place] for name, column in values.items()}
+        own = {name: value for name, value in rollout.rewards.items() if name == ENVIRONMENT}
+        own |= {name: column[place] for name, column in values.items()}
         scored.append(replace(rollout, rewards=own, reward=weighted_sum(own, weights)))
     without = sum(math.isnan(rollout.reward) for rollout in scored)
     if without:
@@ -70,14 +73,14 @@ def score_rollouts(
 
 def weighted_sum(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
     """The sum of the rewards that apply, each times its weight; not a number where none does."""
-    parts = [weights[name] * value for name, value in rewards.items() if value is not None]
+    parts = [weights.get(name, 1.0) * value for name, value in rewards.items() if value is not None]
     return sum(parts) if parts else math.nan
 
 
 def call_of(group: Sequence[Rollout]) -> Call:
     """What a function is called with for completions of one prompt: copies, which it may change.
 
-    Where the prompt is a list of messages, each completion is a list of one message.
+    Where the prompt is a list of messages, each completion is a list of one message, or of all that follow it.
     """
     row: dict[str, Any] = group[0].row
     names = [name for name in row if name not in ("prompt", "completion")]
@@ -86,11 +89,15 @@ def call_of(group: Sequence[Rollout]) -> Call:
     return {
         "prompts": [copy.deepcopy(each.row.get("prompt")) for each in group],
         "completions": [
-            [{"role": "assistant", "content": each.completion}] if is_chat else each.completion for each in group
+            _turns_of(each) if is_chat else each.completion for each in group
         ],
         "completion_ids": [list(each.completion_ids) for each in group],
         **{name: column for name, column in columns.items() if name not in ("prompts", "completions", "completion_ids")},
     }
+
+
+def _turns_of(rollout: Rollout) -> list[dict[str, Any]]:
+    return copy.deepcopy(rollout.messages) or [{"role": "assistant", "content": rollout.completion}]
 
 
 def _outcomes(

@@ -56,9 +56,12 @@ def shaped_rewards(
         truncated = torch.tensor([rollout.truncated for rollout in rollouts], dtype=table.dtype)
         table = table - missing_eos_penalty * truncated.view_as(table)
     if beta:
-        kl = [
-            float(kl_estimate(torch.tensor(each.logps), torch.tensor(each.reference_logps), kl_estimator).double().sum())
-            for each in rollouts
-        ]
+        kl = [_kl_of(each, kl_estimator) for each in rollouts]
         table = table - beta * torch.tensor(kl, dtype=table.dtype).view_as(table)
     return table
+
+
+def _kl_of(rollout: Rollout, estimator: str) -> float:
+    """Summed over the tokens that the policy wrote, nats."""
+    estimates = kl_estimate(torch.tensor(rollout.logps), torch.tensor(rollout.reference_logps), estimator).double()
+    return float(estimates.sum() if rollout.written is None else estimates[torch.tensor(rollout.written)].sum())
