@@ -4,8 +4,8 @@
     python recipes/grpo.py
     accelerate launch recipes/grpo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --reward-funcs number
 
-The policy answers each prompt several times, rewards say how good the answers are, and answers that are better than the others
-of their group become likelier. The first line above makes the model that the second one starts from.
+The policy answers each prompt several times, rewards say how good the answers are, and those that are better than others of
+their group become likelier. The first line above makes the model that the second one starts from.
 """
 
 from dataclasses import dataclass, field
@@ -90,7 +90,6 @@ def main(config: Config) -> tk.Summary:
 
     metrics = tk.sampled_reward_metrics(accelerator, tokenizer, rewards, asked, seed=config.seed, environment=environment)
     size = config.per_device_train_batch_size
-
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
@@ -108,8 +107,7 @@ def main(config: Config) -> tk.Summary:
                 sampled += tk.score_rollouts(
                     rollouts, rewards, accelerator, on_error=config.on_reward_error, output=config.reward_output, say=run.say
                 )
-                more = tk.prompts_to_add(sampled, batch.size, config.dynamic_sampling * batch.size)
-                prompts = run.take(more) if more else None
+                prompts = run.take(tk.prompts_to_add(sampled, batch.size, config.dynamic_sampling * batch.size))
             tk.save_rollouts(accelerator, phase, sampled, config.rollouts_total_limit)
             rollouts = tk.groups_with_spread(sampled, batch.size)
             if before:

@@ -103,7 +103,10 @@ class Run:
             self.window.resume_clock()
 
     def take(self, count: int) -> Batch | None:
-        """A batch of the next `count` examples, consumed in this step too; of fewer before the end of the run, None at it."""
+        """A batch of the next `count` examples, consumed in this step too; of fewer before the end of the run, None where there
+        are none."""
+        if not count:
+            return None
         if not isinstance(self.train, TrainLoader):
             raise Refusal("--streaming: a step that takes more examples than its batch needs data that can be read anywhere.")
         batch = self.train.further(self.position, count)
