@@ -17,6 +17,7 @@ COMMANDS = {
         "copy": ("toolkit.cli.recipes:copy", "Copy a recipe, a config or a launch file, to edit it."),
         "diff": ("toolkit.cli.recipes:diff", "Show what you changed in a copy, and what upstream did since."),
         "train": ("toolkit.cli.train:train", "Run a recipe, as one process or as several."),
+        "sweep": ("toolkit.cli.sweep:sweep", "Search settings of a recipe: trials as runs, continued when killed."),
         "checkpoints": ("toolkit.cli.checkpoints:checkpoints", "List the checkpoints of a run."),
         "report": ("toolkit.cli.report:report", "Write one HTML page about runs: curves, samples, settings."),
         "rollouts": ("toolkit.cli.rollouts:rollouts", "Show what a run sampled, filter it, score it again."),
@@ -40,7 +41,7 @@ COMMANDS = {
     },
 }  # fmt: skip
 # From the recipe's name on, everything is the recipe's own: Typer must not read it.
-RECIPE_FLAGS_FOLLOW = frozenset({"train", "verify-resume"})
+RECIPE_FLAGS_FOLLOW = frozenset({"train", "verify-resume", "sweep"})
 
 
 def _elsewhere(word: str) -> str:

@@ -1,6 +1,7 @@
 """A recipe as a program: its `main` is called with the config that was asked for, and its end becomes an exit code."""
 
 import faulthandler
+import importlib.util
 import inspect
 import os
 import shutil
@@ -84,6 +85,22 @@ def config_class_of(main: Callable[[AnyConfig], Any]) -> type[AnyConfig]:
     if not (isinstance(config_class, type) and issubclass(config_class, Settings)):
         raise TypeError(f"{main.__name__}: annotate its parameter with the recipe's Config class")
     return cast(type[AnyConfig], config_class)
+
+
+def config_class_of_file(recipe: Path) -> type[Settings]:
+    """The `Config` of a recipe's file, which is imported, as its --help does, and not run."""
+    name = f"recipe_{recipe.stem}"
+    spec = importlib.util.spec_from_file_location(name, recipe)
+    if spec is None or spec.loader is None:
+        raise Refusal(f"{recipe}: is not a Python file.")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise Refusal(f"{recipe}: can't be imported here ({error}).") from error
+    if not hasattr(module, "main"):
+        raise Refusal(f"{recipe}: has no function main(config), as a recipe has.")
+    return config_class_of(module.main)
 
 
 def deliver_model(output_dir: str | Path, environment: Mapping[str, str]) -> None:

@@ -1,14 +1,13 @@
 """A recipe's flags, read here as the container will read them: what it would refuse is refused before anything is sent."""
 
-import importlib.util
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.cli.command_line import channels_named, read_command_line
-from toolkit.cli.recipe import config_class_of
-from toolkit.config import Refusal, Settings, check_together, settings_of
+from toolkit.cli.recipe import config_class_of_file
+from toolkit.config import Refusal, check_together, settings_of
 from toolkit.config.conditions import OF_BITSANDBYTES
 from toolkit.config.parsing import parse_yaml, read_text_file
 from toolkit.config.reading import values_of
@@ -31,7 +30,7 @@ def read_recipe_flags(recipe: Path, flags: Sequence[str]) -> tuple[dict[str, Any
         Refusal: whatever the recipe itself would refuse, and settings that are the container's own.
         SystemExit: with code 0, after --help.
     """
-    config_class = _config_class(recipe)
+    config_class = config_class_of_file(recipe)
     config = read_command_line(config_class, flags, {}, sys.modules[config_class.__module__].__doc__ or "")
     check_together(config)
     given, values = frozenset(config.given or ()), values_of(config)
@@ -105,19 +104,3 @@ def _says_deepspeed(accelerate_config: Path | None) -> bool:
     shown = f"--accelerate-config {accelerate_config}"
     written = parse_yaml(read_text_file(accelerate_config, shown), shown)  # JSON is YAML
     return isinstance(written, dict) and str(written.get("distributed_type")).upper() == "DEEPSPEED"
-
-
-def _config_class(recipe: Path) -> type[Settings]:
-    """The `Config` of a recipe's file, which is imported, as its --help does, and not run."""
-    name = f"recipe_{recipe.stem}"
-    spec = importlib.util.spec_from_file_location(name, recipe)
-    if spec is None or spec.loader is None:
-        raise Refusal(f"{recipe}: is not a Python file.")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
-        raise Refusal(f"{recipe}: can't be imported here ({error}).") from error
-    if not hasattr(module, "main"):
-        raise Refusal(f"{recipe}: has no function main(config), as a recipe has.")
-    return config_class_of(module.main)
