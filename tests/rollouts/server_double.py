@@ -1,6 +1,7 @@
 """A server on the loopback that samples from a tiny model with vLLM's requests and answers, and fails, stalls and lies as told."""
 
 import contextlib
+import copy
 import json
 import math
 import threading
@@ -29,6 +30,7 @@ class Double:
     faults: list[str] = field(default_factory=list)
     lie: str = ""
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    adapters: dict[str, Any] = field(default_factory=dict)
     url: str = ""
     lock: Any = field(default_factory=threading.Lock)
 
@@ -45,6 +47,14 @@ class Double:
 
                 self.model = AutoModelForCausalLM.from_pretrained(where).eval()
             return {"results": [None]}
+        if path == "/v1/load_lora_adapter":
+            from peft import PeftModel
+
+            if body["lora_name"] in self.adapters:
+                raise LookupError("loaded already")
+            self.adapters[body["lora_name"]] = PeftModel.from_pretrained(copy.deepcopy(self.model), body["lora_path"]).eval()
+        if path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
         if path == "/v1/completions":
             with self.lock, torch.no_grad():
                 return {"choices": self.complete(body)}
@@ -58,10 +68,11 @@ class Double:
         )  # fmt: skip
         keys = np.array([[completion_key(body.get("seed", 0), 0, 0, index) for index in range(size)]], dtype=np.uint64)
         ids = body["prompt"]
-        ((group),) = sample_groups(self.model, [ids], keys, settings, self.tokenizer)
+        model = self.adapters.get(body["model"], self.model)
+        ((group),) = sample_groups(model, [ids], keys, settings, self.tokenizer)
         choices = []
         for index, each in enumerate(group[: size - (self.lie == "count")]):
-            logits = self.model(torch.tensor([ids + each.tokens])).logits[0, len(ids) - 1 : -1].double()
+            logits = model(torch.tensor([ids + each.tokens])).logits[0, len(ids) - 1 : -1].double()
             logits = logits / (body["temperature"] or 1.0)
             if each.kept is not None and self.lie != "raw":
                 masked = torch.full_like(logits, -math.inf)
@@ -99,7 +110,10 @@ def handler_of(double: Double) -> type[BaseHTTPRequestHandler]:
             if fault == "stall":
                 time.sleep(1.5)
                 return
-            answer = double.answer(self.path, body) if not fault else None
+            try:
+                answer = double.answer(self.path, body) if not fault else None
+            except LookupError:  # what vLLM refuses
+                answer, fault = None, "400"
             content = b"<html>" if fault == "garbage" else json.dumps(answer).encode() if answer is not None else b""
             self.send_response(int(fault) if fault.isdigit() else 200)
             self.send_header("Content-Length", str(len(content)))

@@ -222,3 +222,27 @@ def test_another_address_is_given_the_directory_and_the_version(
     sampled(accelerator, model, tokenizer, server)
     loads = [body for path, body in double.asked if path == "/load"]
     assert loads == [{"weights_path": str(server.directory), "policy_version": server.served}]
+
+
+def test_an_adapter_is_loaded_by_a_name_of_its_own_and_the_one_before_it_goes(
+    accelerator: Accelerator, tokenizer: Any, double: Double, tmp_path: Path
+) -> None:
+    """The base model there stays. Log-probabilities are the adapted model's to 1e-5 with its first and its second weights.
+
+    Fails when: `name` is the base model's, or the former adapter, or one of this name, is not unloaded.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    double.model = model_of(6)
+    model = get_peft_model(model_of(6), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    server = connected(accelerator, double, tokenizer, tmp_path)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.5)
+        rollouts = with_ours(accelerator, model.eval(), sampled(accelerator, model, tokenizer, server))
+        _, metrics = tk.correct_for_server(server, rollouts)
+        assert float(metrics["sampler_logp_gap_max"]) < 1e-5
+        assert list(double.adapters) == [f"policy-{server.served}"]
+    sampled(accelerator, model, tokenizer, connected(accelerator, double, tokenizer, tmp_path))  # a run that was killed then

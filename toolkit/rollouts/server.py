@@ -7,6 +7,7 @@ in development mode, VLLM_SERVER_DEV_MODE=1), forgets prefixes of the old ones b
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -162,6 +163,8 @@ def _load(server: RolloutServer, name: str, version: str, adapted: bool) -> None
     if server.reload:
         client.ask(server.reload, {"weights_path": path, "policy_version": version})
     elif adapted:
+        with contextlib.suppress(ServerRefused):  # there by this name only where a run was killed with these weights
+            client.ask("/v1/unload_lora_adapter", {"lora_name": name})
         client.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         if server.steps:
             client.ask("/v1/unload_lora_adapter", {"lora_name": client.model})
