@@ -63,6 +63,7 @@ class Policy(tk.PolicyConfig):
 
     num_generations: int = tk.setting(4, "Completions of a prompt.")
     max_completion_length: int = tk.setting(64, "Longest completion.")
+    streaming: bool = tk.setting(False, "Read the source as a stream.")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,14 @@ class PPO(tk.PPOConfig, tk.RolloutConfig):
     """Has a beta of its own, and no loss_type."""
 
     dropout: float | None = tk.setting(0.0, "Share of activations dropped.")
+    environment: str | None = tk.setting(None, "What answers the turns of a completion.")
+
+
+@dataclass(frozen=True)
+class Talks(tk.RolloutConfig):
+    """Completions of several turns, without PPO."""
+
+    environment: str | None = tk.setting(None, "What answers the turns of a completion.")
 
 
 def test_what_the_user_gave_survives_a_changed_copy_and_is_no_setting() -> None:
@@ -424,6 +433,7 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
       for name, value, reward in [("answer_column", "gold", "exact_match"), ("reward_pattern", "a", "regex"), ("reward_schema", "a.json", "json_schema"),
                                   ("reward_length", 9, "length"), ("reward_memory", 99, "python")]],
     ("tf32", "--use-cpu", {"tf32": True, "use_cpu": True}, {"use_cpu": False}),
+    ("max_turns", "without --environment", {"max_turns": 3}, {"environment": "a.py:A"}),
 ]  # fmt: skip
 
 POLICY_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
@@ -434,6 +444,8 @@ POLICY_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("", "--num-generations 1 is no group", {"num_generations": 1}, {"advantage_estimator": "reinforce"}),
     ("", "with the mean 0", {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False}, {"kl_in": "reward"}),
     ("", "--overlong-cache 65 must be at most --max-completion-length 64", {"overlong_cache": 65}, {"overlong_cache": 64}),
+    ("", "which --streaming cannot", {"dynamic_sampling": 2, "streaming": True}, {"streaming": False}),
+    ("dynamic_sampling", "no group needs a spread", {"dynamic_sampling": 2, "loss_type": "reinforce"}, {"loss_type": "grpo"}),
     ("epsilon", "no such bound", {"epsilon": 0.1, "loss_type": "cispo", "epsilon_high": 5.0}, {"loss_type": "gspo"}),
     ("epsilon_high", "no ratio", {"epsilon_high": 0.3, "loss_type": "reinforce"}, {"loss_type": "rloo"}),
     ("delta", "no such bound", {"delta": 2.0, "loss_type": "reinforce"}, {"loss_type": "dr_grpo"}),
@@ -445,6 +457,7 @@ POLICY_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
                           ("importance_sampling_clip_min", 0.5)]],
 ]  # fmt: skip
 PPO_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("", "Take recipes/grpo.py", {"environment": "a.py:A"}, {"environment": None}),
     ("kl_estimator", "add --beta", {"kl_estimator": "k3", "beta": 0.0}, {"beta": 0.1}),
     *[(name, "add --num-iterations 2", {name: value}, {"num_iterations": 2})
       for name, value in [("epsilon", 0.1), ("epsilon_high", 0.3), ("delta", 2.0), ("cliprange_value", 0.1)]],
@@ -457,6 +470,7 @@ ROLLOUT_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 CASES: list[tuple[type[tk.Settings], str, str, dict[str, Any], dict[str, Any]]] = [
     *[(Everything, *case) for case in RULE_CASES], *[(Policy, *case) for case in POLICY_RULE_CASES],
+    (Talks, "", "and not of a server", {"environment": "a.py:A", "rollout_server": "http://a:1"}, {"environment": None}),
     *[(PPO, *case) for case in PPO_RULE_CASES], *[(tk.RolloutConfig, *case) for case in ROLLOUT_RULE_CASES],
 ]  # fmt: skip
 
