@@ -79,7 +79,6 @@ def test_log_probabilities_are_of_the_policys_own_tokens_and_others_count_nowher
 
     Fails when: `_add` calls all tokens written, or a turn is sampled without the answers before it.
     """
-    tokenizer.chat_template = None
     rollouts = sampled(model, tokenizer, [0, 1, 2], **cut)
     assert any(each.written.count(False) for each in rollouts if each.written)
     assert any(not each.truncated for each in rollouts)
@@ -101,7 +100,6 @@ def test_log_probabilities_are_of_the_policys_own_tokens_and_others_count_nowher
 
 def test_a_conversation_depends_on_no_other(model: Any, tokenizer: Any) -> None:
     """Fails when: the keys of later turns count the conversations that are left."""
-    tokenizer.chat_template = None
     for most in (12, 20, 40):  # so that conversations end early
         together = sampled(model, tokenizer, [0, 1, 2], max_new_tokens=most)
         for place in range(3):
@@ -125,8 +123,9 @@ def test_answers_are_written_by_the_chat_template_and_the_policys_tokens_stay(mo
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     wanted = "\n<|im_start|>user\n[3]<|im_end|>\n<|im_start|>assistant\n"
     message = [{"role": "user", "content": "[3]"}]
-    assert tokenizer.decode(environment._ids_of(message, end)) == wanted
-    assert tokenizer.decode(environment._ids_of(message, 9)) == "<|im_end|>" + wanted  # a stop string ended its turn
+    assert tokenizer.decode(environment._ids_of(message, end, True)) == wanted
+    assert tokenizer.decode(environment._ids_of(message, 9, True)) == "<|im_end|>" + wanted  # a stop string ended its turn
+    assert tokenizer.decode(environment._ids_of(message, 9, False)) == "[3]"
     row, ids = environment.prompt_of({"prompt": "x"}, [1, 2])
     assert (row["prompt"], ids) == ("x", [1, 2])
 
@@ -154,7 +153,6 @@ class Silent(Echo):
 
 def test_an_environment_may_begin_with_a_prompt_of_its_own(model: Any, tokenizer: Any) -> None:
     """Fails when: `sample_rollouts` samples behind the row's prompt."""
-    tokenizer.chat_template = None
     rollouts = sampled(model, tokenizer, [0], make=Begins)
     assert tokenizer.decode(rollouts[0].prompt_ids, skip_special_tokens=True) == "7+8+9="
     assert rollouts[0].row["prompt"] == "7+8+9="
@@ -163,7 +161,6 @@ def test_an_environment_may_begin_with_a_prompt_of_its_own(model: Any, tokenizer
 @pytest.mark.parametrize(("make", "match"), [(Fails, "no tool of this name"), (Nan, "the reward nan"), (Silent, "no messages")])
 def test_what_an_environment_does_wrong_is_named_or_skipped(model: Any, tokenizer: Any, make: Any, match: str) -> None:
     """Fails when: an exception ends the process, or a conversation without a reward counts as one of 0."""
-    tokenizer.chat_template = None
     with pytest.raises(Refusal, match=f"(?s)--environment Echo: .*{match}"):
         sampled(model, tokenizer, [0, 1], make=make)
     skipped = sampled(model, tokenizer, [0, 1], make=make, environment={"on_error": "skip"})

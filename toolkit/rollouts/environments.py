@@ -54,6 +54,7 @@ class Conversation:
     """One completion as it comes about; of its tokens those that are `written` are the policy's."""
 
     messages: list[Message]
+    is_chat: bool  # whether the chat template writes its messages
     ids: list[int]  # of the prompt
     environment: Any = None
     completion: Completion = field(default_factory=lambda: Completion(kept=[]))
@@ -124,7 +125,7 @@ class Environments:
     def _begin(self, row: Mapping[str, Any], ids: list[int]) -> Conversation:
         prompt = row.get("prompt", "")
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
-        begun = Conversation(copy.deepcopy(messages), ids)
+        begun = Conversation(copy.deepcopy(messages), isinstance(prompt, list), ids)
         try:
             begun.environment, own = self._reset(row)
         except Refusal as refusal:
@@ -167,7 +168,7 @@ class Environments:
         if one.done or is_last:
             one.done = True
             return
-        ids = self._ids_of(answer, turn.tokens[-1])
+        ids = self._ids_of(answer, turn.tokens[-1], one.is_chat)
         if len(one.written) + len(ids) >= most:  # no room for an answer
             one.done = True
             return
@@ -199,10 +200,10 @@ class Environments:
             return self._encoder.add_start(self._encoded(prompt))
         return self._encoded(self._template.render(prompt, {}, add_generation_prompt=True))
 
-    def _ids_of(self, answer: Sequence[Message], last: int) -> list[int]:
-        """What the chat template writes from the end of the policy's turn to the beginning of its next one; without a template
-        the texts as they are."""
-        if self.tokenizer.chat_template:
+    def _ids_of(self, answer: Sequence[Message], last: int, is_chat: bool) -> list[int]:
+        """What the chat template writes from the end of the policy's turn to the beginning of its next one; behind a prompt of
+        plain text the texts as they are."""
+        if is_chat:
             ids = self._encoded(_rendered(self._template, list(answer)))
         else:
             ids = self._encoded("".join(message["content"] for message in answer))

@@ -27,6 +27,7 @@ from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.sampler import Completion
 from toolkit.models.adapter_files import is_adapted
 from toolkit.rollouts.server_client import ServerClient, ServerGone, ServerRefused
+from toolkit.system.console import say
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -86,7 +87,7 @@ def connect_server(
 
 def _model_of(client: ServerClient, wait: float) -> str:
     """The name of the model there, once the server answers."""
-    end = time.monotonic() + wait
+    end, waits = time.monotonic() + wait, False
     while True:
         try:
             found = client.ask("/v1/models", retries=0)
@@ -94,9 +95,12 @@ def _model_of(client: ServerClient, wait: float) -> str:
         except ServerGone as gone:
             if time.monotonic() >= end:
                 raise Refusal(
-                    f"--rollout-server {client.url}: no server answers there ({gone}). Start it first, for example with: "
+                    f"--rollout-server {client.url}: no server answers there ({gone.why}). Start it first, for example with: "
                     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
                 ) from gone
+            if not waits:
+                say(f"waiting up to {wait:g} s for a server at {client.url} ({gone.why})")
+                waits = True
             time.sleep(min(1.0, max(0.0, end - time.monotonic())))
     names = [each.get("id") for each in (found or {}).get("data") or []]
     if not names or (client.model and client.model not in names):

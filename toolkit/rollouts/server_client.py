@@ -32,7 +32,11 @@ _PROXY_FREE = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerGone(Refusal):
-    """The server could not be reached, or failed, as often as a request is sent."""
+    """The server could not be reached, or failed, as often as a request is sent; `why`, the last time."""
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
 
 
 class ServerRefused(Refusal):
@@ -78,7 +82,8 @@ class ServerClient:
         often = f" {tries} times, the last time" if tries > 1 else ""
         raise ServerGone(
             f"--rollout-server {self._shown}: {path} failed{often} with: {last}. Start the server again, and the same command "
-            "with --resume: what was sampled is kept."
+            "with --resume: what was sampled is kept.",
+            str(last),
         )
 
     def _once(self, path: str, body: Mapping[str, Any] | None) -> Any:
