@@ -64,6 +64,9 @@ class Policy(tk.PolicyConfig):
     num_generations: int = tk.setting(4, "Completions of a prompt.")
     max_completion_length: int = tk.setting(64, "Longest completion.")
     streaming: bool = tk.setting(False, "Read the source as a stream.")
+    rollout_server: str | None = tk.setting(None, "Address of a server.")
+    steps_per_generation: int = tk.setting(1, "Updates that the rollouts of a step are split into.")
+    num_iterations: int = tk.setting(1, "How often the rollouts of a step are trained on.")
 
 
 @dataclass(frozen=True)
@@ -436,14 +439,18 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("max_turns", "without --environment", {"max_turns": 3}, {"environment": "a.py:A"}),
 ]  # fmt: skip
 
+SAMPLER_WEIGHTS = [
+    ("importance_sampling_mode", "token_mask"), ("importance_sampling_clip_max", 2.0), ("importance_sampling_clip_min", 0.5),
+]  # fmt: skip
 POLICY_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("", "must be above 1: add --epsilon-high 5", {"loss_type": "cispo"}, {"epsilon_high": 4.0}),
     ("", "--delta 1.25 must be above 1 + epsilon_high", {"delta": 1.25, "epsilon_high": 0.28}, {"epsilon_high": 0.2}),
-    ("", "clip-min 3 must be below", {"importance_sampling_clip_min": 3.0}, {"importance_sampling_clip_max": 4.0}),
+    ("", "clip-min 3 must be below", {"importance_sampling_clip_min": 3.0, "rollout_server": "http://a:1"}, {"importance_sampling_clip_max": 4.0}),
     ("", "would be divided by 0", {"scale_rewards": "group", "loss_type": "reinforce"}, {"advantage_estimator": "rloo"}),
     ("", "--num-generations 1 is no group", {"num_generations": 1}, {"advantage_estimator": "reinforce"}),
     ("", "with the mean 0", {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False}, {"kl_in": "reward"}),
     ("", "--overlong-cache 65 must be at most --max-completion-length 64", {"overlong_cache": 65}, {"overlong_cache": 64}),
+    ("", "take --loss-type rloo", {"loss_type": "reinforce", "num_iterations": 2}, {"loss_type": "rloo"}),
     ("", "which --streaming cannot", {"dynamic_sampling": 2, "streaming": True}, {"streaming": False}),
     ("dynamic_sampling", "no group needs a spread", {"dynamic_sampling": 2, "loss_type": "reinforce"}, {"loss_type": "grpo"}),
     ("epsilon", "no such bound", {"epsilon": 0.1, "loss_type": "cispo", "epsilon_high": 5.0}, {"loss_type": "gspo"}),
@@ -451,10 +458,10 @@ POLICY_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("delta", "no such bound", {"delta": 2.0, "loss_type": "reinforce"}, {"loss_type": "dr_grpo"}),
     ("importance_sampling_level", "of its own", {"importance_sampling_level": "sequence", "loss_type": "gspo"}, {"loss_type": "grpo"}),
     *[(name, "add --beta", {name: value}, {"beta": 0.1}) for name, value in [("kl_in", "reward"), ("kl_estimator", "k2")]],
-    *[(name, "without --importance-sampling-correction", {name: value, "importance_sampling_correction": False},
+    *[(name, "without --importance-sampling-correction", {name: value, "importance_sampling_correction": False, "rollout_server": "http://a:1"},
        {"importance_sampling_correction": True})
-      for name, value in [("importance_sampling_mode", "token_mask"), ("importance_sampling_clip_max", 2.0),
-                          ("importance_sampling_clip_min", 0.5)]],
+      for name, value in SAMPLER_WEIGHTS],
+    *[(name, "without --rollout-server", {name: value}, {"rollout_server": "http://a:1"}) for name, value in SAMPLER_WEIGHTS],
 ]  # fmt: skip
 PPO_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("", "Take recipes/grpo.py", {"environment": "a.py:A"}, {"environment": None}),

@@ -57,6 +57,13 @@ POLICY_CONTRADICTIONS = (
         "{environment} answers the turns of the model that trains, and not of a server: leave {rollout_server} out.",
     ),
     Contradiction(
+        lambda loss_type, steps_per_generation, num_iterations: (
+            loss_type == "reinforce" and steps_per_generation * num_iterations > 1
+        ),
+        "{loss_type} has no ratio, so its gradient is of the policy that sampled alone, and with {steps_per_generation} "
+        "{num_iterations} later updates have another: take --loss-type rloo.",
+    ),
+    Contradiction(
         lambda overlong_cache, max_completion_length: overlong_cache > max_completion_length,
         "{overlong_cache} must be at most {max_completion_length}.",
     ),
@@ -109,7 +116,8 @@ POLICY_NO_EFFECT = (
     ),
     needs(
         ("rollout_server_model", "rollout_server_reload", "rollout_server_requests", "rollout_server_timeout",
-         "rollout_server_retries", "rollout_server_max_gap"), "rollout_server",
+         "rollout_server_retries", "rollout_server_max_gap", "importance_sampling_mode", "importance_sampling_clip_max",
+         "importance_sampling_clip_min"), "rollout_server",
     ),
     NoEffect(
         ("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min"),
