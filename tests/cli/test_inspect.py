@@ -299,3 +299,13 @@ def test_calls_of_tools_that_are_not_there_are_counted_and_named(tmp_path: Path)
     assert code == 0, output
     assert f"train: WARNING: 2 chats call a function that is not among their tools: first at {path}:4" in output
     assert f"train: WARNING: 1 chat has the result of a call that it does not hold (tool_call_id): {path}:10" in output
+
+
+def test_a_run_in_place_of_data_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    """Fails when: the files of its model are read as rows."""
+    (tmp_path / "run/model").mkdir(parents=True)
+    (tmp_path / "run/model/config.json").write_text("{}")
+    (tmp_path / "run/run.json").write_text("{}")
+    code, output = inspect(tmp_path / "run")
+    assert code == 2
+    assert "is a run, and inspect takes data" in output

@@ -32,6 +32,7 @@ from toolkit.config import (
     TokenClassificationConfig,
 )
 from toolkit.config.prompts import PromptConfig
+from toolkit.runs.directory import holds_a_run
 from toolkit.system.console import printable, say, write
 
 if TYPE_CHECKING:
@@ -111,6 +112,11 @@ def inspect(
     """
     typed = {name: value for name, value in locals().items() if name not in ("task", "config", "examples")}
     settings = read_options(_Config, typed, config)
+    if dataset is not None and (Path(dataset) / "model").is_dir() and holds_a_run(Path(dataset)):
+        raise Refusal(
+            f"{dataset}: is a run, and inspect takes data. The data of that run: toolkit inspect --config "
+            f"{dataset}/config.yaml; others as its model reads them: toolkit inspect DATASET --model {dataset}/model"
+        )
     if dataset is None and config is None:
         raise typer.BadParameter("which? Give a file, a folder, a Hub id or stdlib:NAME.", param_hint="DATASET")
     check_task(task, _TASKS)
