@@ -14,9 +14,6 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 Span = tuple[int, int, str]
 
 
-_AS_LIST = ', as {"start": 0, "end": 3, "label": "PER"} in place of [0, 3, "PER"]'
-
-
 def read_spans(value: Any, text: str, column: str, origin: str, names: list[str] | None = None) -> list[Span]:
     """Start, end and label of each span, in their order; `names` of labels that are numbers.
 
@@ -33,7 +30,7 @@ def read_spans(value: Any, text: str, column: str, origin: str, names: list[str]
         if not isinstance(start, int) or not isinstance(end, int) or label is None or label == "":
             raise Refusal(
                 f"{origin}: span {number} of {column} is {describe(span)}, and must have start, end (numbers of characters) "
-                f"and label{_AS_LIST if isinstance(span, list) else ''}. Correct or remove it."
+                "and label. Correct or remove it."
             )
         if not 0 <= start < end <= len(text):
             raise Refusal(
