@@ -1,6 +1,8 @@
 """toolkit sweep: many runs of a recipe with settings that a strategy proposes; what came out of them."""
 
+import contextlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +26,7 @@ from toolkit.sweeps.loop import best_of, run_sweep, show_point, value_of
 from toolkit.sweeps.space import Dimension, read_space
 from toolkit.sweeps.strategies import STRATEGIES, grid_size, make_strategy
 from toolkit.sweeps.trials import Stopped, flags_of, run_trial, shown_command
+from toolkit.sweeps.zygote import Zygote
 from toolkit.system.console import as_typed, say
 
 _OURS = ("output_dir", "overwrite_output_dir", "resume", "resume_from", "metric_for_best_model", "greater_is_better")
@@ -129,14 +132,17 @@ def _run(plan: Plan, folder: Path) -> None:
         "nodes": None, "node_rank": None, "main_address": None, "main_port": None,
     })  # fmt: skip
     can_resume = "resume" in settings_of(config_class_of_file(Path(plan.recipe)))
-    start = partial(
-        run_trial, folder.absolute(), plan, can_resume=can_resume, processes=placement.processes,
-        environment=placement.environment,
-    )  # fmt: skip
     judged = f"{'more' if plan.maximize else 'less'} {plan.metric} is better"
     say(f"{plan.trials} trials of {plan.recipe} by {plan.strategy} in {folder}; {judged}")
+    # Forks of a process with threads or a GPU may hang: on Linux alone, and not where Accelerate is to set up the process.
+    can_fork = sys.platform == "linux" and not plan.placement
     try:
-        trials = run_sweep(folder, plan, start, lambda trial: say(_line(trial, plan)))
+        with Zygote() if can_fork else contextlib.nullcontext() as zygote:
+            start = partial(
+                run_trial, folder.absolute(), plan, can_resume=can_resume, processes=placement.processes,
+                environment=placement.environment, zygote=zygote,
+            )  # fmt: skip
+            trials = run_sweep(folder, plan, start, lambda trial: say(_line(trial, plan)))
     except Stopped as stopped:
         say(f"{stopped}; go on with: {as_typed('toolkit', 'sweep', 'continue', str(folder))}", error=True)
         raise typer.Exit(stopped.code) from None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from toolkit.system.console import say
 from toolkit.system.network import free_port, interface_toward
@@ -42,6 +42,19 @@ class Nodes:
     this: int = 0
     main_address: str = "127.0.0.1"
     main_port: int | None = None
+
+
+class Process(Protocol):
+    """What is needed of a process that runs; subprocess.Popen has it."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
 
 
 ONE_MACHINE = Nodes()
@@ -73,6 +86,19 @@ def launch(
         return _wait_for(ranks, received)
 
 
+def supervise(start: Callable[[], Process]) -> int:
+    """Wait for one process that `start` makes, with the signals and the exit codes of `launch`; it leads its own session."""
+    received: list[int] = []
+    with _signals_collected(received):
+        process = start()
+        try:
+            return _wait_for({"the process": process}, received)
+        finally:
+            if process.returncode is None:
+                _kill_group(process)
+                process.wait()
+
+
 @contextlib.contextmanager
 def started_ranks(
     command: Sequence[str], processes: int = 1, nodes: Nodes = ONE_MACHINE, *, environment: Mapping[str, str] = NOTHING_MORE,
@@ -88,7 +114,7 @@ def started_ranks(
             name = f"rank {place['RANK']}" if place else "the process"
             ranks[name] = subprocess.Popen(
                 command, env={**os.environ, **environment, **place}, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=_death_with_this_process(),
+                preexec_fn=death_with_this_process(),
             )  # fmt: skip
         yield ranks
     finally:
@@ -127,7 +153,7 @@ def threads_of_a_rank(processes: int) -> int:
     return max(1, _cores() // processes)
 
 
-def _wait_for(ranks: dict[str, subprocess.Popen[bytes]], received: list[int]) -> int:
+def _wait_for(ranks: Mapping[str, Process], received: list[int]) -> int:
     running, forwarded = dict(ranks), 0
     codes: list[int] = []
     first_bad, failed_at, patience = None, 0.0, list(PATIENCE)
@@ -157,7 +183,7 @@ def _wait_for(ranks: dict[str, subprocess.Popen[bytes]], received: list[int]) ->
     return TRY_AGAIN if TRY_AGAIN in codes else 0
 
 
-def _end_of(rank: subprocess.Popen[bytes]) -> int | None:
+def _end_of(rank: Process) -> int | None:
     """A rank's code once it has ended, with all that it left behind, such as the data workers of a killed rank."""
     code = rank.poll()
     if code is not None:
@@ -165,7 +191,7 @@ def _end_of(rank: subprocess.Popen[bytes]) -> int | None:
     return code
 
 
-def _send(ranks: dict[str, subprocess.Popen[bytes]], number: int) -> None:
+def _send(ranks: Mapping[str, Process], number: int) -> None:
     """A signal for the ranks alone: their data workers would die of a SIGTERM, and take the rank with them."""
     for rank in ranks.values():
         if number == signal.SIGKILL:
@@ -174,7 +200,7 @@ def _send(ranks: dict[str, subprocess.Popen[bytes]], number: int) -> None:
             rank.send_signal(number)
 
 
-def _kill_group(rank: subprocess.Popen[bytes]) -> None:
+def _kill_group(rank: Process) -> None:
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: no permission for a group of zombies
             os.killpg(rank.pid, signal.SIGKILL)
@@ -203,7 +229,7 @@ def _signals_collected(received: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _death_with_this_process() -> Callable[[], None] | None:
+def death_with_this_process() -> Callable[[], None] | None:
     """What a child does before it starts the program, so that it's killed when this process dies, of SIGKILL too."""
     if sys.platform != "linux":
         return None

@@ -4,14 +4,16 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit.config import Refusal
-from toolkit.distributed.launch import REFUSED, TRY_AGAIN, launch
+from toolkit.distributed.launch import REFUSED, TRY_AGAIN, launch, supervise
 from toolkit.runs.directory import holds_a_run
 from toolkit.sweeps.journal import Outcome, Plan, trial_folder
 from toolkit.sweeps.space import Point
+from toolkit.sweeps.zygote import Zygote
 
 ATTEMPTS = 3  # of a trial that is killed: each goes on from its newest checkpoint
 INTERRUPTED = (TRY_AGAIN, 130)
@@ -32,11 +34,13 @@ def flags_of(settings: Point) -> list[str]:
 
 
 def run_trial(
-    folder: Path, plan: Plan, number: int, settings: Point, *, can_resume: bool, processes: int, environment: Mapping[str, str]
+    folder: Path, plan: Plan, number: int, settings: Point, *, can_resume: bool, processes: int, environment: Mapping[str, str],
+    zygote: Zygote | None = None,
 ) -> Outcome:
     """Run one trial to its end, from its newest checkpoint where an earlier attempt left one.
 
-    What it prints is in log.txt of its run directory.
+    What it prints is in log.txt of its run directory. With a zygote it is a fork of that, without one a process that imports
+    everything itself.
 
     Raises:
         Stopped: a signal ended it, after a checkpoint where the recipe writes them.
@@ -46,7 +50,7 @@ def run_trial(
     began = time.monotonic()
     code = 0
     for _ in range(ATTEMPTS):
-        code = _start(run, plan, settings, can_resume, processes, environment)
+        code = _start(run, plan, settings, can_resume, processes, environment, zygote)
         if code in INTERRUPTED:
             raise Stopped(code)
         if code <= _KILLED:
@@ -59,13 +63,16 @@ def run_trial(
 
 
 def _start(
-    run: Path, plan: Plan, settings: Point, can_resume: bool, processes: int, environment: Mapping[str, str]
+    run: Path, plan: Plan, settings: Point, can_resume: bool, processes: int, environment: Mapping[str, str],
+    zygote: Zygote | None,
 ) -> int:  # fmt: skip
     run.mkdir(parents=True, exist_ok=True)
     again = ["--resume" if can_resume else "--overwrite-output-dir"] if holds_a_run(run) else []
-    command = [sys.executable, plan.recipe, *plan.words, *flags_of(settings), "--output-dir", str(run), *again]
+    words = [plan.recipe, *plan.words, *flags_of(settings), "--output-dir", str(run), *again]
+    if zygote:
+        return supervise(partial(zygote.start, words, run / "log.txt"))
     with open(run / "log.txt", "ab") as log:
-        return launch(command, processes, environment=environment, log=log)
+        return launch([sys.executable, *words], processes, environment=environment, log=log)
 
 
 def _metric(run: Path, metric: str) -> float | None:

@@ -1,0 +1,102 @@
+"""Trials that are forked from a process with the imports done."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from toolkit.distributed.launch import supervise
+from toolkit.sweeps.zygote import Zygote
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import os, signal, sys, time
+print(__name__, sys.argv, sys.path[0], sys.stdin.read() == "", os.getsid(0) == os.getpid(), "torch" in sys.modules, flush=True)
+how = sys.argv[1]
+if how == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "wait":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    print("ready", flush=True)
+    time.sleep(60)
+if how == "raise":
+    raise ValueError("out of ideas")
+sys.exit(int(how))
+"""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="trials are forked on Linux alone")
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote() as started:
+        yield started
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.slow
+def test_a_fork_is_a_process_of_its_own(zygote: Zygote, script: Path, tmp_path: Path) -> None:
+    """Codes as `launch` has them; name, arguments, path, session and log as of `python SCRIPT`, with torch already there.
+
+    Fails when: _become in zygote.py does not replace standard output, or Forked reads a code before the trial has ended.
+    """
+    log = tmp_path / "log.txt"
+    ends = {"0": 0, "2": 2, "75": 75, "raise": 1, "kill": 128 + signal.SIGKILL}
+    assert {how: supervise(lambda how=how: zygote.start([str(script), how], log)) for how in ends} == ends  # type: ignore[misc]
+    text = log.read_text()
+    for how in ends:
+        assert f"__main__ {[str(script), how]} {tmp_path} True True True\n" in text
+    assert "ValueError: out of ideas" in text
+
+
+@pytest.mark.slow
+def test_a_signal_reaches_a_fork_and_its_code_comes_back(zygote: Zygote, script: Path, tmp_path: Path) -> None:
+    """Fails when: Forked.send_signal sends nothing."""
+    log = tmp_path / "log.txt"
+    trial = zygote.start([str(script), "wait"], log)
+    for _ in range(600):
+        if log.exists() and "ready" in log.read_text():
+            break
+        time.sleep(0.05)
+    trial.send_signal(signal.SIGTERM)
+    assert trial.wait(30) == 75
+
+
+@pytest.mark.slow
+def test_a_fork_dies_with_its_zygote(script: Path, tmp_path: Path) -> None:
+    """Fails when: _serve in zygote.py forks without die_with_the_zygote."""
+    with Zygote() as started:
+        trial = started.start([str(script), "wait"], tmp_path / "log.txt")
+    for _ in range(200):
+        try:
+            os.kill(trial.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail("it still runs")
+
+
+@pytest.mark.slow
+def test_a_fork_trains_the_same_weights_as_a_process_of_its_own(zygote: Zygote, tmp_path: Path) -> None:
+    """Equality of all bytes of the model's file, after another trial was forked before it.
+
+    Fails when: _become in zygote.py calls torch.set_flush_denormal or changes the settings, such as by `words[:-2]`.
+    """
+    words = [str(ROOT / "recipes" / "basic.py"), "--max-steps", "3", "--learning-rate", "0.003", "--output-dir"]
+    subprocess.run([sys.executable, *words, str(tmp_path / "own")], check=True, capture_output=True, timeout=300)
+    for name in ("first", "second"):
+        assert supervise(lambda name=name: zygote.start([*words, str(tmp_path / name)], tmp_path / "log.txt")) == 0  # type: ignore[misc]
+    files = {name: next((tmp_path / name).rglob("model.safetensors")) for name in ("own", "first", "second")}
+    assert len({hashlib.sha256(file.read_bytes()).hexdigest() for file in files.values()}) == 1
