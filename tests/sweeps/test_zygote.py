@@ -92,7 +92,7 @@ def test_a_fork_dies_with_its_zygote(script: Path, tmp_path: Path) -> None:
 def test_a_fork_trains_the_same_weights_as_a_process_of_its_own(zygote: Zygote, tmp_path: Path) -> None:
     """Equality of all bytes of the model's file, after another trial was forked before it.
 
-    Fails when: _become in zygote.py calls torch.set_flush_denormal or changes the settings, such as by `words[:-2]`.
+    Fails when: _become in zygote.py changes the settings, such as the learning rate.
     """
     words = [str(ROOT / "recipes" / "basic.py"), "--max-steps", "3", "--learning-rate", "0.003", "--output-dir"]
     subprocess.run([sys.executable, *words, str(tmp_path / "own")], check=True, capture_output=True, timeout=300)
