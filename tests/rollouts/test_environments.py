@@ -146,6 +146,16 @@ class Nan(Echo):
         return [], float("nan"), True
 
 
+class Leaves(Echo):
+    def step(self, messages: Any) -> Any:
+        raise SystemExit(3)
+
+
+class Unsure(Echo):
+    def step(self, messages: Any) -> Any:
+        return [], 1.0, "no"
+
+
 class Silent(Echo):
     def step(self, messages: Any) -> Any:
         return None, 1.0, False
@@ -158,13 +168,15 @@ def test_an_environment_may_begin_with_a_prompt_of_its_own(model: Any, tokenizer
     assert rollouts[0].row["prompt"] == "7+8+9="
 
 
-@pytest.mark.parametrize(("make", "match"), [(Fails, "no tool of this name"), (Nan, "the reward nan"), (Silent, "no messages")])
-def test_what_an_environment_does_wrong_is_named_or_skipped(model: Any, tokenizer: Any, make: Any, match: str) -> None:
+@pytest.mark.parametrize(("make", "match"), [(Fails, "no tool of this name"), (Nan, "the reward nan"), (Silent, "no messages"), (Leaves, "SystemExit: 3"), (Unsure, "True or False")])
+def test_what_an_environment_does_wrong_is_named_or_skipped(model: Any, tokenizer: Any, capsys: Any, make: Any, match: str) -> None:
     """Fails when: an exception ends the process, or a conversation without a reward counts as one of 0."""
     with pytest.raises(Refusal, match=f"(?s)--environment Echo: .*{match}"):
         sampled(model, tokenizer, [0, 1], make=make)
     skipped = sampled(model, tokenizer, [0, 1], make=make, environment={"on_error": "skip"})
-    assert any(each.rewards["environment"] is None for each in skipped)
+    without = sum(each.rewards["environment"] is None for each in skipped)
+    assert without > 0
+    assert f"skipped its reward of {without} of 8 conversations; the first: " in capsys.readouterr().out
     scored = tk.score_rollouts(skipped, [])
     assert all((each.reward != each.reward) == (each.rewards["environment"] is None) for each in scored)
 

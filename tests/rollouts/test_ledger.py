@@ -156,6 +156,25 @@ def test_a_disk_that_takes_nothing_costs_a_warning(
     assert capsys.readouterr().err.count("WARNING: the rollouts of step 1 are not kept") == 2
 
 
+def test_a_damaged_line_is_named_and_refused_as_a_source(
+    accelerator: Accelerator, model: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails when: lines whose sum is wrong are left out without a word."""
+    tk.save_rollouts(accelerator, open_(accelerator, model, tmp_path), [*groups()[0], *groups()[1]])
+    path = tmp_path / "rollouts/step-000001.jsonl"
+    whole = path.read_text()
+    for damaged in (whole[:-30], whole.replace('"bb"', '"bc"', 1)):
+        path.write_text(damaged)
+        line = 3 if damaged == whole[:-30] else 2
+        assert len(tk.rollouts_of(tmp_path, 1)) == 2
+        assert f"step-000001.jsonl:{line}: is cut or was changed" in capsys.readouterr().err
+        with pytest.raises(tk.Refusal, match=f"step-000001.jsonl:{line} is cut or was changed"):
+            open_(accelerator, model, tmp_path / "b", source=tmp_path)
+    path.write_text(whole)
+    assert len(tk.rollouts_of(tmp_path, 1)) == 4
+    assert not capsys.readouterr().err
+
+
 def test_a_source_without_rollouts_or_of_other_prompts_is_refused(
     accelerator: Accelerator, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -359,3 +359,19 @@ def test_values_and_sums_are_those_of_trls_trainer(tmp_path: Path) -> None:
     chat = rollouts_of([({"prompt": [{"role": "user", "content": "2+2?"}]}, thoughts)])
     found = score_rollouts(chat, load_rewards(RewardFunctionsConfig(reward_funcs=["trl.rewards:think_format_reward"])))
     assert [each.reward for each in found] == think_format_reward([[{"content": text}] for text in thoughts]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_may_empty_the_lists_that_it_is_given(is_async: bool) -> None:
+    """Fails when: completions are counted behind the call."""
+
+    def taking(completions: list[str], **columns: Any) -> list[float]:
+        values = [float(len(text)) for text in completions]
+        completions.clear()
+        return values
+
+    async def later(completions: list[str], **columns: Any) -> list[float]:
+        return taking(completions)
+
+    scored = score_rollouts(rollouts_of([({}, ("a", "bb"))]), [Reward("taking", later if is_async else taking)])
+    assert [each.reward for each in scored] == [1.0, 2.0]

@@ -30,7 +30,7 @@ from toolkit.data.tokenize.masks import ChatTemplate, read_chat_template
 from toolkit.generation.sampler import Completion
 from toolkit.rollouts.reward_calls import import_object
 from toolkit.rollouts.rollout import ENVIRONMENT
-from toolkit.system.console import one_line
+from toolkit.system.console import one_line, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +46,7 @@ class Environment(Protocol):
         """Begin: the prompt in place of the row's own, the same for all completions of a row, or None."""
 
     def step(self, messages: list[Message]) -> tuple[list[Message], float | None, bool]:
-        """What is said to the policy's last turn, what that turn is worth, and whether the conversation is over."""
+        """What is said to the policy's last turn, what that turn is worth (None: 0), and whether the conversation is over."""
 
 
 @dataclass
@@ -120,6 +120,12 @@ class Environments:
                 f"--environment {self.name}: {failed.problem}\nMend it, or go on without the rewards of such conversations: "
                 "--on-reward-error skip"
             )
+        if failed is not None:
+            count = sum(bool(each.problem) for each in everyone)
+            say(
+                f"WARNING: --environment {self.name}: skipped its reward of {count} of {len(everyone)} conversations; "
+                f"the first: {failed.problem}"
+            )
         return [everyone[start : start + size] for start in range(0, len(everyone), size)]
 
     def _begin(self, row: Mapping[str, Any], ids: list[int]) -> Conversation:
@@ -140,7 +146,7 @@ class Environments:
         try:
             environment = self.make()
             prompt = environment.reset(copy.deepcopy(dict(row)))
-        except Exception as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise Refusal(f"--environment {self.name}: reset() of {where}: {type(error).__name__}: {error}") from error
         if prompt is not None and not isinstance(prompt, str) and (not prompt or not _are_messages(prompt)):
             raise Refusal(f"--environment {self.name}: reset() of {where} returned no messages: {one_line(repr(prompt), 200)}")
@@ -160,7 +166,9 @@ class Environments:
                 raise TypeError(f"step() returned no messages: {one_line(repr(answer), 200)}")
             if reward is not None and not math.isfinite(reward):
                 raise ValueError(f"step() returned the reward {reward}")
-        except Exception as error:  # whatever the user's code raises
+            if not isinstance(over, bool | np.bool_):
+                raise TypeError(f"step() returned {over!r} for whether the conversation is over; it must be True or False")
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
             one.problem, one.done = f"{type(error).__name__}: {error}, after the turn {one_line(text, 200)!r}", True
             return
         one.reward += float(reward or 0.0)

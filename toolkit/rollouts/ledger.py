@@ -30,7 +30,7 @@ from toolkit.generation.distribution import SamplingSettings
 from toolkit.rollouts.rollout import Rollout, groups_of
 from toolkit.system.console import say
 from toolkit.system.files import make_folder, write_atomically
-from toolkit.system.json_lines import json_line, read_lines
+from toolkit.system.json_lines import json_line, parse_object, read_lines
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -175,8 +175,11 @@ def steps_of(output_dir: str | Path) -> list[int]:
 
 
 def rollouts_of(output_dir: str | Path, step: int) -> list[Rollout]:
-    """The rollouts of a step, with the rewards they had, in the order of the training."""
-    return [rollout for group in read_step(_whole(Path(output_dir) / FOLDER, step))[1] for rollout in group]
+    """The rollouts of a step, with the rewards they had, in the order of the training; a warning names a damaged line."""
+    path = _whole(Path(output_dir) / FOLDER, step)
+    if (line := damaged_line(path)) is not None:
+        say(f"WARNING: {path}:{line}: is cut or was changed; such lines are left out", error=True)
+    return [rollout for group in read_step(path)[1] for rollout in group]
 
 
 def read_step(path: Path) -> tuple[dict[str, Any] | None, list[list[Rollout]]]:
@@ -185,6 +188,15 @@ def read_step(path: Path) -> tuple[dict[str, Any] | None, list[list[Rollout]]]:
     if not lines or "policy" not in lines[0]:
         return None, []
     return lines[0], [_group(record) for record in lines[1:] if "rollouts" in record]
+
+
+def damaged_line(path: Path) -> int | None:
+    """The number of the first line that was cut or changed, from 1; None where all are as they were written."""
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        record = parse_object(line.decode(errors="replace"))
+        if record is None or not any(_intact([record])):
+            return number
+    return None
 
 
 def _of_source(source: Path, wanted: Mapping[str, Any]) -> dict[Key, list[Rollout]]:
@@ -199,6 +211,9 @@ def _of_source(source: Path, wanted: Mapping[str, Any]) -> dict[Key, list[Rollou
     header, groups = read_step(_whole(source / FOLDER, step))
     if header is None:
         raise Refusal(f"--rollouts-from {source}: its rollouts of step {step:,} are missing or damaged.")
+    path = _whole(source / FOLDER, step)
+    if (line := damaged_line(path)) is not None:
+        raise Refusal(f"--rollouts-from {source}: {path}:{line} is cut or was changed. Sample anew without --rollouts-from.")
     for name, what in (("policy", "of another policy"), ("seed", "of another seed"), ("settings", "drawn with other settings")):
         if header[name] != wanted[name]:
             difference = _difference(header[name], wanted[name])

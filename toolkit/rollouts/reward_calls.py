@@ -114,6 +114,7 @@ def carry_out(function: RewardFunction, call: Call) -> Outcome:
     arguments, misfit = _arguments(function, call)
     if misfit:
         return Outcome([], misfit=misfit)
+    count = len(call["completions"])  # before the function, which may change what it is given
     try:
         returned = function(**arguments)
     except Refusal as refusal:
@@ -122,7 +123,7 @@ def carry_out(function: RewardFunction, call: Call) -> Outcome:
         if len(call["completions"]) == 1:
             return failed(call, describe(error))
         return _joined([carry_out(function, alone) for alone in _one_by_one(call)])
-    return _read(returned, len(call["completions"]))
+    return _read(returned, count)
 
 
 async def carry_out_async(function: RewardFunction, call: Call, timeout: float) -> Outcome:
@@ -137,6 +138,7 @@ async def _awaited(function: RewardFunction, call: Call) -> Outcome:
     arguments, misfit = _arguments(function, call)
     if misfit:
         return Outcome([], misfit=misfit)
+    count = len(call["completions"])
     try:
         returned = await function(**arguments)  # type: ignore[misc]  # is_async has said so
     except Refusal as refusal:
@@ -145,7 +147,7 @@ async def _awaited(function: RewardFunction, call: Call) -> Outcome:
         if len(call["completions"]) == 1:
             return failed(call, describe(error))
         return _joined(list(await asyncio.gather(*(_awaited(function, alone) for alone in _one_by_one(call)))))
-    return _read(returned, len(call["completions"]))
+    return _read(returned, count)
 
 
 def too_slow(timeout: float) -> str:
