@@ -308,4 +308,4 @@ def test_a_run_in_place_of_data_is_refused_with_what_to_type(tmp_path: Path) -> 
     (tmp_path / "run/run.json").write_text("{}")
     code, output = inspect(tmp_path / "run")
     assert code == 2
-    assert "is a run, and inspect takes data" in output
+    assert f"is a run, and inspect takes data. The data of that run: toolkit inspect --config {tmp_path}/run/config.yaml" in output

@@ -33,7 +33,7 @@ from toolkit.config import (
 )
 from toolkit.config.prompts import PromptConfig
 from toolkit.runs.directory import holds_a_run
-from toolkit.system.console import printable, say, write
+from toolkit.system.console import as_typed, printable, say, write
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,8 +114,9 @@ def inspect(
     settings = read_options(_Config, typed, config)
     if dataset is not None and (Path(dataset) / "model").is_dir() and holds_a_run(Path(dataset)):
         raise Refusal(
-            f"{dataset}: is a run, and inspect takes data. The data of that run: toolkit inspect --config "
-            f"{dataset}/config.yaml; others as its model reads them: toolkit inspect DATASET --model {dataset}/model"
+            f"{dataset}: is a run, and inspect takes data. The data of that run: "
+            f"{as_typed('toolkit', 'inspect', '--config', Path(dataset) / 'config.yaml')}; others as its model reads them: "
+            f"{as_typed('toolkit', 'inspect', 'DATASET', '--model', Path(dataset) / 'model')}"
         )
     if dataset is None and config is None:
         raise typer.BadParameter("which? Give a file, a folder, a Hub id or stdlib:NAME.", param_hint="DATASET")
