@@ -302,6 +302,14 @@ def as_it_started() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+class _Process(multiprocessing.get_context("forkserver").Process):
+    """One that only its own thread asks for its exit code: another thread's `start` would read it too, and leave 255 to this one."""
+
+    def start(self) -> None:
+        super().start()
+        multiprocessing.process._children.discard(self)
+
+
 @pytest.fixture(scope="session")
 def fork_run() -> Callable[..., Any]:
     """A process, not started yet, that runs a script as a user would, in a process group of its own. `clean`: its environment is
@@ -319,7 +327,7 @@ def fork_run() -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
         files = str(out), str(err or out), str(folder)
-        return context.Process(target=_child, args=(script, arguments, *files, environment, plan or {}, clean))
+        return _Process(target=_child, args=(script, arguments, *files, environment, plan or {}, clean))
 
     return prepare
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.sweeps.journal import JOURNAL, read_journal
-from toolkit.sweeps.loop import value_of
+from toolkit.sweeps.journal import JOURNAL, Job, JournalFile, read_journal
 
 RECIPE = '''
 """A recipe without a model."""
@@ -52,6 +51,14 @@ def command(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "toolkit", "sweep", *map(str, words)]
 
 
+def jobs_of(folder: Path) -> list[Job]:
+    return read_journal(JournalFile(folder))[1]
+
+
+def value_of(job: Job) -> float | None:
+    return job.outcome.values.get("eval_loss") if job.outcome else None
+
+
 def sweep(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*words), capture_output=True, text=True, timeout=120, cwd=cwd)
 
@@ -64,7 +71,7 @@ def test_trials_are_runs_and_the_best_is_a_command(recipe: Path, tmp_path: Path)
     done = sweep("formula.py", "--search", "rate=0,0.2,1", "--search", "kind=a,bad", "--strategy", "grid", "--sweep-dir", "s", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "toolkit train formula.py --rate 0.2 --kind a"
-    _, trials = read_journal(tmp_path / "s")
+    trials = jobs_of(tmp_path / "s")
     assert [value_of(trials[number]) for number in (0, 2, 4)] == pytest.approx([0.0625, 0.0025, 0.5625])
     reasons = [trials[number].outcome.reason for number in (1, 3, 5)]  # type: ignore[union-attr]
     assert all(reason.startswith("out of memory: ") for reason in reasons)
@@ -104,7 +111,7 @@ def test_a_sweep_killed_again_and_again_ends_with_the_same_trials(recipe: Path, 
         os.killpg(running.pid, signal.SIGKILL)
         running.wait()
     assert sweep(*words, "cut", cwd=tmp_path).returncode == 0
-    found = [{number: (trial.settings, value_of(trial)) for number, trial in read_journal(tmp_path / each)[1].items()} for each in ("whole", "cut")]
+    found = [[(job.trial, job.settings, value_of(job)) for job in jobs_of(tmp_path / each)] for each in ("whole", "cut")]
     assert found[0] == found[1]
     lines = (tmp_path / "cut" / JOURNAL).read_text().splitlines()
     assert sum('"kind": "end"' in line for line in lines) == 6

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.distributed.launch import supervise
 from toolkit.sweeps.zygote import Zygote
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +27,18 @@ if how == "wait":
 if how == "raise":
     raise ValueError("out of ideas")
 sys.exit(int(how))
+"""
+
+PAIR = """
+import os, sys, time
+from pathlib import Path
+number = int(sys.argv[1])
+print(os.environ["SLOT"], flush=True)
+here = Path(__file__).parent
+(here / str(number)).touch()
+while not (here / str(1 - number)).exists():
+    time.sleep(0.01)
+sys.exit(10 + number)
 """
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="trials are forked on Linux alone")
@@ -53,8 +64,8 @@ def test_a_fork_is_a_process_of_its_own(zygote: Zygote, script: Path, tmp_path: 
     Fails when: _become in zygote.py does not replace standard output, or Forked reads a code before the trial has ended.
     """
     log = tmp_path / "log.txt"
-    ends = {"0": 0, "2": 2, "75": 75, "raise": 1, "kill": 128 + signal.SIGKILL}
-    assert {how: supervise(lambda how=how: zygote.start([str(script), how], log)) for how in ends} == ends  # type: ignore[misc]
+    ends = {"0": 0, "2": 2, "75": 75, "raise": 1, "kill": -signal.SIGKILL}
+    assert {how: zygote.start([str(script), how], log).wait(60) for how in ends} == ends
     text = log.read_text()
     for how in ends:
         assert f"__main__ {[str(script), how]} {tmp_path} True True True\n" in text
@@ -72,6 +83,17 @@ def test_a_signal_reaches_a_fork_and_its_code_comes_back(zygote: Zygote, script:
         time.sleep(0.05)
     trial.send_signal(signal.SIGTERM)
     assert trial.wait(30) == 75
+
+
+@pytest.mark.slow
+def test_forks_run_at_the_same_time_with_their_own_variables(zygote: Zygote, tmp_path: Path) -> None:
+    """The first waits for the second. Fails when: _serve in zygote.py waits for a child before it reads the next request."""
+    script, log = tmp_path / "pair.py", tmp_path / "log.txt"
+    script.write_text(PAIR)
+    first = zygote.start([str(script), "0"], log, {"SLOT": "zero"})
+    second = zygote.start([str(script), "1"], log, {"SLOT": "one"})
+    assert (first.wait(60), second.wait(60)) == (10, 11)
+    assert sorted(log.read_text().split()) == ["one", "zero"]
 
 
 @pytest.mark.slow
@@ -97,6 +119,6 @@ def test_a_fork_trains_the_same_weights_as_a_process_of_its_own(zygote: Zygote, 
     words = [str(ROOT / "recipes" / "basic.py"), "--max-steps", "3", "--learning-rate", "0.003", "--output-dir"]
     subprocess.run([sys.executable, *words, str(tmp_path / "own")], check=True, capture_output=True, timeout=300)
     for name in ("first", "second"):
-        assert supervise(lambda name=name: zygote.start([*words, str(tmp_path / name)], tmp_path / "log.txt")) == 0  # type: ignore[misc]
+        assert zygote.start([*words, str(tmp_path / name)], tmp_path / "log.txt").wait(120) == 0
     files = {name: next((tmp_path / name).rglob("model.safetensors")) for name in ("own", "first", "second")}
     assert len({hashlib.sha256(file.read_bytes()).hexdigest() for file in files.values()}) == 1

@@ -80,9 +80,16 @@ def split_options(context: typer.Context, words: Sequence[str]) -> tuple[list[st
         if option is None or option.name is None:
             kept.append(word)
             continue
+        if getattr(option, "is_flag", False):
+            values[option.name] = True
+            continue
         if not equals and not rest:
             raise typer.BadParameter("a value must follow.", param_hint=flag)
-        values[option.name] = option.process_value(context, text if equals else rest.pop(0))
+        value = text if equals else rest.pop(0)
+        if option.multiple:
+            values[option.name] = [*(values[option.name] or []), value]
+        else:
+            values[option.name] = option.process_value(context, value)
     return kept, values
 
 

@@ -3,34 +3,35 @@
 import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from toolkit.cli.command_line import read_command_line
-from toolkit.cli.placement import ConfigFile, Processes, placement_of
+from toolkit.cli.placement import ConfigFile, Processes
 from toolkit.cli.recipe import config_class_of_file
 from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
-from toolkit.config import Refusal, Settings, check_together, settings_of
-from toolkit.config.reading import values_of
-from toolkit.config.setting import nearest
-from toolkit.metrics.direction import greater_is_better
+from toolkit.cli.sweep_plan import PRUNERS, Asked, base_of, make_plan
+from toolkit.config import Refusal, settings_of
+from toolkit.distributed.launch import threads_of_a_rank
 from toolkit.runs.copies import text_hash
-from toolkit.sweeps.journal import JOURNAL, Plan, Trial, read_journal, trial_folder
-from toolkit.sweeps.loop import best_of, run_sweep, show_point, value_of
-from toolkit.sweeps.space import Dimension, read_space
-from toolkit.sweeps.strategies import STRATEGIES, grid_size, make_strategy
-from toolkit.sweeps.trials import Stopped, flags_of, run_trial, shown_command
+from toolkit.sweeps.addresses import address_of, found_elsewhere
+from toolkit.sweeps.journal import Job, Journal, Plan, read_journal
+from toolkit.sweeps.loop import Stopped, Sweep, run_sweep
+from toolkit.sweeps.results import best_trials, trials_of
+from toolkit.sweeps.schedule import Proposal, brackets_of, make_schedule
+from toolkit.sweeps.shown import Live, count_line, point_of, seed_lines, trial_line, trials_in
+from toolkit.sweeps.space import Point, read_space
+from toolkit.sweeps.storage import open_journal
+from toolkit.sweeps.strategies import STRATEGIES
+from toolkit.sweeps.trials import Recipe as RecipeTrials, flags_of, shown_command, trial_folder
 from toolkit.sweeps.zygote import Zygote
 from toolkit.system.console import as_typed, say
 
-_OURS = ("output_dir", "overwrite_output_dir", "resume", "resume_from", "metric_for_best_model", "greater_is_better")
-_BY_OPTUNA = ("tpe", "gp", "cmaes")
+ACTIONS = ("status", "best", "continue")
 
 
 def sweep(
@@ -41,7 +42,9 @@ def sweep(
     ] = None,
     search: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUES", help="A setting to search: log:1e-5..1e-3, float:, int:, logint:, or a,b,c."),
+        typer.Option(
+            metavar="NAME=VALUES", help="A setting to search: log:1e-5..1e-3, float:, int:, logint:, or a,b,c; or a YAML."
+        ),
     ] = None,
     strategy: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(STRATEGIES)}.")] = "random",
     trials: Annotated[
@@ -51,184 +54,182 @@ def sweep(
         str | None, typer.Option(metavar="DIR", help="Where it is written. Default: sweeps/RECIPE.", show_default=False)
     ] = None,
     sweep_seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the proposals; the recipe's is --seed.")] = 0,
+    objective: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METRIC:max|min", help="What decides; several give a Pareto front. Default: --metric-for-best-model."
+        ),
+    ] = None,
+    constraint: Annotated[
+        list[str] | None, typer.Option(metavar="METRIC<=X", help="A limit of the best trial, such as peak_memory_gb<=8.")
+    ] = None,
+    prune: Annotated[
+        str, typer.Option(metavar="NAME", help=f"Stop the worse trials early: one of {', '.join(PRUNERS)}.")
+    ] = "none",
+    rungs: Annotated[
+        str | None, typer.Option(metavar="N,N,N", help="Steps at which trials are compared; the last one is a whole run.")
+    ] = None,
+    reduction: Annotated[int, typer.Option(metavar="N", min=2, help="Of so many trials at a rung one goes on.")] = 3,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Trials of each point, with different seeds.")] = 1,
+    parallel: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Trials at a time, in all processes. Default: 1.", show_default=False)
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of these in this process. Default: all.", show_default=False)
+    ] = None,
+    budget_steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Start no trial after so many steps of all.")
+    ] = None,
+    budget_hours: Annotated[
+        float | None, typer.Option(metavar="H", min=0.0, help="Start no trial after so many hours.")
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A database for the journal, such as sqlite:///sweeps.db, without a common folder."),
+    ] = None,
     processes: Processes = None,
     accelerate_config: ConfigFile = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the space and the first trial; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the space, the cost and the first trial; start nothing.")
+    ] = False,
 ) -> None:
     """Search settings of a recipe: every trial is an ordinary run under DIR/trials, judged by --metric-for-best-model.
 
-    The same command again, or `toolkit sweep continue DIR [--trials N]`, goes on where a sweep was stopped or killed. `toolkit
-    sweep status DIR` lists its trials, `toolkit sweep best DIR` prints the best one as a command.
+    The same command again, or `toolkit sweep continue DIR [--trials N]`, goes on where a sweep was stopped or killed, or helps
+    one that runs. `toolkit sweep status DIR` lists its trials, `toolkit sweep best DIR` prints the best one as a command.
 
     Ends with 0 when all trials have ended, failed ones included, with 1 when none has a value, with 75 or 130 when a signal
     stopped it.
     """
-    words, searched = _take_searches(flags or [])
-    dry_run, words = dry_run or "--dry-run" in words, [word for word in words if word != "--dry-run"]
-    words, values = split_options(context, words)
-    if recipe in ("status", "best", "continue"):
-        if not words:
-            raise Refusal(f"toolkit sweep {recipe}: give the directory of a sweep, as in `toolkit sweep {recipe} sweeps/sft`.")
-        _of_directory(recipe, Path(words[0]), values["trials"])
+    words, values = split_options(context, flags or [])
+    if recipe in ACTIONS:
+        if len(words) != 1:
+            raise Refusal(f"toolkit sweep {recipe}: give the directory of one sweep: `toolkit sweep {recipe} sweeps/sft`.")
+        _of_directory(recipe, Path(words[0]), values)
         return
     script = find_recipe(recipe, context.command_path)
-    plan = _plan(script, words, [*(values["search"] or []), *searched], values)
+    plan = make_plan(script, words, Asked.of(values))
     folder = Path(values["sweep_dir"] or Path("sweeps") / Path(script).stem)
-    if dry_run:
+    if values["dry_run"]:
         _show_plan(plan, folder)
     else:
-        _run(plan, folder)
+        _run(plan, folder, open_journal(folder, values["storage"]), values["slots"])
 
 
-def _plan(script: str, words: list[str], search: list[str], values: Mapping[str, Any]) -> Plan:
-    """What is asked for, checked against the recipe as far as that goes without starting a trial."""
-    space = read_space(search)
-    placement = placement_of({**values, "nodes": None, "node_rank": None, "main_address": None, "main_port": None})
-    config_class = config_class_of_file(Path(script))
-    metric, given = _check_on_recipe(config_class, words, space)
-    maximize = greater_is_better(metric, given)
-    strategy = values["strategy"]
-    make_strategy(strategy, space, values["sweep_seed"], maximize)
-    trials = values["trials"]
-    if strategy == "grid":
-        trials = min(trials or grid_size(space), grid_size(space))
-    return Plan(
-        recipe=script, recipe_digest=text_hash(Path(script).read_text(encoding="utf-8")), words=words, search=search,
-        strategy=strategy, seed=values["sweep_seed"], trials=trials or 20, metric=metric, maximize=maximize,
-        placement=list(placement.typed), folder=os.getcwd(),
-        optuna=_version("optuna") if strategy in _BY_OPTUNA else None,
-    )  # fmt: skip
-
-
-def _check_on_recipe(config_class: type[Settings], words: list[str], space: Sequence[Dimension]) -> tuple[str, bool | None]:
-    """The metric that decides, and whether more of it is better where that was given; a trial's refusal before it starts."""
-    settings = settings_of(config_class)
-    for dimension in space:
-        if dimension.name not in settings:
-            near = nearest(dimension.name, settings)
-            raise Refusal(f"--search {dimension.name}: no setting of this recipe.{f' Did you mean {near}?' if near else ''}")
-        if dimension.name in _OURS:
-            raise Refusal(f"--search {dimension.name}: the sweep decides that one itself. Leave it out.")
-    typed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-    for name in typed:
-        if name in _OURS[:4]:
-            raise Refusal(f"--{name.replace('_', '-')}: each trial has its own. The sweep's place is --sweep-dir DIR.")
-        if name in {dimension.name for dimension in space}:
-            raise Refusal(f"--{name.replace('_', '-')}: is searched and given. Leave out one of both.")
-    base = {dimension.name: dimension.ends()[0] for dimension in space}
-    for dimension in space:
-        for value in dimension.ends():
-            config = read_command_line(config_class, [*words, *flags_of(base | {dimension.name: value})], {})
-            check_together(config)
-    found = values_of(config)
-    return found.get("metric_for_best_model") or "eval_loss", found.get("greater_is_better")
-
-
-def _run(plan: Plan, folder: Path) -> None:
-    options = dict(zip(plan.placement[::2], plan.placement[1::2], strict=True))
-    placement = placement_of({
-        "processes": int(options["--processes"]) if "--processes" in options else None,
-        "accelerate_config": options.get("--accelerate-config"),
-        "nodes": None, "node_rank": None, "main_address": None, "main_port": None,
-    })  # fmt: skip
-    can_resume = "resume" in settings_of(config_class_of_file(Path(plan.recipe)))
-    judged = f"{'more' if plan.maximize else 'less'} {plan.metric} is better"
-    say(f"{plan.trials} trials of {plan.recipe} by {plan.strategy} in {folder}; {judged}")
+def _run(plan: Plan, folder: Path, journal: Journal, slots: int | None) -> None:
+    slots = slots or plan.parallel
+    config_class = config_class_of_file(Path(plan.recipe))
+    names = settings_of(config_class)
+    where = f"{trials_in(plan)} trials of {plan.recipe} by {plan.strategy} in {folder}"
+    judged = [f"{'more' if each.maximize else 'less'} {each.metric} is better" for each in plan.objectives]
+    say(f"{where}; {'; '.join(judged)}")
+    folder = folder.absolute()
     # Forks of a process with threads or a GPU may hang: on Linux alone, and not where Accelerate is to set up the process.
     can_fork = sys.platform == "linux" and not plan.placement
+    threads = {} if slots == 1 or os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(threads_of_a_rank(slots))}
+
+    def address(settings: Point) -> str:
+        return address_of(read_command_line(config_class, [*plan.words, *flags_of(settings)], {}), plan)
+
+    state = Sweep(journal, plan, journal.liveness(), address, lambda where, until: found_elsewhere(folder, where, until))
+    live = Live(folder, plan, slots)
+
+    def ended(job: Job) -> None:
+        live.say(trial_line(trials_of(state.jobs[: job.number + 1])[job.trial], plan))
+
     try:
-        with Zygote() if can_fork else contextlib.nullcontext() as zygote:
-            start = partial(
-                run_trial, folder.absolute(), plan, can_resume=can_resume, processes=placement.processes,
-                environment=placement.environment, zygote=zygote,
-            )  # fmt: skip
-            trials = run_sweep(folder, plan, start, lambda trial: say(_line(trial, plan)))
+        with Zygote(threads) if can_fork else contextlib.nullcontext() as zygote:
+            environments = [{**threads, **_gpus_of(slot, slots)} for slot in range(slots)]
+            recipe = RecipeTrials(folder, plan, "resume" in names, environments, zygote)
+            run_sweep(state, recipe.start, slots, ended, lambda running: live.show(running, state.jobs))
     except Stopped as stopped:
+        live.clear()
         say(f"{stopped}; go on with: {as_typed('toolkit', 'sweep', 'continue', str(folder))}", error=True)
         raise typer.Exit(stopped.code) from None
-    _show_best(plan, trials)
+    live.clear()
+    _show_best(plan, state.jobs, folder)
 
 
-def _of_directory(action: str, folder: Path, trials: int | None) -> None:
-    if not (folder / JOURNAL).is_file():
-        raise Refusal(f"{folder}: is no directory of a sweep; it has no {JOURNAL}.")
-    plan, found = read_journal(folder)
+def _gpus_of(slot: int, slots: int) -> dict[str, str]:
+    """The GPUs of a slot, where there are several slots: its share of those that are visible, one at least."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = given.split(",") if given is not None else [path.name[6:] for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
+    found = [each for each in found if each.strip()]
+    if slots == 1 or not found:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(found[slot::slots] or [found[slot % len(found)]])}
+
+
+def _of_directory(action: str, folder: Path, values: dict[str, Any]) -> None:
+    journal = open_journal(folder, values["storage"], must_exist=True)
+    plan, jobs = read_journal(journal)
     if plan is None:
         raise Refusal(f"{folder}: the sweep was stopped before it began. Start it again.")
     if action == "status":
-        for trial in found.values():
-            say(_line(trial, plan))
-        ended = sum(trial.outcome is not None for trial in found.values())
-        with_value = sum(value_of(trial) is not None for trial in found.values())
-        say(f"{ended} of {plan.trials} trials have ended, {with_value} with a value")
+        for trial in trials_of(jobs).values():
+            say(trial_line(trial, plan))
+        for line in seed_lines(plan, jobs) if plan.seeds > 1 else []:
+            say(line)
+        say(count_line(plan, jobs))
     elif action == "best":
-        _show_best(plan, found, folder)
+        _show_best(plan, jobs, folder)
     else:
         here = folder.absolute()
         os.chdir(plan.folder)  # relative paths among the recipe's flags
         digest = text_hash(Path(plan.recipe).read_text(encoding="utf-8")) if Path(plan.recipe).is_file() else "missing"
-        optuna = _version("optuna") if plan.strategy in _BY_OPTUNA else None
-        _run(replace(plan, recipe_digest=digest, optuna=optuna, trials=trials or plan.trials), here)
+        changed = {name: values[name] for name in ("trials", "parallel", "budget_steps", "budget_hours") if values[name]}
+        _run(replace(plan, recipe_digest=digest, **changed), here, journal, values["slots"])
 
 
-def _show_best(plan: Plan, trials: Mapping[int, Trial], folder: Path | None = None) -> None:
-    best = best_of(trials, plan.maximize)
-    if best is None:
+def _show_best(plan: Plan, jobs: Sequence[Job], folder: Path) -> None:
+    best = best_trials(list(trials_of(jobs).values()), plan)
+    if not best:
         say("no trial has a value", error=True)
         raise typer.Exit(1)
-    say(f"best: {_line(best, plan)}")
-    if folder:
-        say(f"run directory: {trial_folder(folder, _computed(best))}")
-    say(as_typed(*shown_command(plan, best.settings)))
-
-
-def _computed(trial: Trial) -> int:
-    same = trial.outcome.same_as if trial.outcome else None
-    return trial.number if same is None else same
-
-
-def _line(trial: Trial, plan: Plan) -> str:
-    outcome, value = trial.outcome, value_of(trial)
-    if outcome is None:
-        how = "not ended"
-    elif value is None:
-        how = f"failed ({outcome.reason})"
-    else:
-        how = f"{plan.metric} {value:.6g}" + ("" if outcome.same_as is None else f" (that of trial {outcome.same_as})")
-    return f"trial {trial.number:04d}  {how}  {show_point(trial.settings)}"
+    if plan.seeds > 1:
+        say(f"best by the mean of {plan.seeds} seeds: {seed_lines(plan, jobs)[0]}")
+    if len(best) > 1:
+        say(f"{len(best)} trials on the Pareto front:")
+    for trial in best:
+        say(f"best: {trial_line(trial, plan)}" if len(best) == 1 else trial_line(trial, plan))
+        same = trial.outcome.same_as if trial.outcome else None
+        computed = trial.number if same is None or isinstance(same, str) else jobs[same].trial
+        say(f"run directory: {same if isinstance(same, str) else trial_folder(folder, computed)}")
+        say(as_typed(*shown_command(plan, point_of(plan, trial.settings))))
 
 
 def _show_plan(plan: Plan, folder: Path) -> None:
     space = read_space(plan.search)
-    say(f"{plan.trials} trials of {plan.recipe} by {plan.strategy}, seed {plan.seed}, in {folder}")
-    say(f"judged by {plan.metric}: {'more' if plan.maximize else 'less'} is better")
+    say(f"{trials_in(plan)} trials of {plan.recipe} by {plan.strategy}, seed {plan.seed}, in {folder}")
+    for each in plan.objectives:
+        say(f"judged by {each.metric}: {'more' if each.maximize else 'less'} is better")
+    for constraint in plan.constraints:
+        say(f"within {constraint}")
     for dimension in space:
         kind = ", logarithmic" if dimension.is_log else ""
         span = ", ".join(dimension.choices) or f"{dimension.low} to {dimension.high}{kind}"
-        say(f"  {dimension.name}: {span}")
-    strategy = make_strategy(plan.strategy, space, plan.seed, plan.maximize)
-    first = strategy.ask(0)
-    say(f"first trial: {as_typed(*shown_command(plan, first or {}))}")
+        when = "".join(f", where {name} is {' or '.join(values)}" for name, values in dimension.when)
+        say(f"  {dimension.name}: {span}{when}")
+    for line in _cost(plan):
+        say(line)
+    first = make_schedule(plan).next()
+    settings = first.settings if isinstance(first, Proposal) else base_of(space)
+    say(f"first trial: {as_typed(*shown_command(plan, settings))}")
 
 
-def _take_searches(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words without --search and its values, and these."""
-    kept, searched, rest = list[str](), list[str](), list(words)
-    while rest:
-        word = rest.pop(0)
-        if word == "--search":
-            if not rest:
-                raise typer.BadParameter("a value must follow.", param_hint="--search")
-            searched.append(rest.pop(0))
-        elif word.startswith("--search="):
-            searched.append(word.removeprefix("--search="))
-        else:
-            kept.append(word)
-    return kept, searched
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _cost(plan: Plan) -> list[str]:
+    """The steps that the plan will train, as far as they are known beforehand."""
+    words = [*plan.words, *flags_of(base_of(read_space(plan.search)))]
+    config = read_command_line(config_class_of_file(Path(plan.recipe)), words, {})
+    most = getattr(config, "max_steps", None)
+    if plan.rungs:
+        lines, total = [], 0
+        for count, rungs in brackets_of(plan):
+            counts = [max(1, count // plan.reduction**place) for place in range(len(rungs))]
+            total += sum(left * (rung - before) for left, rung, before in zip(counts, rungs, [0, *rungs], strict=False))
+            lines.append("  " + ", ".join(f"{left} to step {rung}" for left, rung in zip(counts, rungs, strict=True)))
+        return [f"cost: at most {total} steps, of {trials_in(plan) * plan.rungs[-1]} without --prune", *lines]
+    if most is None or most < 1:
+        return [f"cost: {trials_in(plan)} whole runs; --max-steps bounds them"]
+    most_of_all = "at most " if plan.prune != "none" else ""
+    return [f"cost: {most_of_all}{trials_in(plan) * most} steps, {trials_in(plan)} times {most}"]

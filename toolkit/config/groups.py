@@ -364,6 +364,10 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, SeedConfig):
         None, "Seconds from a stop signal to the end of the process. Default: 120 in a SageMaker job, else no limit.",
         above=0.0, most=A_YEAR, on_resume="free",
     )
+    stop_at_step: int | None = setting(
+        None, "Save a checkpoint after step N and stop, with exit code 75; schedules are those of the whole run.", least=1,
+        most=10**9, on_resume="free",
+    )
     hang_timeout: float = setting(
         300.0, "End the run when another rank has been silent for N seconds.", above=0.0, most=A_YEAR, on_resume="free"
     )

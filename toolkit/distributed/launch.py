@@ -82,21 +82,8 @@ def launch(
         try again); else the code of the rank that ended badly first, 128 + n for a signal n.
     """
     received: list[int] = []
-    with _signals_collected(received), started_ranks(command, processes, nodes, environment=environment, log=log) as ranks:
+    with signals_collected(received), started_ranks(command, processes, nodes, environment=environment, log=log) as ranks:
         return _wait_for(ranks, received)
-
-
-def supervise(start: Callable[[], Process]) -> int:
-    """Wait for one process that `start` makes, with the signals and the exit codes of `launch`; it leads its own session."""
-    received: list[int] = []
-    with _signals_collected(received):
-        process = start()
-        try:
-            return _wait_for({"the process": process}, received)
-        finally:
-            if process.returncode is None:
-                _kill_group(process)
-                process.wait()
 
 
 @contextlib.contextmanager
@@ -120,7 +107,7 @@ def started_ranks(
     finally:
         for rank in ranks.values():
             if rank.returncode is None:
-                _kill_group(rank)
+                kill_group(rank)
         for rank in ranks.values():
             rank.wait()
 
@@ -158,7 +145,7 @@ def _wait_for(ranks: Mapping[str, Process], received: list[int]) -> int:
     codes: list[int] = []
     first_bad, failed_at, patience = None, 0.0, list(PATIENCE)
     while True:
-        ended = {name: code for name, rank in running.items() if (code := _end_of(rank)) is not None}
+        ended = {name: code for name, rank in running.items() if (code := end_of(rank)) is not None}
         codes += ended.values()
         running = {name: rank for name, rank in running.items() if name not in ended}
         bad = {name: code for name, code in ended.items() if code not in (0, TRY_AGAIN)}
@@ -183,11 +170,11 @@ def _wait_for(ranks: Mapping[str, Process], received: list[int]) -> int:
     return TRY_AGAIN if TRY_AGAIN in codes else 0
 
 
-def _end_of(rank: Process) -> int | None:
+def end_of(rank: Process) -> int | None:
     """A rank's code once it has ended, with all that it left behind, such as the data workers of a killed rank."""
     code = rank.poll()
     if code is not None:
-        _kill_group(rank)
+        kill_group(rank)
     return code
 
 
@@ -195,12 +182,13 @@ def _send(ranks: Mapping[str, Process], number: int) -> None:
     """A signal for the ranks alone: their data workers would die of a SIGTERM, and take the rank with them."""
     for rank in ranks.values():
         if number == signal.SIGKILL:
-            _kill_group(rank)
+            kill_group(rank)
         else:
             rank.send_signal(number)
 
 
-def _kill_group(rank: Process) -> None:
+def kill_group(rank: Process) -> None:
+    """End a rank with all that it has started."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: no permission for a group of zombies
             os.killpg(rank.pid, signal.SIGKILL)
@@ -209,7 +197,7 @@ def _kill_group(rank: Process) -> None:
 
 
 @contextlib.contextmanager
-def _signals_collected(received: list[int]) -> Iterator[None]:
+def signals_collected(received: list[int]) -> Iterator[None]:
     """Note each signal that is to be forwarded. Not forwarded at once: some ranks may not be started yet."""
     before: dict[int, Any] = {}
     # ValueError: not the main thread; a notebook or a server owns the signals

@@ -1,18 +1,33 @@
-"""The journal of a sweep, sweep.jsonl: what was asked for, each trial as it starts and as it ends. The only truth of it."""
+"""The journal of a sweep: what was asked for, each job as it starts and as it ends. The only truth of it.
+
+A job trains one trial up to a step, or to its end. Where nothing is pruned by rungs, a trial is one job.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from toolkit.config import Refusal
 from toolkit.sweeps.space import Point
+from toolkit.sweeps.workers import Liveness, beats_in
 from toolkit.system.files import make_folder, sync
 from toolkit.system.json_lines import append_line, parse_object
 
 JOURNAL, LOCK = "sweep.jsonl", ".sweep.lock"
+_LOCK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A metric that decides, and whether more of it is better."""
+
+    metric: str
+    maximize: bool = False
 
 
 @dataclass(frozen=True)
@@ -26,113 +41,214 @@ class Plan:
     strategy: str
     seed: int
     trials: int
-    metric: str
-    maximize: bool
+    objectives: list[Objective]
+    constraints: list[str] = field(default_factory=list)  # such as parameters<=1e6
+    parallel: int = 1  # trials at a time, in all processes: a proposal is given the results of those before
+    seeds: int = 1  # trials of each point, which differ in their seed
+    prune: str = "none"
+    rungs: list[int] = field(default_factory=list)  # steps at which trials are compared; the last one is a whole run
+    reduction: int = 3  # one of so many goes on to the next rung
+    patience: int = 3
+    budget_steps: int | None = None
+    budget_hours: float | None = None
     placement: list[str] = field(default_factory=list)  # --processes and --accelerate-config
     folder: str = ""  # in which it was started, to which relative paths belong
-    optuna: str | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended: its value, or the reason why it has none. `same_as`: the trial that had these settings before."""
+    """How a job ended: the values of its metrics by name, or the reason why it has none.
 
-    value: float | None
+    `step`: steps of the run by then. `curve`: (step, value) of the first objective at each evaluation so far. `same_as`: where
+    the same was computed before: the number of a job, or a run directory of another sweep.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     code: int = 0
     seconds: float = 0.0
-    same_as: int | None = None
+    step: int = 0
+    pruned: bool = False
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    same_as: int | str | None = None
 
 
 @dataclass
-class Trial:
-    """A trial of the journal; without an outcome it runs, or was interrupted."""
+class Job:
+    """One training of a trial; without an outcome it runs, or was interrupted.
+
+    `until`: the step at which it stops; None at the end of the run. `told`: how many jobs' results its proposal was given, the
+    first ones. `same`: an earlier job that computes the same, and computes it for both.
+    """
 
     number: int
+    trial: int
     settings: Point
+    until: int | None = None
+    told: int = 0
+    worker: str = ""
+    same: int | None = None
+    address: str = ""
     outcome: Outcome | None = None
 
 
-def trial_folder(folder: Path, number: int) -> Path:
-    """The run directory of a trial."""
-    return folder / "trials" / f"{number:04d}"
+class Journal(Protocol):
+    """Where the records are: a file, or a table of a database."""
+
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which no other process appends."""
+        ...
+
+    def records(self, since: int) -> Sequence[Mapping[str, Any]]:
+        """The records from a number on, in order; a torn last one is left out."""
+        ...
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a record, durably when the exclusive block ends."""
+        ...
+
+    def liveness(self) -> Liveness:
+        """Which of the processes that share it live."""
+        ...
+
+
+class JournalFile:
+    """The journal in SWEEP/sweep.jsonl. The lock is the operating system's: a killed process leaves none behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / JOURNAL
+        self._offset, self._lines, self._is_clean = 0, 0, False
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        from filelock import FileLock, Timeout
+
+        make_folder(self._folder)
+        lock = FileLock(self._folder / LOCK)
+        try:
+            lock.acquire(timeout=_LOCK_SECONDS)
+        except Timeout:
+            raise Refusal(f"{self._folder}: another process has held the journal's lock for {_LOCK_SECONDS:.0f} s.") from None
+        try:
+            self._repair()
+            yield
+        finally:
+            lock.release()
+
+    def records(self, since: int) -> Sequence[Mapping[str, Any]]:
+        """Those from a number on, which must be where the last call has ended, or 0."""
+        if since != self._lines:
+            self._offset = self._lines = 0
+        content = b""
+        if self._path.exists():
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        whole = content.rfind(b"\n") + 1
+        found = []
+        for line in content[:whole].decode(errors="replace").split("\n")[:-1]:
+            self._lines += 1
+            record = parse_object(line)
+            if record is None:
+                raise Refusal(f"{self._path}:{self._lines}: is no record of a sweep (no JSON). Take another --sweep-dir.")
+            found.append(record)
+        self._offset += whole
+        return found
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        is_new = not self._path.exists()
+        append_line(self._path, dict(record))
+        sync(self._path)
+        if is_new:
+            sync(self._folder)
+
+    def liveness(self) -> Liveness:
+        """Of workers by files of the sweep's directory."""
+        return beats_in(self._folder / "workers")
+
+    def _repair(self) -> None:
+        """Cut a last line that a crash left torn, so that the next one does not follow it."""
+        content = b""
+        if self._path.exists():
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.truncate(self._path, self._offset + whole)
+            sync(self._path)
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """What the sweep is; a later one replaces it (more trials, say)."""
+    return {"kind": "plan", **asdict(plan)}
+
+
+def start_record(job: Job) -> dict[str, Any]:
+    """A job and its settings, before it starts."""
+    return {"kind": "start", **{name: value for name, value in asdict(job).items() if name != "outcome"}}
+
+
+def again_record(job: Job) -> dict[str, Any]:
+    """An interrupted job that another process continues."""
+    return {"kind": "again", "number": job.number, "worker": job.worker}
+
+
+def end_record(number: int, outcome: Outcome) -> dict[str, Any]:
+    """How a job ended."""
+    return {"kind": "end", "number": number, **asdict(outcome)}
+
+
+def plan_of(record: Mapping[str, Any]) -> Plan:
+    """The plan that a record holds."""
+    plan = Plan(**{name: value for name, value in record.items() if name != "kind"})
+    return replace(plan, objectives=[Objective(**each) for each in record["objectives"]])
+
+
+def job_of(record: Mapping[str, Any]) -> Job:
+    """The job that a record of its start holds."""
+    return Job(**{name: value for name, value in record.items() if name != "kind"})
+
+
+def outcome_of(record: Mapping[str, Any]) -> Outcome:
+    """The outcome that a record of a job's end holds."""
+    outcome = Outcome(**{name: value for name, value in record.items() if name not in ("kind", "number")})
+    return replace(outcome, curve=[(int(step), float(value)) for step, value in outcome.curve])
+
+
+def read_journal(journal: Journal) -> tuple[Plan | None, list[Job]]:
+    """The plan and the jobs in order; (None, []) where nothing was written yet.
+
+    Raises:
+        Refusal: a record is none of a sweep.
+    """
+    plan: Plan | None = None
+    jobs: list[Job] = []
+    for line, record in enumerate(journal.records(0), 1):
+        with named_record(line):
+            match record["kind"]:
+                case "plan":
+                    plan = plan_of(record)
+                case "start":
+                    jobs.append(job_of(record))
+                case "again":
+                    jobs[record["number"]].worker = record["worker"]
+                case _:
+                    jobs[record["number"]].outcome = outcome_of(record)
+    return plan, jobs
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Be the only process that runs this sweep. The lock is the operating system's: a killed process leaves none behind.
-
-    Raises:
-        Refusal: another process runs it.
-    """
-    from filelock import FileLock, Timeout
-
-    make_folder(folder)
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise Refusal(f"{folder}: another process runs this sweep; `toolkit sweep status {folder}` lists it.") from None
+def named_record(line: int) -> Iterator[None]:
+    """A block that reads a record; what is wrong with it is a refusal with its number."""
     try:
         yield
-    finally:
-        lock.release()
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise Refusal(f"{JOURNAL}:{line}: is no record of a sweep ({error}). Take another --sweep-dir.") from None
 
 
-def repair(folder: Path) -> None:
-    """Cut a last line that a crash left torn, so that the next one does not follow it; for who holds the sweep."""
-    path = folder / JOURNAL
-    content = path.read_bytes() if path.exists() else b""
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
-        sync(path)
-
-
-def read_journal(folder: Path) -> tuple[Plan | None, dict[int, Trial]]:
-    """The plan and the trials by number; (None, {}) where nothing was written yet. A torn last line is left out.
-
-    Raises:
-        Refusal: a line is no record of a sweep.
-    """
-    path = folder / JOURNAL
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.exists() else []
-    plan: Plan | None = None
-    trials: dict[int, Trial] = {}
-    for number, line in enumerate(lines, 1):
-        record = parse_object(line)
-        try:
-            if record is None:
-                raise ValueError("no JSON object")
-            kind = record.pop("kind")
-            if kind == "plan":
-                plan = Plan(**record)
-            elif kind == "start":
-                trials[record["number"]] = Trial(record["number"], record["settings"])
-            else:
-                trial = trials[record.pop("number")]
-                trial.outcome = Outcome(**record)
-        except (KeyError, TypeError, ValueError) as error:
-            raise Refusal(f"{path}:{number}: is no record of a sweep ({error}). Take another --sweep-dir.") from None
-    return plan, trials
-
-
-def write_plan(folder: Path, plan: Plan) -> None:
-    """Write down what the sweep is; a later plan replaces an earlier one (more trials, say)."""
-    _append(folder, {"kind": "plan", **asdict(plan)})
-
-
-def write_start(folder: Path, number: int, settings: Point) -> None:
-    """Write down the settings of a trial, before it starts."""
-    _append(folder, {"kind": "start", "number": number, "settings": dict(settings)})
-
-
-def write_end(folder: Path, number: int, outcome: Outcome) -> None:
-    """Write down how a trial ended."""
-    _append(folder, {"kind": "end", "number": number, **asdict(outcome)})
-
-
-def _append(folder: Path, record: Mapping[str, Any]) -> None:
-    append_line(folder / JOURNAL, dict(record))
-    sync(folder / JOURNAL)
-    sync(folder)
+def other_fields(before: Plan, now: Plan) -> list[str]:
+    """The fields in which two plans differ, of those that may not change while a sweep goes on."""
+    may_change = ("trials", "folder", "parallel", "budget_steps", "budget_hours")
+    names = [each.name for each in fields(Plan) if each.name not in may_change]
+    return [name for name in names if getattr(before, name) != getattr(now, name)]

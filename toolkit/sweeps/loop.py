@@ -1,71 +1,266 @@
-"""The loop of a sweep: ask, run, write down, tell; from the journal on when it was interrupted."""
+"""The loop of a sweep: claim a job, run it, write down its end; from the journal on, in as many processes as there are."""
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from toolkit.config import Refusal
-from toolkit.sweeps.journal import Outcome, Plan, Trial, held, read_journal, repair, write_end, write_plan, write_start
-from toolkit.sweeps.space import Point, read_space
-from toolkit.sweeps.strategies import make_strategy
+from toolkit.distributed.launch import TRY_AGAIN, signals_collected
+from toolkit.sweeps.journal import (
+    Job,
+    Journal,
+    Outcome,
+    Plan,
+    again_record,
+    end_record,
+    job_of,
+    named_record,
+    other_fields,
+    outcome_of,
+    plan_of,
+    plan_record,
+    start_record,
+)
+from toolkit.sweeps.pruning import pruner_of
+from toolkit.sweeps.results import result_of
+from toolkit.sweeps.schedule import Nothing, Schedule, make_schedule
+from toolkit.sweeps.space import Point
+from toolkit.sweeps.trials import Running, Start
+from toolkit.sweeps.workers import Liveness
+
+_POLL_SECONDS, _WAIT_SECONDS = 0.02, 0.5  # between looks at running jobs; and at what other processes write down
+
+
+class Stopped(Exception):
+    """A signal stopped the sweep, or a full disk; it continues with the jobs that have not ended."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+@dataclass
+class Sweep:
+    """A sweep as this process knows it: what the journal held when it was last read, told to the schedule in its order.
+
+    The n-th job is proposed from the results of the first n - `parallel` ones, however many have ended: so the proposals do not
+    depend on which of the jobs at a time is faster, nor on how many processes run them.
+    """
+
+    journal: Journal
+    plan: Plan
+    liveness: Liveness
+    address: Callable[[Point], str] = lambda settings: ""
+    elsewhere: Callable[[str, int | None], Outcome | None] = lambda address, until: None
+    jobs: list[Job] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._read_records, self._told = 0, 0
+        self._schedule: Schedule = make_schedule(self.plan)
+
+    def open(self) -> None:
+        """Write the plan, or compare it with the one that the journal holds.
+
+        Raises:
+            Refusal: that is of another sweep.
+        """
+        with self.journal.exclusive():
+            records = list(self.journal.records(0))
+            plan = next((plan_of(record) for record in records[::-1] if record.get("kind") == "plan"), None)
+            if plan is not None and (others := other_fields(plan, self.plan)):
+                old, new = (getattr(each, others[0]) for each in (plan, self.plan))
+                raise Refusal(
+                    f"--sweep-dir: holds a sweep with another {others[0].replace('_', ' ')} ({old}, now {new}). "
+                    "Take another --sweep-dir, or type `toolkit sweep continue DIR` for that one."
+                )
+            if plan != self.plan:
+                self.journal.append(plan_record(self.plan))
+        self.read()
+
+    def read(self) -> None:
+        """Take in what was written since the last look, by whichever process."""
+        for record in self.journal.records(self._read_records):
+            self._read_records += 1
+            with named_record(self._read_records):
+                kind = record["kind"]
+                if kind == "start":
+                    job = job_of(record)
+                    self._tell_first(job.told)
+                    self._schedule.accept(job)
+                    self.jobs.append(job)
+                elif kind == "again":
+                    self.jobs[record["number"]].worker = record["worker"]
+                elif kind == "end":
+                    self.jobs[record["number"]].outcome = outcome_of(record)
+                elif kind != "plan":
+                    raise ValueError(f"kind {kind}")
+
+    def claim(self) -> Job | Nothing:
+        """A job for this process: one that a dead process has left, or a new one. Nothing yet, where results are missing."""
+        with self.journal.exclusive():
+            self.read()
+            for job in self.jobs:
+                if job.outcome is None and (claimed := self._take_over(job)):
+                    return claimed
+            while True:
+                job_or_not = self._propose()
+                if not isinstance(job_or_not, Job):
+                    return job_or_not
+                if job_or_not.outcome is None and job_or_not.same is None:
+                    return job_or_not
+
+    def end(self, number: int, outcome: Outcome) -> None:
+        """Write down how a job of this process has ended."""
+        with self.journal.exclusive():
+            self.journal.append(end_record(number, outcome))
+        self.read()
+
+    def told_to(self, job: Job) -> Sequence[Job]:
+        """The jobs whose results a job was proposed from."""
+        return self.jobs[: job.told]
+
+    def _take_over(self, job: Job) -> Job | None:
+        if job.same is not None:
+            source = self.jobs[job.same].outcome
+            if source is None:
+                return None
+            if result_of(self.jobs[job.same], self.plan).values:
+                self.journal.append(end_record(job.number, _copied(source, job.same)))
+                self.read()
+                return None
+            job.same = None  # it failed: this one tries again
+        elif self.liveness.lives(job.worker):
+            return None
+        job.worker = self.liveness.me
+        self.journal.append(again_record(job))
+        return job
+
+    def _propose(self) -> Job | Nothing:
+        looks_back = self._schedule.learns or self.plan.prune == "median" or self.plan.budget_steps is not None
+        if looks_back and not self._tell_first(len(self.jobs) - self.plan.parallel + 1):
+            return Nothing.YET
+        if self._is_over_budget():
+            return Nothing.YET if any(job.outcome is None for job in self.jobs) else Nothing.MORE
+        while (found := self._schedule.next()) is Nothing.YET:
+            if not self._tell_first(self._told + 1):
+                return Nothing.YET
+        if isinstance(found, Nothing):
+            return Nothing.YET if any(job.outcome is None for job in self.jobs) else Nothing.MORE
+        job = Job(len(self.jobs), found.trial, found.settings, found.until, self._told, self.liveness.me)
+        job.address = self.address(found.settings)
+        known = self._equal(job)
+        job.same = known.number if known else None
+        self.journal.append(start_record(job))
+        other = None if known else self.elsewhere(job.address, job.until)
+        if known and known.outcome and result_of(known, self.plan).values:
+            other = _copied(known.outcome, known.number)
+        if other:
+            self.journal.append(end_record(job.number, other))
+        self.read()
+        return self.jobs[job.number]
+
+    def _equal(self, job: Job) -> Job | None:
+        """An earlier job that computes the same; one that failed is tried again, one that was pruned may go on."""
+        # Whether a trial is pruned depends on those before it too: only what its proposal knew may stand for it.
+        others = self.jobs[: self._told] if self.plan.prune == "median" else self.jobs
+        for other in others:
+            is_equal = dict(other.settings) == dict(job.settings) and other.until == job.until
+            outcome = other.outcome
+            stands = outcome is None or (result_of(other, self.plan).values and not outcome.pruned)
+            if is_equal and other.same is None and stands:
+                return other
+        return None
+
+    def _is_over_budget(self) -> bool:
+        """Whether the steps or hours are used up; the steps of what the next proposal may know, so always at the same job."""
+        steps, hours = self.plan.budget_steps, self.plan.budget_hours
+        spent = sum(job.outcome.seconds for job in self.jobs if job.outcome) / 3600 / self.plan.parallel
+        return (steps is not None and steps_used(self.jobs[: self._told]) >= steps) or (hours is not None and spent >= hours)
+
+    def _tell_first(self, count: int) -> bool:
+        """Tell the schedule the results of the first jobs, in order; False where one has not ended."""
+        while self._told < min(count, len(self.jobs)):
+            if self.jobs[self._told].outcome is None:
+                return False
+            self._schedule.tell(self.jobs[self._told])
+            self._told += 1
+        return self._told >= count
 
 
 def run_sweep(
-    folder: Path, plan: Plan, run_trial: Callable[[int, Point], Outcome], ended: Callable[[Trial], None] = lambda trial: None
-) -> dict[int, Trial]:
-    """Run the trials of a plan that the journal does not hold yet, one after another; the trials by number.
+    sweep: Sweep, start: Start, slots: int = 1, ended: Callable[[Job], None] = lambda job: None,
+    shown: Callable[[Mapping[int, tuple[Job, Running]]], None] = lambda running: None,
+) -> list[Job]:  # fmt: skip
+    """Run the jobs of a sweep until there are no more, so many at a time; the jobs in order.
 
-    Settings that a trial had before are not computed again: its outcome is taken. A trial that failed is one with a reason.
+    A signal goes on to all running jobs; the sweep ends when they have. Where the journal cannot be written no more jobs start:
+    what the running ones come to is in their run directories, and is written down when the sweep continues.
 
     Args:
-        run_trial: computes the trial of a number and its settings; what it raises ends the sweep, and the trial is run again
-            when the sweep continues.
-        ended: called with each trial that ends.
+        start: starts a job in a slot.
+        ended: called with each job of this process that has ended.
+        shown: called now and then with the running jobs by slot.
 
     Raises:
-        Refusal: another process runs the sweep, or the folder holds one of another plan.
+        Stopped: by a signal, or a full disk.
+        Refusal: the journal is one of another sweep, or a trial did not log what is judged by.
     """
-    strategy = make_strategy(plan.strategy, read_space(plan.search), plan.seed, plan.maximize)
-    with held(folder):
-        repair(folder)
-        before, trials = read_journal(folder)
-        if before is not None:
-            _check_same(folder, before, plan)
-        if before != plan:
-            write_plan(folder, plan)
-        for number in range(plan.trials):
-            settings = strategy.ask(number)
-            if settings is None:
-                break
-            trial = trials.get(number)
-            if trial is None:
-                write_start(folder, number, settings)
-                trial = trials[number] = Trial(number, settings)
-            elif dict(trial.settings) != dict(settings):
-                raise Refusal(
-                    f"{folder}: trial {number} had {show_point(trial.settings)}, and {plan.strategy} proposes "
-                    f"{show_point(settings)} now: other versions of libraries made the sweep. Take another --sweep-dir."
-                )
-            if trial.outcome is None:
-                trial.outcome = _known(trials, trial) or run_trial(number, settings)
-                write_end(folder, number, trial.outcome)
-                ended(trial)
-            strategy.tell(number, value_of(trial))
-    return trials
+    sweep.open()
+    received: list[int] = []
+    running: dict[int, tuple[Job, Running]] = {}
+    forwarded, code, full, looked, left = 0, 0, "", -_WAIT_SECONDS, Nothing.YET
+    with signals_collected(received), _closed_at_the_end(running, sweep.liveness):
+        while True:
+            for number in received[forwarded:]:
+                for _, process in running.values():
+                    process.interrupt(number if forwarded < 2 else signal.SIGKILL)
+                forwarded += 1
+            try:
+                for slot, (job, process) in list(running.items()):
+                    outcome, interrupted = process.poll(), process.interrupted()
+                    if outcome is None and interrupted is None:
+                        continue
+                    del running[slot]
+                    looked = -_WAIT_SECONDS
+                    if outcome is None:
+                        code = interrupted or code
+                        continue
+                    sweep.end(job.number, outcome)
+                    ended(sweep.jobs[job.number])
+                while (
+                    not (received or code or full)
+                    and len(running) < slots
+                    and time.monotonic() - looked >= _WAIT_SECONDS
+                ):
+                    claimed = sweep.claim()
+                    if isinstance(claimed, Nothing):
+                        left, looked = claimed, time.monotonic()
+                        break
+                    slot = min(set(range(slots)) - running.keys())
+                    running[slot] = (claimed, start(claimed, slot, pruner_of(sweep.plan, sweep.told_to(claimed))))
+                sweep.liveness.beat()
+            except OSError as error:
+                full = full or f"{error.strerror or error}"
+            if not running and (received or code or full):
+                raise Stopped(code or (1 if full else TRY_AGAIN), full or "stopped by a signal")
+            if not running and left is Nothing.MORE:
+                return sweep.jobs
+            shown(running)
+            time.sleep(_POLL_SECONDS)
 
 
-def best_of(trials: Mapping[int, Trial], maximize: bool) -> Trial | None:
-    """The trial with the best value, the first of equals; None where none has one."""
-    finished = [(value, -trial.number, trial) for trial in trials.values() if (value := value_of(trial)) is not None]
-    sign = 1 if maximize else -1
-    return max(finished, key=lambda each: (sign * each[0], each[1]))[2] if finished else None
-
-
-def value_of(trial: Trial) -> float | None:
-    """The value of a finished trial; None of one that failed or has not ended."""
-    value = trial.outcome.value if trial.outcome else None
-    return value if value is not None and math.isfinite(value) else None
+def steps_used(jobs: Sequence[Job]) -> int:
+    """The steps that were trained for these jobs: of each trial the furthest one, of settings that were equal once."""
+    furthest: dict[int, int] = {}
+    for job in jobs:
+        if job.outcome and job.outcome.same_as is None:
+            furthest[job.trial] = max(furthest.get(job.trial, 0), job.outcome.step)
+    return sum(furthest.values())
 
 
 def show_point(settings: Point) -> str:
@@ -73,19 +268,16 @@ def show_point(settings: Point) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
 
 
-def _known(trials: Mapping[int, Trial], wanted: Trial) -> Outcome | None:
-    for trial in trials.values():  # one that failed is tried again
-        if trial.outcome and value_of(trial) is not None and dict(trial.settings) == dict(wanted.settings):
-            first = trial.outcome.same_as
-            return dataclasses.replace(trial.outcome, same_as=trial.number if first is None else first, seconds=0.0)
-    return None
+def _copied(outcome: Outcome, source: int) -> Outcome:
+    return dataclasses.replace(outcome, same_as=source if outcome.same_as is None else outcome.same_as, seconds=0.0)
 
 
-def _check_same(folder: Path, before: Plan, now: Plan) -> None:
-    for field in dataclasses.fields(Plan):
-        old, new = getattr(before, field.name), getattr(now, field.name)
-        if field.name not in ("trials", "folder") and old != new:
-            raise Refusal(
-                f"--sweep-dir {folder}: holds a sweep with another {field.name.replace('_', ' ')} ({old}, now {new}). "
-                f"Take another --sweep-dir, or type `toolkit sweep continue {folder}` for that one."
-            )
+@contextlib.contextmanager
+def _closed_at_the_end(running: Mapping[int, tuple[Job, Running]], liveness: Liveness) -> Iterator[None]:
+    """What still runs when the block ends, because of an error in it, is killed; the worker is one no more."""
+    try:
+        yield
+    finally:
+        for _, process in running.values():
+            process.interrupt(signal.SIGKILL)
+        liveness.close()

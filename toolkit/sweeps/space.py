@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from toolkit.config import Refusal
 
@@ -22,6 +23,11 @@ class Dimension:
     high: float = 0.0
     is_int: bool = False
     is_log: bool = False
+    when: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (setting, its values) under which this one is searched at all
+
+    def applies(self, point: Point) -> bool:
+        """Whether it is searched next to these values of the dimensions before it."""
+        return all(name in point and str(point[name]) in values for name, values in self.when)
 
     def at(self, share: float) -> Value:
         """The value at a share of the range, 0 <= share < 1; each choice and each integer has an equal part of it."""
@@ -45,6 +51,8 @@ class Dimension:
 def read_space(written: Sequence[str]) -> list[Dimension]:
     """The dimensions of `NAME=log:LOW..HIGH`, `float:`, `int:`, `logint:` or `NAME=a,b,c`, each name once.
 
+    ` when OTHER=a,b` after it searches a setting only where another searched one has one of these values.
+
     Raises:
         Refusal: none is given, or one cannot be read.
     """
@@ -55,13 +63,94 @@ def read_space(written: Sequence[str]) -> list[Dimension]:
     for name in names:
         if names.count(name) > 1:
             raise Refusal(f"--search {name}: given {names.count(name)} times. Write its values in one, such as {name}=a,b.")
-    return space
+    return _in_order(space)
+
+
+def points_at(space: Sequence[Dimension], shares: Sequence[float]) -> Point:
+    """The point at a share of each dimension; without those that do not apply to it."""
+    point: dict[str, Value] = {}
+    for dimension, share in zip(space, shares, strict=True):
+        if dimension.applies(point):
+            point[dimension.name] = dimension.at(share)
+    return point
+
+
+def searches_in_file(path: Path) -> list[str]:
+    """A space in YAML as --search has it: `learning_rate: log:1e-5..1e-3`, `optim: [adamw_torch, muon]`, and for a setting
+    that is searched only next to others `momentum: {values: float:0.8..0.99, when: {optim: [sgd]}}`.
+
+    Raises:
+        Refusal: it cannot be read.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise Refusal(f"--search {path}: {error}") from None
+    if not isinstance(found, dict) or not found:
+        raise Refusal(f"--search {path}: settings and their values are expected, such as `learning_rate: log:1e-5..1e-3`.")
+    written = []
+    for name, values in found.items():
+        when: object = {}
+        if isinstance(values, dict):
+            if not set(values) <= {"values", "when"} or "values" not in values:
+                raise Refusal(f"--search {path}: {name} has {', '.join(map(str, values))}; there are `values` and `when`.")
+            values, when = values["values"], values.get("when") or {}
+        if not isinstance(when, dict):
+            raise Refusal(f"--search {path}: `when` of {name} must be settings with values, such as `when: {{optim: sgd}}`.")
+        conditions = "".join(f" when {other}={_listed(path, allowed)}" for other, allowed in when.items())
+        written.append(f"{name}={_listed(path, values)}{conditions}")
+    return written
+
+
+def _listed(path: Path, values: object) -> str:
+    if isinstance(values, dict) or values is None:
+        raise Refusal(f"--search {path}: {values} is no value. Write a list, or a range such as log:1e-5..1e-3.")
+    each = values if isinstance(values, list) else [values]
+    return ",".join(str(value).lower() if isinstance(value, bool) else str(value) for value in each)
+
+
+def _in_order(space: Sequence[Dimension]) -> list[Dimension]:
+    """Each after those it depends on, else in the order they were given."""
+    ordered: list[Dimension] = []
+    known = {dimension.name: dimension for dimension in space}
+    for dimension in space:
+        for other, values in dimension.when:
+            if other not in known or not known[other].choices:
+                raise Refusal(f"--search {dimension.name} when {other}: {other} must be searched too, by its choices.")
+            if missing := sorted(set(values) - set(known[other].choices)):
+                raise Refusal(f"--search {dimension.name} when {other}={missing[0]}: no value of {other} that is searched.")
+    rest = list(space)
+    while rest:
+        ready = [each for each in rest if all(any(other == done.name for done in ordered) for other, _ in each.when)]
+        if not ready:
+            raise Refusal(f"--search {rest[0].name}: its condition goes in a circle.")
+        ordered.append(ready[0])
+        rest.remove(ready[0])
+    return ordered
 
 
 def _read_dimension(text: str) -> Dimension:
+    text, *conditions = text.split(" when ")
+    dimension = _read_values(text)
+    when = []
+    for condition in conditions:
+        name, equals, values = condition.partition("=")
+        if not equals or not values.strip():
+            raise Refusal(f"--search {text} when {condition}: a setting and its values are expected, such as when optim=sgd.")
+        when.append((_name(name), tuple(value.strip() for value in values.split(","))))
+    return replace(dimension, when=tuple(when))
+
+
+def _name(written: str) -> str:
+    return written.strip().removeprefix("--").replace("-", "_")
+
+
+def _read_values(text: str) -> Dimension:
     name, equals, values = text.partition("=")
-    name = name.strip().removeprefix("--").replace("-", "_")
-    if not equals or not name or not values.strip():
+    name, values = _name(name), values.strip()
+    if not equals or not name or not values:
         raise Refusal(f"--search {text}: a setting and its values are expected. {_EXAMPLE}")
     kind, colon, span = values.partition(":")
     if colon and ".." in span and kind not in _KINDS:

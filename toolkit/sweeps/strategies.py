@@ -1,38 +1,61 @@
 """Strategies: which point is tried next, a pure function of the space, the seed and the results so far.
 
 Optuna proposes for tpe, gp and cmaes, from a study in memory: it keeps no file, so there is no lock of its own to be left
-behind. A sweep that continues asks and tells again what is in the journal, and gets the same proposals.
+behind. A sweep that continues gives the study what is in the journal, and gets the same proposals.
 """
+
+from __future__ import annotations
 
 import itertools
 import random
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from toolkit.config import Refusal
-from toolkit.sweeps.space import Dimension, Point
+from toolkit.sweeps.space import Dimension, Point, Value, points_at
 
 
-class Strategy(NamedTuple):
-    """`ask(number)`: the point of a trial, None after the last one. `tell(number, value)`: its result, None when it failed.
+class Result(NamedTuple):
+    """What came out of a point: `values`, one for each objective, none where it failed; how far each constraint was violated
+    (0 or less: it holds); the `step` at which it was pruned, None where it was not."""
 
-    Trials are asked and told in the order of their numbers, each told before the next one is asked.
-    """
-
-    ask: Callable[[int], Point | None]
-    tell: Callable[[int, float | None], None]
+    values: Sequence[float] = ()
+    violations: Sequence[float] = ()
+    pruned_at: int | None = None
 
 
-def make_strategy(name: str, space: Sequence[Dimension], seed: int, maximize: bool) -> Strategy:
-    """The strategy of that name.
+class Strategy(Protocol):
+    """Points are asked for and accepted in the order of their numbers, and told in any order that is always the same."""
+
+    learns: bool  # whether results matter to it
+
+    def ask(self, number: int) -> Point | None:
+        """The point of a number; None after the last one."""
+        ...
+
+    def accept(self, number: int, point: Point) -> None:
+        """That point is tried; asked for by this process, or by another one or an earlier one."""
+        ...
+
+    def tell(self, number: int, result: Result) -> None:
+        """What came out of it."""
+        ...
+
+
+def make_strategy(name: str, space: Sequence[Dimension], seed: int, directions: Sequence[bool]) -> Strategy:
+    """The strategy of that name; `directions` says for each objective whether more is better.
 
     Raises:
         Refusal: it cannot search this space, or the package that it needs is not installed.
     """
     if name not in STRATEGIES:
         raise Refusal(f"--strategy {name}: there are {', '.join(STRATEGIES)}.")
-    return STRATEGIES[name](space, seed, maximize)
+    if name == "cmaes":
+        return _CmaEs(space, seed, directions)
+    if name in BY_OPTUNA:
+        return _Rebuilt(name, space, seed, directions)
+    return _Drawn(_DRAWN[name](space, seed))
 
 
 def grid_size(space: Sequence[Dimension]) -> int:
@@ -40,9 +63,21 @@ def grid_size(space: Sequence[Dimension]) -> int:
     return len(_grid_points(space))
 
 
-def _grid(space: Sequence[Dimension], seed: int, maximize: bool) -> Strategy:
+class _Drawn:
+    """Points that do not depend on results."""
+
+    learns = False
+
+    def __init__(self, point: Callable[[int], Point | None]) -> None:
+        self.ask = point
+
+    def accept(self, number: int, point: Point) -> None: ...
+    def tell(self, number: int, result: Result) -> None: ...
+
+
+def _grid(space: Sequence[Dimension], seed: int) -> Callable[[int], Point | None]:
     points = _grid_points(space)
-    return Strategy(lambda number: points[number] if number < len(points) else None, _learn_nothing)
+    return lambda number: points[number] if number < len(points) else None
 
 
 def _grid_points(space: Sequence[Dimension]) -> list[Point]:
@@ -52,19 +87,25 @@ def _grid_points(space: Sequence[Dimension]) -> list[Point]:
                 f"--strategy grid: {dimension.name} is a range. List its values, such as --search {dimension.name}="
                 f"{dimension.at(0.0)},{dimension.at(0.5)}, or take --strategy quasirandom."
             )
-    names = [dimension.name for dimension in space]
-    return [dict(zip(names, point, strict=True)) for point in itertools.product(*(each.choices for each in space))]
+    points: dict[tuple[tuple[str, Value], ...], Point] = {}
+    for row in itertools.product(*(each.choices for each in space)):
+        point: dict[str, Value] = {}
+        for dimension, choice in zip(space, row, strict=True):
+            if dimension.applies(point):
+                point[dimension.name] = choice
+        points.setdefault(tuple(point.items()), point)
+    return list(points.values())
 
 
-def _random(space: Sequence[Dimension], seed: int, maximize: bool) -> Strategy:
+def _random(space: Sequence[Dimension], seed: int) -> Callable[[int], Point | None]:
     def ask(number: int) -> Point:
         draws = random.Random(f"{seed} {number}")
-        return {dimension.name: dimension.at(draws.random()) for dimension in space}
+        return points_at(space, [draws.random() for _ in space])
 
-    return Strategy(ask, _learn_nothing)
+    return ask
 
 
-def _quasirandom(space: Sequence[Dimension], seed: int, maximize: bool) -> Strategy:
+def _quasirandom(space: Sequence[Dimension], seed: int) -> Callable[[int], Point | None]:
     """Scrambled Sobol points: they fill the space more evenly than random ones."""
     _need("scipy", "quasirandom")
     from scipy.stats.qmc import Sobol
@@ -72,61 +113,132 @@ def _quasirandom(space: Sequence[Dimension], seed: int, maximize: bool) -> Strat
     def ask(number: int) -> Point:
         with warnings.catch_warnings():  # scipy (1.17) wants a power of two
             warnings.simplefilter("ignore")
-            sobol = Sobol(len(space), scramble=True, rng=seed)
-            row = sobol.random(number + 1)[number]
-        return {dimension.name: dimension.at(min(float(share), 1 - 1e-12)) for dimension, share in zip(space, row, strict=True)}
+            row = Sobol(len(space), scramble=True, rng=seed).random(number + 1)[number]
+        return points_at(space, [min(float(share), 1 - 1e-12) for share in row])
 
-    return Strategy(ask, _learn_nothing)
+    return ask
 
 
-def _by_optuna(name: str) -> Callable[[Sequence[Dimension], int, bool], Strategy]:
-    def make(space: Sequence[Dimension], seed: int, maximize: bool) -> Strategy:
+class _Rebuilt:
+    """Proposals of an Optuna study that is made anew for each point, from what was tried, with a sampler of its own seed: a
+    function of these, whichever process tried them."""
+
+    learns = True
+
+    def __init__(self, name: str, space: Sequence[Dimension], seed: int, directions: Sequence[bool]) -> None:
         _need("optuna", name)
+        if name == "gp":
+            _need("scipy", name)
+            if any(each.when for each in space):
+                raise Refusal("--strategy gp: knows no conditions. Take --strategy tpe.")
+        self._name, self._space, self._seed, self._directions = name, space, seed, directions
+        self._tried: dict[int, tuple[Point, Result | None]] = {}
+
+    def ask(self, number: int) -> Point | None:
         import optuna
-        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        distributions: dict[str, Any] = {}
-        for each in space:
-            if each.choices:
-                distributions[each.name] = CategoricalDistribution(each.choices)
-            elif each.is_int:
-                distributions[each.name] = IntDistribution(int(each.low), int(each.high), log=each.is_log)
-            else:
-                distributions[each.name] = FloatDistribution(each.low, each.high, log=each.is_log)
-        study = optuna.create_study(sampler=_sampler(name, space, seed), direction="maximize" if maximize else "minimize")
-        asked: dict[int, Any] = {}
+        study = _study(self._directions)
+        study.add_trials([self._frozen(point, result) for point, result in self._tried.values()])
+        makers = {"tpe": optuna.samplers.TPESampler, "gp": optuna.samplers.GPSampler}
+        study.sampler = makers[self._name](seed=random.Random(f"{self._seed} {number}").getrandbits(32))
+        if not any(each.when for each in self._space):
+            return dict(_asked(study, self._space).params)
+        trial, point = study.ask(), dict[str, Value]()
+        for each in self._space:
+            if each.applies(point):
+                point[each.name] = _suggested(trial, each)
+        return point
 
-        def ask(number: int) -> Point:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                asked[number] = study.ask(distributions)
-            return dict(asked[number].params)
+    def accept(self, number: int, point: Point) -> None:
+        self._tried[number] = (point, None)
 
-        def tell(number: int, value: float | None) -> None:
-            if value is None:
-                study.tell(asked.pop(number), state=optuna.trial.TrialState.FAIL)
-            else:
-                study.tell(asked.pop(number), value)
+    def tell(self, number: int, result: Result) -> None:
+        self._tried[number] = (self._tried[number][0], result)
 
-        return Strategy(ask, tell)
+    def _frozen(self, point: Point, result: Result | None) -> Any:
+        from optuna.trial import TrialState, create_trial
 
-    return make
+        distributions = {each.name: _distribution(each) for each in self._space if each.name in point}
+        values, curve = None, {}
+        if result is None:
+            state = TrialState.RUNNING
+        elif not result.values:
+            state = TrialState.FAIL
+        elif result.pruned_at is None:
+            state, values = TrialState.COMPLETE, list(result.values)
+        else:
+            state, curve = TrialState.PRUNED, {result.pruned_at: result.values[0]}
+        violations = {str(place): value for place, value in enumerate(result.violations)} if result else {}
+        return create_trial(
+            state=state, values=values, params=dict(point), distributions=distributions, intermediate_values=curve,
+            constraints=violations,
+        )  # fmt: skip
 
 
-def _sampler(name: str, space: Sequence[Dimension], seed: int) -> Any:
+class _CmaEs:
+    """CMA-ES by Optuna: its state is in the trials that it has proposed, so an earlier process's are proposed again."""
+
+    learns = True
+
+    def __init__(self, space: Sequence[Dimension], seed: int, directions: Sequence[bool]) -> None:
+        _need("optuna", "cmaes")
+        _need("cmaes", "cmaes")
+        if any(each.choices for each in space) or len(space) < 2:
+            raise Refusal("--strategy cmaes: needs two or more ranges and no choices. Take --strategy tpe, or fix the choices.")
+        if len(directions) > 1:
+            raise Refusal("--strategy cmaes: searches for one objective. Take --strategy tpe.")
+        import optuna
+
+        self._space, self._study, self._asked = space, _study(directions), dict[int, Any]()
+        self._study.sampler = optuna.samplers.CmaEsSampler(seed=seed)
+
+    def ask(self, number: int) -> Point | None:
+        if number not in self._asked:
+            self._asked[number] = _asked(self._study, self._space)
+        return dict(self._asked[number].params)
+
+    def accept(self, number: int, point: Point) -> None:
+        self.ask(number)
+
+    def tell(self, number: int, result: Result) -> None:
+        from optuna.trial import TrialState
+
+        state = TrialState.COMPLETE if result.values else TrialState.FAIL
+        self._study.tell(self._asked[number], list(result.values) or None, state)
+
+
+def _study(directions: Sequence[bool]) -> Any:
     import optuna
 
-    if name == "tpe":
-        return optuna.samplers.TPESampler(seed=seed)
-    if name == "gp":
-        _need("scipy", name)
-        return optuna.samplers.GPSampler(seed=seed)
-    _need("cmaes", name)
-    ranges = [dimension for dimension in space if not dimension.choices]
-    if len(ranges) < max(2, len(space)):
-        raise Refusal("--strategy cmaes: needs two or more ranges and no choices. Take --strategy tpe, or fix the choices.")
-    return optuna.samplers.CmaEsSampler(seed=seed)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna.create_study(directions=["maximize" if each else "minimize" for each in directions])
+
+
+def _asked(study: Any, space: Sequence[Dimension]) -> Any:
+    from optuna.exceptions import ExperimentalWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return study.ask({each.name: _distribution(each) for each in space})
+
+
+def _suggested(trial: Any, dimension: Dimension) -> Value:
+    name, low, high = dimension.name, dimension.low, dimension.high
+    if dimension.choices:
+        return trial.suggest_categorical(name, dimension.choices)
+    if dimension.is_int:
+        return trial.suggest_int(name, int(low), int(high), log=dimension.is_log)
+    return trial.suggest_float(name, low, high, log=dimension.is_log)
+
+
+def _distribution(dimension: Dimension) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if dimension.choices:
+        return CategoricalDistribution(dimension.choices)
+    if dimension.is_int:
+        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.is_log)
+    return FloatDistribution(dimension.low, dimension.high, log=dimension.is_log)
 
 
 def _need(package: str, strategy: str) -> None:
@@ -136,15 +248,8 @@ def _need(package: str, strategy: str) -> None:
         raise Refusal(f"--strategy {strategy}: needs {package}, which is not installed. Type pip install {package}.")
 
 
-def _learn_nothing(number: int, value: float | None) -> None:
-    """For strategies that do not look at results."""
-
-
-STRATEGIES: dict[str, Callable[[Sequence[Dimension], int, bool], Strategy]] = {
-    "grid": _grid,
-    "random": _random,
-    "quasirandom": _quasirandom,
-    "tpe": _by_optuna("tpe"),
-    "gp": _by_optuna("gp"),
-    "cmaes": _by_optuna("cmaes"),
-}
+BY_OPTUNA = ("tpe", "gp", "cmaes")
+_DRAWN: dict[str, Callable[[Sequence[Dimension], int], Callable[[int], Point | None]]] = {
+    "grid": _grid, "random": _random, "quasirandom": _quasirandom,
+}  # fmt: skip
+STRATEGIES = (*_DRAWN, *BY_OPTUNA)

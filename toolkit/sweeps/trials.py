@@ -1,31 +1,156 @@
-"""One trial: a recipe started as `toolkit train` starts it, in a run directory of its own, and its value read from there."""
+"""One trial: a recipe started as `toolkit train` starts it, in a run directory of its own, and its values read from there."""
 
-import json
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from toolkit.config import Refusal
-from toolkit.distributed.launch import REFUSED, TRY_AGAIN, launch, supervise
+from toolkit.distributed.launch import REFUSED, TRY_AGAIN, Process, death_with_this_process, end_of, kill_group
 from toolkit.runs.directory import holds_a_run
-from toolkit.sweeps.journal import Outcome, Plan, trial_folder
+from toolkit.sweeps.journal import Job, Outcome, Plan
+from toolkit.sweeps.pruning import Curve
+from toolkit.sweeps.results import metrics_of
 from toolkit.sweeps.space import Point
 from toolkit.sweeps.zygote import Zygote
+from toolkit.system.json_lines import parse_object, read_lines
 
 ATTEMPTS = 3  # of a trial that is killed: each goes on from its newest checkpoint
-INTERRUPTED = (TRY_AGAIN, 130)
 _KILLED = 128
+_WATCH_SECONDS = 0.5  # between looks at the metrics of a trial that may be pruned
 
 
-class Stopped(Exception):
-    """A trial was stopped by a signal; the sweep ends, and continues with this trial."""
+class Running(Protocol):
+    """A job in progress."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(f"stopped by a signal (exit code {code})")
-        self.code = code
+    def poll(self) -> Outcome | None:
+        """Its outcome, once it has ended."""
+        ...
+
+    def interrupt(self, number: int) -> None:
+        """Hand a stop signal on to it."""
+        ...
+
+    def interrupted(self) -> int | None:
+        """The exit code, when a signal has ended it: it goes on another time."""
+        ...
+
+
+# Starts a job in a slot; the last argument says of the curve so far at which step it is to be pruned, if at all.
+Start = Callable[[Job, int, Callable[[Curve], int | None] | None], Running]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What starts the trials of a recipe.
+
+    Attributes:
+        folder: the sweep's directory, absolute.
+        environments: for each slot the variables that its trials have in addition to this process's.
+        zygote: forks trials; None starts a process for each, which imports everything itself.
+    """
+
+    folder: Path
+    plan: Plan
+    can_resume: bool
+    environments: Sequence[Mapping[str, str]]
+    zygote: Zygote | None = None
+
+    def start(self, job: Job, slot: int, prune: Callable[[Curve], int | None] | None) -> RecipeTrial:
+        """Start a job; `Start` has the arguments."""
+        return RecipeTrial(self, job, slot, prune)
+
+    def spawn(self, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
+        """Start a process that prints to a file."""
+        if self.zygote:
+            return self.zygote.start(words, log, environment)
+        command = ["-m", "toolkit", "train", *self.plan.placement, *words] if self.plan.placement else words
+        with open(log, "ab") as file:
+            return subprocess.Popen(
+                [sys.executable, *command], env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=file,
+                stderr=file, start_new_session=True, preexec_fn=death_with_this_process(),
+            )  # fmt: skip
+
+
+class RecipeTrial:
+    """A job of a recipe's trial: attempts, until one is not killed."""
+
+    def __init__(self, recipe: Recipe, job: Job, slot: int, prune: Callable[[Curve], int | None] | None) -> None:
+        self._recipe, self._job, self._slot, self._prune = recipe, job, slot, prune
+        self._run = trial_folder(recipe.folder, job.trial)
+        self._began, self._attempts, self._is_ending = time.monotonic(), 0, False
+        self._watched, self._code = 0.0, 0
+        self._process: Process | None = None
+        # An earlier process may have been killed after the trial had come to its end, and before that was written down.
+        if self._pruned_at() is None and (job.until is None or steps_of(self._run) < job.until):
+            self._process = self._start()
+
+    def poll(self) -> Outcome | None:
+        code = end_of(self._process) if self._process else 0
+        if code is None:
+            self._watch()
+            return None
+        code = code if code >= 0 else _KILLED - code
+        if code > _KILLED and self._attempts < ATTEMPTS and not self._is_ending:
+            self._process = self._start()
+            return None
+        job, step, pruned_at = self._job, steps_of(self._run), self._pruned_at()
+        is_at_rung = job.until is not None and step >= job.until
+        is_interrupted = code in (TRY_AGAIN, 130) or (code > _KILLED and self._is_ending)
+        if is_interrupted and pruned_at is None and not is_at_rung:
+            self._code = code
+            return None
+        seconds = time.monotonic() - self._began
+        if code and not is_interrupted:
+            return Outcome(reason=_reason(self._run, code), code=code, seconds=seconds, step=step)
+        outcome = read_outcome(self._run, self._recipe.plan, pruned_at or job.until)
+        return replace(outcome, seconds=seconds, pruned=pruned_at is not None)
+
+    def interrupt(self, number: int) -> None:
+        self._is_ending = True
+        if self._process is None:
+            return
+        if number == signal.SIGKILL:
+            kill_group(self._process)
+        else:
+            self._process.send_signal(number)
+
+    def interrupted(self) -> int | None:
+        return self._code or None
+
+    def _start(self) -> Process:
+        self._attempts += 1
+        self._run.mkdir(parents=True, exist_ok=True)
+        recipe, job = self._recipe, self._job
+        again = ["--resume" if recipe.can_resume else "--overwrite-output-dir"] if holds_a_run(self._run) else []
+        rung = ["--stop-at-step", str(job.until)] if job.until is not None else []
+        words = [recipe.plan.recipe, *recipe.plan.words, *flags_of(job.settings), "--output-dir", str(self._run), *rung, *again]
+        return recipe.spawn(words, self._run / "log.txt", recipe.environments[self._slot])
+
+    def _watch(self) -> None:
+        """Stop the trial, with a checkpoint, once its curve so far says so."""
+        now = time.monotonic()
+        if self._prune and self._process and not self._is_ending and now - self._watched >= _WATCH_SECONDS:
+            self._watched = now
+            if self._pruned_at() is not None:
+                self.interrupt(signal.SIGTERM)
+
+    def _pruned_at(self) -> int | None:
+        return self._prune(curve_of(self._run, self._recipe.plan.objectives[0].metric)) if self._prune else None
+
+
+def trial_folder(folder: Path, number: int) -> Path:
+    """The run directory of a trial."""
+    return folder / "trials" / f"{number:04d}"
 
 
 def flags_of(settings: Point) -> list[str]:
@@ -33,58 +158,72 @@ def flags_of(settings: Point) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def run_trial(
-    folder: Path, plan: Plan, number: int, settings: Point, *, can_resume: bool, processes: int, environment: Mapping[str, str],
-    zygote: Zygote | None = None,
-) -> Outcome:
-    """Run one trial to its end, from its newest checkpoint where an earlier attempt left one.
+def shown_command(plan: Plan, settings: Point) -> Sequence[str]:
+    """What to type for one run with these settings."""
+    return ["toolkit", "train", plan.recipe, *plan.placement, *plan.words, *flags_of(settings)]
 
-    What it prints is in log.txt of its run directory. With a zygote it is a fork of that, without one a process that imports
-    everything itself.
+
+def read_outcome(run: Path, plan: Plan, until: int | None = None) -> Outcome:
+    """What a run has come to, or had come to at a step.
+
+    The first objective counts with the best value that was evaluated, as the best checkpoint does; with several objectives, and
+    for constraints, the last values count, which are those of one and the same model.
 
     Raises:
-        Stopped: a signal ended it, after a checkpoint where the recipe writes them.
-        Refusal: it finished and did not log the metric.
+        Refusal: it did not log a metric.
     """
-    run = trial_folder(folder, number)
-    began = time.monotonic()
-    code = 0
-    for _ in range(ATTEMPTS):
-        code = _start(run, plan, settings, can_resume, processes, environment, zygote)
-        if code in INTERRUPTED:
-            raise Stopped(code)
-        if code <= _KILLED:
-            break
-    seconds = time.monotonic() - began
-    if code:
-        return Outcome(None, _reason(run, code), code, seconds)
-    value = _metric(run, plan.metric)
-    return Outcome(value, "" if value is not None else f"{plan.metric} is not finite", 0, seconds)
+    summary, events = _read_object(run / "summary.json"), read_lines(run / "metrics.jsonl")
+    if until is not None:
+        events = [event for event in events if _step(event) <= until]
+    logged: dict[str, Any] = {name: value for event in events for name, value in event.items()}
+    logged = {**summary, **logged} if until is not None else {**logged, **summary}
+    first = plan.objectives[0]
+    curve = _curve(events, first.metric)
+    values: dict[str, float] = {}
+    for name in metrics_of(plan):
+        value = logged.get(name, logged.get(f"eval_{name}", _of_card(run, name)))
+        if len(plan.objectives) == 1 and name == first.metric:
+            best = summary.get("best")
+            if until is None and isinstance(best, dict) and best.get("name") in (name, f"eval_{name}"):
+                value = best["value"]
+            elif curve:
+                value = (max if first.maximize else min)(each for _, each in curve)
+        if value is None and name not in logged and f"eval_{name}" not in logged:
+            numbers = ", ".join(sorted(each for each, number in logged.items() if isinstance(number, float)))
+            raise Refusal(f"{run}: the trial did not log {name}, by which the sweep judges; it has {numbers}.")
+        if isinstance(value, int | float) and math.isfinite(value):
+            values[name] = float(value)
+    missing = [name for name in metrics_of(plan) if name not in values]
+    reason = f"{missing[0]} is not finite" if missing else ""
+    return Outcome(values, reason, step=until or steps_of(run), curve=curve)
 
 
-def _start(
-    run: Path, plan: Plan, settings: Point, can_resume: bool, processes: int, environment: Mapping[str, str],
-    zygote: Zygote | None,
-) -> int:  # fmt: skip
-    run.mkdir(parents=True, exist_ok=True)
-    again = ["--resume" if can_resume else "--overwrite-output-dir"] if holds_a_run(run) else []
-    words = [plan.recipe, *plan.words, *flags_of(settings), "--output-dir", str(run), *again]
-    if zygote:
-        return supervise(partial(zygote.start, words, run / "log.txt"))
-    with open(run / "log.txt", "ab") as log:
-        return launch([sys.executable, *words], processes, environment=environment, log=log)
+def curve_of(run: Path, metric: str) -> Curve:
+    """(step, value) of a metric at each evaluation so far."""
+    return _curve(read_lines(run / "metrics.jsonl"), metric)
 
 
-def _metric(run: Path, metric: str) -> float | None:
-    """The best value of the metric in the run where it decides which checkpoint is best, else that of the run's end."""
-    summary = _read_object(run / "summary.json")
-    best = summary.get("best")
-    of_best = isinstance(best, dict) and best.get("name") == metric
-    if not of_best and metric not in summary:
-        logged = [name for name, value in summary.items() if isinstance(value, float)]
-        raise Refusal(f"{run}: the trial did not log {metric}, by which the sweep judges; its summary has {', '.join(logged)}.")
-    value = best["value"] if of_best and isinstance(best, dict) else summary[metric]
-    return float(value) if isinstance(value, int | float) else None
+def steps_of(run: Path) -> int:
+    """Steps taken when the run last ended."""
+    found = _read_object(run / "summary.json").get("step")
+    return found if isinstance(found, int) else 0
+
+
+def _curve(events: Sequence[Mapping[str, Any]], metric: str) -> Curve:
+    names = (metric, f"eval_{metric}")
+    found = [(_step(event), next((event[name] for name in names if name in event), None)) for event in events]
+    return [(step, float(value)) for step, value in found if isinstance(value, int | float)]
+
+
+def _step(event: Mapping[str, Any]) -> int:
+    step = event.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def _of_card(run: Path, name: str) -> Any:
+    card = _read_object(run / "run.json")
+    model = card.get("model")
+    return card.get(name, model.get(name) if isinstance(model, dict) else None)
 
 
 def _reason(run: Path, code: int) -> str:
@@ -105,13 +244,6 @@ def _is_out_of_memory(line: str) -> bool:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def shown_command(plan: Plan, settings: Point) -> Sequence[str]:
-    """What to type for one run with these settings."""
-    return ["toolkit", "train", plan.recipe, *plan.placement, *plan.words, *flags_of(settings)]
+    with contextlib.suppress(OSError, ValueError):
+        return parse_object(path.read_text(encoding="utf-8")) or {}
+    return {}

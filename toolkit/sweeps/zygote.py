@@ -14,9 +14,10 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from toolkit.distributed.launch import death_with_this_process
 
@@ -28,7 +29,7 @@ PRELOADED = (
 
 
 class Forked:
-    """A trial that the zygote forked; as much of subprocess.Popen as `supervise` needs."""
+    """A trial that the zygote forked; as much of subprocess.Popen as `launch.Process` has."""
 
     def __init__(self, zygote: "Zygote", pid: int) -> None:
         self._zygote = zygote
@@ -37,13 +38,18 @@ class Forked:
 
     def poll(self) -> int | None:
         """Its code once it has ended, -n for a signal n."""
-        return self._end(0.0)
+        if self.returncode is None:
+            self.returncode = self._zygote.code_of(self.pid)
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Its code, when it has ended."""
-        code = self._end(timeout)
-        if code is None:
-            raise subprocess.TimeoutExpired("a trial", timeout or 0.0)
+        ends = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left = None if ends is None else ends - time.monotonic()
+            if left is not None and left <= 0:
+                raise subprocess.TimeoutExpired("a trial", timeout or 0.0)
+            self._zygote.listen(left)
         return code
 
     def send_signal(self, sig: int) -> None:
@@ -56,18 +62,20 @@ class Forked:
         """End it."""
         self.send_signal(signal.SIGKILL)
 
-    def _end(self, timeout: float | None) -> int | None:
-        if self.returncode is None and self._zygote.has_answer(timeout):
-            answer = self._zygote.answer()
-            self.returncode = -signal.SIGKILL if answer is None else answer  # it is killed with its zygote
-        return self.returncode
-
 
 class Zygote:
-    """The client's side: starts the process with the first trial, and ends it with the block."""
+    """The client's side: starts the process with the first trial, and ends it with the block.
 
-    def __init__(self) -> None:
+    Args:
+        environment: variables that the process, and so each trial, has in addition to this one's.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
+        self._codes: dict[int, int] = {}  # of trials that have ended
+        self._started: list[int] = []  # trials that it said it has started, and nobody has taken
+        self._unread = b""
 
     def __enter__(self) -> "Zygote":
         return self
@@ -81,64 +89,93 @@ class Zygote:
                     with contextlib.suppress(OSError):
                         pipe.close()
 
-    def start(self, words: Sequence[str], log: Path) -> Forked:
+    def start(self, words: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})) -> Forked:
         """Fork a process that runs the script words[0] with the arguments words[1:] and prints to a file.
 
         Raises:
-            OSError: the zygote has ended.
+            OSError: the zygote cannot be started, or has ended.
         """
         if self._process is None or self._process.poll() is not None:
+            self._unread = b""
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "toolkit.sweeps.zygote"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-                start_new_session=True, preexec_fn=death_with_this_process(),
+                start_new_session=True, preexec_fn=death_with_this_process(), env={**os.environ, **self._environment},
             )  # fmt: skip
         assert self._process.stdin
-        self._process.stdin.write(json.dumps({"words": list(words), "log": str(log)}).encode() + b"\n")
-        pid = self.answer()
-        if pid is None:
-            raise OSError("the process that forks trials has ended")
-        return Forked(self, pid)
+        asked = {"words": list(words), "log": str(log), "environment": dict(environment)}
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        while not self._started:
+            if not self.listen(None):
+                raise OSError("the process that forks trials has ended")
+        return Forked(self, self._started.pop())
 
-    def has_answer(self, timeout: float | None) -> bool:
-        """Whether the zygote has said something, or has ended."""
-        assert self._process
-        assert self._process.stdout
-        return bool(select.select([self._process.stdout], [], [], timeout)[0])
+    def code_of(self, pid: int) -> int | None:
+        """The code of a trial that has ended; it is killed with its zygote."""
+        while self.listen(0.0):
+            pass
+        if pid not in self._codes and self._process and self._process.poll() is not None:
+            return -signal.SIGKILL
+        return self._codes.pop(pid, None)
 
-    def answer(self) -> int | None:
-        """The next number that it says; None when it has ended."""
-        assert self._process
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        return int(line) if line.endswith(b"\n") else None
+    def listen(self, timeout: float | None) -> bool:
+        """Take in what the zygote says within so many seconds; False where that is nothing."""
+        if self._process is None or self._process.stdout is None:
+            return False
+        if not select.select([self._process.stdout], [], [], timeout)[0]:
+            return False
+        found = self._process.stdout.read(1 << 16)
+        *lines, self._unread = (self._unread + found).split(b"\n")
+        for line in lines:
+            pid, *code = map(int, line.split())
+            if code:
+                self._codes[pid] = code[0]
+            else:
+                self._started.append(pid)
+        return bool(found)
 
 
 def _serve() -> None:
-    """Fork a process for each line of standard input; say its id, and its code when it has ended."""
+    """Fork a process for each line of standard input and say its id; when one has ended, its id and its code."""
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a child would otherwise write to, and so copy, all of these pages
-    requests = os.fdopen(0, "rb", buffering=0, closefd=False)
-    while line := requests.readline():
-        request, die_with_the_zygote = json.loads(line), death_with_this_process()
-        pid = os.fork()
-        if pid == 0:
-            os.setsid()
-            if die_with_the_zygote:
-                die_with_the_zygote()
-            os.write(1, f"{os.getpid()}\n".encode())
-            _become(request["words"], request["log"])
+    running: dict[int, int] = {}  # by a descriptor that can be read once the process has ended
+    unread = b""
+    while True:
+        ready = select.select([0, *running], [], [])[0]
+        for descriptor in set(ready) - {0}:
+            pid = running.pop(descriptor)
+            os.close(descriptor)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            os.write(1, f"{pid} {code}\n".encode())
+        if 0 not in ready:
+            continue
+        found = os.read(0, 1 << 16)
+        if not found:
             return
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        os.write(1, f"{code}\n".encode())
+        *lines, unread = (unread + found).split(b"\n")
+        for line in lines:
+            request, die_with_the_zygote = json.loads(line), death_with_this_process()
+            pid = os.fork()
+            if pid == 0:
+                os.setsid()
+                if die_with_the_zygote:
+                    die_with_the_zygote()
+                for descriptor in running:
+                    os.close(descriptor)
+                _become(request["words"], request["log"], request["environment"])
+                return
+            running[os.pidfd_open(pid)] = pid
+            os.write(1, f"{pid}\n".encode())
 
 
-def _become(words: list[str], log: str) -> None:
+def _become(words: list[str], log: str, environment: dict[str, str]) -> None:
     """Be a process that runs a script, as `python SCRIPT ...` is."""
     import numpy as np
 
+    os.environ.update(environment)
     np.random.seed()  # random itself does so after a fork
     nothing, printed = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     os.dup2(nothing, 0)

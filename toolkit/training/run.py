@@ -26,7 +26,7 @@ from toolkit.tracking.step_metrics import Window
 from toolkit.tracking.throughput import peak_memory_gb
 from toolkit.training.anomalies import Diverged, report_incident, too_many_nonfinite
 from toolkit.training.run_state import RunState, summarize
-from toolkit.training.stopping import how_to_continue, interruption
+from toolkit.training.stopping import how_to_continue, interruption, stopped_at
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -78,6 +78,8 @@ class Run:
         self.window.resume_clock()
         began = self.step
         self.check_decided()
+        if self._stops_here():  # it was resumed at that step, or after it
+            raise stopped_at(self.step)
         batches = self.train.batches(self.position)
         while batch := next(batches, None):
             self._batch, self._position_before = batch, batch.position
@@ -91,10 +93,13 @@ class Run:
                 self.say(unread)
             self.between_steps = True
             self.records.display.moved(self.step)
-            stop = self.stop.agreed(self.accelerator)
-            if stop or self.due("save") or self._best_is_unsaved:
+            stop, stops_here = self.stop.agreed(self.accelerator), self._stops_here()
+            if stop or stops_here or self.due("save") or self._best_is_unsaved:
                 self.save()
             self.saver.check(self.step)
+            if stops_here:
+                self.saver.report(wait=True)
+                raise stopped_at(self.step)
             if stop:
                 self.saver.report(wait=True)
                 raise interruption(stop, self.step, how_to_continue(self.checkpoints, self.config), self.config)
@@ -282,6 +287,10 @@ class Run:
             values = [*values[:-1], self.summary.metrics.get(name, values[-1])]
         watch = self.state.divergence
         self._warn([*watch.after_last_step(), *watch.of_metric(name, values, self.config.greater_is_better)])
+
+    def _stops_here(self) -> bool:
+        at = self.config.stop_at_step
+        return at is not None and self.step >= at and not self.finished
 
     def _warn(self, warnings: list[str], stops: bool = True) -> None:
         for warning in warnings:

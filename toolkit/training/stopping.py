@@ -28,6 +28,11 @@ def interruption(number: int, step: int, how_to_continue: str, config: RunConfig
     return InterruptedByKeyboard(message) if by_keyboard else Interrupted(message)
 
 
+def stopped_at(step: int) -> Interrupted:
+    """The exception of a run that --stop-at-step has ended, whose state is saved."""
+    return Interrupted(f"stopped after step {step}, as --stop-at-step says; go on with --resume and a later one, or none")
+
+
 def leave(interrupted: Interrupted, heartbeat: Heartbeat | None) -> NoReturn:
     """The deadline is near: leave without waiting for another rank."""
     if heartbeat is None:

@@ -1,0 +1,209 @@
+"""The plan of a sweep, from what was typed; checked against the recipe as far as that goes without starting a trial."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from toolkit.cli.command_line import read_command_line
+from toolkit.cli.placement import placement_of
+from toolkit.cli.recipe import config_class_of_file
+from toolkit.config import Refusal, Settings, check_together, settings_of
+from toolkit.config.reading import values_of
+from toolkit.config.setting import nearest
+from toolkit.metrics.direction import greater_is_better
+from toolkit.runs.copies import text_hash
+from toolkit.sweeps.journal import Objective, Plan
+from toolkit.sweeps.results import read_constraint
+from toolkit.sweeps.schedule import BY_RUNGS, brackets_of
+from toolkit.sweeps.space import Dimension, read_space, searches_in_file
+from toolkit.sweeps.strategies import grid_size, make_strategy
+from toolkit.sweeps.trials import flags_of
+
+PRUNERS = ("none", "median", *BY_RUNGS)
+_OURS = ("output_dir", "overwrite_output_dir", "resume", "resume_from", "stop_at_step")
+_TRIALS = 20
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `toolkit sweep`, by their names."""
+
+    search: Sequence[str] = ()
+    strategy: str = "random"
+    trials: int | None = None
+    sweep_seed: int = 0
+    objective: Sequence[str] = ()
+    constraint: Sequence[str] = ()
+    parallel: int | None = None
+    seeds: int = 1
+    prune: str = "none"
+    rungs: str | None = None
+    reduction: int = 3
+    budget_steps: int | None = None
+    budget_hours: float | None = None
+    processes: int | None = None
+    accelerate_config: str | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Asked:
+        """From the values of the command's options; what was not given has its default."""
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known and value is not None})
+
+
+def make_plan(script: str, words: Sequence[str], asked: Asked) -> Plan:
+    """The plan of a sweep over a recipe file with these flags of its own.
+
+    Raises:
+        Refusal: something in it cannot be meant.
+    """
+    searches = [line for text in asked.search for line in (searches_in_file(Path(text)) if _is_file(text) else [text])]
+    space = read_space(searches)
+    placement = placement_of({
+        "processes": asked.processes, "accelerate_config": asked.accelerate_config,
+        "nodes": None, "node_rank": None, "main_address": None, "main_port": None,
+    })  # fmt: skip
+    config_class = config_class_of_file(Path(script))
+    _check_names(config_class, words, space, asked)
+    if asked.prune not in PRUNERS:
+        raise Refusal(f"--prune {asked.prune}: there are {', '.join(PRUNERS)}.")
+    trials = asked.trials or _TRIALS
+    if asked.strategy == "grid":
+        trials = min(asked.trials or grid_size(space), grid_size(space))
+    words, rungs, trials = _with_evaluations(config_class, list(words), space, asked, trials)
+    values = values_of(_check_on_recipe(config_class, words, space))
+    objectives = _objectives(asked, values)
+    make_strategy(asked.strategy, space, asked.sweep_seed, [each.maximize for each in objectives])
+    for each in asked.constraint:
+        read_constraint(each)
+    if len(objectives) > 1 and asked.prune != "none":
+        raise Refusal(f"--prune {asked.prune}: compares trials by one objective; leave it out, or give one --objective.")
+    return Plan(
+        recipe=script, recipe_digest=text_hash(Path(script).read_text(encoding="utf-8")), words=words, search=searches,
+        strategy=asked.strategy, seed=asked.sweep_seed, trials=trials, objectives=objectives,
+        constraints=list(asked.constraint), parallel=asked.parallel or 1, seeds=asked.seeds, prune=asked.prune, rungs=rungs,
+        reduction=asked.reduction, budget_steps=asked.budget_steps, budget_hours=asked.budget_hours,
+        placement=list(placement.typed), folder=os.getcwd(),
+    )  # fmt: skip
+
+
+def base_of(space: Sequence[Dimension]) -> dict[str, Any]:
+    """A point of the space: the first choice, or the lower end, of each dimension that applies."""
+    point: dict[str, Any] = {}
+    for dimension in space:
+        if dimension.applies(point):
+            point[dimension.name] = dimension.ends()[0]
+    return point
+
+
+def _is_file(text: str) -> bool:
+    return "=" not in text and text.endswith((".yaml", ".yml"))
+
+
+def _check_names(config_class: type[Settings], words: Sequence[str], space: Sequence[Dimension], asked: Asked) -> None:
+    settings = settings_of(config_class)
+    names = {dimension.name for dimension in space}
+    for name in names:
+        if name not in settings:
+            near = nearest(name, settings)
+            raise Refusal(f"--search {name}: no setting of this recipe.{f' Did you mean {near}?' if near else ''}")
+        if name in (*_OURS, "metric_for_best_model", "greater_is_better"):
+            raise Refusal(f"--search {name}: the sweep decides that one itself. Leave it out.")
+    for name in _typed(words):
+        if name in _OURS:
+            raise Refusal(f"--{name.replace('_', '-')}: each trial has its own. The sweep's place is --sweep-dir DIR.")
+        if name in names:
+            raise Refusal(f"--{name.replace('_', '-')}: is searched and given. Leave out one of both.")
+    if asked.seeds > 1 and ("seed" not in settings or "seed" in names):
+        raise Refusal(f"--seeds {asked.seeds}: {'seed is searched' if 'seed' in names else 'this recipe has no --seed'}.")
+    if asked.prune != "none" and "stop_at_step" not in settings:
+        raise Refusal(f"--prune {asked.prune}: this recipe cannot stop and go on; it has no --stop-at-step.")
+
+
+def _check_on_recipe(config_class: type[Settings], words: Sequence[str], space: Sequence[Dimension]) -> Settings:
+    """The settings of a trial; what the recipe's rules refuse of any end or choice is refused before there is one."""
+    config = read_command_line(config_class, [*words, *flags_of(base_of(space))], {})
+    for dimension in space:
+        for value in dimension.ends():
+            point = {**base_of(space), **{name: values[0] for name, values in dimension.when}, dimension.name: value}
+            check_together(read_command_line(config_class, [*words, *flags_of(point)], {}))
+    return config
+
+
+def _objectives(asked: Asked, values: Mapping[str, Any]) -> list[Objective]:
+    if not asked.objective:
+        metric = values.get("metric_for_best_model") or "eval_loss"
+        return [Objective(metric, greater_is_better(metric, values.get("greater_is_better")))]
+    found = []
+    for text in asked.objective:
+        metric, colon, direction = text.partition(":")
+        if direction not in ("max", "min") and (colon or not metric.startswith("eval_")):
+            raise Refusal(f"--objective {text}: write {metric}:max or {metric}:min.")
+        found.append(Objective(metric, direction == "max" if colon else greater_is_better(metric)))
+    return found
+
+
+def _with_evaluations(
+    config_class: type[Settings], words: list[str], space: Sequence[Dimension], asked: Asked, trials: int
+) -> tuple[list[str], list[int], int]:
+    """The recipe's flags with evaluations at the steps where trials are compared, these steps, and the number of trials."""
+    if asked.prune == "none":
+        return words, [], trials
+    if asked.seeds > 1:
+        raise Refusal(f"--seeds {asked.seeds}: trials that are pruned are not repeated. Leave out --prune, or --seeds.")
+    values = values_of(read_command_line(config_class, [*words, *flags_of(base_of(space))], {}))
+    most = values.get("max_steps")
+    rungs = _rungs(asked, trials, most) if asked.prune in BY_RUNGS else []
+    if rungs and (most is None or most < 0):
+        words = [*words, "--max-steps", str(rungs[-1])]
+    if asked.prune == "hyperband":
+        if asked.trials:
+            raise Refusal(f"--trials {asked.trials}: of Hyperband follows from its rungs. Leave it out.")
+        plan = Plan("", "", [], [], "", 0, 0, [], prune="hyperband", rungs=rungs, reduction=asked.reduction)
+        trials = sum(count for count, _ in brackets_of(plan))
+    given = _typed(words)
+    every = values["eval_steps"]
+    if values.get("eval_strategy") != "steps":
+        if "eval_strategy" in given:
+            raise Refusal(f"--prune {asked.prune}: compares trials at steps; write --eval-strategy steps.")
+        words = [*words, "--eval-strategy", "steps"]
+    if "eval_steps" not in given:
+        every = math.gcd(*rungs) if rungs else max(1, (most or 0) // 10)
+        if not rungs and (most is None or most < 2):
+            raise Refusal(f"--prune {asked.prune}: give --eval-steps N, at which trials are compared.")
+        words = [*words, "--eval-steps", str(every)]
+    if uneven := [rung for rung in rungs[:-1] if rung % every]:
+        raise Refusal(f"--rungs: nothing is evaluated at step {uneven[0]} with --eval-steps {every}.")
+    return words, rungs, trials
+
+
+def _rungs(asked: Asked, trials: int, most: int | None) -> list[int]:
+    """The given steps; without them the whole length, and a `reduction`-th of each before it, for as many as trials allow."""
+    if asked.reduction < 2:
+        raise Refusal(f"--reduction {asked.reduction}: one of two at least must go on: 2 or more.")
+    if asked.rungs is None:
+        if most is None or most < asked.reduction:
+            raise Refusal(f"--prune {asked.prune}: give --rungs, such as 30,90,270, or --max-steps.")
+        rungs = [most]
+        while len(rungs) < 4 and asked.reduction ** len(rungs) <= max(trials, asked.reduction) and rungs[0] >= asked.reduction:
+            rungs.insert(0, rungs[0] // asked.reduction)
+        return rungs
+    try:
+        rungs = [int(text) for text in asked.rungs.split(",")]
+    except ValueError:
+        rungs = []
+    if len(rungs) < 2 or rungs[0] < 1 or any(later <= earlier for earlier, later in pairwise(rungs)):
+        raise Refusal(f"--rungs {asked.rungs}: two or more rising steps are expected, such as 30,90,270.")
+    if most is not None and most > 0 and most != rungs[-1]:
+        raise Refusal(f"--rungs {asked.rungs}: the last one must be --max-steps {most}, a whole run.")
+    return rungs
+
+
+def _typed(words: Sequence[str]) -> set[str]:
+    return {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}

@@ -1,0 +1,89 @@
+"""The address of a trial: a digest of what determines its result. Equal addresses need no second training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import toolkit
+from toolkit.config import Refusal, Settings, settings_of
+from toolkit.config.reading import values_of
+from toolkit.sweeps.journal import JOURNAL, JournalFile, Outcome, Plan, read_journal
+from toolkit.sweeps.results import result_of
+from toolkit.sweeps.trials import trial_folder
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "numpy", "deepspeed")
+_PATHS = ("dataset", "model", "tokenizer", "reference", "teacher", "reward_model", "accelerate_config")  # may name files here
+
+
+def address_of(config: Settings, plan: Plan) -> str:
+    """The digest of all settings but those that a resume may change freely, of the files that they name, of the recipe's and
+    the toolkit's code, and of the versions, processes and threads.
+
+    A file is known by its size and the time of its last change, a dataset of the Hub by its name and revision.
+    """
+    policy = {name: each.on_resume for name, each in settings_of(type(config)).items()}
+    settings = {name: value for name, value in values_of(config).items() if policy[name] != "free" and name != "output_dir"}
+    files = {name: _stamp(value) for name, value in settings.items() if name in _PATHS or name.endswith("_file")}
+    world = {
+        "packages": [_version(package) for package in _PACKAGES], "python": platform.python_version(),
+        "machine": platform.machine(), "threads": os.environ.get("OMP_NUM_THREADS"), "parallel": plan.parallel,
+        "placement": plan.placement, "placed": [_stamp(word) for word in plan.placement],
+    }  # fmt: skip
+    judged = [plan.recipe_digest, _code(), [[each.metric, each.maximize] for each in plan.objectives], plan.constraints]
+    content = json.dumps([settings, files, world, judged], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def found_elsewhere(folder: Path, address: str, until: int | None) -> Outcome | None:
+    """The outcome of the same trial in another sweep next to this one; `same_as` is its run directory."""
+    for journal in sorted(folder.parent.glob(f"*/{JOURNAL}")):
+        if journal.parent.samefile(folder):
+            continue
+        try:
+            plan, jobs = read_journal(JournalFile(journal.parent))
+        except (Refusal, OSError):
+            continue
+        for job in jobs if plan else []:
+            outcome = job.outcome
+            is_same = job.address == address and job.until == until
+            if plan and is_same and outcome and not outcome.pruned and result_of(job, plan).values:
+                same = outcome.same_as
+                trial = jobs[same].trial if isinstance(same, int) else job.trial
+                run = same if isinstance(same, str) else str(trial_folder(journal.parent, trial))
+                return replace(outcome, seconds=0.0, same_as=run)
+    return None
+
+
+def _stamp(value: Any) -> Any:
+    """Size and time of change of each file at a path, relative to it; None where there is no such path."""
+    if isinstance(value, list | tuple):
+        return [_stamp(each) for each in value]
+    if not isinstance(value, str) or not value or not os.path.exists(value):
+        return None
+    path = Path(value)
+    files: Sequence[Path] = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+@cache
+def _code() -> str:
+    digest = hashlib.sha256()
+    for file in sorted(Path(toolkit.__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

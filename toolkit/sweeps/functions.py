@@ -1,0 +1,136 @@
+"""A sweep from Python: of a function, or of a recipe's main."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.sweeps.journal import Job, JournalFile, Objective, Outcome, Plan, read_journal
+from toolkit.sweeps.loop import Sweep, run_sweep
+from toolkit.sweeps.pruning import Curve
+from toolkit.sweeps.results import Trial, best_trials, trials_of
+
+
+class Pruned(Exception):
+    """Raised by `FunctionTrial.report` when the trial need not go on; the function lets it pass."""
+
+
+@dataclass
+class FunctionTrial:
+    """What a swept function may ask for as its second argument.
+
+    Attributes:
+        settings: of this trial.
+        until: the step up to which it is wanted; None: to its end.
+    """
+
+    settings: dict[str, Any]
+    until: int | None
+    curve: Curve = field(default_factory=list)
+    prune: Callable[[Curve], int | None] | None = None
+
+    def report(self, step: int, value: float) -> None:
+        """Tell the value after a step, by which trials are compared.
+
+        Raises:
+            Pruned: it is worse than others were at that step.
+        """
+        self.curve.append((step, float(value)))
+        if self.prune and self.prune(self.curve) is not None:
+            raise Pruned
+
+
+def sweep(
+    function: Callable[..., float | Mapping[str, float]], space: Mapping[str, Any], *, trials: int = 20,
+    strategy: str = "random", seed: int = 0, maximize: bool | Mapping[str, bool] = False, constraints: Sequence[str] = (),
+    prune: str = "none", rungs: Sequence[int] = (), reduction: int = 3, parallel: int = 1, folder: str | Path | None = None,
+) -> list[Trial]:  # fmt: skip
+    """Search for the arguments of a function; the trials, the best first.
+
+    Args:
+        function: `function(settings)` or `function(settings, trial)` returns the value of a trial, or several by name. What it
+            raises fails the trial, and not the sweep.
+        space: for each setting what --search takes, such as "log:1e-5..1e-3" or "int:4..64", or a list of choices.
+        strategy: one of random, grid, quasirandom, tpe, gp, cmaes.
+        maximize: whether more is better; of several values by name, of which each is then an objective.
+        constraints: limits of returned values, such as "parameters<=1e6".
+        prune: none, median, halving, hyperband or asha.
+        rungs: steps at which trials are compared; the last one is a whole trial.
+        parallel: how many trials a proposal does not know yet; as a sweep with so many at a time would propose.
+        folder: keeps the journal, with which the same call goes on where it was cut off.
+
+    Raises:
+        Refusal: the space, or another argument, cannot be meant.
+    """
+    directions = maximize if isinstance(maximize, Mapping) else {"value": maximize}
+    search = [f"{name}={_written(values)}" for name, values in space.items()]
+    plan = Plan(
+        getattr(function, "__qualname__", "function"), "", [], search, strategy, seed, trials,
+        [Objective(name, each) for name, each in directions.items()], list(constraints), parallel, prune=prune,
+        rungs=list(rungs), reduction=reduction,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(folder or temporary)
+        journal = JournalFile(place)
+        state = Sweep(journal, plan, journal.liveness())
+        kinds = {name: _reader(values) for name, values in space.items()}
+
+        def start(job: Job, slot: int, prune_at: Callable[[Curve], int | None] | None) -> Ended:
+            settings = {name: kinds[name](value) for name, value in job.settings.items()}
+            return Ended(_call(function, FunctionTrial(settings, job.until, prune=prune_at), plan))
+
+        run_sweep(state, start)
+        plan_found, jobs = read_journal(state.journal)
+    found = list(trials_of(jobs).values())
+    best = best_trials(found, plan_found or plan)
+    return [*best, *(trial for trial in found if trial not in best)]
+
+
+def _call(function: Callable[..., Any], trial: FunctionTrial, plan: Plan) -> Outcome:
+    began, reason, returned = time.monotonic(), "", None
+    pruned = False
+    takes_trial = len(inspect.signature(function).parameters) > 1
+    try:
+        returned = function(trial.settings, trial) if takes_trial else function(trial.settings)
+    except Pruned:
+        pruned, returned = True, (max if plan.objectives[0].maximize else min)(value for _, value in trial.curve)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    first = plan.objectives[0].metric
+    values = returned if isinstance(returned, Mapping) else {} if returned is None else {first: returned}
+    finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+    step = trial.curve[-1][0] if trial.curve else trial.until or 0
+    return Outcome(finite, reason, 1 if reason else 0, time.monotonic() - began, step, pruned, trial.curve)
+
+
+@dataclass
+class Ended:
+    """A call that has returned."""
+
+    outcome: Outcome
+
+    def poll(self) -> Outcome | None:
+        return self.outcome
+
+    def interrupt(self, number: int) -> None: ...
+
+    def interrupted(self) -> int | None:
+        return None
+
+
+def _written(values: Any) -> str:
+    return ",".join(map(str, values)) if isinstance(values, list | tuple) else str(values)
+
+
+def _reader(values: Any) -> Callable[[Any], Any]:
+    """Choices come back as they were given."""
+    if isinstance(values, list | tuple):
+        by_text = {str(value): value for value in values}
+        return lambda text: by_text.get(str(text), text)
+    return lambda value: value

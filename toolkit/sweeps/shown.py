@@ -1,0 +1,143 @@
+"""A sweep in text: its trials, the best of them, and what runs."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from toolkit.sweeps.journal import Job, Plan
+from toolkit.sweeps.loop import show_point, steps_used
+from toolkit.sweeps.results import Trial, best_trials, metrics_of, result_of, trials_of
+from toolkit.sweeps.schedule import brackets_of, without_seed
+from toolkit.sweeps.space import Point
+from toolkit.sweeps.trials import Running, curve_of, trial_folder
+from toolkit.system.console import say, show_number
+
+
+def trial_line(trial: Trial, plan: Plan) -> str:
+    """A trial with its metrics or the reason why it has none, and its settings."""
+    outcome = trial.outcome
+    if outcome is None:
+        how = "not ended"
+    elif not result_of(trial, plan).values:
+        how = f"failed ({outcome.reason})"
+    else:
+        how = "  ".join(f"{name} {show_number(outcome.values[name])}" for name in dict.fromkeys(metrics_of(plan)))
+        if any(violation > 0 for violation in result_of(trial, plan).violations):
+            how += " (beyond a constraint)"
+        if outcome.same_as is not None:
+            how += f" (that of {f'trial {outcome.same_as}' if isinstance(outcome.same_as, int) else outcome.same_as})"
+        if outcome.pruned:
+            how += f" (pruned at step {outcome.step})"
+        elif trial.until is not None:
+            how += f" (at step {trial.until})"
+        elif trial.runs:
+            how += " (goes on)"
+    return f"trial {trial.number:04d}  {how}  {show_point(trial.settings)}"
+
+
+def count_line(plan: Plan, jobs: Sequence[Job]) -> str:
+    """How many trials have ended, and the steps trained where they are counted."""
+    trials = trials_of(jobs).values()
+    ended = sum(trial.outcome is not None for trial in trials)
+    with_value = sum(bool(result_of(trial, plan).values) for trial in trials)
+    line = f"{ended} of {trials_in(plan)} trials have ended, {with_value} with a value"
+    steps = steps_used(jobs)
+    return f"{line}; {steps} steps trained" if steps else line
+
+
+def trials_in(plan: Plan) -> int:
+    """The number of trials that the plan asks for."""
+    return sum(count for count, _ in brackets_of(plan)) if plan.rungs else plan.trials * plan.seeds
+
+
+def seed_lines(plan: Plan, jobs: Sequence[Job]) -> list[str]:
+    """For each point that was trained with several seeds its mean and standard deviation, the best first, and how many seeds
+    would tell the two best apart."""
+    groups: dict[tuple[tuple[str, object], ...], list[float]] = {}
+    for trial in trials_of(jobs).values():
+        if values := result_of(trial, plan).values:
+            groups.setdefault(tuple(without_seed(trial.settings).items()), []).append(values[0])
+    found = [(statistics.fmean(values), values, dict(point)) for point, values in groups.items()]
+    found.sort(key=lambda each: -each[0] if plan.objectives[0].maximize else each[0])
+    name = plan.objectives[0].metric
+    lines = []
+    for mean, values, point in found:
+        spread = f" ± {show_number(statistics.stdev(values))}" if len(values) > 1 else ""
+        lines.append(f"{name} {show_number(mean)}{spread} ({len(values)} seeds)  {show_point(point)}")  # type: ignore[arg-type]
+    if len(found) > 1 and min(len(found[0][1]), len(found[1][1])) > 1:
+        lines.append(seeds_needed(found[0][1], found[1][1]))
+    return lines
+
+
+def seeds_needed(one: Sequence[float], other: Sequence[float]) -> str:
+    """How many seeds each of two points needs so that their difference is beyond chance: 5 % two-sided, found 4 times of 5.
+
+    The normal approximation n = (1.96 + 0.84)² (s₁² + s₂²) / (mean difference)²; at least 2.
+    """
+    difference = abs(statistics.fmean(one) - statistics.fmean(other))
+    variance = statistics.variance(one) + statistics.variance(other)
+    if not difference:
+        return "the two best have the same mean"
+    needed = max(2, -int(-(1.96 + 0.84) ** 2 * variance // difference**2))
+    enough = "" if needed > min(len(one), len(other)) else ", which there are"
+    return f"to tell the two best apart would need {needed} seeds of each{enough}"
+
+
+class Live:
+    """The moving line of a terminal: what runs, the best so far, and the time that is left."""
+
+    def __init__(self, folder: Path, plan: Plan, slots: int) -> None:
+        self._folder, self._plan, self._slots = folder, plan, slots
+        self.is_on = sys.stderr.isatty()
+        self._shown = 0.0
+
+    def show(self, running: Mapping[int, tuple[Job, Running]], jobs: Sequence[Job]) -> None:
+        """Write it anew, each second."""
+        now = time.monotonic()
+        if not self.is_on or now - self._shown < 1:
+            return
+        self._shown = now
+        line = self.line([job for job, _ in running.values()], jobs)
+        sys.stderr.write(f"\r\x1b[2K{line[: max(1, shutil.get_terminal_size().columns - 1)]}")
+        sys.stderr.flush()
+
+    def line(self, running: Sequence[Job], jobs: Sequence[Job]) -> str:
+        """Running trials with their metric, the best so far, how many have ended and about how long the rest takes."""
+        plan, name = self._plan, self._plan.objectives[0].metric
+        parts = []
+        for job in running:
+            curve = curve_of(trial_folder(self._folder, job.trial), name)
+            parts.append(f"{job.trial:04d}" + (f" {show_number(curve[-1][1])} at {curve[-1][0]}" if curve else ""))
+        trials = trials_of(jobs)
+        best = best_trials(list(trials.values()), plan)
+        value = show_number(result_of(best[0], plan).values[0]) if best else ""
+        best_shown = f"best {name} {value} ({best[0].number:04d})" if best else "no value yet"
+        ended = [job for job in jobs if job.outcome]
+        line = f"runs {', '.join(parts)} | {best_shown} | {len(ended)} ended"
+        seconds = [job.outcome.seconds for job in ended if job.outcome and job.outcome.same_as is None]
+        if seconds and not plan.rungs:
+            left = statistics.fmean(seconds) * (trials_in(plan) - len(ended)) / self._slots
+            about = f"{left / 60:.0f} min" if left >= 60 else f"{left:.0f} s"
+            line += f" of {trials_in(plan)}, about {about} left"
+        return line
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the moving one."""
+        self.clear()
+        say(text)
+
+    def clear(self) -> None:
+        """Take the moving line away."""
+        if self.is_on:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+
+
+def point_of(plan: Plan, settings: Point) -> Point:
+    """The settings of a point: without the seed where the sweep itself gave it."""
+    return without_seed(settings) if plan.seeds > 1 else settings
