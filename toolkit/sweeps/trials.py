@@ -205,7 +205,7 @@ def curve_of(run: Path, metric: str) -> Curve:
 
 def steps_of(run: Path) -> int:
     """Steps taken when the run last ended."""
-    found = _read_object(run / "summary.json").get("step")
+    found = _read_object(run / "summary.json").get("steps")
     return found if isinstance(found, int) else 0
 
 
