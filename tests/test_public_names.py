@@ -852,6 +852,19 @@ def sources_and_targets() -> None:
     assert [sample["prompt"] for sample in shown] == [TEXTS[18]]
 
 
+@shows("sweep", "FunctionTrial", "Pruned")
+def sweeping() -> None:
+    def loss(settings: dict[str, float], trial: tk.FunctionTrial) -> float:
+        trial.report(1, settings["rate"])
+        if settings["rate"] > 0.9:
+            raise tk.Pruned
+        return abs(settings["rate"] - 0.3)
+
+    trials = tk.sweep(loss, {"rate": "float:0..1"}, trials=6)
+    found = [abs(float(trial.settings["rate"]) - 0.3) for trial in trials]
+    assert found[0] == min(found)
+
+
 def test_every_public_name_has_an_example_that_uses_it() -> None:
     """Fails when: a line is added to toolkit/__init__.pyi, or an example no longer uses what it is said to show."""
     assert sorted(EXAMPLES) == sorted({*tk.__all__, "__version__"})

@@ -253,6 +253,7 @@ from .rollouts.settings import in_prompts as in_prompts, sampling_settings as sa
 from .rollouts.shaping import overlong_penalty as overlong_penalty, penalize_kl as penalize_kl, shaped_rewards as shaped_rewards
 from .rollouts.token_advantages import token_advantages as token_advantages
 from .runs.summary import Summary as Summary
+from .sweeps.functions import FunctionTrial as FunctionTrial, Pruned as Pruned, sweep as sweep
 from .system.interruptions import Interrupted as Interrupted
 from .training.accelerator import build_accelerator as build_accelerator
 from .training.best import load_best as load_best, stopped_improving as stopped_improving

@@ -23,7 +23,7 @@ SEQUENCES = {
     "hidden tags": "\U000e0041",
 }  # fmt: skip
 # Where text is written to a stream: the function itself, and numbers of the moving line.
-WRITERS = {"system/console.py": {"write"}, "tracking/console.py": {"write"}}
+WRITERS = {"system/console.py": {"write"}}
 
 
 @pytest.mark.parametrize("kind", SEQUENCES)

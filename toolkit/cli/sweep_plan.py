@@ -70,9 +70,9 @@ def make_plan(script: str, words: Sequence[str], asked: Asked) -> Plan:
         "nodes": None, "node_rank": None, "main_address": None, "main_port": None,
     })  # fmt: skip
     config_class = config_class_of_file(Path(script))
-    _check_names(config_class, words, space, asked)
     if asked.prune not in PRUNERS:
         raise Refusal(f"--prune {asked.prune}: there are {', '.join(PRUNERS)}.")
+    _check_names(config_class, words, space, asked)
     trials = asked.trials or _TRIALS
     if asked.strategy == "grid":
         trials = min(asked.trials or grid_size(space), grid_size(space))

@@ -228,7 +228,7 @@ def run_sweep(
                     del running[slot]
                     looked = -_WAIT_SECONDS
                     if outcome is None:
-                        code = interrupted or code
+                        code = 130 if interrupted == 130 else TRY_AGAIN  # it may not have come as far as to answer a signal
                         continue
                     sweep.end(job.number, outcome)
                     ended(sweep.jobs[job.number])

@@ -19,11 +19,12 @@ def pruner_of(plan: Plan, earlier: Sequence[Job]) -> Callable[[Curve], int | Non
     """For a plan and the trials that a new one was proposed from: the step of its curve at which that is stopped, if any.
 
     `median` is the rule of Golovin et al. (2017), Google Vizier, section 3.2, as Optuna's MedianPruner has it: the best value
-    so far is worse than the median of the others' values at that step.
+    so far is worse than the median, at that step, of those that were trained to their end.
     """
     maximize = plan.objectives[0].maximize
     if plan.prune == "median":
-        curves = [dict(job.outcome.curve) for job in earlier if job.outcome and job.outcome.values]
+        ended = [job.outcome for job in earlier if job.outcome and job.outcome.values and not job.outcome.pruned]
+        curves = [dict(outcome.curve) for outcome in ended]
         return lambda curve: _below_median(curve, curves, maximize)
     return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import sys
 import time
@@ -15,7 +14,7 @@ from toolkit.sweeps.results import Trial, best_trials, metrics_of, result_of, tr
 from toolkit.sweeps.schedule import brackets_of, without_seed
 from toolkit.sweeps.space import Point
 from toolkit.sweeps.trials import Running, curve_of, trial_folder
-from toolkit.system.console import say, show_number
+from toolkit.system.console import say, show_moving_line, show_number
 
 
 def trial_line(trial: Trial, plan: Plan) -> str:
@@ -102,9 +101,7 @@ class Live:
         if not self.is_on or now - self._shown < 1:
             return
         self._shown = now
-        line = self.line([job for job, _ in running.values()], jobs)
-        sys.stderr.write(f"\r\x1b[2K{line[: max(1, shutil.get_terminal_size().columns - 1)]}")
-        sys.stderr.flush()
+        show_moving_line(self.line([job for job, _ in running.values()], jobs))
 
     def line(self, running: Sequence[Job], jobs: Sequence[Job]) -> str:
         """Running trials with their metric, the best so far, how many have ended and about how long the rest takes."""
@@ -134,8 +131,7 @@ class Live:
     def clear(self) -> None:
         """Take the moving line away."""
         if self.is_on:
-            sys.stderr.write("\r\x1b[2K")
-            sys.stderr.flush()
+            show_moving_line()
 
 
 def point_of(plan: Plan, settings: Point) -> Point:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import MutableMapping
 from typing import TextIO
@@ -41,6 +42,12 @@ def say(text: object, *, error: bool = False, style: str = "", end: str = "\n") 
     """Print text, whatever it holds, in one write: on standard output, or on standard error."""
     stream = sys.stderr if error else sys.stdout
     write(styled(printable(str(text)), style, stream) + end, stream)
+
+
+def show_moving_line(text: str = "") -> None:
+    """Write over the moving line of the terminal behind standard error, no wider than that is; without text take it away."""
+    sys.stderr.write(f"\r\x1b[2K{text[: max(1, shutil.get_terminal_size().columns - 1)]}")
+    sys.stderr.flush()
 
 
 @functools.cache

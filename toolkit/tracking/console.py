@@ -1,12 +1,11 @@
 """What a run shows while it trains: a line for each logging event, and a progress bar."""
 
 import math
-import shutil
 import sys
 import time
 from collections.abc import Mapping
 
-from toolkit.system.console import say, show_number
+from toolkit.system.console import say, show_moving_line, show_number
 
 
 class Progress:
@@ -27,9 +26,7 @@ class Progress:
             return
         done = step / self.total_steps
         bar = "━" * round(24 * done) + "─" * (24 - round(24 * done))
-        line = f"{bar} {step}/{self.total_steps}  {self._remaining(step)}"
-        sys.stderr.write(f"\r\x1b[2K{line[: max(1, shutil.get_terminal_size().columns - 1)]}")
-        sys.stderr.flush()
+        show_moving_line(f"{bar} {step}/{self.total_steps}  {self._remaining(step)}")
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
         """A logging event: a line that stays."""
@@ -40,12 +37,12 @@ class Progress:
         """A line that stays, above the moving one."""
         if self.shown:
             if self.live:
-                sys.stderr.write("\r\x1b[2K")
+                show_moving_line()
             say(text)  # one write: the log pumps of job runners split several
 
     def close(self) -> None:
         if self.live:
-            sys.stderr.write("\n")
+            say("", error=True)
 
     def _remaining(self, step: int) -> str:
         done = step - self.first_step
