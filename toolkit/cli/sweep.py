@@ -19,15 +19,16 @@ from toolkit.config import Refusal, settings_of
 from toolkit.distributed.launch import threads_of_a_rank
 from toolkit.runs.copies import text_hash
 from toolkit.sweeps.addresses import address_of, found_elsewhere
-from toolkit.sweeps.journal import Job, Journal, Plan, read_journal
+from toolkit.sweeps.journal import Job, Journal, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Stopped, Sweep, run_sweep
+from toolkit.sweeps.proposal import Proposal
 from toolkit.sweeps.results import best_trials, trials_of
-from toolkit.sweeps.schedule import Proposal, brackets_of, make_schedule
+from toolkit.sweeps.schedule import brackets_of, make_schedule
 from toolkit.sweeps.shown import Live, count_line, point_of, seed_lines, trial_line, trials_in
 from toolkit.sweeps.space import Point, read_space
 from toolkit.sweeps.storage import open_journal
 from toolkit.sweeps.strategies import STRATEGIES
-from toolkit.sweeps.trials import Recipe as RecipeTrials, flags_of, shown_command, trial_folder
+from toolkit.sweeps.trials import Recipe as RecipeTrials, commands_of, flags_of, fork_run, shown_command, trial_folder
 from toolkit.sweeps.zygote import Zygote
 from toolkit.system.console import as_typed, say
 
@@ -131,7 +132,10 @@ def _run(plan: Plan, folder: Path, journal: Journal, slots: int | None) -> None:
     def address(settings: Point) -> str:
         return address_of(read_command_line(config_class, [*plan.words, *flags_of(settings)], {}), plan)
 
-    state = Sweep(journal, plan, journal.liveness(), address, lambda where, until: found_elsewhere(folder, where, until))
+    def elsewhere(address: str, until: int | None) -> Outcome | None:
+        return None if plan.prune == "pbt" else found_elsewhere(folder, address, until)  # whose checkpoints may be gone
+
+    state = Sweep(journal, plan, journal.liveness(), address, elsewhere, lambda trial, parent: fork_run(folder, trial, parent))
     live = Live(folder, plan, slots)
 
     def ended(job: Job) -> None:
@@ -195,7 +199,11 @@ def _show_best(plan: Plan, jobs: Sequence[Job], folder: Path) -> None:
         same = trial.outcome.same_as if trial.outcome else None
         computed = trial.number if same is None or isinstance(same, str) else jobs[same].trial
         say(f"run directory: {same if isinstance(same, str) else trial_folder(folder, computed)}")
-        say(as_typed(*shown_command(plan, point_of(plan, trial.settings))))
+        if plan.prune == "pbt":
+            for command in commands_of(plan, jobs, trial.number):
+                say(as_typed(*command))
+        else:
+            say(as_typed(*shown_command(plan, point_of(plan, trial.settings))))
 
 
 def _show_plan(plan: Plan, folder: Path) -> None:
@@ -222,6 +230,8 @@ def _cost(plan: Plan) -> list[str]:
     words = [*plan.words, *flags_of(base_of(read_space(plan.search)))]
     config = read_command_line(config_class_of_file(Path(plan.recipe)), words, {})
     most = getattr(config, "max_steps", None)
+    if plan.prune == "pbt":
+        return [f"cost: {plan.trials * plan.rungs[-1]} steps, {plan.trials} members to step {plan.rungs[-1]}"]
     if plan.rungs:
         lines, total = [], 0
         for count, rungs in brackets_of(plan):

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.cli.command_line import read_command_line
 from toolkit.cli.placement import placement_of
 from toolkit.cli.recipe import config_class_of_file
-from toolkit.config import Refusal, Settings, check_together, settings_of
+from toolkit.config import AdapterConfig, DataConfig, ModelConfig, Refusal, Settings, check_together, settings_of
 from toolkit.config.reading import values_of
 from toolkit.config.setting import nearest
 from toolkit.metrics.direction import greater_is_better
@@ -22,7 +22,7 @@ from toolkit.sweeps.journal import Objective, Plan
 from toolkit.sweeps.results import read_constraint
 from toolkit.sweeps.schedule import BY_RUNGS, brackets_of
 from toolkit.sweeps.space import Dimension, read_space, searches_in_file
-from toolkit.sweeps.strategies import grid_size, make_strategy
+from toolkit.sweeps.strategies import BY_OPTUNA, grid_size, make_strategy
 from toolkit.sweeps.trials import flags_of
 
 PRUNERS = ("none", "median", *BY_RUNGS)
@@ -79,6 +79,8 @@ def make_plan(script: str, words: Sequence[str], asked: Asked) -> Plan:
     words, rungs, trials = _with_evaluations(config_class, list(words), space, asked, trials)
     values = values_of(_check_on_recipe(config_class, words, space))
     objectives = _objectives(asked, values)
+    if asked.prune == "pbt":
+        _check_population(config_class, space, asked, trials)
     make_strategy(asked.strategy, space, asked.sweep_seed, [each.maximize for each in objectives])
     for each in asked.constraint:
         read_constraint(each)
@@ -134,6 +136,24 @@ def _check_on_recipe(config_class: type[Settings], words: Sequence[str], space: 
             point = {**base_of(space), **{name: values[0] for name, values in dimension.when}, dimension.name: value}
             check_together(read_command_line(config_class, [*words, *flags_of(point)], {}))
     return config
+
+
+def _check_population(config_class: type[Settings], space: Sequence[Dimension], asked: Asked, trials: int) -> None:
+    """A fork goes on with its parent's weights, optimizer and data, so only what these do not depend on is searched."""
+    if asked.strategy in BY_OPTUNA:
+        raise Refusal(f"--prune pbt: draws its first members by random, quasirandom or grid, and not by {asked.strategy}.")
+    if trials < 2:
+        raise Refusal(f"--trials {trials}: a population has 2 members or more.")
+    if asked.constraint:
+        raise Refusal("--prune pbt: knows no constraints. Leave out --constraint.")
+    fixed = settings_of(DataConfig).keys() | settings_of(ModelConfig).keys() | settings_of(AdapterConfig).keys()
+    fixed = fixed - {"dropout", "attention_dropout", "lora_dropout"} | {"optim", "seed", "max_steps", "num_train_epochs"}
+    for dimension in space:
+        if dimension.name in fixed:
+            raise Refusal(
+                f"--search {dimension.name}: a fork goes on from the checkpoint of another member, which has its own. "
+                "--prune pbt searches settings of the optimizer and the loss, such as learning_rate."
+            )
 
 
 def _objectives(asked: Asked, values: Mapping[str, Any]) -> list[Objective]:

@@ -78,7 +78,8 @@ class Job:
     """One training of a trial; without an outcome it runs, or was interrupted.
 
     `until`: the step at which it stops; None at the end of the run. `told`: how many jobs' results its proposal was given, the
-    first ones. `same`: an earlier job that computes the same, and computes it for both.
+    first ones. `parent`: the (trial, step) whose checkpoint the trial began with. `same`: an earlier job that computes the
+    same, and computes it for both.
     """
 
     number: int
@@ -86,6 +87,7 @@ class Job:
     settings: Point
     until: int | None = None
     told: int = 0
+    parent: tuple[int, int] | None = None
     worker: str = ""
     same: int | None = None
     address: str = ""
@@ -207,7 +209,9 @@ def plan_of(record: Mapping[str, Any]) -> Plan:
 
 def job_of(record: Mapping[str, Any]) -> Job:
     """The job that a record of its start holds."""
-    return Job(**{name: value for name, value in record.items() if name != "kind"})
+    job = Job(**{name: value for name, value in record.items() if name != "kind"})
+    job.parent = (int(job.parent[0]), int(job.parent[1])) if job.parent else None
+    return job
 
 
 def outcome_of(record: Mapping[str, Any]) -> Outcome:

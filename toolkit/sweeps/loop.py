@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +27,10 @@ from toolkit.sweeps.journal import (
     plan_record,
     start_record,
 )
+from toolkit.sweeps.proposal import Nothing
 from toolkit.sweeps.pruning import pruner_of
 from toolkit.sweeps.results import result_of
-from toolkit.sweeps.schedule import Nothing, Schedule, make_schedule
+from toolkit.sweeps.schedule import Schedule, make_schedule
 from toolkit.sweeps.space import Point
 from toolkit.sweeps.trials import Running, Start
 from toolkit.sweeps.workers import Liveness
@@ -50,6 +52,11 @@ class Sweep:
 
     The n-th job is proposed from the results of the first n - `parallel` ones, however many have ended: so the proposals do not
     depend on which of the jobs at a time is faster, nor on how many processes run them.
+
+    Attributes:
+        address: of settings, what determines the result of a trial.
+        elsewhere: the outcome of an address at a step in another sweep.
+        fork: makes a trial's run directory of another trial's, which stands still; called again after a kill.
     """
 
     journal: Journal
@@ -57,6 +64,7 @@ class Sweep:
     liveness: Liveness
     address: Callable[[Point], str] = lambda settings: ""
     elsewhere: Callable[[str, int | None], Outcome | None] = lambda address, until: None
+    fork: Callable[[int, int], None] = lambda trial, parent: None
     jobs: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -151,8 +159,13 @@ class Sweep:
                 return Nothing.YET
         if isinstance(found, Nothing):
             return Nothing.YET if any(job.outcome is None for job in self.jobs) else Nothing.MORE
-        job = Job(len(self.jobs), found.trial, found.settings, found.until, self._told, self.liveness.me)
+        job = Job(len(self.jobs), found.trial, found.settings, found.until, self._told, found.parent, self.liveness.me)
         job.address = self.address(found.settings)
+        if job.parent:
+            parent, step = job.parent
+            origin = next(each for each in self.jobs if each.trial == parent)
+            job.address = hashlib.sha256(f"{job.address} {origin.address} {step}".encode()).hexdigest()[:32]
+            self.fork(job.trial, origin.trial if origin.same is None else self.jobs[origin.same].trial)
         known = self._equal(job)
         job.same = known.number if known else None
         self.journal.append(start_record(job))
@@ -169,7 +182,7 @@ class Sweep:
         # Whether a trial is pruned depends on those before it too: only what its proposal knew may stand for it.
         others = self.jobs[: self._told] if self.plan.prune == "median" else self.jobs
         for other in others:
-            is_equal = dict(other.settings) == dict(job.settings) and other.until == job.until
+            is_equal = (dict(other.settings), other.until, other.parent) == (dict(job.settings), job.until, job.parent)
             outcome = other.outcome
             stands = outcome is None or (result_of(other, self.plan).values and not outcome.pruned)
             if is_equal and other.same is None and stands:
@@ -259,7 +272,8 @@ def steps_used(jobs: Sequence[Job]) -> int:
     furthest: dict[int, int] = {}
     for job in jobs:
         if job.outcome and job.outcome.same_as is None:
-            furthest[job.trial] = max(furthest.get(job.trial, 0), job.outcome.step)
+            began = job.parent[1] if job.parent else 0
+            furthest[job.trial] = max(furthest.get(job.trial, 0), job.outcome.step - began)
     return sum(furthest.values())
 
 

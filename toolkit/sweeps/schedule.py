@@ -8,30 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from toolkit.sweeps.journal import Job, Plan
+from toolkit.sweeps.population import Population
+from toolkit.sweeps.proposal import Nothing, Proposal
 from toolkit.sweeps.results import mean_result, rank_of, result_of
 from toolkit.sweeps.space import Point, read_space
 from toolkit.sweeps.strategies import Strategy, make_strategy
 
-BY_RUNGS = ("halving", "hyperband", "asha")
-
-
-class Nothing(Enum):
-    """What there is to train where there is no proposal."""
-
-    YET = "results are missing"
-    MORE = "the sweep has ended"
-
-
-class Proposal(NamedTuple):
-    """A trial, its settings, and the step up to which it is trained; None: to its end."""
-
-    trial: int
-    settings: Point
-    until: int | None = None
+BY_RUNGS = ("halving", "hyperband", "asha", "pbt")
 
 
 class Schedule(Protocol):
@@ -50,6 +36,8 @@ def make_schedule(plan: Plan) -> Schedule:
     directions = [each.maximize for each in plan.objectives]
     if plan.prune not in BY_RUNGS:
         return _Whole(plan, make_strategy(plan.strategy, space, plan.seed, directions))
+    if plan.prune == "pbt":
+        return Population(plan, make_strategy(plan.strategy, space, plan.seed, directions), space)
     brackets, first = [], 0
     for place, (count, rungs) in enumerate(brackets_of(plan)):
         strategy = make_strategy(plan.strategy, space, plan.seed + place, directions)

@@ -42,6 +42,9 @@ def trial_line(trial: Trial, plan: Plan) -> str:
 def count_line(plan: Plan, jobs: Sequence[Job]) -> str:
     """How many trials have ended, and the steps trained where they are counted."""
     trials = trials_of(jobs).values()
+    if plan.prune == "pbt":
+        forks = sum(job.parent is not None for job in {job.trial: job for job in jobs}.values())
+        return f"{plan.trials} members and {forks} forks; {steps_used(jobs)} of {plan.trials * plan.rungs[-1]} steps trained"
     ended = sum(trial.outcome is not None for trial in trials)
     with_value = sum(bool(result_of(trial, plan).values) for trial in trials)
     line = f"{ended} of {trials_in(plan)} trials have ended, {with_value} with a value"

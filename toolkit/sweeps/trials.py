@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,7 +134,8 @@ class RecipeTrial:
         recipe, job = self._recipe, self._job
         again = ["--resume" if recipe.can_resume else "--overwrite-output-dir"] if holds_a_run(self._run) else []
         rung = ["--stop-at-step", str(job.until)] if job.until is not None else []
-        words = [recipe.plan.recipe, *recipe.plan.words, *flags_of(job.settings), "--output-dir", str(self._run), *rung, *again]
+        own = [*flags_of(job.settings), "--output-dir", str(self._run), *rung, *again]
+        words = [recipe.plan.recipe, *recipe.plan.words, *own, *(changes_of(job.settings) if job.parent else [])]
         return recipe.spawn(words, self._run / "log.txt", recipe.environments[self._slot])
 
     def _watch(self) -> None:
@@ -158,6 +160,51 @@ def flags_of(settings: Point) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
+def changes_of(settings: Point) -> list[str]:
+    """The flags with which a run goes on with other values of the searched settings."""
+    return ["--allow-change", ",".join(settings)]
+
+
+def fork_run(folder: Path, trial: int, parent: int) -> None:
+    """Make the run directory of a trial that goes on from where another one stands; nothing where it is there already.
+
+    Checkpoints are never written in place: their files are linked, not copied, where the file system can.
+    """
+    source, target = trial_folder(folder, parent), trial_folder(folder, trial)
+    if target.exists():
+        return
+    temporary = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    checkpoints = source / "checkpoints"
+
+    def copy(file: str, place: str) -> None:
+        if checkpoints in Path(file).parents:
+            with contextlib.suppress(OSError):
+                os.link(file, place)
+                return
+        shutil.copy2(file, place)
+
+    shutil.copytree(source, temporary, symlinks=True, copy_function=copy, ignore=shutil.ignore_patterns("model", "log.txt"))
+    os.replace(temporary, target)
+
+
+def commands_of(plan: Plan, jobs: Sequence[Job], trial: int) -> list[Sequence[str]]:
+    """What to type for one run as a trial's: one command; of a fork one for each part with other settings, in the same run."""
+    origins = {job.trial: job for job in reversed(jobs)}  # the first job of each trial
+    chain: list[tuple[Point, int | None]] = [(origins[trial].settings, None)]
+    while parent := origins[trial].parent:
+        trial, step = parent
+        chain.insert(0, (origins[trial].settings, step))
+    if len(chain) == 1:
+        return [shown_command(plan, chain[0][0])]
+    commands: list[Sequence[str]] = []
+    for settings, until in chain:
+        stop = [] if until is None else ["--stop-at-step", str(until)]
+        again = ["--resume", *changes_of(settings)] if commands else []
+        commands.append([*shown_command(plan, settings), "--output-dir", "runs/best", *stop, *again])
+    return commands
+
+
 def shown_command(plan: Plan, settings: Point) -> Sequence[str]:
     """What to type for one run with these settings."""
     return ["toolkit", "train", plan.recipe, *plan.placement, *plan.words, *flags_of(settings)]
@@ -166,8 +213,8 @@ def shown_command(plan: Plan, settings: Point) -> Sequence[str]:
 def read_outcome(run: Path, plan: Plan, until: int | None = None) -> Outcome:
     """What a run has come to, or had come to at a step.
 
-    The first objective counts with the best value that was evaluated, as the best checkpoint does; with several objectives, and
-    for constraints, the last values count, which are those of one and the same model.
+    The first objective counts with the best value that was evaluated, as the best checkpoint does; with several objectives, for
+    constraints and in a population the last values count, which are those of one and the same model.
 
     Raises:
         Refusal: it did not log a metric.
@@ -184,8 +231,10 @@ def read_outcome(run: Path, plan: Plan, until: int | None = None) -> Outcome:
         value = logged.get(name, logged.get(f"eval_{name}", _of_card(run, name)))
         if len(plan.objectives) == 1 and name == first.metric:
             best = summary.get("best")
-            if until is None and isinstance(best, dict) and best.get("name") in (name, f"eval_{name}"):
+            if until is None and plan.prune != "pbt" and isinstance(best, dict) and best.get("name") in (name, f"eval_{name}"):
                 value = best["value"]
+            elif curve and plan.prune == "pbt":
+                value = curve[-1][1]
             elif curve:
                 value = (max if first.maximize else min)(each for _, each in curve)
         if value is None and name not in logged and f"eval_{name}" not in logged:

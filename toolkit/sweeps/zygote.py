@@ -74,6 +74,7 @@ class Zygote:
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._codes: dict[int, int] = {}  # of trials that have ended
+        self._running: set[int] = set()
         self._started: list[int] = []  # trials that it said it has started, and nobody has taken
         self._unread = b""
 
@@ -95,25 +96,41 @@ class Zygote:
         Raises:
             OSError: the zygote cannot be started, or has ended.
         """
+        asked = {"words": list(words), "log": str(log), "environment": dict(environment)}
+        for attempt in (1, 2):
+            with contextlib.suppress(BrokenPipeError):
+                self._ask(json.dumps(asked).encode() + b"\n")
+                while not self._started and self.listen(None):
+                    pass
+            if self._started:
+                break
+            if attempt == 2 or self._process is None:
+                raise OSError("the process that forks trials has ended")
+            self._process.wait()  # it was killed: another one
+        pid = self._started.pop()
+        self._running.add(pid)
+        return Forked(self, pid)
+
+    def _ask(self, line: bytes) -> None:
         if self._process is None or self._process.poll() is not None:
-            self._unread = b""
+            while self.listen(0.0):
+                pass
+            self._codes |= dict.fromkeys(self._running, -signal.SIGKILL)  # they have died with the one before
+            self._running.clear()
+            self._started, self._unread = [], b""
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "toolkit.sweeps.zygote"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
                 start_new_session=True, preexec_fn=death_with_this_process(), env={**os.environ, **self._environment},
             )  # fmt: skip
         assert self._process.stdin
-        asked = {"words": list(words), "log": str(log), "environment": dict(environment)}
-        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
-        while not self._started:
-            if not self.listen(None):
-                raise OSError("the process that forks trials has ended")
-        return Forked(self, self._started.pop())
+        self._process.stdin.write(line)
 
     def code_of(self, pid: int) -> int | None:
         """The code of a trial that has ended; it is killed with its zygote."""
         while self.listen(0.0):
             pass
         if pid not in self._codes and self._process and self._process.poll() is not None:
+            self._running.discard(pid)
             return -signal.SIGKILL
         return self._codes.pop(pid, None)
 
@@ -129,6 +146,7 @@ class Zygote:
             pid, *code = map(int, line.split())
             if code:
                 self._codes[pid] = code[0]
+                self._running.discard(pid)
             else:
                 self._started.append(pid)
         return bool(found)
