@@ -14,7 +14,7 @@ from toolkit.cli.command_line import read_command_line
 from toolkit.cli.placement import ConfigFile, Processes
 from toolkit.cli.recipe import config_class_of_file
 from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
-from toolkit.cli.sweep_plan import PRUNERS, Asked, base_of, make_plan
+from toolkit.cli.sweep_plan import PRUNERS, Asked, base_of, check_agent, make_plan
 from toolkit.config import Refusal, settings_of
 from toolkit.distributed.launch import threads_of_a_rank
 from toolkit.runs.copies import text_hash
@@ -29,6 +29,7 @@ from toolkit.sweeps.space import Point, read_space
 from toolkit.sweeps.storage import open_journal
 from toolkit.sweeps.strategies import STRATEGIES
 from toolkit.sweeps.trials import Recipe as RecipeTrials, commands_of, flags_of, fork_run, shown_command, trial_folder
+from toolkit.sweeps.wandb_agent import run_agent
 from toolkit.sweeps.zygote import Zygote
 from toolkit.system.console import as_typed, say
 
@@ -88,6 +89,10 @@ def sweep(
         str | None,
         typer.Option(metavar="URL", help="A database for the journal, such as sqlite:///sweeps.db, without a common folder."),
     ] = None,
+    wandb: Annotated[
+        str | None,
+        typer.Option(metavar="ENTITY/PROJECT/ID", help="Be an agent of this W&B sweep, which has the space and the strategy."),
+    ] = None,
     processes: Processes = None,
     accelerate_config: ConfigFile = None,
     dry_run: Annotated[
@@ -109,8 +114,12 @@ def sweep(
         _of_directory(recipe, Path(words[0]), values)
         return
     script = find_recipe(recipe, context.command_path)
-    plan = make_plan(script, words, Asked.of(values))
     folder = Path(values["sweep_dir"] or Path("sweeps") / Path(script).stem)
+    if values["wandb"]:
+        check_agent(words, values)
+        run_agent(values["wandb"], script, words, folder, settings_of(config_class_of_file(Path(script))), values["trials"])
+        return
+    plan = make_plan(script, words, Asked.of(values))
     if values["dry_run"]:
         _show_plan(plan, folder)
     else:

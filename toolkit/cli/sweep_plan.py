@@ -95,6 +95,22 @@ def make_plan(script: str, words: Sequence[str], asked: Asked) -> Plan:
     )  # fmt: skip
 
 
+def check_agent(words: Sequence[str], values: Mapping[str, Any]) -> None:
+    """What is given next to --wandb.
+
+    Raises:
+        Refusal: it is for the W&B sweep to decide.
+    """
+    if values["wandb"].count("/") != 2:
+        raise Refusal(f"--wandb {values['wandb']}: write ENTITY/PROJECT/ID, as in the sweep's address.")
+    theirs = ("search", "objective", "constraint", "rungs", "parallel", "slots", "storage", "processes", "accelerate_config")
+    for name in theirs:
+        if values[name]:
+            raise Refusal(f"--{name.replace('_', '-')}: with --wandb the W&B sweep decides, one trial at a time. Leave it out.")
+    if ours := [name for name in _typed(words) if name in _OURS]:
+        raise Refusal(f"--{ours[0].replace('_', '-')}: each trial has its own. The sweep's place is --sweep-dir DIR.")
+
+
 def base_of(space: Sequence[Dimension]) -> dict[str, Any]:
     """A point of the space: the first choice, or the lower end, of each dimension that applies."""
     point: dict[str, Any] = {}

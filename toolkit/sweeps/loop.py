@@ -235,7 +235,11 @@ def run_sweep(
                 forwarded += 1
             try:
                 for slot, (job, process) in list(running.items()):
-                    outcome, interrupted = process.poll(), process.interrupted()
+                    try:
+                        outcome, interrupted = process.poll(), process.interrupted()
+                    except OSError:
+                        del running[slot]
+                        raise
                     if outcome is None and interrupted is None:
                         continue
                     del running[slot]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import shutil
@@ -34,7 +35,11 @@ class Running(Protocol):
     """A job in progress."""
 
     def poll(self) -> Outcome | None:
-        """Its outcome, once it has ended."""
+        """Its outcome, once it has ended.
+
+        Raises:
+            OSError: it has ended for want of disk space, which says nothing of its settings.
+        """
         ...
 
     def interrupt(self, number: int) -> None:
@@ -112,6 +117,8 @@ class RecipeTrial:
             return None
         seconds = time.monotonic() - self._began
         if code and not is_interrupted:
+            if _is_out_of_space(self._run):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run))
             return Outcome(reason=_reason(self._run, code), code=code, seconds=seconds, step=step)
         outcome = read_outcome(self._run, self._recipe.plan, pruned_at or job.until)
         return replace(outcome, seconds=seconds, pruned=pruned_at is not None)
@@ -286,6 +293,13 @@ def _reason(run: Path, code: int) -> str:
     if code > _KILLED:
         return f"killed by signal {code - _KILLED}, {ATTEMPTS} times"
     return lines[-1] if lines else f"exit code {code}"
+
+
+def _is_out_of_space(run: Path) -> bool:
+    """Whether a trial ended because the disk is full: its log says so, or there is no room for a log."""
+    words = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), f"[Errno {errno.ENOSPC}]", " GB free, but ")
+    text = (run / "log.txt").read_text(encoding="utf-8", errors="replace")[-20_000:]
+    return any(word in text for word in words) or shutil.disk_usage(run).free < 1 << 20
 
 
 def _is_out_of_memory(line: str) -> bool:

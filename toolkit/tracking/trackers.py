@@ -107,7 +107,7 @@ def open_trackers(
     """
     names = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
     if names and "wandb" not in ids:
-        ids = {"wandb": secrets.token_hex(4), **ids}
+        ids = {"wandb": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), **ids}
     return Trackers(names if accelerator.is_main_process else [], config, ids, step, say)
 
 
