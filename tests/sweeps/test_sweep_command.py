@@ -29,7 +29,7 @@ from toolkit.config import OutputConfig, Refusal, setting
 class Config(OutputConfig):
     rate: float = setting(1.0, "A rate.", least=0.0)
     wait: float = setting(0.0, "Seconds.")
-    kind: str = setting("a", "A kind.", choices=("a", "b", "bad"))
+    kind: str = setting("a", "A kind.", choices=("a", "b", "bad", "full"))
 
 def main(config: Config) -> None:
     folder = Path(config.output_dir)
@@ -39,6 +39,8 @@ def main(config: Config) -> None:
     time.sleep(config.wait)
     if config.kind == "bad":
         raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+    if config.kind == "full" and not Path("room").exists():
+        raise OSError(28, "No space left on device")
     (folder / "summary.json").write_text(json.dumps({"eval_loss": (config.rate - 0.25) ** 2}))
 
 if __name__ == "__main__":
@@ -128,6 +130,22 @@ def test_a_sweep_killed_again_and_again_ends_with_the_same_trials(recipe: Path, 
 
 
 @pytest.mark.slow
+def test_a_full_disk_stops_the_sweep_and_fails_no_trial(recipe: Path, tmp_path: Path) -> None:
+    """The third trial finds no space; with space again the sweep ends with a value of each.
+
+    Fails when: poll in trials.py does not ask _is_out_of_space.
+    """
+    words = ["formula.py", "--strategy", "grid", "--search", "kind=a,b,full", "--search", "rate=0.5,1.0", "--sweep-dir", "s"]
+    stopped = sweep(*words, cwd=tmp_path)
+    assert stopped.returncode == 1
+    assert "No space left on device; go on with: toolkit sweep continue" in stopped.stderr
+    assert [value_of(job) for job in jobs_of(tmp_path / "s")] == [0.0625, 0.5625, 0.0625, 0.5625, None]
+    (tmp_path / "room").touch()
+    assert sweep("continue", "s", cwd=tmp_path).returncode == 0
+    assert [value_of(job) for job in jobs_of(tmp_path / "s")] == [0.0625, 0.5625] * 3
+
+
+@pytest.mark.slow
 def test_equal_trials_of_another_sweep_are_not_trained_again(recipe: Path, tmp_path: Path) -> None:
     """The second sweep has one new point; then the recipe's code changes, and all are new.
 
@@ -184,7 +202,8 @@ def test_a_halving_sweep_that_is_stopped_and_killed_has_a_winner_with_the_bits_o
 
     Fails when: Run in run.py stops at a step without saving a checkpoint, or the schedule of a trial is that of its rung.
     """
-    words = [str(ROOT / "recipes" / "accelerated.py"), "--search", "learning_rate=log:1e-3..1e-1", "--trials", "6", "--prune", "halving"]
+    search = "learning_rate=log:1e-3..1e-1"
+    words = [str(ROOT / "recipes" / "accelerated.py"), "--search", search, "--trials", "6", "--prune", "halving"]
     words += ["--rungs", "3,9", "--parallel", "2", "--sweep-dir", "s", *ACCELERATED[:-2]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for number, seconds in ((signal.SIGKILL, 9.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 9.0)):
@@ -208,3 +227,36 @@ def test_a_halving_sweep_that_is_stopped_and_killed_has_a_winner_with_the_bits_o
     for more in ([], ["--resume"]):  # the second one is there already
         assert subprocess.run([*again, *more], capture_output=True, timeout=120, cwd=tmp_path, env=environment).returncode == 75
         assert json.loads((tmp_path / "steps" / "summary.json").read_text())["steps"] == 4
+
+
+MAIN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import toolkit as tk
+import accelerated
+base = accelerated.Config(
+    max_train_examples=96, max_eval_examples=40, use_cpu=True, hidden_size=16, num_hidden_layers=1, max_steps=9, eval_strategy="steps", eval_steps=3
+)
+found = tk.sweep(accelerated.main, {"learning_rate": "log:1e-3..1e-1"}, config=base, trials=4, prune="halving", rungs=[3, 9], folder="python")
+print(found[0].outcome.values)
+try:
+    tk.sweep(accelerated.main, {"learning_speed": "log:1e-3..1e-1"}, config=base)
+except tk.config.Refusal as refusal:
+    print(refusal)
+"""
+
+
+@pytest.mark.slow
+def test_a_recipes_main_is_swept_from_python_as_by_the_command(tmp_path: Path) -> None:
+    """The same jobs and values from one process and from forks. Fails when: _run in functions.py leaves out stop_at_step."""
+    (tmp_path / "script.py").write_text(MAIN)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    place = {"capture_output": True, "text": True, "timeout": 200, "cwd": tmp_path, "env": environment}
+    done = subprocess.run([sys.executable, "script.py", str(ROOT / "recipes")], **place)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    assert "learning_speed: no setting of accelerated.Config" in done.stdout
+    words = [str(ROOT / "recipes" / "accelerated.py"), "--search", "learning_rate=log:1e-3..1e-1", "--trials", "4", "--prune", "halving"]
+    words += ["--rungs", "3,9", "--sweep-dir", "shell", *ACCELERATED[:-2]]
+    subprocess.run(command(*words), check=True, **place)  # type: ignore[call-overload]
+    found = [[(job.trial, job.settings, job.until, value_of(job)) for job in jobs_of(tmp_path / each)] for each in ("python", "shell")]
+    assert found[0] == found[1]

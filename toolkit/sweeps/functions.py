@@ -7,14 +7,19 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.config import Refusal, RunConfig, settings_of
+from toolkit.distributed.launch import TRY_AGAIN
+from toolkit.metrics.direction import greater_is_better
+from toolkit.runs.directory import holds_a_run
 from toolkit.sweeps.journal import Job, JournalFile, Objective, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Sweep, run_sweep
 from toolkit.sweeps.pruning import Curve
 from toolkit.sweeps.results import Trial, best_trials, trials_of
+from toolkit.sweeps.trials import fork_run, read_outcome, steps_of, trial_folder
 
 
 class Pruned(Exception):
@@ -50,8 +55,9 @@ def sweep(
     function: Callable[..., float | Mapping[str, float]], space: Mapping[str, Any], *, trials: int = 20,
     strategy: str = "random", seed: int = 0, maximize: bool | Mapping[str, bool] = False, constraints: Sequence[str] = (),
     prune: str = "none", rungs: Sequence[int] = (), reduction: int = 3, parallel: int = 1, folder: str | Path | None = None,
+    config: RunConfig | None = None,
 ) -> list[Trial]:  # fmt: skip
-    """Search for the arguments of a function; the trials, the best first.
+    """Search for the arguments of a function, or for the settings of a recipe's `main`; the trials, the best first.
 
     Args:
         function: `function(settings)` or `function(settings, trial)` returns the value of a trial, or several by name. What it
@@ -64,11 +70,19 @@ def sweep(
         rungs: steps at which trials are compared; the last one is a whole trial.
         parallel: how many trials a proposal does not know yet; as a sweep with so many at a time would propose.
         folder: keeps the journal, with which the same call goes on where it was cut off.
+        config: the settings that are the same in every trial, where `function` is a recipe's `main(config)`. Each trial is then
+            a run under FOLDER/trials (default: sweeps/NAME of the recipe), in this process, one after another, judged by
+            `config.metric_for_best_model`.
 
     Raises:
         Refusal: the space, or another argument, cannot be meant.
     """
     directions = maximize if isinstance(maximize, Mapping) else {"value": maximize}
+    if config is not None:
+        metric = config.metric_for_best_model
+        directions = maximize if isinstance(maximize, Mapping) else {metric: maximize or _is_better_up(config)}
+        folder = folder or Path("sweeps") / inspect.getmodule(function).__name__  # type: ignore[union-attr]
+        _check_main(config, space, prune)
     search = [f"{name}={_written(values)}" for name, values in space.items()]
     plan = Plan(
         getattr(function, "__qualname__", "function"), "", [], search, strategy, seed, trials,
@@ -78,11 +92,13 @@ def sweep(
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary)
         journal = JournalFile(place)
-        state = Sweep(journal, plan, journal.liveness())
+        state = Sweep(journal, plan, journal.liveness(), fork=lambda trial, parent: fork_run(place, trial, parent))
         kinds = {name: _reader(values) for name, values in space.items()}
 
         def start(job: Job, slot: int, prune_at: Callable[[Curve], int | None] | None) -> Ended:
             settings = {name: kinds[name](value) for name, value in job.settings.items()}
+            if config is not None:
+                return Ended(_run(function, config, settings, job, plan, place))
             return Ended(_call(function, FunctionTrial(settings, job.until, prune=prune_at), plan))
 
         run_sweep(state, start)
@@ -90,6 +106,42 @@ def sweep(
     found = list(trials_of(jobs).values())
     best = best_trials(found, plan_found or plan)
     return [*best, *(trial for trial in found if trial not in best)]
+
+
+def _check_main(config: RunConfig, space: Mapping[str, Any], prune: str) -> None:
+    """Raises:
+        Refusal: a name is none of the recipe's settings, or the trials would have to be watched from outside.
+    """
+    if unknown := [name for name in space if name not in settings_of(type(config))]:
+        raise Refusal(f"{unknown[0]}: no setting of {type(config).__module__}.{type(config).__name__}.")
+    if prune == "median":
+        raise Refusal("prune='median': stops a trial from another process. Take prune='asha', or type `toolkit sweep`.")
+
+
+def _is_better_up(config: RunConfig) -> bool:
+    return greater_is_better(config.metric_for_best_model, config.greater_is_better)
+
+
+def _run(
+    main: Callable[..., Any], config: RunConfig, settings: Mapping[str, Any], job: Job, plan: Plan, folder: Path
+) -> Outcome:
+    """One trial of a recipe in this process."""
+    run, began, reason = trial_folder(folder, job.trial), time.monotonic(), ""
+    changes = {"allow_change": list(settings)} if job.parent else {}
+    own = {**settings, **changes, "output_dir": str(run), "stop_at_step": job.until, "resume": holds_a_run(run)}
+    try:
+        if job.until is None or steps_of(run) < job.until:
+            main(replace(config, **own))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        # It stopped with a checkpoint: where it was to, or by a signal, which is the sweep's affair.
+        if getattr(error, "exit_code", None) != TRY_AGAIN or job.until is None or steps_of(run) < job.until:
+            raise
+    seconds = time.monotonic() - began
+    if reason:
+        return Outcome(reason=reason, code=1, seconds=seconds, step=steps_of(run))
+    return replace(read_outcome(run, plan, job.until), seconds=seconds)
 
 
 def _call(function: Callable[..., Any], trial: FunctionTrial, plan: Plan) -> Outcome:
