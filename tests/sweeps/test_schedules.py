@@ -19,8 +19,8 @@ RUNGS = [1, 3, 9, 27]
 
 
 def plan(prune: str = "halving", trials: int = 27, **more: Any) -> Plan:
-    more = {"rungs": RUNGS, "parallel": 1, **more}
-    return Plan("r.py", "digest", [], ["x=float:0..1"], "random", 0, trials, [Objective("loss")], prune=prune, **more)
+    more = {"rungs": RUNGS, "parallel": 1, "search": ["x=float:0..1"], "strategy": "random", **more}
+    return Plan("r.py", "digest", [], seed=0, trials=trials, objectives=[Objective("loss")], prune=prune, **more)
 
 
 def curve(x: float, until: int | None) -> Outcome:
@@ -94,6 +94,17 @@ def test_a_cut_changes_nothing(prune: str, tmp_path: Path) -> None:
         folder.mkdir()
         (folder / JOURNAL).write_bytes(b"".join(lines[:kept]))
         assert [(job.trial, job.settings, job.until, job.told) for job in run(folder, asked, 2)] == whole
+
+
+def test_a_grid_that_is_pruned_is_tried_in_a_shuffled_order(tmp_path: Path) -> None:
+    """Values in a falling order of losses: ASHA in that order would take on nearly all of them.
+
+    Fails when: make_schedule in schedule.py makes a bracket's strategy without shuffled.
+    """
+    asked = plan("asha", search=[f"x={','.join(str(1 - number / 27) for number in range(27))}"], strategy="grid")
+    jobs = run(tmp_path, asked)
+    assert sorted(float(job.settings["x"]) for job in jobs if job.until == 1) == sorted(1 - number / 27 for number in range(27))
+    assert sum(job.until == 3 for job in jobs) <= 13
 
 
 def test_a_failure_takes_no_place_on_a_rung(tmp_path: Path) -> None:

@@ -35,12 +35,13 @@ def make_schedule(plan: Plan) -> Schedule:
     space = read_space(plan.search)
     directions = [each.maximize for each in plan.objectives]
     if plan.prune not in BY_RUNGS:
-        return _Whole(plan, make_strategy(plan.strategy, space, plan.seed, directions))
+        return _Whole(plan, make_strategy(plan.strategy, space, plan.seed, directions, shuffled=plan.prune != "none"))
     if plan.prune == "pbt":
-        return Population(plan, make_strategy(plan.strategy, space, plan.seed, directions), space)
+        return Population(plan, make_strategy(plan.strategy, space, plan.seed, directions, shuffled=True), space)
     brackets, first = [], 0
     for place, (count, rungs) in enumerate(brackets_of(plan)):
-        strategy = make_strategy(plan.strategy, space, plan.seed + place, directions)
+        # Trials are compared with those before them: a grid in its order would begin with one corner of the space.
+        strategy = make_strategy(plan.strategy, space, plan.seed + place, directions, shuffled=True)
         brackets.append(_Bracket(plan, strategy, first, count, rungs))
         first += count
     return _Brackets(brackets)

@@ -43,8 +43,14 @@ class Strategy(Protocol):
         ...
 
 
-def make_strategy(name: str, space: Sequence[Dimension], seed: int, directions: Sequence[bool]) -> Strategy:
-    """The strategy of that name; `directions` says for each objective whether more is better.
+def make_strategy(
+    name: str, space: Sequence[Dimension], seed: int, directions: Sequence[bool], *, shuffled: bool = False
+) -> Strategy:
+    """The strategy of that name.
+
+    Args:
+        directions: for each objective, whether more is better.
+        shuffled: a grid is not tried in its order, in which neighbors follow each other.
 
     Raises:
         Refusal: it cannot search this space, or the package that it needs is not installed.
@@ -55,7 +61,7 @@ def make_strategy(name: str, space: Sequence[Dimension], seed: int, directions: 
         return _CmaEs(space, seed, directions)
     if name in BY_OPTUNA:
         return _Rebuilt(name, space, seed, directions)
-    return _Drawn(_DRAWN[name](space, seed))
+    return _Drawn(_shuffled_grid(space, seed) if name == "grid" and shuffled else _DRAWN[name](space, seed))
 
 
 def grid_size(space: Sequence[Dimension]) -> int:
@@ -77,6 +83,12 @@ class _Drawn:
 
 def _grid(space: Sequence[Dimension], seed: int) -> Callable[[int], Point | None]:
     points = _grid_points(space)
+    return lambda number: points[number] if number < len(points) else None
+
+
+def _shuffled_grid(space: Sequence[Dimension], seed: int) -> Callable[[int], Point | None]:
+    points = _grid_points(space)
+    random.Random(seed).shuffle(points)
     return lambda number: points[number] if number < len(points) else None
 
 
