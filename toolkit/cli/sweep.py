@@ -16,11 +16,13 @@ from toolkit.cli.recipe import config_class_of_file
 from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
 from toolkit.cli.sweep_plan import PRUNERS, Asked, base_of, check_agent, make_plan
 from toolkit.config import Refusal, settings_of
+from toolkit.config.places import place_to_write, unwritable
 from toolkit.distributed.launch import threads_of_a_rank
 from toolkit.runs.copies import text_hash
 from toolkit.sweeps.addresses import address_of, found_elsewhere
 from toolkit.sweeps.journal import Job, Journal, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Stopped, Sweep, run_sweep
+from toolkit.sweeps.page import sweep_page
 from toolkit.sweeps.proposal import Proposal
 from toolkit.sweeps.results import best_trials, trials_of
 from toolkit.sweeps.schedule import brackets_of, make_schedule
@@ -33,7 +35,7 @@ from toolkit.sweeps.wandb_agent import run_agent
 from toolkit.sweeps.zygote import Zygote
 from toolkit.system.console import as_typed, say
 
-ACTIONS = ("status", "best", "continue")
+ACTIONS = ("status", "best", "report", "continue")
 
 
 def sweep(
@@ -93,6 +95,10 @@ def sweep(
         str | None,
         typer.Option(metavar="ENTITY/PROJECT/ID", help="Be an agent of this W&B sweep, which has the space and the strategy."),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="The page of report. Default: DIR/report.html.", show_default=False),
+    ] = None,
     processes: Processes = None,
     accelerate_config: ConfigFile = None,
     dry_run: Annotated[
@@ -102,7 +108,8 @@ def sweep(
     """Search settings of a recipe: every trial is an ordinary run under DIR/trials, judged by --metric-for-best-model.
 
     The same command again, or `toolkit sweep continue DIR [--trials N]`, goes on where a sweep was stopped or killed, or helps
-    one that runs. `toolkit sweep status DIR` lists its trials, `toolkit sweep best DIR` prints the best one as a command.
+    one that runs. `toolkit sweep status DIR` lists its trials, `toolkit sweep best DIR` prints the best one as a command,
+    `toolkit sweep report DIR` writes a page about it.
 
     Ends with 0 when all trials have ended, failed ones included, with 1 when none has a value, with 75 or 130 when a signal
     stopped it.
@@ -184,6 +191,13 @@ def _of_directory(action: str, folder: Path, values: dict[str, Any]) -> None:
         for line in seed_lines(plan, jobs) if plan.seeds > 1 else []:
             say(line)
         say(count_line(plan, jobs))
+    elif action == "report":
+        target = place_to_write(values["output"], "--output", is_file=True) if values["output"] else folder / "report.html"
+        try:
+            target.write_text(sweep_page(folder, plan, jobs, target), encoding="utf-8")
+        except OSError as error:  # such as a full disk
+            raise unwritable(target, "--output", error) from error
+        say(target)
     elif action == "best":
         _show_best(plan, jobs, folder)
     else:

@@ -41,6 +41,16 @@ class Dimension:
         value = min(max(math.floor(value + 0.5) if self.is_int else value, self.low), self.high)
         return int(value) if self.is_int else value
 
+    def share_of(self, value: Value) -> float:
+        """Where a value is in the range, 0 to 1; the other way of `at`, a choice or an integer in the middle of its part."""
+        if self.choices:
+            return (self.choices.index(str(value)) + 0.5) / len(self.choices)
+        low, high = (self.low - 0.5, self.high + 0.5) if self.is_int else (self.low, self.high)
+        number = float(value)
+        if self.is_log:
+            low, high, number = math.log(low), math.log(high), math.log(number)
+        return (number - low) / (high - low) if high > low else 0.5
+
     def ends(self) -> list[Value]:
         """The values that are tried on the recipe's rules before any trial: all choices, or both ends."""
         if self.choices:

@@ -149,8 +149,7 @@ class _Rebuilt:
     def ask(self, number: int) -> Point | None:
         import optuna
 
-        study = _study(self._directions)
-        study.add_trials([self._frozen(point, result) for point, result in self._tried.values()])
+        study = study_of(self._space, list(self._tried.values()), self._directions)
         makers = {"tpe": optuna.samplers.TPESampler, "gp": optuna.samplers.GPSampler}
         study.sampler = makers[self._name](seed=random.Random(f"{self._seed} {number}").getrandbits(32))
         if not any(each.when for each in self._space):
@@ -166,25 +165,6 @@ class _Rebuilt:
 
     def tell(self, number: int, result: Result) -> None:
         self._tried[number] = (self._tried[number][0], result)
-
-    def _frozen(self, point: Point, result: Result | None) -> Any:
-        from optuna.trial import TrialState, create_trial
-
-        distributions = {each.name: _distribution(each) for each in self._space if each.name in point}
-        values, curve = None, {}
-        if result is None:
-            state = TrialState.RUNNING
-        elif not result.values:
-            state = TrialState.FAIL
-        elif result.pruned_at is None:
-            state, values = TrialState.COMPLETE, list(result.values)
-        else:
-            state, curve = TrialState.PRUNED, {result.pruned_at: result.values[0]}
-        violations = {str(place): value for place, value in enumerate(result.violations)} if result else {}
-        return create_trial(
-            state=state, values=values, params=dict(point), distributions=distributions, intermediate_values=curve,
-            constraints=violations,
-        )  # fmt: skip
 
 
 class _CmaEs:
@@ -217,6 +197,34 @@ class _CmaEs:
 
         state = TrialState.COMPLETE if result.values else TrialState.FAIL
         self._study.tell(self._asked[number], list(result.values) or None, state)
+
+
+def study_of(space: Sequence[Dimension], tried: Sequence[tuple[Point, Result | None]], directions: Sequence[bool]) -> Any:
+    """An Optuna study in memory, of points with what came out of them; None: they run."""
+    _need("optuna", "tpe")
+    study = _study(directions)
+    study.add_trials([_frozen(space, point, result) for point, result in tried])
+    return study
+
+
+def _frozen(space: Sequence[Dimension], point: Point, result: Result | None) -> Any:
+    from optuna.trial import TrialState, create_trial
+
+    distributions = {each.name: _distribution(each) for each in space if each.name in point}
+    values, curve = None, {}
+    if result is None:
+        state = TrialState.RUNNING
+    elif not result.values:
+        state = TrialState.FAIL
+    elif result.pruned_at is None:
+        state, values = TrialState.COMPLETE, list(result.values)
+    else:
+        state, curve = TrialState.PRUNED, {result.pruned_at: result.values[0]}
+    violations = {str(place): value for place, value in enumerate(result.violations)} if result else {}
+    return create_trial(
+        state=state, values=values, params=dict(point), distributions=distributions, intermediate_values=curve,
+        constraints=violations,
+    )  # fmt: skip
 
 
 def _study(directions: Sequence[bool]) -> Any:
