@@ -17,7 +17,7 @@ import pytest
 
 import toolkit as tk
 from toolkit.cli.command_line import lossy_text, read_command_line
-from toolkit.cli.recipe import config_class_of
+from toolkit.cli.recipe import config_class_of, config_class_of_file
 from toolkit.config import Refusal, settings_of, write_config_file
 
 RECIPE = '''"""Train a small thing on real text.
@@ -413,3 +413,12 @@ def test_a_file_that_cannot_be_read_is_named_with_the_wrong_flags(tmp_path: Path
     assert all(part in message for part in ("none.yaml: no such file", "--seed x", "stray: belongs to no flag"))
     assert "no effect" not in message
     assert "words" not in message.replace("stray words", "")
+
+
+def test_a_recipe_that_a_command_imports_finds_the_modules_next_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a script does. Fails when: import_recipe leaves sys.path as it is."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "next_to_the_recipe.py").write_text("RATE = 0.25\n")
+    text = RECIPE.replace("import toolkit as tk\n", "import toolkit as tk\nfrom next_to_the_recipe import RATE\n")
+    (tmp_path / "small_with_a_module.py").write_text(text)
+    assert "learning_rate" in settings_of(config_class_of_file(tmp_path / "small_with_a_module.py"))

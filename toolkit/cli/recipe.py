@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, TypeVar, cast
 
 from toolkit.cli.command_line import find_channels, read_command_line
@@ -89,7 +90,18 @@ def config_class_of(main: Callable[[AnyConfig], Any]) -> type[AnyConfig]:
 
 def config_class_of_file(recipe: Path) -> type[Settings]:
     """The `Config` of a recipe's file, which is imported, as its --help does, and not run."""
-    name = f"recipe_{recipe.stem}"
+    return config_class_of(import_recipe(recipe).main)
+
+
+def import_recipe(recipe: Path) -> ModuleType:
+    """A recipe's file as a module; as in a script of Python, it may import files next to it.
+
+    Raises:
+        Refusal: it can't be imported, or has no main.
+    """
+    name, folder = f"recipe_{recipe.stem}", str(recipe.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(name, recipe)
     if spec is None or spec.loader is None:
         raise Refusal(f"{recipe}: is not a Python file.")
@@ -100,7 +112,7 @@ def config_class_of_file(recipe: Path) -> type[Settings]:
         raise Refusal(f"{recipe}: can't be imported here ({error}).") from error
     if not hasattr(module, "main"):
         raise Refusal(f"{recipe}: has no function main(config), as a recipe has.")
-    return config_class_of(module.main)
+    return module
 
 
 def deliver_model(output_dir: str | Path, environment: Mapping[str, str]) -> None:

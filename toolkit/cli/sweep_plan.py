@@ -182,6 +182,10 @@ def _objectives(asked: Asked, values: Mapping[str, Any]) -> list[Objective]:
         if direction not in ("max", "min") and (colon or not metric.startswith("eval_")):
             raise Refusal(f"--objective {text}: write {metric}:max or {metric}:min.")
         found.append(Objective(metric, direction == "max" if colon else greater_is_better(metric)))
+    metrics = [objective.metric for objective in found]
+    for metric in metrics:
+        if metrics.count(metric) > 1:
+            raise Refusal(f"--objective {metric}: given {metrics.count(metric)} times. Give each metric once.")
     return found
 
 

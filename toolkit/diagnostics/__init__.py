@@ -1,1 +1,1 @@
-"""What a run will need and where its time goes."""
+"""What is wrong with a recipe, what a run will need and where its time goes."""

@@ -66,7 +66,7 @@ def load_model(
         config = settings_of_base(config)
     auto = getattr(transformers, auto_class)
     built_in = is_built_in(config.model)
-    model_config = built_in_config(config, tokenizer) if built_in else _pretrained_config(config)
+    model_config = built_in_config(config, tokenizer) if built_in else pretrained_config(config)
     for name, value in head_settings.items():
         setattr(model_config, name, value)
     set_dropout(model_config, config.dropout, config.attention_dropout)
@@ -117,7 +117,12 @@ def _may_be_packed(model_config: PretrainedConfig, model_class: type | None, con
     return config.attn_implementation not in ("sdpa", "eager")
 
 
-def _pretrained_config(config: ModelConfig) -> PretrainedConfig:
+def pretrained_config(config: ModelConfig) -> PretrainedConfig:
+    """The configuration of a model that --model names, of a directory or the Hub.
+
+    Raises:
+        Refusal: there is none, it can't be read, or settings of a built-in shape were given with it.
+    """
     from transformers import AutoConfig
 
     flag, directory = f"--model {config.model}", Path(config.model).expanduser()

@@ -1,0 +1,213 @@
+"""Mistakes that are planted into copies of the recipes, and the check that is to find each.
+
+A mistake is (recipe, [(what a line of it reads, what it reads with the mistake), ...], flags, check, what is on the line that is
+named, or None where no line is known).
+"""
+
+from pathlib import Path
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+Mistake = tuple[str, list[tuple[str, str]], list[str], str, str | None]
+
+_SFT_LOSS = "    loss_fn = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)\n"
+_SFT_COLLATE = "    collate = tk.collate_packed if config.packing else tk.collate_padded\n"
+_OWN_LOSS = """
+    def loss_fn(model, micro_batch, totals):
+        import torch
+        inputs = {{name: value for name, value in micro_batch.items() if name not in ("labels", "supervised_positions"{left_out})}}
+        logits = model(**inputs).logits.float()
+        labels = micro_batch["labels"]
+        loss = torch.nn.functional.cross_entropy({compared}, reduction="sum")
+        return {normalized}, {{}}
+
+"""
+_SHIFTED = "logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()"
+_OWN_COLLATE = """
+    def collate(documents):
+        micro_batch = tk.{function}
+        {changed}
+        micro_batch.pop("supervised_positions")
+        return micro_batch
+
+"""
+_PADDED = "collate_padded(documents, tokenizer.pad_token_id)"
+_CLASS_LOSS = "    model, optimizer = accelerator.prepare(model, optimizer)\n"
+_BASIC_OPTIMIZER = "    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)\n"
+_RATES = "            for group, rate in zip(optimizer.param_groups, schedule(batch.position / train.examples_to_consume), strict=True):\n"
+
+
+def own_loss(compared: str = _SHIFTED, normalized: str = 'loss / totals["tokens"]', left_out: str = "") -> str:
+    return _OWN_LOSS.format(compared=compared, normalized=normalized, left_out=left_out)
+
+
+def own_collate(changed: str, function: str = _PADDED) -> str:
+    return _OWN_COLLATE.format(changed=changed, function=function)
+
+
+MISTAKES: dict[str, Mistake] = {
+    # labels and masks
+    "unshifted labels": (
+        "sft", [(_SFT_LOSS, own_loss("logits.flatten(0, 1), labels.flatten()"))], [], "shift", "logits = model(",
+    ),
+    "labels shifted twice": (
+        "sft", [(_SFT_COLLATE, own_collate(
+            'micro_batch["labels"] = micro_batch["labels"].roll(-1, 1); micro_batch["labels"][:, -1] = -100'))],
+        ["--no-packing"], "shift", None,
+    ),
+    "a mask over padding only": (
+        "sft", [(_SFT_COLLATE, own_collate(
+            'micro_batch["labels"] = micro_batch["input_ids"].masked_fill(micro_batch["attention_mask"] == 0, -100)'))],
+        ["--no-packing"], "masks", "def collate",
+    ),
+    "prompts learned": ("sft", [("tk.tokenize_for_sft", "tk.tokenize_for_lm")], [], "masks", None),
+    "EOS masked": (
+        "sft", [(_SFT_COLLATE, own_collate(
+            'micro_batch["labels"][micro_batch["labels"] == tokenizer.convert_tokens_to_ids("<|im_end|>")] = -100'))],
+        ["--no-packing"], "ends", "def collate",
+    ),
+    "nothing hidden": ("masked_lm", [(", augment=masks, augment_evaluation=masks", "")], [], "masks", None),
+    "padding supervised": (
+        "sft", [(_SFT_COLLATE, own_collate('micro_batch["labels"][micro_batch["attention_mask"] == 0] = tokenizer.pad_token_id'))],
+        ["--no-packing"], "padding", "def collate",
+    ),
+    "the decoder sees the target": (
+        "seq2seq", [("    train, evaluation =", '''    given = collate
+
+    def collate(documents):
+        micro_batch = given(documents)
+        micro_batch["decoder_input_ids"] = micro_batch["labels"].clamp_min(0)
+        return micro_batch
+
+    train, evaluation =''')], [], "shift", "def collate",
+    ),
+    # who sees whom
+    "packed without bounds": (
+        "sft", [(_SFT_LOSS, own_loss(left_out=', "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"').replace(
+            "model(**inputs)", 'model(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))'))],
+        [], "alone", "def loss_fn",
+    ),
+    "no attention mask": (
+        "accelerated", [(_CLASS_LOSS, _CLASS_LOSS + '''    right = loss_fn
+
+    def loss_fn(model, micro_batch, totals):
+        micro_batch = {name: value for name, value in micro_batch.items() if name != "attention_mask"}
+        return right(model, micro_batch, totals)
+
+''')], [], "padding", "return right(",
+    ),
+    "padding on the left": (
+        "accelerated", [("    collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id)\n", '''
+    def collate(documents):
+        micro_batch = tk.collate_padded(documents, pad_token_id=tokenizer.pad_token_id)
+        return {name: value.flip(1) if value.dim() == 2 else value for name, value in micro_batch.items()}
+
+''')], [], "padding", "def collate",
+    ),
+    # the mean
+    "a loss divided by the number of micro-batches": (
+        "basic", [("part.backward()", "(part / len(batch.micro_batches)).backward()")], [], "split", "part, _ = loss_fn(",
+    ),
+    "a mean of means": (
+        "sft", [(_SFT_LOSS, own_loss(normalized="loss / (labels != -100).sum()"))], ["--no-packing"], "split", "logits = model(",
+    ),
+    "a sum in place of a mean": ("sft", [(_SFT_LOSS, own_loss(normalized="loss"))], [], "start", "logits = model("),
+    "the sign of the loss": (
+        "accelerated", [(_CLASS_LOSS, _CLASS_LOSS + '''    right = loss_fn
+
+    def loss_fn(model, micro_batch, totals):
+        loss, values = right(model, micro_batch, totals)
+        return -loss, values
+
+''')], [], "start", "loss, values = right(",
+    ),
+    # optimizer and schedule
+    "an optimizer without the head": (
+        "basic", [(_BASIC_OPTIMIZER, _BASIC_OPTIMIZER + "    optimizer = torch.optim.AdamW(model.bert.parameters(), lr=config.learning_rate)\n"),
+                  (_RATES, "            for group, rate in zip(optimizer.param_groups, [config.learning_rate], strict=True):\n")],
+        [], "trained", "torch.optim.AdamW(",
+    ),
+    "a schedule stepped per micro-batch": (
+        "basic", [(_BASIC_OPTIMIZER, '''    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=train.num_steps)
+'''), (_RATES, "            for group, rate in [(dict(), 0.0)]:\n"), ("                part.backward()\n", "                part.backward()\n                scheduler.step()\n")],
+        ["--weight-decay", "0"], "rates", "scheduler.step()",
+    ),
+    "progress counted in micro-batches": (
+        "accelerated", [("rates = schedule(run.progress, run.objective)", "rates = schedule(len(batch.micro_batches) * run.progress)")],
+        [], "rates", "tk.train_step(",
+    ),
+    "a rate of its own": (
+        "basic", [(_BASIC_OPTIMIZER, "    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0)\n"),
+                  (_RATES, "            for group, rate in [(dict(), 0.0)]:\n")],
+        ["--weight-decay", "0"], "rates", "torch.optim.AdamW(",
+    ),
+    "a detached adapter": (
+        "lora", [("    model = tk.add_adapter(model, config, tokenizer)\n", ""),
+                 ("    model, optimizer = accelerator.prepare(", "    model = tk.add_adapter(model, config, tokenizer)\n    model, optimizer = accelerator.prepare(")],
+        [], "trained", "tk.build_optimizer(",
+    ),
+    "an adapter that is switched off": (
+        "lora", [(_SFT_LOSS, '''    def loss_fn(model, micro_batch, totals):
+        with model.disable_adapter():
+            return tk.causal_lm_loss(model, micro_batch, totals)
+
+''')], [], "trained", "tk.build_optimizer(",
+    ),
+    "frozen weights that move": (
+        "basic", [("    model.to(device)\n", "    model.to(device)\n    model.bert.embeddings.requires_grad_(False)\n"),
+                  ("            optimizer.zero_grad()\n", "            optimizer.zero_grad()\n            for p in model.parameters():\n                p.data.mul_(0.999)\n")],
+        [], "trained", None,
+    ),
+    "norms that decay": (
+        "basic", [(_BASIC_OPTIMIZER, _BASIC_OPTIMIZER + "    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)\n"),
+                  (_RATES, "            for group, rate in zip(optimizer.param_groups, [config.learning_rate], strict=True):\n")],
+        [], "decay", "torch.optim.AdamW(",
+    ),
+    "gradients not cleared": ("basic", [("            optimizer.zero_grad()\n", "")], [], "cleared", "optimizer.step()"),
+    "gradients not clipped": (
+        "basic", [("config.max_grad_norm or float(\"inf\")", "float(\"inf\")")], ["--max-grad-norm", "0.5"], "clipping", "optimizer.step()",
+    ),
+    # evaluation
+    "dropout left on in evaluation": ("basic", [("        model.eval()\n", "")], [], "modes", "parts = ["),
+    "dropout off after an evaluation": ("basic", [("        model.train()\n", "")], [], "modes", "part, _ = loss_fn("),
+    "a mean of batches in evaluation": (
+        "basic", [("        return {f\"eval_{name}\": value for name, value in metrics.finalize(observed).items()}\n", '''        each = [metrics.finalize({name: value.cpu().numpy() for name, value in part.items()}) for part in parts]
+        return {f"eval_{name}": sum(one[name] for one in each) / len(each) for name in each[0]}
+''')], [], "evaluation", "parts = [",
+    ),
+    # the end of a run, and the data
+    "the untrained model is saved": (
+        "accelerated", [("    model, optimizer = accelerator.prepare(", "    import copy\n    first = copy.deepcopy(model)\n    model, optimizer = accelerator.prepare("),
+                        ("tk.save_model(accelerator, model,", "tk.save_model(accelerator, first,")], [], "saved", None,
+    ),
+    "state that a resume loses": (
+        "accelerated", [("        for batch in run:\n", "        count = 0\n        for batch in run:\n            count += 1\n            model.classifier.bias.data.add_(1e-3 * count)\n")],
+        [], "resume", None,
+    ),
+    "generation does not stop": (
+        "sft", [("tk.save_model(accelerator, model, tokenizer, config.output_dir, run.summary, dtype=config.dtype)",
+                 'model.save_pretrained(f"{config.output_dir}/model")')], [], "stops", None,
+    ),
+    "half precision by hand": (
+        "accelerated", [("    collate = partial(", "    import torch\n    model.to(torch.bfloat16)\n    collate = partial(")], [], "types", "tk.build_optimizer(",
+    ),
+    "tokens added too late": (
+        "sft", [(_SFT_COLLATE, "    tokenizer.add_tokens([f\"<new{i}>\" for i in range(9)])\n" + _SFT_COLLATE)], [], "tokenizer", None,
+    ),
+    "evaluation on training rows": (
+        "accelerated", [("    tk.print_data_report(", "    splits[\"validation\"] = splits[\"train\"].select(range(32))\n    tk.print_data_report(")],
+        [], "leak", None,
+    ),
+}  # fmt: skip
+
+
+def copy_with(mistake: Mistake, folder: Path) -> Path:
+    """A copy of the recipe with the mistake in it."""
+    recipe, changes, _, _, _ = mistake
+    text = (RECIPES / f"{recipe}.py").read_text(encoding="utf-8")
+    for old, new in changes:
+        assert text.count(old) >= 1, f"{recipe}.py no longer reads {old!r}"
+        text = text.replace(old, new)
+    path = folder / f"{recipe}_copy.py"
+    path.write_text(text, encoding="utf-8")
+    return path

@@ -1,0 +1,148 @@
+"""toolkit doctor: planted mistakes are found at their line, recipes without one are accused of nothing."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import toolkit as tk
+from toolkit.cli.main import app
+from toolkit.config import Refusal
+from toolkit.diagnostics.small import with_small_model
+
+_SPEC = importlib.util.spec_from_file_location("planted", Path(__file__).with_name("planted.py"))
+assert _SPEC is not None
+assert _SPEC.loader is not None
+planted = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(planted)
+CLEAN = sorted(path.stem for path in planted.RECIPES.glob("*.py"))
+
+
+def doctor(*words: str) -> tuple[int, dict[str, Any]]:
+    done = CliRunner().invoke(app, ["doctor", *words, "--json"], prog_name="toolkit")
+    assert done.exit_code in (0, 1), done.output + repr(done.exception)
+    report = json.loads(done.stdout)
+    assert [each for each in report["checks"] if "check itself failed" in each["note"]] == []
+    return done.exit_code, report
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("name", planted.MISTAKES)
+def test_a_planted_mistake_is_found_at_its_line(name: str, tmp_path: Path) -> None:
+    """Fails when: check_split compares a gradient with itself, or watch.place() gives no line."""
+    _, _, flags, check, line = planted.MISTAKES[name]
+    copy = planted.copy_with(planted.MISTAKES[name], tmp_path)
+    code, report = doctor(str(copy), *flags)
+    findings = [finding for finding in report["findings"] if finding["check"] == check]
+    assert (code, bool(findings)) == (1, True), report
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == [copy.name]
+    if line is not None:
+        lines = copy.read_text().splitlines()
+        named = [lines[int(finding["where"].rpartition(":")[2]) - 1] for finding in findings if finding["where"]]
+        assert any(line in each for each in named), named
+
+
+def test_a_recipe_without_a_mistake_is_accused_of_nothing() -> None:
+    """Fails when: `alone` leaves dropout on, or another check takes rounding for a mistake."""
+    code, report = doctor("accelerated")
+    assert (code, report["findings"]) == (0, [])
+    assert {"split", "alone", "resume", "saved", "evaluation"} <= {c["check"] for c in report["checks"] if c["state"] == "ok"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [name for name in CLEAN if name != "accelerated"])
+def test_no_recipe_of_the_toolkit_is_accused(recipe: str) -> None:
+    """Fails when: a check takes what one recipe does on purpose for a mistake."""
+    code, report = doctor(recipe)
+    assert (code, report["findings"]) == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("sft", "--no-packing"), ("sft", "--dtype bfloat16 --learning-rate 0.01"), ("sft", "--no-completion-only-loss"),
+        ("dpo", "--loss-type ipo"), ("dpo", "--use-peft"), ("lora", "--use-dora"), ("pretrain", "--model tiny-qwen3"),
+        ("accelerated", "--optim sgd --learning-rate 0.1"), ("grpo", "--loss-type dr_grpo"),
+        ("token_classification", "--weight-decay 0.1 --max-grad-norm 0.1"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_unusual_are_not_mistakes(recipe: str, flags: str) -> None:
+    """Fails when: a tolerance holds for the defaults alone."""
+    code, report = doctor(recipe, *flags.split())
+    assert (code, report["findings"]) == (0, [])
+
+
+@pytest.mark.slow
+def test_own_code_that_is_right_is_not_accused(tmp_path: Path) -> None:
+    """A hand-written loss and collate function that differ from the toolkit's and are exact. Fails when: what is unknown counts as wrong."""
+    mistake = (
+        "sft",
+        [("    loss_fn = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)\n", planted.own_loss()),
+         ("    collate = tk.collate_packed if config.packing else tk.collate_padded\n", planted.own_collate("pass"))],
+        ["--no-packing"], "", None,
+    )  # fmt: skip
+    code, report = doctor(str(planted.copy_with(mistake, tmp_path)), "--no-packing")
+    assert (code, report["findings"]) == (0, [])
+
+
+def test_a_recipe_that_fails_is_a_finding_with_its_line(tmp_path: Path) -> None:
+    """Fails when: the error of the first run is swallowed."""
+    path = planted.copy_with(("accelerated", [("    with tk.open_run(", "    {}['nothing']\n    with tk.open_run(")], [], "", None), tmp_path)
+    code, report = doctor(str(path))
+    (finding,) = report["findings"]
+    assert (code, finding["check"]) == (1, "runs")
+    assert "KeyError" in finding["what"]
+    assert "nothing" in path.read_text().splitlines()[int(finding["where"].rpartition(":")[2]) - 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ("import nowhere_at_all\n", [], "nowhere_at_all"),
+        ("def main(:\n", [], "line 1"),
+        ("x = 1\n", [], "main"),
+        (None, ["--learning-rate", "-1"], "--learning-rate"),
+        (None, ["--dataset", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_message(text: str | None, words: list[str], said: str, tmp_path: Path) -> None:
+    """Fails when: a recipe that can't be imported shows a traceback, or ends with 1."""
+    path = planted.RECIPES / "accelerated.py"
+    if text is not None:
+        path = tmp_path / "broken.py"
+        path.write_text(text)
+    done = CliRunner().invoke(app, ["doctor", str(path), *words], prog_name="toolkit")
+    assert getattr(done.exception, "exit_code", done.exit_code) == 2 or isinstance(done.exception, Refusal), done.output
+    assert said in done.output + str(done.exception)
+    assert "Traceback" not in done.output
+
+
+def test_everything_is_as_it_was_afterwards() -> None:
+    """Fails when: a wrapper or a hook stays behind."""
+    before = {name: getattr(tk, name) for name in ("train_step", "load_model", "build_dataloaders", "build_optimizer")}
+    others = (torch.nn.functional.cross_entropy, torch.nn.utils.clip_grad_norm_, torch.optim.Optimizer.__init__)
+    doctor("basic", "--max-length", "32")
+    assert {name: getattr(tk, name) for name in before} == before
+    assert (torch.nn.functional.cross_entropy, torch.nn.utils.clip_grad_norm_, torch.optim.Optimizer.__init__) == others
+
+
+def test_a_model_directory_is_made_small_and_keeps_its_kind(tmp_path: Path) -> None:
+    """Fails when: heads, groups or layer types no longer fit each other in the small configuration."""
+    config = transformers.Qwen3Config(
+        vocab_size=300, hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
+        intermediate_size=512,
+    )  # fmt: skip
+    tk.train_tokenizer(["a few words"] * 50, vocab_size=300).save_pretrained(tmp_path / "large")
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "large")
+    small = with_small_model(tk.ModelConfig(model=str(tmp_path / "large")), tmp_path / "small")
+    read = transformers.AutoConfig.from_pretrained(small.model)
+    assert small.model == str(tmp_path / "small")
+    assert (read.model_type, read.num_hidden_layers, read.hidden_size, read.num_attention_heads, read.num_key_value_heads) == ("qwen3", 2, 64, 4, 1)
+    with pytest.raises(Refusal, match="neither a directory nor"):
+        with_small_model(tk.ModelConfig(model=str(tmp_path / "nothing")), tmp_path / "other")

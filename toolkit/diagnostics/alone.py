@@ -1,0 +1,58 @@
+"""Whether an example has together with others the gradient that it has alone: packed rows, and rows with padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from toolkit.diagnostics.records import MicroBatch
+    from toolkit.diagnostics.watch import Watch
+
+LossOf = Callable[[dict[str, Any]], torch.Tensor]
+
+
+def compare_alone(watch: Watch, model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> None:
+    """Compare the gradients of a step's micro-batches with those of their documents one by one, and note the errors.
+
+    A micro-batch is left alone when something was added to it after it was collated: a single document lacks that.
+    """
+    record = watch.record
+
+    def loss_of(tensors: dict[str, Any]) -> torch.Tensor:
+        return loss_fn(model, tensors, batch.totals)[0]
+
+    for tensors in batch.micro_batches:
+        made = record.made_batches.get(id(tensors))
+        if made is None or len(made.documents) < 2 or made.collate(made.documents).keys() != tensors.keys():
+            continue
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        seen = len(record.forwards)
+        with torch.random.fork_rng(devices=[]):
+            error = gradient_error(loss_of, made, parameters)
+        del record.forwards[seen:]
+        record.alone.append((error, len(made.documents), watch.place_of(loss_fn)))
+
+
+def gradient_error(loss_of: LossOf, made: MicroBatch, parameters: list[nn.Parameter]) -> float:
+    """The relative distance of the gradient of a micro-batch from the sum of its documents' own ones."""
+    together = gradient_of(loss_of, [made.tensors], parameters)
+    apart = gradient_of(loss_of, [made.collate([document]) for document in made.documents], parameters)
+    return float((together - apart).norm() / apart.norm().clamp_min(1e-30))
+
+
+def gradient_of(loss_of: LossOf, micro_batches: list[dict[str, Any]], parameters: list[nn.Parameter]) -> torch.Tensor:
+    """The gradient of the sum of the losses, one vector in float64; gradients that are there stay as they are."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        for tensors in micro_batches:
+            loss_of(tensors).backward()
+        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in parameters])
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient

@@ -1,0 +1,274 @@
+"""Checks of labels: which tokens are supervised, from where they are predicted, and the ends of texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.config import Settings
+from toolkit.diagnostics.checks_of_data import IGNORED, micro_batch_of, rows_of, with_token_labels
+from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
+from toolkit.diagnostics.records import Forward, MicroBatch, Record
+
+_CAUSAL = ("sft", "lm")
+_ALIGNED = ("masked_lm", "token_classification")
+_SHOWN = 100  # characters
+_NEAR_END = 3  # tokens: a chat template may write a line break behind the end of a turn
+
+
+def check_masks(record: Record, config: Settings) -> Outcome:
+    """As many tokens are supervised as the data say, prompts are not, and no target is left out or added in the loss."""
+    findings: list[Finding | None] = [_counted_in_loss(record)]
+    made = [each for each in with_token_labels(record) if each.kind == "train"]
+    if not made:
+        return found("labels of whole examples", findings) if not any(findings) else found("", findings)
+    aligned = record.task in _ALIGNED
+    total = supervised = said = 0
+    where = ""
+    for each in made:
+        labels = each.tensors["labels"]
+        supervised += int((labels != IGNORED).sum())
+        said += sum(supervised_of(document, aligned) for document in each.documents)
+        total += sum(len(document["input_ids"]) for document in each.documents)
+        where = where or each.where
+    note = f"{supervised:,} of {total:,} tokens are supervised{_supervised_text(made[0], record)}"
+    if supervised != said:
+        more = "more" if supervised > said else "fewer"
+        what = (
+            f"{supervised:,} tokens are supervised in the micro-batches, and {said:,} in the tokenized rows: {more} than "
+            "the data say."
+        )
+        change = (
+            "Keep the labels that tk.collate_padded or tk.collate_packed makes. Only -100 is left out of a loss: prompts, "
+            "padding and the first token of a document."
+        )
+        findings.append(Finding("masks", what, change, where))
+    elif record.task == "masked_lm":
+        findings.append(_nothing_hidden(made))
+    elif record.task in _CAUSAL and _has_prompts(record) and not _wants_prompts(config):
+        first = next((d for each in made for d in each.documents if supervised_of(d, False) >= len(d["input_ids"]) - 1), None)
+        if first is not None:
+            what = (
+                f"Every token is supervised, that of prompts too ({first.get('origin', 'all rows')}), and the data have "
+                "prompts."
+            )
+            change = (
+                "Tokenize with tk.tokenize_for_sft and keep its labels. If prompts are to be learned: "
+                "--no-completion-only-loss or --no-assistant-only-loss."
+            )
+            findings.append(Finding("masks", what, change, where))
+    return found(note, findings)
+
+
+def _supervised_text(made: MicroBatch, record: Record) -> str:
+    """What the labels of the first document read."""
+    if record.tokenizer is None or not made.documents:
+        return ""
+    labels, _ = next(rows_of(made))
+    text = json.dumps(record.tokenizer.decode([int(label) for label in labels if label != IGNORED]), ensure_ascii=False)
+    return f", of the first text {text if len(text) <= _SHOWN else text[: _SHOWN // 2] + ' ... ' + text[-_SHOWN // 2 :]}"
+
+
+def supervised_of(document: dict[str, Any], aligned: bool) -> int:
+    """Supervised tokens of a tokenized document as a collate function is to count them."""
+    labels = document["labels"] if "labels" in document else document["input_ids"]
+    return sum(1 for label in labels[0 if aligned else 1 :] if label != IGNORED)
+
+
+def _counted_in_loss(record: Record) -> Finding | None:
+    """Of a cross-entropy that the recipe calls itself: it counts as many targets as there are labels."""
+    off = next(((targets, labels, where) for targets, labels, where in record.counted if targets > labels), None)
+    if off is None:
+        return None
+    what = f"The loss counts {off[0]:,} targets, and {off[1]:,} tokens of the micro-batch are supervised."
+    return Finding("masks", what, "Take the labels of the micro-batch as targets, with ignore_index=-100.", off[2])
+
+
+def _nothing_hidden(made: Sequence[MicroBatch]) -> Finding | None:
+    seen = same = 0
+    for each in made:
+        labels, ids = each.tensors["labels"], each.tensors["input_ids"]
+        seen += int((labels != IGNORED).sum())
+        same += int(((labels == ids) & (labels != IGNORED)).sum())
+    if not seen or same / seen < 0.5:
+        return None
+    what = f"{same / seen:.0%} of the tokens to be found are in the input as they are."
+    return Finding("masks", what, "Pass augment=tk.build_masks(tokenizer, config) to tk.build_dataloaders.")
+
+
+def _has_prompts(record: Record) -> bool:
+    columns = set(record.columns)
+    return bool(
+        {"messages", "conversations"} & columns or {"prompt", "completion"} <= columns or {"instruction", "output"} <= columns
+    )
+
+
+def _wants_prompts(config: Settings) -> bool:
+    return getattr(config, "completion_only_loss", None) is False or getattr(config, "assistant_only_loss", None) is False
+
+
+def check_shift(record: Record) -> Outcome:
+    """The last target of a document is predicted from the token before it: a gradient comes from there, and none
+    from its own token."""
+    if record.task == "seq2seq":
+        return _check_decoder_shift(record)
+    if record.task not in _CAUSAL:
+        return skipped("no next-token labels")
+    offset = offset_of_labels(record)
+    own = before = seen = 0
+    where = ""
+    for forward, labels, norms, end in _documents_seen(record):
+        targets = (labels != IGNORED).nonzero()[:, 0] + offset
+        if len(targets) == 0 or not 1 <= int(targets[-1]) < end:
+            continue
+        last, scale = int(targets[-1]), float(norms.max()) or 1.0
+        seen += 1
+        own += float(norms[last]) > 1e-7 * scale
+        before += float(norms[last - 1]) > 1e-7 * scale
+        where = where or forward.where
+    if not seen:
+        return skipped("no gradient of labeled tokens was seen")
+    note = f"{seen} documents"
+    if own > seen / 2:
+        what = f"A token is predicted from that token itself ({own} of {seen} documents): the model learns to copy."
+        return found(note, [Finding("shift", what, "Compare logits[:, :-1] with labels[:, 1:].", where)])
+    if before < seen / 2:
+        what = (
+            f"No gradient comes from the token before the last target ({seen - before} of {seen} documents): labels are "
+            "shifted twice."
+        )
+        change = "Shift once: labels are aligned with input_ids, and the loss shifts them."
+        place = next((each.where for each in with_token_labels(record) if each.where), where) if offset else where
+        return found(note, [Finding("shift", what, change, place)])
+    return found(note, [])
+
+
+def offset_of_labels(record: Record) -> int:
+    """1 where the labels of the micro-batches are shifted already (the label of a position is the next token), else 0."""
+    aligned = shifted = 0
+    for each in with_token_labels(record):
+        labels, ids = each.tensors["labels"], each.tensors["input_ids"]
+        aligned += int(((labels == ids) & (labels != IGNORED)).sum())
+        shifted += int(((labels[:, :-1] == ids[:, 1:]) & (labels[:, :-1] != IGNORED)).sum())
+    return int(shifted > aligned)
+
+
+def _documents_seen(record: Record) -> Iterator[tuple[Forward, torch.Tensor, torch.Tensor, int]]:
+    """Documents of training forward passes: the pass, labels and norms of the gradient of its tokens, its length."""
+    labeled = with_token_labels(record)
+    for forward in record.of_model("train"):
+        made = micro_batch_of(forward, labeled)
+        if made is None or forward.norms is None or forward.norms.shape != forward.input_ids.shape:
+            continue
+        start, packed = 0, forward.norms.shape[0] == 1 and len(made.documents) > 1
+        for number, (labels, document) in enumerate(rows_of(made)):
+            length = len(document["input_ids"])
+            norms = forward.norms[0, start : start + length] if packed else forward.norms[number, :length]
+            start += length
+            yield forward, labels, norms, length
+
+
+def _check_decoder_shift(record: Record) -> Outcome:
+    made = [each for each in record.made_batches.values() if each.kind == "train" and "decoder_input_ids" in each.tensors]
+    if not made:
+        return skipped("no decoder's inputs were seen")
+    seen = same = 0
+    for each in made:
+        labels, inputs = each.tensors["labels"], each.tensors["decoder_input_ids"]
+        if labels.shape == inputs.shape:
+            seen += int((labels != IGNORED).sum())
+            same += int(((labels == inputs) & (labels != IGNORED)).sum())
+    note = f"{seen:,} tokens of targets"
+    if seen and same / seen > 0.9:
+        what = f"The decoder is shown the tokens that it is to write ({same / seen:.0%} of them)."
+        change = "Shift its inputs to the right by one, from the model's decoder_start_token_id, as tk.collate_seq2seq does."
+        return found(note, [Finding("shift", what, change, made[0].where)])
+    return found(note, [])
+
+
+def check_ends(record: Record, config: Settings) -> Outcome:
+    """One BOS where the tokenizer writes one; an end that stops generation behind each answer, and it is learned."""
+    made = [each for each in with_token_labels(record) if each.kind == "train"]
+    if record.task not in _CAUSAL or record.tokenizer is None or not made:
+        return skipped("no texts to be continued")
+    tokenizer, findings = record.tokenizer, list[Finding | None]()
+    longest = getattr(config, "max_length", None) or 10**9
+    stops, bos = stop_tokens(record), tokenizer.bos_token_id
+    documents = [document for each in made for document in each.documents]
+    twice = next((d for d in documents if bos is not None and list(d["input_ids"][:2]) == [bos, bos]), None)
+    if twice is not None:
+        what = f"{twice.get('origin', 'A text')} begins with two beginning-of-text tokens ({tokenizer.bos_token})."
+        findings.append(Finding("ends", what, "Tokenize texts of a chat template with add_special_tokens=False."))
+    whole = [d for d in documents if len(d["input_ids"]) < min(longest, 256)]
+    ended = [d for d in whole if stops & set(map(int, d["input_ids"][-_NEAR_END:]))]
+    if record.task == "sft" and whole and len(ended) < len(whole) / 2:
+        what = (
+            f"{len(whole) - len(ended)} of {len(whole)} answers have no end that stops generation ({_shown(stops, tokenizer)})."
+        )
+        change = f"Write {tokenizer.eos_token} behind each answer; tk.tokenize_for_sft does."
+        findings.append(Finding("ends", what, change))
+    learned, asked, offset = 0, 0, offset_of_labels(record)
+    where = ""
+    for each in made:
+        for labels, document in rows_of(each):
+            ids, own = list(map(int, document["input_ids"])), document.get("labels")
+            at = next((i for i in range(len(ids) - 1, max(len(ids) - 1 - _NEAR_END, 0), -1) if ids[i] in stops), None)
+            if at is None or (own is not None and own[at] == IGNORED):
+                continue
+            asked += 1
+            learned += bool(labels[at - offset] != IGNORED)
+        where = where or each.where
+    if asked and learned < asked:
+        what = f"The end of {asked - learned} of {asked} texts is not supervised: the model never learns to stop."
+        change = "Leave out padding by the attention_mask, and not by the id: labels[attention_mask == 0] = -100."
+        findings.append(Finding("ends", what, change, where))
+    return found(f"{learned} of {asked} ends are learned; they are {_shown(stops, tokenizer)}", findings)
+
+
+def check_stops(record: Record, directory: Path) -> Outcome:
+    """The token behind the answers is one at which the saved model's generation stops."""
+    path = directory / "generation_config.json"
+    if record.task != "sft" or record.tokenizer is None or not path.exists():
+        return skipped("no answers, or no generation_config.json was written")
+    known = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    stops = {known} if isinstance(known, int) else set(known or [])
+    documents = [document for each in with_token_labels(record) for document in each.documents if "labels" in document]
+    learned = [[int(label) for label in document["labels"] if label != IGNORED] for document in documents]
+    answers = [labels for labels in learned if labels]
+    ended = sum(bool(stops & set(labels[-_NEAR_END:])) for labels in answers)
+    shown = _shown(stops, record.tokenizer) or "no token"
+    note = f"{ended} of {len(answers)} answers end with a token at which it stops: {shown}"
+    if not answers or ended >= len(answers) / 2:
+        return found(note, [])
+    what = (
+        f"Generation stops at {shown}, and {len(answers) - ended} of {len(answers)} answers end with another token: the model "
+        "goes on behind its answer."
+    )
+    return found(
+        note, [Finding("stops", what, "Save with tk.save_model and the run's tokenizer: it writes the end of a turn there.")]
+    )
+
+
+def stop_tokens(record: Record) -> set[int]:
+    """Tokens at which generation stops: the tokenizer's end of text, and those of the model's generation config."""
+    model: Any = record.model
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    own = own if isinstance(own, list) else [own]
+    ends = {token for token in (record.tokenizer.eos_token_id, *own) if token is not None}
+    names = (
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<end_of_turn>",
+        "<|end|>",
+        "<|return|>",
+    )  # where a template ends turns by another token
+    known = record.tokenizer.get_vocab()
+    return ends | ({known[name] for name in names if name in known} if record.tokenizer.chat_template else set())
+
+
+def _shown(tokens: set[int], tokenizer: Any) -> str:
+    return ", ".join(sorted(map(str, tokenizer.convert_ids_to_tokens(sorted(tokens)))))

@@ -1,0 +1,110 @@
+"""What is wrong with a recipe: short runs of it, and what the checks find in them."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from toolkit.config import Settings
+from toolkit.diagnostics.checks_of_data import check_leak, check_padding, check_tokenizer
+from toolkit.diagnostics.checks_of_labels import check_ends, check_masks, check_shift, check_stops
+from toolkit.diagnostics.checks_of_runs import (
+    check_evaluation,
+    check_overfit,
+    check_resume,
+    check_saved,
+    check_start,
+    check_types,
+)
+from toolkit.diagnostics.checks_of_steps import (
+    check_alone,
+    check_cleared,
+    check_clipping,
+    check_decay,
+    check_modes,
+    check_rates,
+    check_split,
+    check_trained,
+)
+from toolkit.diagnostics.findings import CHECKS, Finding, Outcome, Report, found, skipped
+from toolkit.diagnostics.records import Record
+from toolkit.diagnostics.short_runs import Runs, run_short
+from toolkit.diagnostics.small import with_small_model
+from toolkit.diagnostics.watch import Watch
+
+
+def examine(
+    main: Callable[[Any], Any], config: Settings, watch: Watch, say: Callable[[str], None] = lambda text: None
+) -> Report:
+    """Run a recipe's `main` a few times in this process, on the CPU and in a temporary directory, and check what was seen.
+
+    `watch` is entered, and was so before the recipe was imported: its functions are wrapped.
+
+    Raises:
+        Refusal: the recipe refuses its settings or data, or its model can't be made small.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="doctor-") as name:
+        folder = Path(name)
+        small = with_small_model(config, folder / "small-model")
+        runs = run_short(main, small, watch, folder, say)
+        outcomes = _outcomes(runs, small, folder)
+    model = runs.records["as_is"].model
+    shown = f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters" if model is not None else ""
+    return Report(watch.script, shown, time.monotonic() - began, outcomes)
+
+
+def _outcomes(runs: Runs, config: Settings, folder: Path) -> dict[str, Outcome]:
+    record = runs.records["as_is"]
+    if record.error is not None:
+        what = f"It ends with {type(record.error).__name__}: {record.error}"[:400]
+        broken = found("", [Finding("runs", what, "Mend this first: all else is looked at then.", record.error_where)])
+        return {"runs": broken}
+    nothing = Record()
+    split, whole = (runs.records.get(name, nothing) for name in ("split", "whole"))
+    after = runs.weights.get("as_is", {})
+    checks: dict[str, Callable[[], Outcome]] = {
+        "runs": lambda: found(f"{len(record.updates)} updates", [_no_update(record)]),
+        "split": lambda: check_split(split, whole, config),
+        "alone": lambda: check_alone(whole, config),
+        "masks": lambda: check_masks(record, config),
+        "shift": lambda: check_shift(record),
+        "ends": lambda: check_ends(record, config),
+        "padding": lambda: check_padding(record),
+        "rates": lambda: check_rates(record, config),
+        "trained": lambda: check_trained(record, after),
+        "decay": lambda: check_decay(record, config),
+        "clipping": lambda: check_clipping(record, config),
+        "cleared": lambda: check_cleared(record),
+        "modes": lambda: check_modes(record),
+        "evaluation": lambda: check_evaluation(split, whole, runs.weights),
+        "start": lambda: check_start(whole, config),
+        "overfit": lambda: (
+            check_overfit(runs.records["overfit"]) if "overfit" in runs.records else skipped("a policy is trained")
+        ),
+        "saved": lambda: check_saved(record, after, folder / "as-is" / "model"),
+        "stops": lambda: check_stops(record, folder / "as-is" / "model"),
+        "resume": lambda: check_resume(runs.weights, runs.records.get("stopped"), runs.records.get("resumed")),
+        "types": lambda: check_types(record, config),
+        "tokenizer": lambda: check_tokenizer(record),
+        "leak": lambda: check_leak(record),
+    }
+    assert checks.keys() == CHECKS.keys()
+    return {name: _look(check) for name, check in checks.items()}
+
+
+def _look(check: Callable[[], Outcome]) -> Outcome:
+    try:
+        return check()
+    except Exception as error:  # a recipe may do what no check has thought of: the others still tell
+        return skipped(f"the check itself failed with {type(error).__name__}: {error}"[:200])
+
+
+def _no_update(record: Record) -> Finding | None:
+    if record.updates:
+        return None
+    what = "No optimizer was stepped while a batch of tk.build_dataloaders was in use: little can be looked at."
+    return Finding("runs", what, "Iterate over the run, or over train.batches(), and step the optimizer in that loop.")

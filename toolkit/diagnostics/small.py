@@ -1,0 +1,122 @@
+"""A recipe made short: few examples, few steps, a small version of its model, nothing sent anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from toolkit.config import Refusal, Settings
+from toolkit.config.conditions import is_adapter, is_built_in
+from toolkit.config.reading import values_of
+from toolkit.diagnostics.wrappers import HELD_OUT
+from toolkit.models.load import pretrained_config
+from toolkit.models.tokenizer import load_tokenizer
+
+AnyConfig = TypeVar("AnyConfig", bound=Settings)
+GLOBAL_BATCH = 8
+ROLLOUTS = {"num_generations": 4, "global_batch_size": 16}  # of recipes that sample: four prompts a step
+# Where a run happens and what else it does: not what is looked at.
+_QUIET: dict[str, Any] = {
+    "overwrite_output_dir": True, "resume": False, "resume_from": None, "report_to": ["none"], "push_to_hub": False,
+    "use_cpu": True, "bf16": False, "fp16": False, "torch_compile": False, "gradient_checkpointing": False,
+    "load_in_4bit": False, "fsdp": False, "zero_stage": None, "offload": "none", "deepspeed": None,
+    "dataloader_num_workers": 0, "async_save": False, "auto_find_batch_size": False, "rollout_server": None,
+    "early_stopping_patience": None, "load_best_model_at_end": False, "num_samples": 0, "metrics": [],
+    "predict_with_generate": False, "global_batch_size": None, "stop_at_step": None, "stop_deadline": None, "eval_delay": 0.0,
+    "divergence": "warn", "nonfinite": "skip", "rollouts_from": None,
+}  # fmt: skip
+_SHORT: dict[str, Any] = {
+    "logging_strategy": "steps", "logging_steps": 1, "save_strategy": "no",
+    "save_steps": 10**6, "eval_strategy": "steps", "eval_on_start": True,
+}  # fmt: skip
+_FEW = {"max_train_examples": 512, "max_eval_examples": HELD_OUT}
+_FEW_FILES = {"max_train_examples": 16, "max_eval_examples": 2}
+_NARROW = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers", "decoder_layers")
+LONGEST = 256  # tokens
+
+
+def shortened(config: AnyConfig, output_dir: Path, changes: Mapping[str, Any]) -> AnyConfig:
+    """The config of a short run; `changes` win. What the recipe has no setting for is left out."""
+    values = values_of(config)
+    short = {**_QUIET, **_SHORT, "output_dir": str(output_dir)}
+    few = _FEW_FILES if values.get("sample_by") == "document" else _FEW  # a document is a whole file there
+    short |= {name: min(values.get(name) or size, size) for name, size in few.items()}
+    for name in ("max_length", "max_prompt_length", "max_target_length"):
+        if values.get(name):
+            short[name] = min(values[name], LONGEST)
+    if "num_generations" in values:
+        short |= ROLLOUTS
+    model = values.get("model")
+    if isinstance(model, str) and is_built_in(model):
+        short |= {name: size for name, size in _NARROW.items() if values.get(name) is None and name in values}
+        if "t5" not in model and "num_attention_heads" in values and values["num_attention_heads"] is None:
+            short["num_attention_heads"] = 4
+    short |= changes
+    return dataclasses.replace(config, **{name: value for name, value in short.items() if name in values})
+
+
+def with_small_model(config: AnyConfig, folder: Path) -> AnyConfig:
+    """The config with a random model of two narrow layers in place of one that would be loaded; built-in shapes stay.
+
+    Its weights are random and its tokenizer is that of the model.
+
+    Raises:
+        Refusal: the model can't be read or made small: an adapter, or a configuration that transformers can't build.
+    """
+    values = values_of(config)
+    name = values.get("model")
+    if not isinstance(name, str) or is_built_in(name):
+        return config
+    if is_adapter(name):
+        raise Refusal(f"--model {name}: is an adapter. doctor needs the model below it: name that with --model.")
+    made = _write_small_model(config, folder)
+    changes: dict[str, Any] = {"model": str(made), "model_revision": None, "tokenizer": values.get("tokenizer") or str(made)}
+    return dataclasses.replace(config, **{key: value for key, value in changes.items() if key in values})
+
+
+def _write_small_model(config: Any, folder: Path) -> Path:
+    import torch
+    import transformers
+
+    name, model_config, tokenizer = config.model, pretrained_config(config), load_tokenizer(config)
+    known = getattr(model_config, "architectures", None) or [""]
+    make = getattr(transformers, known[0], None) or transformers.AutoModel
+    build = make._from_config if hasattr(make, "_from_config") and make is not transformers.AutoModel else make.from_config
+    errors = []
+    for narrow in (True, False):
+        small = type(model_config).from_dict(_smaller(model_config.to_dict(), narrow))
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = build(small)
+        except (ValueError, TypeError, RuntimeError, KeyError, IndexError) as error:
+            errors.append(str(error).splitlines()[0])
+            continue
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+    raise Refusal(
+        f"--model {name}: no small version of it can be made ({errors[-1]}). Try a built-in shape: --model tiny-llama."
+    )
+
+
+def _smaller(fields: dict[str, Any], narrow: bool) -> dict[str, Any]:
+    """The fields of a model's config with two layers and, where it is made narrow, 4 heads of 16 numbers."""
+    small = {name: value for name, value in fields.items() if name not in ("quantization_config", "transformers_version")}
+    for name in _LAYERS:
+        if isinstance(small.get(name), int):
+            small[name] = min(small[name], 2)
+    kinds = small.get("layer_types")
+    if kinds:
+        small["layer_types"] = (list(dict.fromkeys(kinds)) * 2)[:2]
+    heads, width = small.get("num_attention_heads"), small.get("hidden_size")
+    if narrow and isinstance(heads, int) and isinstance(width, int):
+        groups = small.get("num_key_value_heads") or heads
+        small |= {"num_attention_heads": 4, "hidden_size": 64}
+        if "num_key_value_heads" in small:
+            small["num_key_value_heads"] = 4 if groups == heads else max(1, 4 * groups // heads)
+        small |= {key: size for key, size in (("head_dim", 16), ("intermediate_size", 128)) if small.get(key)}
+    return small

@@ -1,0 +1,181 @@
+"""A watch over a recipe while it runs, unchanged.
+
+Public functions of the toolkit that it may call are wrapped, and torch is watched through its own hooks: a loop that was
+written by hand is seen as well as `tk.train_step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import toolkit as tk
+from toolkit.diagnostics import wrappers
+from toolkit.diagnostics.records import Gradients, Record, Update
+
+_PACKAGE = os.path.dirname(os.path.abspath(tk.__file__)) + os.sep
+
+
+class Watch:
+    """Wraps what a recipe calls; `record` is of the run in progress. A context manager: left, everything is as it was."""
+
+    def __init__(self, script: str) -> None:
+        self.script, self.record = script, Record()
+        self._folder = os.path.dirname(script) + os.sep
+        self.without_dropout = self.compares_alone = False
+        self._undo = contextlib.ExitStack()
+        self.in_use: list[tuple[str, Any]] = []
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.made_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
+        self._inside, self._fresh, self.pending, self._before = 0, True, Update([], {}, {}, None, 0, ""), Gradients()
+
+    def __enter__(self) -> Watch:
+        for name, wrapper in wrappers.WRAPPERS.items():
+            self._replace_public(name, functools.partial(wrapper, self))
+        for name in dir(tk):
+            if name.endswith("_baselines"):
+                self._replace_public(name, lambda original, *values, **named: {})
+            elif name.startswith("tokenize_for_"):
+                self._replace_public(name, functools.partial(wrappers.tokenized, self, name.removeprefix("tokenize_for_")))
+        loaders = importlib.import_module(tk.build_dataloaders.__module__)
+        for owner, name, kind in ((loaders.TrainLoader, "batches", "train"), (loaders.StreamLoader, "batches", "train"),
+                                  (loaders.EvalLoader, "__iter__", "eval")):  # fmt: skip
+            self._replace(owner, name, functools.partial(wrappers.watched_batches, self, kind))
+        self._replace(torch.optim.Optimizer, "__init__", functools.partial(wrappers.made_optimizer, self))
+        self._replace(torch.nn.utils, "clip_grad_norm_", functools.partial(wrappers.clipped, self))
+        self._replace(torch.nn.functional, "cross_entropy", functools.partial(wrappers.cross_entropy, self))
+        self._replace(torch.optim.lr_scheduler.LRScheduler, "step", functools.partial(wrappers.scheduled, self))
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._undo.callback(register_optimizer_step_post_hook(self._after_update).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+    def start(self, *, without_dropout: bool, compares_alone: bool) -> Record:
+        """Begin the record of another run."""
+        self.record, self.in_use, self._inside = Record(), [], 0
+        self.without_dropout, self.compares_alone = without_dropout, compares_alone
+        self._before, self._fresh, self.pending = {}, True, Update([], {}, {}, None, 0, "")
+        return self.record
+
+    def is_own(self, file: str) -> bool:
+        """Whether a file is the user's: the recipe, or a module next to it or below."""
+        return file == self.script or (
+            file.startswith(self._folder) and not file.startswith(_PACKAGE) and "site-packages" not in file
+        )
+
+    def place(self) -> str:
+        """FILE:LINE of the user's code that is being executed; empty where none is."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if self.is_own(frame.f_code.co_filename):
+                return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
+
+    def place_of(self, function: Any) -> str:
+        """FILE:LINE at which the user defines a function; empty where it is not the user's."""
+        while isinstance(function, functools.partial):
+            function = function.func
+        code = getattr(function, "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code is not None and self.is_own(code.co_filename) else ""
+
+    def add_model(self, model: nn.Module) -> None:
+        """A model that the recipe has made: its embeddings are watched from now on."""
+        record = self.record
+        record.models.append(model)
+        if self.without_dropout:
+            wrappers.remove_dropout(model)
+        for embeddings in wrappers.input_embeddings(model):
+            if embeddings not in self._hooked:
+                self._hooked.add(embeddings)
+                embeddings.register_forward_hook(functools.partial(wrappers.embedded, self))
+        body = getattr(model, "base_model", None)
+        if isinstance(body, nn.Module) and not hasattr(model, "peft_config") and body not in self._hooked:
+            self._hooked.add(body)
+            body.register_forward_pre_hook(functools.partial(wrappers.entered, self), with_kwargs=True)
+
+    @property
+    def kind(self) -> str:
+        """Of the loader whose batch is in use."""
+        return self.in_use[-1][0] if self.in_use else ""
+
+    def _replace_public(self, name: str, wrapper: Callable[..., Any]) -> None:
+        """A public name of the toolkit, in the package and in the file it is in."""
+        original = getattr(tk, name)
+        for owner in (tk, sys.modules[original.__module__]):
+            self._replace(owner, name, wrapper)
+
+    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapped(*values: Any, **named: Any) -> Any:
+            return wrapper(original, *values, **named)
+
+        setattr(owner, name, wrapped)
+        self._undo.callback(setattr, owner, name, original)
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._inside += 1
+        if self._inside > 1 or self.kind != "train":  # an optimizer inside of another one
+            return
+        record, pending = self.record, self.pending
+        if record.optimizer is None:
+            record.optimizer = optimizer
+            record.optimizer_where = self.made_at.get(optimizer, "") or self.place()
+            if record.model is not None:
+                record.frozen_before = {
+                    n: p.detach().clone() for n, p in record.model.named_parameters() if not p.requires_grad
+                }
+        pending.where, pending.rates = self.place(), [group["lr"] for group in optimizer.param_groups]
+        pending.gradients = self.gradients()
+        pending.unclipped = pending.unclipped or pending.gradients
+        batch, loader = self.in_use[-1][1], record.train
+        if loader is not None:
+            pending.progress = batch.position / loader.examples_to_consume
+            pending.micro_batches = len(batch.micro_batches)
+        self._before = {n: p.detach().clone() for n, p in self._named() if p.grad is not None}
+        record.updates.append(pending)
+
+    def _after_update(self, *_: Any) -> None:
+        self._inside -= 1
+        if self._inside or self.kind != "train" or not self.record.updates:
+            return
+        named = dict(self._named())
+        changed = touched = 0
+        for name, before in self._before.items():
+            gradient = self.record.updates[-1].gradients[name] != 0
+            touched += int(gradient.sum())
+            changed += int(((named[name].detach() != before) & gradient).sum())
+        self.record.updates[-1].unchanged = 1 - changed / touched if touched else 0.0
+        self._before, self._fresh, self.pending = {}, True, Update([], {}, {}, None, 0, "")
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        model = self.record.model
+        return list(model.named_parameters()) if model is not None else []
+
+    def gradients(self) -> Gradients:
+        """Copies of the gradients of the trained model, by name."""
+        return {name: p.grad.detach().clone() for name, p in self._named() if p.grad is not None}
+
+    def before_forward(self) -> None:
+        """The first forward pass since the last update: nothing may be left of that one's gradient."""
+        if not self._fresh or self.record.optimizer is None:
+            return
+        self._fresh = False
+        held = {id(p) for group in self.record.optimizer.param_groups for p in group["params"]}
+        self.pending.left_over = [
+            name for name, p in self._named() if p.grad is not None and id(p) in held and bool((p.grad != 0).any())
+        ]

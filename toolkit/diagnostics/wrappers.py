@@ -1,0 +1,218 @@
+"""What stands in the place of a public function while a recipe is watched: each calls the function, and notes what it saw.
+
+The arguments of each: the watch, the function in whose place it stands, and what that was called with.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from toolkit.diagnostics.alone import compare_alone
+from toolkit.diagnostics.records import Documents, Forward, MicroBatch
+
+if TYPE_CHECKING:
+    from toolkit.diagnostics.watch import Watch
+
+HELD_OUT = 61  # documents: a last batch is a short one
+
+
+def input_embeddings(model: nn.Module) -> list[nn.Module]:
+    """The modules that embed tokens: the model's own, and those of an encoder and a decoder with the same weight."""
+    find = getattr(model, "get_input_embeddings", None)
+    own = find() if find else None
+    if own is None:
+        return []
+    weight = getattr(own, "weight", None)
+    return [own, *(m for m in model.modules() if isinstance(m, nn.Embedding) and m is not own and m.weight is weight)]
+
+
+def remove_dropout(model: nn.Module) -> None:
+    """Set every rate of dropout in a model to 0: those of torch's modules, and those that attention layers keep as numbers."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in name or (name == "p" and "Dropout" in type(module).__name__)):
+                setattr(module, name, 0.0)
+
+
+def made_model(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    model = original(*values, **named)
+    if original.__name__ == "load_model" and not watch.record.auto_class:
+        watch.record.auto_class = values[0] if values else named["auto_class"]
+    watch.add_model(model)
+    return model
+
+
+def loaded_tokenizer(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    watch.record.tokenizer = original(*values, **named)
+    return watch.record.tokenizer
+
+
+def loaded_splits(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    splits = original(*values, **named)
+    watch.record.columns = list(getattr(splits.get("train"), "column_names", None) or [])
+    return splits
+
+
+def tokenized(watch: Watch, task: str, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    watch.record.task = task
+    splits = original(*values, **named)
+    held_out = splits.get("validation")
+    if (
+        task in ("lm", "masked_lm") and hasattr(held_out, "__len__") and len(held_out) > HELD_OUT
+    ):  # a file has thousands of them
+        splits["validation"] = held_out.select(range(HELD_OUT))
+    return splits
+
+
+def built_loaders(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    train, evaluation = original(*values, **named)
+    watch.record.splits = dict(values[0] if values else named["splits"])
+    watch.record.train = train
+    for loader in (train, evaluation):
+        if loader is not None:
+            loader.collate = functools.partial(collated, watch, loader.collate)
+    return train, evaluation
+
+
+def collated(watch: Watch, collate: Callable[[Documents], dict[str, Any]], documents: Documents) -> dict[str, Any]:
+    made = collate(documents)
+    watch.record.made_batches[id(made)] = MicroBatch(made, documents, collate, watch.place_of(collate))
+    return made
+
+
+def built_optimizer(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    optimizer, schedule = original(*values, **named)
+    watch.record.built, watch.record.schedule = optimizer, schedule
+    return optimizer, schedule
+
+
+def made_optimizer(
+    watch: Watch, original: Callable[..., Any], optimizer: torch.optim.Optimizer, *values: Any, **named: Any
+) -> None:
+    watch.made_at[optimizer] = watch.place()
+    original(optimizer, *values, **named)
+
+
+def watched_batches(watch: Watch, kind: str, original: Callable[..., Any], *values: Any, **named: Any) -> Iterator[Any]:
+    for batch in original(*values, **named):
+        for tensors in batch.micro_batches:
+            if id(tensors) in watch.record.made_batches:
+                watch.record.made_batches[id(tensors)].kind = kind
+        watch.in_use.append((kind, batch))
+        try:
+            yield batch
+        finally:
+            watch.in_use[:] = [each for each in watch.in_use if each[1] is not batch]
+
+
+def embedded(watch: Watch, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    if watch.kind == "" or not inputs or not isinstance(inputs[0], torch.Tensor):
+        return output
+    with_gradient = torch.is_grad_enabled()
+    where = watch.place()
+    forward = Forward(watch.kind, module.training, with_gradient, inputs[0], where, module)
+    watch.record.forwards.append(forward)
+    if not with_gradient:
+        return output
+    if watch.kind == "train":
+        watch.before_forward()
+    output = output if output.requires_grad else output.detach().requires_grad_()
+
+    def see(gradient: torch.Tensor) -> None:
+        norms = gradient.detach().float().norm(dim=-1)
+        forward.norms = norms if forward.norms is None else forward.norms + norms
+
+    output.register_hook(see)
+    return output
+
+
+def entered(watch: Watch, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    mask = named.get("attention_mask")
+    is_masked = mask is not None or named.get("cu_seq_lens_q") is not None
+    hidden = named.get("input_ids", inputs[0] if inputs else None)
+
+    def see(*_: Any) -> None:
+        for forward in reversed(watch.record.forwards[-2:]):
+            if hidden is not None and forward.input_ids is hidden:
+                forward.is_masked = is_masked
+
+    handle: list[Any] = []
+
+    def once(*values: Any) -> None:
+        see()
+        handle[0].remove()
+
+    handle.append(module.register_forward_hook(once))
+
+
+def train_step(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    names = ("accelerator", "model", "optimizer", "batch", "loss_fn")
+    given = {**dict(zip(names, values, strict=False)), **named}
+    if watch.compares_alone and not watch.record.updates:
+        compare_alone(watch, given["model"], given["batch"], given["loss_fn"])
+    result = original(*values, **named)
+    loss = result.get("loss")
+    if isinstance(loss, torch.Tensor):
+        watch.record.loss_types.add(loss.dtype)
+    return result
+
+
+def clipped(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    if watch.kind == "train" and not watch.pending.unclipped:
+        watch.pending.unclipped = watch.gradients()
+    return original(*values, **named)
+
+
+def scheduled(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    if watch.kind == "train":
+        watch.pending.scheduled += 1
+        watch.pending.schedule_where = watch.place()
+    return original(*values, **named)
+
+
+def cross_entropy(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """Called by the recipe itself in a training step: how many targets it counts, next to how many labels there are."""
+    if watch.kind == "train" and watch.is_own(sys._getframe(2).f_code.co_filename) and torch.is_grad_enabled():
+        target = values[1] if len(values) > 1 else named.get("target")
+        current = watch.record.forwards[-1].input_ids if watch.record.forwards else None
+        made = next((m for m in watch.record.made_batches.values() if m.tensors.get("input_ids") is current), None)
+        if isinstance(target, torch.Tensor) and not target.is_floating_point() and made is not None:
+            labels, ignored = made.tensors.get("labels"), named.get("ignore_index", -100)
+            if isinstance(labels, torch.Tensor) and labels.shape == made.tensors["input_ids"].shape:
+                counted = (int((target != ignored).sum()), int((labels != -100).sum()), watch.place())
+                watch.record.counted.append(counted)
+    return original(*values, **named)
+
+
+def saved_model(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    watch.record.saved = watch.record.model
+    return original(*values, **named)
+
+
+def scored(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """Random models all get one reward; for a gradient each completion gets a number that is made of its tokens."""
+    rollouts = original(*values, **named)
+    watch.record.samples_policy = True
+    for rollout in rollouts:
+        rollout.reward = (sum((i + 1) * token for i, token in enumerate(rollout.completion_ids)) % 7) / 7
+        rollout.rewards = dict.fromkeys(rollout.rewards, rollout.reward)
+    return rollouts
+
+
+def plain_accelerator(watch: Watch, original: Callable[..., Any], config: Any, *_: Any, **__: Any) -> Any:
+    """One process on the CPU: how ranks share the work is not the recipe's."""
+    return original(config)
+
+
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    "load_tokenizer": loaded_tokenizer, "train_tokenizer": loaded_tokenizer, "load_splits": loaded_splits,
+    "load_model": made_model, "load_encoder": made_model, "add_adapter": made_model, "add_value_head": made_model,
+    "build_dataloaders": built_loaders, "build_optimizer": built_optimizer, "build_accelerator": plain_accelerator,
+    "train_step": train_step, "save_model": saved_model, "score_rollouts": scored,
+}  # fmt: skip
