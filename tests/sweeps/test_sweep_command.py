@@ -4,16 +4,22 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from toolkit.sweeps.journal import JOURNAL, Job, JournalFile, read_journal
-from toolkit.sweeps.storage import open_journal
+from toolkit.sweeps.storage import JournalDatabase, open_journal
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +61,36 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def postgresql(tmp_path: Path) -> Iterator[str]:
+    """The URL of a database of a PostgreSQL server of its own, on a free port of loopback."""
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    if not programs:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    pytest.importorskip("psycopg")
+    folder = Path(tempfile.mkdtemp(prefix="postgresql-"))  # pytest's own folders are closed to the server's user
+    as_server = []
+    if os.getuid() == 0:  # with which the server does not start
+        shutil.chown(folder, "postgres")
+        as_server = ["runuser", "-u", "postgres", "--"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def call(program: str, *words: str) -> None:
+        subprocess.run([*as_server, str(programs[-1] / program), *words], check=True, timeout=60, cwd="/", stdout=subprocess.DEVNULL)
+
+    data = str(folder / "data")
+    try:
+        call("initdb", "-D", data, "-A", "trust", "-U", "tester")
+        call("pg_ctl", "-D", data, "-w", "-l", str(folder / "log"), "-o", f"-p {port} -k {folder} -c listen_addresses=127.0.0.1", "start")
+        yield f"postgresql+psycopg://tester@127.0.0.1:{port}/postgres"
+    finally:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            call("pg_ctl", "-D", data, "-m", "immediate", "stop")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def command(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "toolkit", "sweep", *map(str, words)]
 
@@ -85,6 +121,10 @@ def test_trials_are_runs_and_the_best_is_a_command(recipe: Path, tmp_path: Path)
     assert all(reason.startswith("out of memory: ") for reason in reasons)
     assert sweep("best", "s", cwd=tmp_path).stdout.splitlines()[-1] == "toolkit train formula.py --rate 0.2 --kind a"
     assert "6 of 6 trials have ended, 3 with a value" in sweep("status", "s", cwd=tmp_path).stdout
+    assert "6 of 6 trials have ended, 3 with a value" in done.stdout
+    (tmp_path / "other").mkdir()
+    elsewhere = sweep("best", tmp_path / "s", cwd=tmp_path / "other").stdout.splitlines()
+    assert elsewhere[-2:] == [f"cd {tmp_path}", "toolkit train formula.py --rate 0.2 --kind a"]
     before = (tmp_path / "s" / "trials" / "started.txt").read_text()
     assert sweep("continue", "s", cwd=tmp_path).returncode == 0
     assert (tmp_path / "s" / "trials" / "started.txt").read_text() == before
@@ -97,6 +137,7 @@ def test_trials_are_runs_and_the_best_is_a_command(recipe: Path, tmp_path: Path)
      (["--search", "rate=float:0..1", "--strategy", "grid"], "is a range"), (["--search", "rate=1,2", "--strategy", "best"], "--strategy"),
      (["--search", "rate=1,2", "--prune", "halving"], "cannot stop and go on"), (["--search", "rate=1,2", "--prune", "x"], "there are none, median"),
      (["--search", "rate=1,2", "--constraint", "size<8"], "its limit"), (["--search", "rate=1,2", "--objective", "size"], "size:max or size:min"),
+     (["--search", "rate=1,2", "--objective", "eval_a", "--objective", "eval_a:max"], "--objective eval_a: given 2 times"),
      (["--search", "rate=1,2", "--seeds", "2"], "no --seed"), (["--search", "missing.yaml"], "missing.yaml"),
      (["--search", "rate=1,2", "--storage", "sqlite:///formula.py"], "not a database"), (["--search", "rate=1,2", "--storage", "nonsense"], "--storage")],
 )  # fmt: skip
@@ -107,6 +148,48 @@ def test_what_cannot_be_meant_is_refused_before_a_trial(words: list[str], says: 
     assert done.returncode == 2, done.stderr
     assert says in done.stderr
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["--sweep-dir", "formula.py"], "--sweep-dir formula.py: is a file"), (["--sweep-dir", "formula.py/x"], "is a file, not a directory"),
+     (["--sweep-dir", "/proc/x"], "--sweep-dir /proc/x: can't be written"), (["--sweep-dir", "s", "--storage", "sqlite:///no/where.db"], "mkdir -p")],
+)  # fmt: skip
+def test_a_place_that_cannot_be_written_is_refused(words: list[str], says: str, recipe: Path, tmp_path: Path) -> None:
+    """Fails when: open_journal does not call place_to_write, and a traceback is shown."""
+    done = sweep("formula.py", "--search", "rate=1,2", *words, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_other_flags_are_named_by_what_differs(recipe: Path, tmp_path: Path) -> None:
+    """Fails when: differing in journal.py shows both lists whole."""
+    words = ["formula.py", "--search", "rate=1,2", "--strategy", "grid", "--sweep-dir", "s", "--kind", "a", "--wait"]
+    assert sweep(*words, "0", cwd=tmp_path).returncode == 0
+    done = sweep(*words, "0.01", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "(0; now 0.01)" in done.stderr
+    journal = tmp_path / "s" / JOURNAL
+    whole = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join([*whole[:-1], "damaged\n"]))
+    done = sweep("status", "s", cwd=tmp_path)
+    assert done.returncode == 2
+    assert subprocess.run(done.stderr.strip().rpartition("as in: ")[2], shell=True, cwd=tmp_path).returncode == 0
+    assert sweep("continue", "s", cwd=tmp_path).returncode == 0
+    assert "2 of 2 trials have ended, 2 with a value" in sweep("status", "s", cwd=tmp_path).stdout
+
+
+def test_the_end_of_a_sweep_says_what_a_reader_would_ask(recipe: Path, tmp_path: Path) -> None:
+    """Equal values, a budget that ended it, a run directory that is not here. Fails when: _show_best leaves one of the lines out."""
+    words = ["formula.py", "--search", "rate=0,0.5", "--strategy", "grid", "--budget-hours", "1e-9", "--sweep-dir", "s"]
+    done = sweep(*words, cwd=tmp_path)
+    assert "1 of 2 trials have ended, 1 with a value; the budget of 1e-09 hours is used up" in done.stdout
+    done = sweep("continue", "s", "--budget-hours", "10", cwd=tmp_path)
+    assert "used up" not in done.stdout
+    assert "2 trials have this value; the first of them is shown" in done.stdout
+    shutil.rmtree(tmp_path / "s" / "trials" / "0000")
+    assert f"a worker on {socket.gethostname()} trained it and not here" in sweep("best", "s", cwd=tmp_path).stdout
 
 
 @pytest.mark.slow
@@ -164,8 +247,8 @@ def test_equal_trials_of_another_sweep_are_not_trained_again(recipe: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["folder", "database"])
-def test_two_processes_share_a_sweep_and_one_is_killed(kind: str, recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["folder", "sqlite", "postgresql"])
+def test_two_processes_share_a_sweep_and_one_is_killed(kind: str, recipe: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """SIGKILL to one of two workers, three times, and another one in its place: the trials of one process, each ended once.
 
     Fails when: _take_over in loop.py hands out only jobs of this process.
@@ -173,8 +256,9 @@ def test_two_processes_share_a_sweep_and_one_is_killed(kind: str, recipe: Path, 
     common = ["formula.py", "--search", "rate=float:0..1", "--trials", "12", "--wait", "0.3", "--parallel", "2"]
     assert sweep(*common, "--sweep-dir", "whole", cwd=tmp_path).returncode == 0
     shared = ["--sweep-dir", "shared", "--slots", "1"]
-    if kind == "database":
-        shared += ["--storage", f"sqlite:///{tmp_path / 'sweeps.db'}"]
+    if kind != "folder":
+        url = f"sqlite:///{tmp_path / 'sweeps.db'}" if kind == "sqlite" else request.getfixturevalue("postgresql")
+        shared += ["--storage", url]
     steady = subprocess.Popen(command(*common, *shared), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         for moment in range(3):
@@ -191,6 +275,34 @@ def test_two_processes_share_a_sweep_and_one_is_killed(kind: str, recipe: Path, 
     assert found[0] == found[1]
     records = list(open_journal(tmp_path / "shared").records(0))
     assert sorted(record["number"] for record in records if record["kind"] == "end") == list(range(12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_workers_that_begin_at_the_same_moment_make_one_database(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Eight of them open an empty database at once, ten times; each can then write its record.
+
+    Fails when: _prepare in storage.py takes the error of a table that another process makes for one of the database.
+    """
+    url = request.getfixturevalue("postgresql") if kind == "postgresql" else ""
+    for turn in range(10):
+        if kind == "postgresql":
+            import psycopg
+
+            with psycopg.connect(url.replace("+psycopg", ""), autocommit=True) as connection:
+                connection.execute(f"create database turn{turn}")
+        place = url.replace("/postgres", f"/turn{turn}") if url else f"sqlite:///{tmp_path}/{turn}.db"
+        start = threading.Barrier(8)
+
+        def write(worker: int, place: str = place, start: threading.Barrier = start) -> None:
+            start.wait(timeout=60)
+            journal = JournalDatabase(place, "one")
+            with journal.exclusive():
+                journal.append({"worker": worker})
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(write, range(8)))
+        assert sorted(each["worker"] for each in JournalDatabase(place, "one").records(0)) == list(range(8))
 
 
 ACCELERATED = ["--max-train-examples", "96", "--max-eval-examples", "40", "--use-cpu", "--hidden-size", "16", "--num-hidden-layers", "1", "--max-steps", "9"]

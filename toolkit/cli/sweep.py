@@ -24,7 +24,7 @@ from toolkit.sweeps.journal import Job, Journal, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Stopped, Sweep, run_sweep
 from toolkit.sweeps.page import sweep_page
 from toolkit.sweeps.proposal import Proposal
-from toolkit.sweeps.results import best_trials, trials_of
+from toolkit.sweeps.results import best_trials, result_of, trials_of
 from toolkit.sweeps.schedule import brackets_of, make_schedule
 from toolkit.sweeps.shown import Live, count_line, point_of, seed_lines, trial_line, trials_in
 from toolkit.sweeps.space import Point, read_space
@@ -128,6 +128,7 @@ def sweep(
         return
     plan = make_plan(script, words, Asked.of(values))
     if values["dry_run"]:
+        place_to_write(folder, "--sweep-dir")
         _show_plan(plan, folder)
     else:
         _run(plan, folder, open_journal(folder, values["storage"]), values["slots"])
@@ -167,6 +168,7 @@ def _run(plan: Plan, folder: Path, journal: Journal, slots: int | None) -> None:
         say(f"{stopped}; go on with: {as_typed('toolkit', 'sweep', 'continue', str(folder))}", error=True)
         raise typer.Exit(stopped.code) from None
     live.clear()
+    say(count_line(plan, state.jobs))
     _show_best(plan, state.jobs, folder)
 
 
@@ -219,9 +221,16 @@ def _show_best(plan: Plan, jobs: Sequence[Job], folder: Path) -> None:
         say(f"{len(best)} trials on the Pareto front:")
     for trial in best:
         say(f"best: {trial_line(trial, plan)}" if len(best) == 1 else trial_line(trial, plan))
+        equal = sum(result_of(each, plan).values == result_of(trial, plan).values for each in trials_of(jobs).values())
+        if equal > 1 and len(best) == 1 and plan.seeds == 1:
+            say(f"{equal} trials have this value; the first of them is shown")
         same = trial.outcome.same_as if trial.outcome else None
         computed = trial.number if same is None or isinstance(same, str) else jobs[same].trial
-        say(f"run directory: {same if isinstance(same, str) else trial_folder(folder, computed)}")
+        place = same if isinstance(same, str) else trial_folder(folder, computed)
+        host = "" if os.path.exists(place) else next(job.worker for job in jobs if job.trial == computed).partition("/")[0]
+        say(f"run directory: {place}" + (f", which is where a worker on {host} trained it and not here" if host else ""))
+        if plan.folder and Path(plan.folder).is_dir() and not Path(plan.folder).samefile(Path.cwd()):
+            say(as_typed("cd", plan.folder))  # where relative paths among the flags hold
         if plan.prune == "pbt":
             for command in commands_of(plan, jobs, trial.number):
                 say(as_typed(*command))

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from toolkit.config import Refusal
 from toolkit.sweeps.space import Point
 from toolkit.sweeps.workers import Liveness, beats_in
+from toolkit.system.console import as_typed
 from toolkit.system.files import make_folder, sync
 from toolkit.system.json_lines import append_line, parse_object
 
@@ -152,7 +153,11 @@ class JournalFile:
             self._lines += 1
             record = parse_object(line)
             if record is None:
-                raise Refusal(f"{self._path}:{self._lines}: is no record of a sweep (no JSON). Take another --sweep-dir.")
+                cut = as_typed("sed", "-i", f"{self._lines},$d", self._path)
+                raise Refusal(
+                    f"{self._path}:{self._lines}: is no record of a sweep (no JSON). The trials before it stay if it and the "
+                    f"lines behind it are cut off, as in: {cut}"
+                )
             found.append(record)
         self._offset += whole
         return found
@@ -256,3 +261,15 @@ def other_fields(before: Plan, now: Plan) -> list[str]:
     may_change = ("trials", "folder", "parallel", "budget_steps", "budget_hours")
     names = [each.name for each in fields(Plan) if each.name not in may_change]
     return [name for name in names if getattr(before, name) != getattr(now, name)]
+
+
+def differing(one: object, other: object) -> tuple[object, object]:
+    """Two values, of lists of words those from the first one that differs to the last one."""
+    if not isinstance(one, Sequence) or not isinstance(other, Sequence) or isinstance(one, str) or isinstance(other, str):
+        return one, other
+    alike = [a == b for a, b in zip(one, other, strict=False)]
+    start = alike.index(False) if False in alike else len(alike)
+    back = [a == b for a, b in zip(one[start:][::-1], other[start:][::-1], strict=False)]
+    end = back.index(False) if False in back else len(back)
+    shown = [" ".join(map(str, words[start : len(words) - end])) or "nothing" for words in (one, other)]
+    return shown[0], shown[1]

@@ -18,6 +18,7 @@ from toolkit.sweeps.journal import (
     Outcome,
     Plan,
     again_record,
+    differing,
     end_record,
     job_of,
     named_record,
@@ -29,7 +30,7 @@ from toolkit.sweeps.journal import (
 )
 from toolkit.sweeps.proposal import Nothing
 from toolkit.sweeps.pruning import pruner_of
-from toolkit.sweeps.results import result_of
+from toolkit.sweeps.results import result_of, spent_budget, steps_used
 from toolkit.sweeps.schedule import Schedule, make_schedule
 from toolkit.sweeps.space import Point
 from toolkit.sweeps.trials import Running, Start
@@ -81,9 +82,9 @@ class Sweep:
             records = list(self.journal.records(0))
             plan = next((plan_of(record) for record in records[::-1] if record.get("kind") == "plan"), None)
             if plan is not None and (others := other_fields(plan, self.plan)):
-                old, new = (getattr(each, others[0]) for each in (plan, self.plan))
+                old, new = differing(*(getattr(each, others[0]) for each in (plan, self.plan)))
                 raise Refusal(
-                    f"--sweep-dir: holds a sweep with another {others[0].replace('_', ' ')} ({old}, now {new}). "
+                    f"--sweep-dir: holds a sweep with another {others[0].replace('_', ' ')} ({old}; now {new}). "
                     "Take another --sweep-dir, or type `toolkit sweep continue DIR` for that one."
                 )
             if plan != self.plan:
@@ -191,9 +192,7 @@ class Sweep:
 
     def _is_over_budget(self) -> bool:
         """Whether the steps or hours are used up; the steps of what the next proposal may know, so always at the same job."""
-        steps, hours = self.plan.budget_steps, self.plan.budget_hours
-        spent = sum(job.outcome.seconds for job in self.jobs if job.outcome) / 3600 / self.plan.parallel
-        return (steps is not None and steps_used(self.jobs[: self._told]) >= steps) or (hours is not None and spent >= hours)
+        return bool(spent_budget(self.plan, self.jobs, steps_used(self.jobs[: self._told])))
 
     def _tell_first(self, count: int) -> bool:
         """Tell the schedule the results of the first jobs, in order; False where one has not ended."""
@@ -269,16 +268,6 @@ def run_sweep(
                 return sweep.jobs
             shown(running)
             time.sleep(_POLL_SECONDS)
-
-
-def steps_used(jobs: Sequence[Job]) -> int:
-    """The steps that were trained for these jobs: of each trial the furthest one, of settings that were equal once."""
-    furthest: dict[int, int] = {}
-    for job in jobs:
-        if job.outcome and job.outcome.same_as is None:
-            began = job.parent[1] if job.parent else 0
-            furthest[job.trial] = max(furthest.get(job.trial, 0), job.outcome.step - began)
-    return sum(furthest.values())
 
 
 def show_point(settings: Point) -> str:

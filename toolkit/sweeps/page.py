@@ -12,9 +12,8 @@ from toolkit.report.numbers import show_number, show_seconds
 from toolkit.report.style import STYLE
 from toolkit.sweeps.importance import importances
 from toolkit.sweeps.journal import Job, Plan
-from toolkit.sweeps.loop import steps_used
 from toolkit.sweeps.page_plots import STYLE as CHARTS, Dot, curves, parallel, scatter
-from toolkit.sweeps.results import Trial, best_trials, metrics_of, rank_of, result_of, trials_of
+from toolkit.sweeps.results import Trial, best_trials, metrics_of, rank_of, result_of, steps_used, trials_of
 from toolkit.sweeps.shown import count_line, seed_lines
 from toolkit.sweeps.space import read_space
 from toolkit.sweeps.trials import commands_of, curve_of, trial_folder

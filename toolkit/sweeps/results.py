@@ -124,3 +124,23 @@ def best_trials(trials: Sequence[Trial], plan: Plan) -> list[Trial]:
 def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
     pairs = list(zip(one, other, strict=True))
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def steps_used(jobs: Sequence[Job]) -> int:
+    """The steps that were trained for these jobs: of each trial the furthest one, of settings that were equal once."""
+    furthest: dict[int, int] = {}
+    for job in jobs:
+        if job.outcome and job.outcome.same_as is None:
+            began = job.parent[1] if job.parent else 0
+            furthest[job.trial] = max(furthest.get(job.trial, 0), job.outcome.step - began)
+    return sum(furthest.values())
+
+
+def spent_budget(plan: Plan, jobs: Sequence[Job], steps: int | None = None) -> str:
+    """The budget of a sweep that is used up, in words; empty where none is. `steps`: those that count, else all trained."""
+    hours = sum(job.outcome.seconds for job in jobs if job.outcome) / 3600 / plan.parallel
+    if plan.budget_steps is not None and (steps_used(jobs) if steps is None else steps) >= plan.budget_steps:
+        return f"the budget of {plan.budget_steps} steps is used up"
+    if plan.budget_hours is not None and hours >= plan.budget_hours:
+        return f"the budget of {plan.budget_hours:g} hours is used up"
+    return ""

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.sweeps.journal import Job, Plan
-from toolkit.sweeps.loop import show_point, steps_used
-from toolkit.sweeps.results import Trial, best_trials, metrics_of, result_of, trials_of
+from toolkit.sweeps.loop import show_point
+from toolkit.sweeps.results import Trial, best_trials, metrics_of, result_of, spent_budget, steps_used, trials_of
 from toolkit.sweeps.schedule import brackets_of, without_seed
 from toolkit.sweeps.space import Point
 from toolkit.sweeps.trials import Running, curve_of, trial_folder
@@ -49,7 +49,8 @@ def count_line(plan: Plan, jobs: Sequence[Job]) -> str:
     with_value = sum(bool(result_of(trial, plan).values) for trial in trials)
     line = f"{ended} of {trials_in(plan)} trials have ended, {with_value} with a value"
     steps = steps_used(jobs)
-    return f"{line}; {steps} steps trained" if steps else line
+    line = f"{line}; {steps} steps trained" if steps else line
+    return f"{line}; {budget}" if (budget := spent_budget(plan, jobs)) else line
 
 
 def trials_in(plan: Plan) -> int:

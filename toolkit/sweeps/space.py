@@ -97,7 +97,7 @@ def searches_in_file(path: Path) -> list[str]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise Refusal(f"--search {path}: {error}") from None
+        raise Refusal(f"--search {path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(found, dict) or not found:
         raise Refusal(f"--search {path}: settings and their values are expected, such as `learning_rate: log:1e-5..1e-3`.")
     written = []
@@ -180,8 +180,11 @@ def _read_values(text: str) -> Dimension:
         raise Refusal(f"--search {text}: two {ends} are expected, as in {kind}:LOW..HIGH.") from None
     if not (math.isfinite(low) and math.isfinite(high)):
         raise Refusal(f"--search {text}: both ends must be finite.")
-    if low >= high:
-        raise Refusal(f"--search {text}: the range is {'upside down' if low > high else 'empty'}. Write {kind}:{high}..{low}.")
+    if low > high:
+        raise Refusal(f"--search {text}: the range is upside down. Write {kind}:{high}..{low}.")
+    if low == high:
+        flag = f"--{name.replace('_', '-')} {low}"
+        raise Refusal(f"--search {text}: the range is empty. For one value, leave out --search {name} and give {flag}.")
     if is_log and low <= 0:
         raise Refusal(f"--search {text}: a logarithmic range begins above 0; {low} does not.")
     return Dimension(name, (), low, high, is_int, is_log)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.config import Refusal
+from toolkit.config.places import place_to_write
 from toolkit.sweeps.journal import JOURNAL, Journal, JournalFile
 from toolkit.sweeps.workers import Liveness
+from toolkit.system.console import as_typed
 from toolkit.system.files import make_folder, write_atomically
 from toolkit.system.json_lines import json_line, parse_object
 
 STORAGE = "storage.json"
 _TABLES = ("toolkit_sweeps", "toolkit_sweep_records", "toolkit_sweep_beats")
 _LOCK_SECONDS = 60
+_TABLES_ATTEMPTS = 10
 
 
 def open_journal(folder: Path, url: str | None = None, must_exist: bool = False) -> Journal:
@@ -29,12 +33,12 @@ def open_journal(folder: Path, url: str | None = None, must_exist: bool = False)
     if url is None and known is None:
         if must_exist and not (folder / JOURNAL).is_file():
             raise Refusal(f"{folder}: is no directory of a sweep; it has no {JOURNAL}.")
-        return JournalFile(folder)
+        return JournalFile(folder if must_exist else place_to_write(folder, "--sweep-dir"))
     if (folder / JOURNAL).is_file():
         raise Refusal(f"--storage {url}: {folder} holds a sweep with its journal in {JOURNAL}. Take another --sweep-dir.")
     journal = JournalDatabase(url or str(known), folder.absolute().name)
     if not must_exist:
-        make_folder(folder)
+        make_folder(place_to_write(folder, "--sweep-dir"))
         write_atomically(folder / STORAGE, json.dumps({"url": journal.shown_url}) + "\n")
     return journal
 
@@ -68,11 +72,17 @@ class JournalDatabase:
         self._sql, self._name = sql, name
         try:
             parsed = sql.make_url(url)
+            place = Path(parsed.database or "").absolute().parent
+            if parsed.get_backend_name() == "sqlite" and not place.is_dir():
+                raise Refusal(f"--storage {url}: there is no folder {place}. Type {as_typed('mkdir', '-p', place)}")
             waits = {"timeout": _LOCK_SECONDS} if parsed.get_backend_name() == "sqlite" else {}
             self._engine = sql.create_engine(parsed, connect_args=waits)
             self.shown_url = parsed.render_as_string(hide_password=True)
             self._prepare()
-        except (sql.exc.SQLAlchemyError, ImportError) as error:
+        except ImportError as error:
+            package = {"psycopg": "'psycopg[binary]'", "MySQLdb": "mysqlclient"}.get(error.name or "", error.name)
+            raise Refusal(f"--storage {url.split('@')[-1]}: its driver is not installed. Type pip install {package}.") from None
+        except sql.exc.SQLAlchemyError as error:
             why = str(getattr(error, "orig", None) or error).splitlines()[0]
             raise Refusal(f"--storage {url.split('@')[-1]}: {why}") from None
         self._connection: Any = None
@@ -150,8 +160,16 @@ class JournalDatabase:
             columns = {each["name"] for each in found.get_columns(table.name)} if table.name in tables else set()
             if columns and columns != {each.name for each in table.columns}:
                 raise Refusal(f"--storage {self.shown_url}: its table {table.name} is none of this toolkit's.")
-        with contextlib.suppress(sql.exc.OperationalError, sql.exc.ProgrammingError):  # another process made them just now
-            meta.create_all(self._engine)
+        for attempt in range(_TABLES_ATTEMPTS):
+            try:
+                meta.create_all(self._engine)
+                break
+            except (sql.exc.IntegrityError, sql.exc.OperationalError, sql.exc.ProgrammingError):
+                # Another process makes them at this moment: each database has an error of its own for it, and SQLite shows the
+                # first table before the last one is there.
+                if attempt + 1 == _TABLES_ATTEMPTS:
+                    raise
+                time.sleep(0.2)
         with contextlib.suppress(sql.exc.IntegrityError), self._engine.begin() as connection:
             connection.execute(sql.insert(self._sweeps).values(name=self._name, turns=0))
 

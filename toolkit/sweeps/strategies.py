@@ -97,7 +97,7 @@ def _grid_points(space: Sequence[Dimension]) -> list[Point]:
         if not dimension.choices:
             raise Refusal(
                 f"--strategy grid: {dimension.name} is a range. List its values, such as --search {dimension.name}="
-                f"{dimension.at(0.0)},{dimension.at(0.5)}, or take --strategy quasirandom."
+                f"{dimension.at(0.0):.3g},{dimension.at(0.5):.3g}, or take --strategy quasirandom."
             )
     points: dict[tuple[tuple[str, Value], ...], Point] = {}
     for row in itertools.product(*(each.choices for each in space)):
