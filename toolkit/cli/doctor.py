@@ -3,15 +3,12 @@
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.command_line import find_channels, read_command_line
 from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
-from toolkit.config import Settings, check_together
 from toolkit.distributed.launch import launch
 from toolkit.system.console import BOLD, DIM, GREEN, RED, say
 
@@ -39,12 +36,13 @@ def doctor(
     if {"-h", "--help"} & set(words):
         raise typer.Exit(launch([sys.executable, script, "--help"]))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from toolkit.cli.recipe import read_recipe
     from toolkit.diagnostics.doctor import examine
     from toolkit.diagnostics.watch import Watch
 
     quiet = bool(values["as_json"])
     with Watch(os.path.abspath(script)) as watch:
-        main, config = _load(Path(os.path.abspath(script)), words)
+        main, config = read_recipe(Path(os.path.abspath(script)), words)
         report = examine(main, config, watch, lambda text: None if quiet else say(f"  {text} ...", error=True))
     if quiet:
         say(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
@@ -52,16 +50,6 @@ def doctor(
         _show(report, script)
     if report.findings:
         raise typer.Exit(1)
-
-
-def _load(script: Path, words: list[str]) -> tuple[Callable[[Any], Any], Settings]:
-    """A recipe's main, and the config that its flags ask for."""
-    from toolkit.cli.recipe import config_class_of, import_recipe
-
-    module = import_recipe(script)
-    config = read_command_line(config_class_of(module.main), words, os.environ, module.__doc__ or "")
-    check_together(config)
-    return module.main, find_channels(config, os.environ)
 
 
 def _show(report: Any, script: str) -> None:

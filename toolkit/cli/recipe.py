@@ -115,6 +115,18 @@ def import_recipe(recipe: Path) -> ModuleType:
     return module
 
 
+def read_recipe(script: Path, words: list[str]) -> tuple[Callable[[Any], Any], Settings]:
+    """A recipe's `main`, for a command that calls it, and the config that the words after its name ask for.
+
+    Raises:
+        Refusal: the recipe can't be imported, or its settings are refused.
+    """
+    module = import_recipe(script)
+    config = read_command_line(config_class_of(module.main), words, os.environ, module.__doc__ or "")
+    check_together(config)
+    return module.main, find_channels(config, os.environ)
+
+
 def deliver_model(output_dir: str | Path, environment: Mapping[str, str]) -> None:
     """Move the model that a finished run left to SM_MODEL_DIR, which SageMaker packs and sends to S3; on the first rank."""
     from toolkit.system.files import sync_tree

@@ -90,7 +90,7 @@ def _run(
     record = watch.start(without_dropout=exact or name == "overfit", compares_alone=name == "whole")
     runs.records[name] = record
     printed = io.StringIO()
-    _forget_accelerator()
+    forget_accelerator()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             main(shortened(config, place, changes))
@@ -121,7 +121,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def _forget_accelerator() -> None:
+def forget_accelerator() -> None:
     """Accelerate keeps the state of a process; each run begins with its own."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 

@@ -6,13 +6,11 @@ written by hand is seen as well as `tk.train_step`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import os
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import toolkit as tk
 from toolkit.diagnostics import wrappers
 from toolkit.diagnostics.records import Gradients, Record, Update
+from toolkit.diagnostics.replacements import Replacements
 
 _PACKAGE = os.path.dirname(os.path.abspath(tk.__file__)) + os.sep
 
@@ -33,7 +32,7 @@ class Watch:
         self.script, self.record = script, Record()
         self._folder = os.path.dirname(script) + os.sep
         self.without_dropout = self.compares_alone = False
-        self._undo = contextlib.ExitStack()
+        self._undo = Replacements()
         self.in_use: list[tuple[str, Any]] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.made_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
@@ -41,20 +40,20 @@ class Watch:
 
     def __enter__(self) -> Watch:
         for name, wrapper in wrappers.WRAPPERS.items():
-            self._replace_public(name, functools.partial(wrapper, self))
+            self._undo.public(name, functools.partial(wrapper, self))
         for name in dir(tk):
             if name.endswith("_baselines"):
-                self._replace_public(name, lambda original, *values, **named: {})
+                self._undo.public(name, lambda original, *values, **named: {})
             elif name.startswith("tokenize_for_"):
-                self._replace_public(name, functools.partial(wrappers.tokenized, self, name.removeprefix("tokenize_for_")))
+                self._undo.public(name, functools.partial(wrappers.tokenized, self, name.removeprefix("tokenize_for_")))
         loaders = importlib.import_module(tk.build_dataloaders.__module__)
         for owner, name, kind in ((loaders.TrainLoader, "batches", "train"), (loaders.StreamLoader, "batches", "train"),
                                   (loaders.EvalLoader, "__iter__", "eval")):  # fmt: skip
-            self._replace(owner, name, functools.partial(wrappers.watched_batches, self, kind))
-        self._replace(torch.optim.Optimizer, "__init__", functools.partial(wrappers.made_optimizer, self))
-        self._replace(torch.nn.utils, "clip_grad_norm_", functools.partial(wrappers.clipped, self))
-        self._replace(torch.nn.functional, "cross_entropy", functools.partial(wrappers.cross_entropy, self))
-        self._replace(torch.optim.lr_scheduler.LRScheduler, "step", functools.partial(wrappers.scheduled, self))
+            self._undo.attribute(owner, name, functools.partial(wrappers.watched_batches, self, kind))
+        self._undo.attribute(torch.optim.Optimizer, "__init__", functools.partial(wrappers.made_optimizer, self))
+        self._undo.attribute(torch.nn.utils, "clip_grad_norm_", functools.partial(wrappers.clipped, self))
+        self._undo.attribute(torch.nn.functional, "cross_entropy", functools.partial(wrappers.cross_entropy, self))
+        self._undo.attribute(torch.optim.lr_scheduler.LRScheduler, "step", functools.partial(wrappers.scheduled, self))
         self._undo.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._after_update).remove)
         return self
@@ -110,22 +109,6 @@ class Watch:
     def kind(self) -> str:
         """Of the loader whose batch is in use."""
         return self.in_use[-1][0] if self.in_use else ""
-
-    def _replace_public(self, name: str, wrapper: Callable[..., Any]) -> None:
-        """A public name of the toolkit, in the package and in the file it is in."""
-        original = getattr(tk, name)
-        for owner in (tk, sys.modules[original.__module__]):
-            self._replace(owner, name, wrapper)
-
-    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def wrapped(*values: Any, **named: Any) -> Any:
-            return wrapper(original, *values, **named)
-
-        setattr(owner, name, wrapped)
-        self._undo.callback(setattr, owner, name, original)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._inside += 1

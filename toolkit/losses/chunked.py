@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from toolkit.metrics.metric import precise_sum
+from toolkit.system.devices import chosen_type
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 Sums = tuple[torch.Tensor, torch.Tensor]
@@ -26,7 +27,7 @@ def rows_in_a_chunk(vocabulary: int, device: torch.device) -> int:
     once). With a small vocabulary on a CPU the head fits its cache, and so should the logits (1,024 rows for 4 k tokens: 0.6
     to 0.75 of the time of all at once, for 8,192 and 2,048 rows).
     """
-    if device.type != "cpu":
+    if chosen_type(device) != "cpu":
         return min(4096, max(256, 2**28 // vocabulary))
     return 2**22 // vocabulary if vocabulary <= 8192 else max(256, 2**26 // vocabulary)
 

@@ -26,6 +26,7 @@ from toolkit.models.loaded import Loaded, note_loaded
 from toolkit.models.quantization import in_4_bits, keep_gradients
 from toolkit.models.shapes import DIMENSIONS, built_in_config, check_context, set_dropout
 from toolkit.models.tokenizer import UNCASED, commit_in_cache, hub_problem
+from toolkit.models.without_weights import builds_without_weights
 from toolkit.system.console import as_typed
 from toolkit.system.network import stay_offline_without_network
 from toolkit.system.nonfinite import describe_nonfinite
@@ -77,7 +78,9 @@ def load_model(
     attention = choose_attention(model_config, config.attn_implementation, packed, _device(config), model_class)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        if built_in:  # made in float32 and rounded after, so that --dtype changes the rounding and nothing else
+        if builds_without_weights():
+            model, new_modules = _shapes(auto, config, model_config, attention)
+        elif built_in:  # made in float32 and rounded after, so that --dtype changes the rounding and nothing else
             model = auto.from_config(model_config, attn_implementation=attention, dtype=torch.float32)
             if model_config.model_type == "bert" and config.model.endswith(UNCASED):
                 begin_with_words(model)
@@ -91,7 +94,8 @@ def load_model(
         say_once(
             f"WARNING: {config.model}: its auxiliary loss of the router (output_router_logits) is not part of the loss here."
         )
-    if packed and model_config.model_type not in PROVEN and attention != "flash_attention_2":
+    without = builds_without_weights()
+    if packed and not without and model_config.model_type not in PROVEN and attention != "flash_attention_2":
         try:
             check_no_contamination(model)
         except NotPackable as problem:
@@ -153,6 +157,20 @@ def pretrained_config(config: ModelConfig) -> PretrainedConfig:
     if not directory.is_dir():
         set_commit(found, commit_in_cache(config.model, config.model_revision, ["config.json"]))
     return found
+
+
+def _shapes(
+    auto: Any, config: ModelConfig, model_config: PretrainedConfig, attention: str | None
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model on the meta device, in the type that its weights would have, and the modules whose weights would be new."""
+    dtype = getattr(model_config, "dtype", None) or torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    with torch.device("meta"):
+        model = auto.from_config(model_config, attn_implementation=attention, dtype=torch.float32).to(dtype)
+    if is_built_in(config.model):
+        return model, _modules_with_random_weights(model)
+    if type(model).__name__ in (model_config.architectures or []):
+        return model, []
+    return model, sorted({name.rpartition(".")[0] for name, _ in model.named_parameters() if not _is_in_body(model, name)})
 
 
 def _pretrained_model(

@@ -8,6 +8,7 @@ import torch
 
 from toolkit.distributed.engines.engine import Piece
 from toolkit.distributed.engines.pieces import add_up
+from toolkit.system.devices import chosen_type
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
 ITERATIONS = 5
@@ -74,7 +75,7 @@ def workspace(parameters: Iterable[torch.Tensor]) -> int:
     for ((rows, columns), dtype, device), count in counts.items():
         together = min(count, _at_once(rows, columns))
         inside = 4 * rows * columns + 3 * min(rows, columns) ** 2
-        computing = _computing(dtype, device.type == "cuda")
+        computing = _computing(dtype, chosen_type(device) == "cuda")
         largest = max(largest, together * (2 * rows * columns * dtype.itemsize + inside * computing.itemsize))
     return largest
 
@@ -107,7 +108,7 @@ def _rate(learning_rate: float, rows: int, columns: int) -> float:
 def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
     """Each of the matrices `[count, rows, columns]` with its singular values brought near 1, by Newton and Schulz."""
     a, b, c = COEFFICIENTS
-    x = matrices.to(_computing(matrices.dtype, matrices.is_cuda))
+    x = matrices.to(_computing(matrices.dtype, chosen_type(matrices.device) == "cuda"))
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from toolkit.distributed.engines.engine import Engine
+from toolkit.system.devices import chosen_type
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -58,7 +59,7 @@ def squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
     torch's (2.13) own norm adds up one number after another there: 4e-5 off for an embedding of a million numbers.
     """
-    if not gradients or gradients[0].device.type != "cpu":
+    if not gradients or chosen_type(gradients[0].device) != "cpu":
         return torch.nn.utils.get_total_norm(gradients).square()
     exact = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
     return torch.stack([gradient.square().sum().double() for gradient in exact]).sum()

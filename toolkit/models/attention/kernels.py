@@ -17,6 +17,7 @@ from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
 from toolkit.config import Refusal
 from toolkit.models.attention.groups import groups_of, with_grouped_backward
+from toolkit.system.devices import chosen_type
 
 T = TypeVar("T")
 CHUNK = 256  # queries handled together where scores are written out: memory is CHUNK x keys, never length squared
@@ -40,10 +41,11 @@ def fastest_kernel(
     key_bounds: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """torch's variable-length flash attention or flex attention on CUDA, else a loop over the documents."""
-    if query.is_cuda and flex_computes(value.dtype, rules):
+    if chosen_type(query.device) == "cuda" and flex_computes(value.dtype, rules):
         if varlen_computes(query.shape[-1], value.shape[-1], value.dtype, rules) and _varlen_is_there(query.device):
             return varlen_kernel(query, key, value, bounds, rules, key_bounds)
-        return flex_kernel(query, key, value, bounds, rules, key_bounds)
+        if query.is_cuda:  # in a plan for CUDA the loop takes its place: flex attention has no backward of other tensors
+            return flex_kernel(query, key, value, bounds, rules, key_bounds)
     return loop_kernel(query, key, value, bounds, rules, key_bounds)
 
 
@@ -60,7 +62,8 @@ def flex_computes(dtype: torch.dtype, rules: Rules) -> bool:
 
 @torch.compiler.assume_constant_result  # in a compiled layer: asked for while it is compiled, and no break in its graph
 def _varlen_is_there(device: torch.device) -> bool:
-    return _capability(device) >= (8, 0) and importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    is_new = device.type != "cuda" or _capability(device) >= (8, 0)  # a plan for CUDA has its tensors elsewhere
+    return is_new and importlib.util.find_spec("torch.nn.attention.varlen") is not None
 
 
 @functools.cache
@@ -232,7 +235,7 @@ def loop_kernel(
         return torch.cat([_one_document(*document, rules) for document in documents], dim=2)[0].transpose(0, 1)
 
     plain = rules.softcap is None and not rules.dropout
-    if query.device.type == "cpu" and value.dtype == torch.bfloat16 and plain and torch.is_grad_enabled():
+    if chosen_type(query.device) == "cpu" and value.dtype == torch.bfloat16 and plain and torch.is_grad_enabled():
         groups = groups_of(bounds, key_bounds, query.shape[1], rules.causal, rules.window)
         if groups is not None:
             return with_grouped_backward(attend, query, key, value, groups, rules.scaling)

@@ -1,0 +1,178 @@
+"""`toolkit plan` next to what torch's allocator holds when the same steps are really taken, and next to the process.
+
+    python -m benchmarks.plan                  # all cells, each in processes of its own
+    python -m benchmarks.plan sft-bf16 dpo     # some of them
+
+Each cell is a recipe with flags. Both sides take two steps on the longest micro-batch of the recipe's data. `allocator`: the
+highest sum of live storages in the second step, by torch's profiler. `process`: the highest resident memory of the whole
+process without a profiler, next to what the plan says it needs, its margin included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.system.console import say
+
+ROOT = Path(__file__).parents[1]
+_MODEL = ["--hidden-size", "384", "--num-hidden-layers", "6", "--num-attention-heads", "6", "--intermediate-size", "1152"]
+_WIDE = ["--hidden-size", "512", "--num-hidden-layers", "4", "--num-attention-heads", "8", "--intermediate-size", "1536"]
+_QWEN, _BF16, _CKPT = ["--model", "tiny-qwen3"], ["--bf16"], ["--gradient-checkpointing"]
+_ADAMW, _PADDED = ["--optim", "adamw_torch"], ["--no-packing"]
+_SPLIT = ["--per-device-train-batch-size", "2", "--gradient-accumulation-steps", "4"]
+CELLS: dict[str, tuple[str, list[str]]] = {
+    "sft": ("sft", _MODEL),
+    "sft-adamw": ("sft", [*_MODEL, *_ADAMW]),
+    "sft-bf16": ("sft", [*_MODEL, *_BF16, *_ADAMW]),
+    "sft-bf16-weights": ("sft", [*_MODEL, *_BF16, *_ADAMW, "--dtype", "bfloat16"]),
+    "sft-qwen3": ("sft", [*_MODEL, *_QWEN]),
+    "sft-qwen3-bf16-long": ("sft", [*_MODEL, *_QWEN, *_BF16, "--max-length", "1024"]),
+    "sft-padded": ("sft", [*_MODEL, *_PADDED]),
+    "sft-padded-bf16": ("sft", [*_MODEL, *_PADDED, *_BF16]),
+    "sft-recomputed": ("sft", [*_WIDE, *_CKPT]),
+    "sft-recomputed-bf16": ("sft", [*_WIDE, *_CKPT, *_BF16, *_ADAMW]),
+    "sft-recomputed-padded": ("sft", [*_WIDE, *_CKPT, *_PADDED]),
+    "sft-accumulated": ("sft", [*_WIDE, *_SPLIT]),
+    "sft-sgd": ("sft", [*_WIDE, "--optim", "sgd"]),
+    "sft-adafactor": ("sft", [*_WIDE, "--optim", "adafactor"]),
+    "sft-smoothed": ("sft", [*_WIDE, "--label-smoothing-factor", "0.1", "--z-loss", "1e-4"]),
+    "sft-dropout": ("sft", [*_WIDE, "--attention-dropout", "0.1"]),
+    "sft-unclipped": ("sft", [*_WIDE, "--max-grad-norm", "0"]),
+    "lora": ("lora", _MODEL),
+    "lora-bf16": ("lora", [*_MODEL, *_BF16]),
+    "lora-bf16-weights": ("lora", [*_WIDE, *_BF16, "--dtype", "bfloat16"]),
+    "lora-recomputed": ("lora", [*_WIDE, *_CKPT]),
+    "lora-padded": ("lora", [*_WIDE, *_PADDED]),
+    "lora-dora": ("lora", [*_WIDE, "--use-dora"]),
+    "lora-full-rank": ("lora", [*_WIDE, "--lora-r", "64"]),
+    "dpo": ("dpo", _MODEL),
+    "dpo-bf16": ("dpo", [*_MODEL, *_BF16, *_ADAMW]),
+    "dpo-second-model": ("dpo", [*_MODEL, "--reference", "model"]),
+    "dpo-recomputed": ("dpo", [*_WIDE, *_CKPT]),
+    "dpo-padded": ("dpo", [*_WIDE, "--pair-layout", "padded"]),
+    "dpo-accumulated": ("dpo", [*_WIDE, *_SPLIT]),
+    "dpo-lora": ("dpo", [*_WIDE, "--use-peft"]),
+    "kto": ("kto", _MODEL),
+    "kto-bf16": ("kto", [*_WIDE, *_BF16]),
+    "reward": ("reward", _MODEL),
+    "reward-bf16": ("reward", [*_WIDE, *_BF16]),
+    "pretrain": ("pretrain", _MODEL),
+    "pretrain-bf16": ("pretrain", [*_WIDE, *_BF16]),
+    "accelerated": ("accelerated", []),
+    "accelerated-bf16": ("accelerated", [*_BF16, "--hidden-size", "384"]),
+    "token-classification": ("token_classification", []),
+    "question-answering": ("question_answering", []),
+    "seq2seq": ("seq2seq", []),
+    "masked-lm": ("masked_lm", []),
+    "embedding": ("embedding", []),
+    "reranker": ("reranker", []),
+    "multiple-choice": ("multiple_choice", []),
+}  # fmt: skip
+
+
+def main(names: list[str]) -> None:
+    """Print a row for each cell, and the largest difference."""
+    say(f"{'cell':<24}{'plan MB':>10}{'allocator':>11}{'':>8}{'plan MB':>10}{'process':>10}{'':>8}{'plan s':>8}")
+    errors: list[tuple[float, float]] = []
+    for name in names or CELLS:
+        planned, real, process = (_in_process(name, side) for side in ("plan", "real", "process"))
+        error, whole = planned["peak"] / real["allocator"] - 1, planned["process"] / process["process"] - 1
+        errors.append((error, whole))
+        megabytes = [each / 1e6 for each in (planned["peak"], real["allocator"], planned["process"], process["process"])]
+        sizes = (*megabytes[:2], error, *megabytes[2:], whole)
+        say("{:<24}{:>10.1f}{:>11.1f}{:>+8.2%}{:>10.1f}{:>10.1f}{:>+8.1%}{:>8.1f}".format(name, *sizes, planned["seconds"]))
+    for what, column in (("allocator", 0), ("process", 1)):
+        found = [error[column] for error in errors]
+        say(f"to the {what}: {min(found):+.2%} to {max(found):+.2%} in {len(found)} cells")
+
+
+def _in_process(name: str, side: str) -> dict[str, float]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.plan", f"--{side}", name], cwd=ROOT, env=environment, capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure(name: str, side: str) -> dict[str, float]:
+    """One side of one cell, in this process."""
+    import time
+
+    from toolkit.cli.command_line import read_command_line
+    from toolkit.cli.recipe import config_class_of, import_recipe
+    from toolkit.diagnostics.devices import beyond_tensors, find_device
+    from toolkit.diagnostics.plan import plan
+
+    recipe, flags = CELLS[name]
+    script = import_recipe(ROOT / "recipes" / f"{recipe}.py")
+    config = read_command_line(config_class_of(script.main), [*flags, "--use-cpu"], os.environ, "")
+    began = time.monotonic()
+    if side == "plan":
+        found = plan(script.main, config)
+        process = found.peak + sum(beyond_tensors(find_device("this"), found.peak, found.process))
+        return {"peak": found.peak, "seconds": time.monotonic() - began, "process": process}
+    return _really(script.main, config, profiled=side == "real")
+
+
+def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
+    """The same two steps with real tensors: the highest moment of the second by torch's allocator, or of the process."""
+    import torch
+
+    import toolkit as tk
+    from toolkit.diagnostics import plan as planner
+    from toolkit.diagnostics.ledger import Ledger
+    from toolkit.diagnostics.replacements import Replacements
+
+    seen, held = planner._Seen(Ledger()), list[int]()
+    profiler = torch.autograd.profiler.profile(enabled=profiled, profile_memory=True, use_kineto=True)
+
+    def batches(original: Any, loader: Any, *values: Any) -> Iterator[Any]:
+        longest = planner._longest_batches(seen, original, loader, *values)
+        yield next(longest)
+        held.append(_live(torch) if profiled else 0)
+        with profiler:
+            yield next(longest)
+        next(longest)
+
+    with tempfile.TemporaryDirectory() as folder, Replacements() as replace, contextlib.suppress(planner._Planned):
+        loaders = importlib.import_module(tk.build_dataloaders.__module__)
+        replace.attribute(loaders.TrainLoader, "batches", batches)
+        main(planner._alone(config, folder))
+    if not profiled:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return {"process": int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024}
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = top = held[0]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        top = max(top, now)
+    return {"allocator": top}
+
+
+def _live(torch: Any) -> int:
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] in (["--plan"], ["--real"], ["--process"]):
+        print(json.dumps(measure(sys.argv[2], sys.argv[1].removeprefix("--"))))
+    else:
+        main(sys.argv[1:])

@@ -1,0 +1,169 @@
+"""toolkit plan: the memory, the time and the cost of a run, before it is started."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
+from toolkit.distributed.launch import launch
+from toolkit.system.console import BOLD, GREEN, RED, as_typed, say
+
+if TYPE_CHECKING:
+    from toolkit.config import Settings
+    from toolkit.diagnostics.devices import Device
+    from toolkit.diagnostics.plan import Plan
+
+
+def plan(
+    context: typer.Context,
+    recipe: Recipe,
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own, as you would train it.")
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="h100, a100, l4, rtx-4090 ..., ml.g5.xlarge ..., a GPU of 24gb, mac-32gb, cpu-64gb. Several may be given."
+        ),
+    ] = None,
+    largest: Annotated[bool, typer.Option("--largest", help="Find the largest micro-batch that fits.")] = False,
+    measure: Annotated[int, typer.Option(help="Take N steps here, to know how long all of them will.", min=0)] = 0,
+    step_seconds: Annotated[float | None, typer.Option(help="How long a step takes, in place of --measure.")] = None,
+    price: Annotated[float | None, typer.Option(help="What an hour of the machine costs.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find the memory that a recipe needs, without its weights and without a GPU, and whether it fits.
+
+    The recipe itself takes two steps on tensors without contents, with the longest micro-batch of its data. One process, one
+    device: recipes that sample (grpo, ppo), sharded runs and weights in 4 bits have no plan.
+
+    Ends with 0 when the run fits on the first device, with 1 when it doesn't, with 2 when there is no plan.
+    """
+    words, values = split_options(context, flags or [])
+    script = find_recipe(recipe, context.command_path)
+    if {"-h", "--help"} & set(words):
+        raise typer.Exit(launch([sys.executable, script, "--help"]))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from toolkit.cli.recipe import read_recipe
+    from toolkit.diagnostics.devices import find_device
+    from toolkit.diagnostics.fitting import needed
+    from toolkit.diagnostics.plan import plan as make_plan
+
+    devices = [find_device(name) for name in values["device"] or ["this"]]
+    main, config = read_recipe(Path(os.path.abspath(script)), words)
+
+    def make(config: "Settings", kind: str = devices[0].kind) -> "Plan":
+        return make_plan(main, config, kind)
+
+    plans = {kind: make(config, kind) for kind in dict.fromkeys(each.kind for each in devices)}
+    first = plans[devices[0].kind]
+    seconds = values["step_seconds"] or (_measured(script, words, values["measure"]) if values["measure"] else None)
+    best = _largest(config, devices[0], make) if values["largest"] else None
+    fits = needed(first, devices[0]) <= devices[0].memory
+    if values["as_json"]:
+        shown = {**vars(first), "peak": first.peak, "step_seconds": seconds, "largest_micro_batch": best}
+        sizes = {each.name: {"memory": each.memory, "needed": needed(plans[each.kind], each)} for each in devices}
+        say(json.dumps({**shown, "devices": sizes}, indent=1))
+        raise typer.Exit(0 if fits else 1)
+    _show(script, first, devices[0])
+    for each in devices:
+        _show_fit(plans[each.kind], each)
+    if values["largest"]:
+        say(f"largest micro-batch on {devices[0].name}: {best if best else 'none'}")
+    if not fits and not best:
+        _show_alternatives(config, devices[0], make, script, words)
+    if seconds:
+        _show_time(first.steps, seconds, values["price"])
+    raise typer.Exit(0 if fits else 1)
+
+
+def _largest(config: "Settings", device: "Device", make: Any) -> int | None:
+    from toolkit.diagnostics.fitting import largest_micro_batch
+
+    found = largest_micro_batch(config, device, make)
+    return found[0] if found else None
+
+
+def _show(script: str, plan: "Plan", device: "Device") -> None:
+    from toolkit.diagnostics.devices import beyond_tensors
+    from toolkit.report.numbers import show_count
+
+    accumulated = f", {plan.accumulation} of them a step" if plan.accumulation > 1 else ""
+    counts = f"{show_count(plan.parameters)} parameters, {show_count(plan.trained)} of them trained"
+    say(f"{script}: {plan.model}, {counts}", style=BOLD)
+    say(f"longest micro-batch: {plan.micro_batch} examples, {plan.tokens:,} tokens{accumulated}; {plan.steps:,} steps")
+    process, margin = beyond_tensors(device, plan.peak, plan.process)
+    rows = [(part, size) for part, size in plan.parts.items() if size >= 0.001 * plan.peak]
+    rows += [("= tensors at the peak", plan.peak), ("process without them", process), ("margin for the allocator", margin)]
+    for name, size in rows:
+        say(f"  {name:<26}{_gib(size):>12}")
+    for note in plan.notes:
+        say(note)
+
+
+def _show_fit(plan: "Plan", device: "Device") -> None:
+    from toolkit.diagnostics.fitting import needed
+
+    wanted = needed(plan, device)
+    what = f"{device.name}: needs {_gib(wanted)} of {_gib(device.memory)}"
+    many = f" (each of {device.count})" if device.count > 1 else ""
+    if wanted <= device.memory:
+        say(f"fits        {what}{many}, {_gib(device.memory - wanted)} left", style=GREEN)
+    else:
+        say(f"too large   {what}{many}", style=RED)
+
+
+def _show_alternatives(config: "Settings", device: "Device", make: Any, script: str, words: list[str]) -> None:
+    from toolkit.diagnostics.fitting import alternatives, needed
+
+    say("looking for what fits, the cheapest first ...", error=True)
+    none = True
+    for changes, plan in alternatives(config, device, make):
+        none = False
+        flags = [word for name, value in changes.items() for word in _as_flag(name, value)]
+        say(f"  {_gib(needed(plan, device))} with {' '.join(flags)}")
+        say(f"    {as_typed('toolkit', 'train', script, *words, *flags)}")
+    if none:
+        say("  nothing that was tried fits: take a smaller model, a shorter --max-length or a larger device, or shard it.")
+
+
+def _as_flag(name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    return [flag] if value is True else [flag, str(value)]
+
+
+def _show_time(steps: int, seconds: float, price: float | None) -> None:
+    from toolkit.report.numbers import show_seconds
+
+    cost = f", {steps * seconds / 3600 * price:,.2f} at {price:,.2f} an hour" if price else ""
+    say(f"{steps:,} steps of {show_seconds(seconds)}: {show_seconds(steps * seconds)}{cost}; evaluating and saving come on top")
+
+
+def _measured(script: str, words: list[str], steps: int) -> float:
+    """Seconds of a step here: the median of `steps` after the first two."""
+    import itertools
+    import statistics
+    import subprocess
+    import tempfile
+
+    from toolkit.config import Refusal
+    from toolkit.system.json_lines import read_lines
+
+    say(f"taking {steps + 2} steps here ...", error=True)
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        alone = ["--output-dir", folder, "--overwrite-output-dir", "--stop-at-step", str(steps + 2), "--logging-steps", "1"]
+        alone += ["--logging-strategy", "steps", "--eval-strategy", "no", "--save-strategy", "no", "--report-to", "none"]
+        done = subprocess.run([sys.executable, script, *words, *alone], capture_output=True, text=True)
+        times = [line["time"] for line in read_lines(Path(folder) / "metrics.jsonl") if "loss" in line]
+    if len(times) < 3:
+        last = (done.stderr or done.stdout).strip()[-400:]
+        raise Refusal(f"--measure {steps}: the run took no {steps + 2} steps here: {last}")
+    return statistics.median(after - before for before, after in itertools.pairwise(times[1:]))
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,109 @@
+"""Devices and machines by name, and how much of their memory tensors can have."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.config import Refusal
+from toolkit.config.setting import nearest
+
+GIB = 2**30
+# torch.cuda.get_device_properties(0).total_memory in GiB, as people report it; the data sheet's number counts otherwise.
+_GPUS = {
+    "b200": 178.4, "h200": 139.8, "h100": 79.1, "a100-80gb": 79.1, "a100": 39.4, "l40s": 44.4, "a10g": 22.1, "l4": 22.0,
+    "t4": 14.6, "v100": 15.8, "v100-32gb": 31.7, "rtx-3090": 23.6, "rtx-4090": 23.6, "rtx-5090": 31.4,
+}  # fmt: skip
+# SageMaker's instances: the device and how many of them.
+_INSTANCES = {
+    "ml.g4dn.xlarge": ("t4", 1), "ml.g4dn.12xlarge": ("t4", 4), "ml.g5.xlarge": ("a10g", 1), "ml.g5.2xlarge": ("a10g", 1),
+    "ml.g5.12xlarge": ("a10g", 4), "ml.g5.48xlarge": ("a10g", 8), "ml.g6.xlarge": ("l4", 1), "ml.g6.12xlarge": ("l4", 4),
+    "ml.g6.48xlarge": ("l4", 8), "ml.g6e.xlarge": ("l40s", 1), "ml.g6e.12xlarge": ("l40s", 4), "ml.g6e.48xlarge": ("l40s", 8),
+    "ml.p3.2xlarge": ("v100", 1), "ml.p3.16xlarge": ("v100", 8), "ml.p4d.24xlarge": ("a100", 8),
+    "ml.p4de.24xlarge": ("a100-80gb", 8), "ml.p5.48xlarge": ("h100", 8), "ml.p5e.48xlarge": ("h200", 8),
+    "ml.p5en.48xlarge": ("h200", 8), "ml.p6-b200.48xlarge": ("b200", 8),
+}  # fmt: skip
+CONTEXT = round(0.6 * GIB)  # of CUDA with cuBLAS's and cuDNN's workspaces
+FRAGMENTED = 0.05  # of the tensors, that the allocator of CUDA can't use
+SLACK = 0.3  # the same of glibc on a CPU, and of kernels that ask no allocator: 22 to 40 % were measured
+OTHERS = 40 * 2**20  # what a process on a CPU comes to hold besides in its first step
+
+
+@dataclass(frozen=True)
+class Device:
+    """`memory`: bytes of one device; `kind`: torch's type of device; `count`: how many one machine has."""
+
+    name: str
+    kind: str
+    memory: int
+    count: int = 1
+
+
+def find_device(name: str) -> Device:
+    """A device or machine by name: a GPU, a SageMaker instance, `mac-32gb`, `cpu-64gb`, a size of GPU such as 24gb, or `this`.
+
+    Raises:
+        Refusal: none is called that.
+    """
+    low = name.lower()
+    if low == "this":
+        return _this()
+    if low in _INSTANCES:
+        gpu, count = _INSTANCES[low]
+        return Device(low, "cuda", round(_GPUS[gpu] * GIB), count)
+    if low in _GPUS:
+        return Device(low, "cuda", round(_GPUS[low] * GIB))
+    sized = re.fullmatch(r"(?:(mac|cpu)-)?(\d+(?:\.\d+)?)gb", low)
+    if sized:
+        size = float(sized[2])
+        if sized[1] == "mac":  # Metal recommends to hold so much at most
+            return Device(low, "mps", round(size * GIB * (2 / 3 if size <= 36 else 0.75)))
+        return Device(low, sized[1] or "cuda", round(size * GIB))
+    known = [*_GPUS, *_INSTANCES]
+    near = nearest(low, known)
+    meant = f"Did you mean {near}?" if near else f"There are {', '.join(_GPUS)}, SageMaker's instances such as ml.g5.xlarge,"
+    raise Refusal(f"--device {name}: not known. {meant} Or give its memory: 24gb (a GPU), mac-32gb, cpu-64gb.")
+
+
+def _this() -> Device:
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return Device(f"this {properties.name}", "cuda", properties.total_memory, torch.cuda.device_count())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if torch.backends.mps.is_available():
+        return Device("this Mac", "mps", round(memory * 2 / 3))
+    limits = [_limit(Path(f"/sys/fs/cgroup/{name}")) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    return Device("this CPU", "cpu", min([memory, *(limit for limit in limits if limit)]))
+
+
+def _limit(path: Path) -> int | None:
+    """A container's limit in bytes; None where there is none."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def beyond_tensors(device: Device, tensors: int, process: int) -> tuple[int, int]:
+    """Bytes that a process holds on the device besides its tensors, and the margin for what an allocator can't use.
+
+    Args:
+        tensors: bytes of them at the highest moment.
+        process: resident bytes of a process on a CPU that has read the data and made the model's shapes.
+    """
+    if device.kind == "cpu":
+        return process + OTHERS, round(SLACK * tensors)
+    return CONTEXT, round(FRAGMENTED * tensors)
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds now."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        return GIB // 2

@@ -1,0 +1,141 @@
+"""A ledger of live tensors: how many bytes there are at each moment, by part, and at the highest one."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class Ledger(TorchDispatchMode):
+    """Follows the storage of every tensor that an operation returns, from its making to its end, of fake tensors too.
+
+    `phase` names the part that new storages belong to; `at_peak` is the bytes of each part at the highest moment.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.total, self.peak, self.peak_phase = "other", 0, 0, ""
+        self.live: Counter[str] = Counter()
+        self.at_peak: dict[str, int] = {}
+        self._of: dict[int, tuple[str, int, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A fake has no value. What asks for one (is the norm finite?) goes on as if all were well.
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                self.see(leaf)
+        return output
+
+    def see(self, tensor: torch.Tensor, part: str | None = None) -> None:
+        """Count a storage, once; with `part`, say what it is, also where it was counted as something else before."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._of:
+            old, size, reference = self._of[key]
+            if part and old != part:
+                self.live[old] -= size
+                self.live[part] += size
+                self._of[key] = (part, size, reference)
+            return
+        size, part = storage.nbytes(), part or self.phase
+        if not size or (tensor.device.type == "meta" and not isinstance(tensor, FakeTensor)):
+            return
+        self._of[key] = (part, size, weakref.ref(storage, lambda _: self._gone(key)))
+        self.live[part] += size
+        self.total += size
+        if self.total > self.peak:
+            self.peak, self.at_peak, self.peak_phase = self.total, dict(self.live), self.phase
+
+    def restart(self) -> None:
+        """Forget the highest moment so far; what is live stays counted."""
+        self.peak, self.at_peak, self.peak_phase = self.total, dict(self.live), self.phase
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def _gone(self, key: int) -> None:
+        part, size, _ = self._of.pop(key)
+        self.live[part] -= size
+        self.total -= size
+
+
+def as_fake(model: nn.Module) -> nn.Module:
+    """The model with fake tensors of the CPU in place of its parameters and buffers, in place; tied ones stay tied."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    with FAKE:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, old in table.items():
+                    if old is None or isinstance(old, FakeTensor):
+                        continue
+                    if id(old) not in made:
+                        new: torch.Tensor = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+                        made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new, old
+                    table[name] = made[id(old)][0]  # type: ignore[assignment]
+    return model
+
+
+def mark_phases(ledger: Ledger, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Callable[[], None]]:
+    """Hooks that tell the ledger weights, gradients, optimizer state and the head apart; the functions that remove them."""
+    removed: list[Callable[[], None]] = []
+    head, outer = _head(model), list[str]()
+    if head is not None:
+
+        def enter(*_: Any) -> None:
+            outer.append(ledger.phase)
+            ledger.phase = "logits"
+
+        def leave(*_: Any) -> None:
+            ledger.phase = outer.pop()
+
+        removed += [head.register_forward_pre_hook(enter).remove, head.register_forward_hook(leave).remove]
+    for parameter in model.parameters():
+        ledger.see(parameter, "weights")
+        if parameter.requires_grad:
+
+            def accumulated(parameter: torch.Tensor) -> None:
+                if parameter.grad is not None:
+                    ledger.see(parameter.grad, "gradients")
+
+            removed.append(parameter.register_post_accumulate_grad_hook(accumulated).remove)
+
+    def before(*_: Any) -> None:
+        outer.append(ledger.phase)
+        ledger.phase = "update"
+
+    def after(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        for state in stepped.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    ledger.see(value, "optimizer state")
+        ledger.phase = outer.pop()
+
+    removed += [optimizer.register_step_pre_hook(before).remove, optimizer.register_step_post_hook(after).remove]
+    return removed
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    find = getattr(model, "get_output_embeddings", None)
+    try:
+        return find() if find else None
+    except (AttributeError, NotImplementedError):
+        return None

@@ -1,0 +1,245 @@
+"""The memory that a recipe needs, found by running it on tensors without contents.
+
+The recipe's own `main` takes two steps, each on the longest micro-batch of its data: data, collate function, loss, optimizer
+and clipping are the real ones, on shapes alone. Two steps, as the first has no optimizer state in its forward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import io
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+import toolkit as tk
+from toolkit.config import Refusal, Settings
+from toolkit.config.reading import values_of
+from toolkit.data.loading.batch import Batch
+from toolkit.diagnostics.devices import resident
+from toolkit.diagnostics.ledger import Ledger, as_fake, mark_phases
+from toolkit.diagnostics.replacements import Replacements
+from toolkit.diagnostics.short_runs import forget_accelerator
+from toolkit.distributed.engines import engine_of
+from toolkit.models.without_weights import without_weights
+from toolkit.system.devices import planned_for
+
+AnyConfig = TypeVar("AnyConfig", bound=Settings)
+STEPS = 2
+_SHARDED = "no plan of a sharded run. Plan it as one process; recipes/zero.py prints what each stage of ZeRO would divide."
+PARTS = ("weights", "gradients", "optimizer state", "reference", "activations", "logits", "update", "other")
+# Where the run goes, what it is compared with, what it does now and then: not what a step needs.
+_ALONE: dict[str, Any] = {
+    "overwrite_output_dir": True, "resume": False, "resume_from": None, "report_to": ["none"], "push_to_hub": False,
+    "use_cpu": True, "torch_compile": False, "dataloader_num_workers": 0, "auto_find_batch_size": False, "stop_at_step": None,
+    "stop_deadline": None, "early_stopping_patience": None, "load_best_model_at_end": False, "num_samples": 0, "metrics": [],
+    "predict_with_generate": False, "logging_strategy": "no", "save_strategy": "no", "eval_strategy": "no",
+    "eval_on_start": False, "divergence": "warn", "nonfinite": "skip", "async_save": False,
+}  # fmt: skip
+
+
+class _Planned(BaseException):
+    """Two steps were taken. It is no Exception: a recipe that catches those must not go on."""
+
+
+@dataclass
+class Plan:
+    """Bytes of tensors at the highest moment of a step, by part; and what the run is.
+
+    `phase`: when that is. `process`: resident bytes of this process before the first step, the data read.
+    `micro_batch`: examples in one, `tokens` in the longest one (padding among them). `steps`: of the whole run.
+    """
+
+    parts: dict[str, int]
+    phase: str
+    process: int = 0
+    model: str = ""
+    parameters: int = 0
+    trained: int = 0
+    micro_batch: int = 0
+    accumulation: int = 1
+    tokens: int = 0
+    steps: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+
+def plan(main: Callable[[Any], Any], config: Settings, device: str = "cpu") -> Plan:
+    """Plan a recipe's `main` on one device of a kind, "cpu" or "cuda"; nothing is computed, no weight is read or made.
+
+    Raises:
+        Refusal: the recipe refuses its settings or data; or it samples, computes with values, or is sharded, of which no plan
+            is made.
+    """
+    check_plannable(config)
+    seen = _Seen(Ledger())
+    printed = io.StringIO()
+    forget_accelerator()
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder, _replaced(seen), planned_for(device), without_weights():
+        try:
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), seen.ledger:
+                main(_alone(config, folder))
+        except _Planned:
+            pass
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            if seen.ledger.phase == "other" and not seen.models:
+                raise
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise Refusal(f"no plan of this run: it needs the values of its tensors ({first[:200]})") from error
+        finally:
+            for remove in seen.removed:
+                remove()
+            forget_accelerator()
+    if not seen.batches:
+        raise Refusal("no plan of this run: it took no step with batches of tk.build_dataloaders.")
+    return seen.plan(values_of(config).get("torch_compile", False))
+
+
+def check_plannable(config: Settings) -> None:
+    """Refuse what no plan is made of."""
+    values = values_of(config)
+    if "num_generations" in values:
+        raise Refusal("no plan of a recipe that samples: how much its model will write isn't known before.")
+    if values.get("load_in_4bit"):
+        raise Refusal("--load-in-4bit: no plan of weights in 4 bits. Plan it with --dtype bfloat16: it needs less than that.")
+    if values.get("fsdp") or values.get("zero_stage") is not None or values.get("deepspeed"):
+        raise Refusal(_SHARDED)
+    if values.get("streaming"):
+        raise Refusal("--streaming: no plan of a stream, whose longest example nobody knows. Plan it with a part of its data.")
+
+
+class _Seen:
+    """What a plan sees of the run."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.models, self.batches, self.process = ledger, list[nn.Module](), 0, 0
+        self.removed: list[Callable[[], None]] = []
+        self.train: Any = None
+        self.longest: Batch | None = None
+
+    def plan(self, was_compiled: bool) -> Plan:
+        model = self.trained_model
+        parts = {part: self.ledger.at_peak.get(part, 0) for part in PARTS}
+        parts["activations"] += sum(size for part, size in self.ledger.at_peak.items() if part not in PARTS)
+        notes = ["Compiled layers keep less than planned here, where they are not compiled."] if was_compiled else []
+        return Plan(
+            parts, self.ledger.peak_phase, self.process, type(model).__name__, sum(p.numel() for p in model.parameters()),
+            sum(p.numel() for p in model.parameters() if p.requires_grad), self.train.micro_batch_size,
+            -(-self.train.global_batch_size // (self.train.micro_batch_size * self.train.world_size)),
+            _tokens(self.longest.micro_batches[0]) if self.longest else 0, self.train.num_steps, notes,
+        )  # fmt: skip
+
+    @property
+    def trained_model(self) -> nn.Module:
+        return next(model for model in self.models if any(p.requires_grad for p in model.parameters()))
+
+
+def _tokens(micro_batch: Mapping[str, Any]) -> int:
+    ids = [value for name, value in micro_batch.items() if name.endswith("input_ids") and isinstance(value, torch.Tensor)]
+    return sum(each.numel() for each in ids)
+
+
+def _alone(config: AnyConfig, folder: str) -> AnyConfig:
+    values = values_of(config)
+    changes = {name: value for name, value in {**_ALONE, "output_dir": f"{folder}/run"}.items() if name in values}
+    return dataclasses.replace(config, **changes)
+
+
+@contextlib.contextmanager
+def _replaced(seen: _Seen) -> Iterator[None]:
+    """What makes models, batches and steps, replaced by what makes them of fake tensors and follows them."""
+    with Replacements() as replace:
+        for name in ("load_model", "load_encoder"):
+            replace.public(name, functools.partial(_made, seen))
+        replace.public("add_adapter", functools.partial(_made, seen))
+        replace.public("build_optimizer", functools.partial(_optimizer, seen))
+        loaders = importlib.import_module(tk.build_dataloaders.__module__)
+        replace.attribute(loaders.TrainLoader, "batches", functools.partial(_longest_batches, seen))
+        replace.attribute(torch.Tensor, "backward", functools.partial(_backward, seen))
+        replace.attribute(nn.Module, "to", _stay)
+        reference = importlib.import_module("toolkit.preference.reference")
+        replace.attribute(reference, "reference_table", lambda *_, **__: _AnyRow())
+        replace.attribute(reference, "_place_frozen", functools.partial(_frozen, seen))
+        accelerate = importlib.import_module("accelerate")
+        replace.attribute(accelerate.Accelerator, "prepare", _prepared)
+        yield
+
+
+def _made(seen: _Seen, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    model = as_fake(original(*values, **named))
+    if not any(each is model for each in seen.models):
+        seen.models.append(model)
+    return model
+
+
+def _frozen(seen: _Seen, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    frozen = original(*values, **named)
+    for tensor in (*frozen.parameters(), *frozen.buffers()):
+        seen.ledger.see(tensor, "reference")
+    return frozen
+
+
+def _optimizer(seen: _Seen, original: Callable[..., Any], model: nn.Module, *values: Any, **named: Any) -> Any:
+    optimizer, schedule = original(model, *values, **named)
+    for buffer in model.buffers():
+        seen.ledger.see(buffer, "weights")
+    seen.removed += mark_phases(seen.ledger, model, optimizer)
+    return optimizer, schedule
+
+
+def _prepared(original: Callable[..., Any], accelerator: Any, *values: Any, **named: Any) -> Any:
+    """Without moving what has no values; the model's forward is wrapped in autocast as always."""
+    if engine_of(accelerator).shards:
+        raise Refusal(_SHARDED)
+    named["device_placement"] = [False] * len(values)
+    return original(accelerator, *values, **named)
+
+
+def _stay(original: Callable[..., Any], model: nn.Module, *values: Any, **named: Any) -> nn.Module:
+    """A model that is fake is where it will be computed already: `Module.to` would swap its parameters for others."""
+    fake = any(isinstance(p, torch._subclasses.FakeTensor) for p in model.parameters())
+    types = [v for v in (*values, *named.values()) if isinstance(v, torch.dtype)]
+    return model if fake and not types else original(model, *values, **named)
+
+
+def _backward(seen: _Seen, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    with seen.ledger.during("activations"):
+        return original(*values, **named)
+
+
+def _longest_batches(seen: _Seen, original: Callable[..., Iterator[Batch]], loader: Any, *values: Any) -> Iterator[Batch]:
+    """Two batches, of the longest micro-batch each, which is accumulated where the run accumulates."""
+    seen.train = loader
+    longest = loader.longest_micro_batch()
+    for number, batch in enumerate(original(loader, *values)):
+        if number == STEPS:
+            break
+        count = min(len(batch.micro_batches), 2)
+        seen.longest = dataclasses.replace(
+            batch, micro_batches=[longest] * count, real=[True] * count, seeds=batch.seeds[:count],
+            indices=[batch.indices[0]] * count, epochs=[batch.epochs[0]] * count,
+        )  # fmt: skip
+        seen.batches += 1
+        seen.process = seen.process or resident()
+        seen.ledger.restart()
+        seen.ledger.phase = "activations"
+        yield seen.longest
+    raise _Planned
+
+
+class _AnyRow:
+    """A table of stored log-probabilities, of which any row is zero."""
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        rows, columns = (key[0], ()) if isinstance(key, tuple) else (key, (2,))
+        return torch.zeros(len(rows), *columns)
