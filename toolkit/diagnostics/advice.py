@@ -1,0 +1,43 @@
+"""What to change first in a run that is slow, from where its time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from toolkit.diagnostics.profile import Profile
+
+
+def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
+    """One sentence: the part of a step that costs most of what could be saved, and the flag for it."""
+    waiting = ("cudaStreamSynchronize", "aten::_local_scalar_dense")
+    waits = sum(share for name, share, _ in profile.operations if name in waiting)
+    half = settings.get("bf16") is False and not settings.get("fp16")
+    if profile.share("data") > 0.1:
+        workers = settings.get("dataloader_num_workers") or 0
+        return f"{profile.share('data'):.0%} of a step waits for data: take --dataloader-num-workers {max(2, 2 * workers)}."
+    if profile.padding > 0.2:
+        way = "--packing" if settings.get("packing") is False else "--group-by-length or a smaller --max-length"
+        return f"{profile.padding:.0%} of the positions are padding: take {way}."
+    if half and _multiplies_bf16(profile.device):
+        return f"This {'GPU' if profile.device == 'cuda' else 'CPU'} multiplies bfloat16 faster than float32: take --bf16."
+    if profile.share("optimizer") + profile.share("clipping") > 0.3:
+        share = profile.share("optimizer") + profile.share("clipping")
+        return f"{share:.0%} of a step is the update: take larger batches (--global-batch-size), so that there are fewer."
+    if settings.get("gradient_checkpointing"):
+        return "Activations are computed twice: leave out --gradient-checkpointing if they fit, which toolkit plan says."
+    if waits > 0.1:
+        return "The processor waits for the device in each step: log less often, and read no value of a tensor in the loop."
+    if profile.device == "cuda" and settings.get("torch_compile") is False:
+        return "The model is most of a step: try --torch-compile, and the largest micro-batch (toolkit plan --largest)."
+    if profile.share("other") > 0.15:
+        return f"{profile.share('other'):.0%} of a step is outside of the model: look at what your loop does in each step."
+    return "Forward and backward are most of a step, as they should be: nothing stands out."
+
+
+def _multiplies_bf16(device: str) -> bool:
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
