@@ -20,6 +20,8 @@ COMMANDS = {
         "sweep": ("toolkit.cli.sweep:sweep", "Search settings of a recipe: trials as runs, continued when killed."),
         "checkpoints": ("toolkit.cli.checkpoints:checkpoints", "List the checkpoints of a run."),
         "report": ("toolkit.cli.report:report", "Write one HTML page about runs: curves, samples, settings."),
+        "compare": ("toolkit.cli.compare:compare", "Say where runs differ first, and why: settings, data, steps, tensors."),
+        "runs": ("toolkit.cli.runs:runs", "List the runs below a directory: status, steps, metrics, time."),
         "rollouts": ("toolkit.cli.rollouts:rollouts", "Show what a run sampled, filter it, score it again."),
         "replay": ("toolkit.cli.replay:replay", "Run a run again, and compare the weights."),
         "plan": ("toolkit.cli.plan:plan", "Find the memory a recipe needs, and where it fits, before it is run."),

@@ -5,14 +5,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import Refusal
 from toolkit.metrics.baselines import compared_with_baselines, in_words
 from toolkit.metrics.direction import greater_is_better
+from toolkit.report.compare import Comparison, Difference
 from toolkit.report.details import show_environment, show_files, show_samples, show_settings
 from toolkit.report.numbers import show_count, show_number, show_seconds
+from toolkit.report.overlay import STYLE as OVERLAY_STYLE, draw_overlay
 from toolkit.report.plots import Plot, draw_plot
-from toolkit.report.reading import FILES, RunRecord, baselines_of, first_and_last, metric_names, read_run, series_of
+from toolkit.report.reading import RunRecord, baselines_of, check_runs, first_and_last, metric_names, read_run, series_of
 from toolkit.report.style import SCRIPT, STYLE
+from toolkit.report.verdict import by_how_much, show_value, verdict
+from toolkit.system.console import one_line
 
 TITLES = {
     "loss": "Loss", "bits_per_byte": "Bits per byte", "perplexity": "Perplexity", "token_accuracy": "Token accuracy",
@@ -23,6 +26,7 @@ TITLES = {
 }
 # A run is judged by the first of these that it has.
 MAIN_METRICS = ("bits_per_byte", "accuracy", "f1", "matthews_correlation", "loss")
+MOST_DIFFERENCES = 60
 FROM_ZERO = ("learning_rate", "grad_norm", "tokens_per_second", "examples_per_second", "mfu")
 
 
@@ -37,21 +41,28 @@ def write_report(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
         OSError: the page cannot be written.
     """
     target = Path(path)
-    for directory in map(Path, run_dirs):
-        if not directory.is_dir():
-            raise Refusal(f"{directory}: no such directory; a report needs the --output-dir of a run.")
-        if not any((directory / name).exists() for name in FILES):
-            raise Refusal(f"{directory}: holds none of {', '.join(FILES)}; a report needs the --output-dir of a run.")
+    check_runs(run_dirs)
     runs = [read_run(Path(directory)) for directory in run_dirs]
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page(runs, target.parent), encoding="utf-8")
     return target
 
 
-def page(runs: list[RunRecord], folder: Path) -> str:
-    """The whole page as text; links are relative to `folder`."""
+def write_comparison(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Write the page of a report with what a comparison found on top of it.
+
+    Raises:
+        OSError: the page cannot be written.
+    """
+    runs = [comparisons[0].runs[0], *(each.runs[1] for each in comparisons)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(runs, path.parent, "".join(map(_differences, comparisons))), encoding="utf-8")
+
+
+def page(runs: list[RunRecord], folder: Path, found: str = "") -> str:
+    """The whole page as text; links are relative to `folder`. `found`: HTML of what differs, above the curves of all runs."""
     title = ", ".join(map(run_title, runs))
-    overview = _overview(runs) if len(runs) > 1 else ""
+    overview = f"{_overview(runs)}{found}{_curves_together(runs)}" if len(runs) > 1 else ""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -59,7 +70,7 @@ def page(runs: list[RunRecord], folder: Path) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{escape(title)} · training report</title>
-<style>{STYLE}</style>
+<style>{STYLE}{OVERLAY_STYLE if overview else ''}</style>
 </head>
 <body>
 <main>
@@ -94,6 +105,51 @@ def _overview(runs: list[RunRecord]) -> str:
         )
     head = "<tr><th>Run</th><th>Model</th><th>Data</th><th>Steps</th><th>Time</th><th>Held out</th></tr>"
     return f'<h1>{len(runs)} runs</h1><div class="scroll"><table class="overview">{head}{"".join(lines)}</table></div>'
+
+
+def _differences(comparison: Comparison) -> str:
+    names = (run_title(comparison.runs[0]), run_title(comparison.runs[1]))
+    names = names if names[0] != names[1] else (str(comparison.runs[0].directory), str(comparison.runs[1].directory))
+    rows = "".join(
+        f"<tr><td>{_stage(each)}</td>"
+        f"<td>{escape(each.name)}</td>{''.join(f'<td>{_value(each, value)}</td>' for value in each.values)}"
+        f"<td>{escape(by_how_much(each))}</td></tr>"
+        for each in comparison.differences[:MOST_DIFFERENCES]
+    )
+    left_out = len(comparison.differences) - MOST_DIFFERENCES
+    more = f'<p class="note">{left_out} more are left out.</p>' if left_out > 0 else ""
+    heads = "".join(f"<th>{escape(each)}</th>" for each in ("", "What", *names, "Difference"))
+    table = f'<table class="settings differences"><tr>{heads}</tr>{rows}</table>' if rows else ""
+    table = f'<div class="scroll">{table}</div>{more}' if rows else ""
+    notes = "".join(f"<li>{escape(note)}</li>" for note in comparison.notes)
+    notes = f'<ul class="complaints">{notes}</ul>' if notes else ""
+    title = f"{escape(names[0])} and {escape(names[1])}"
+    return f"<section><h3>{title}</h3><p>{escape(verdict(comparison, names))}</p>{table}{notes}</section>"
+
+
+def _stage(difference: Difference) -> str:
+    if difference.step is None or difference.stage == "step":
+        return f"step {difference.step}" if difference.stage == "step" else escape(difference.stage)
+    return f"{escape(difference.stage)} <small>step {difference.step}</small>"
+
+
+def _value(difference: Difference, value: Any) -> str:
+    return "" if difference.about and value is None else escape(one_line(show_value(value), 200))
+
+
+def _curves_together(runs: Sequence[RunRecord]) -> str:
+    """Each metric that two runs or more have, all of them in one frame."""
+    names = dict.fromkeys(name for run in runs for name in metric_names(run))
+    titles = [run_title(run) for run in runs]
+    titles = titles if len(set(titles)) == len(titles) else [str(run.directory) for run in runs]
+    ordered = [name for name in TITLES if name in names] + [name for name in names if name not in TITLES]
+    drawn = []
+    for name in ordered:
+        series = ((series_of(run, name), series_of(run, f"eval_{name}")) for run in runs)
+        curves = [(title, *both) for title, both in zip(titles, series, strict=True)]
+        if sum(bool(train or held_out) for _, train, held_out in curves) > 1:
+            drawn.append(draw_overlay(_title(name), curves, from_zero=name in FROM_ZERO, is_noisy=name != "learning_rate"))
+    return f'<section><h3>Curves of all runs</h3><div class="plots">{"".join(drawn)}</div></section>' if any(drawn) else ""
 
 
 def _run_section(run: RunRecord, index: int, folder: Path) -> str:

@@ -52,23 +52,22 @@ def draw_plot(plot: Plot) -> str:
     finite = [value for _, value in plot.train + plot.held_out if value is not None]
     if not finite:
         return ""
-    axes = _axes(plot)
+    axes = axes_of(plot)
     smoothed = smooth(plot.train) if plot.is_noisy and len(plot.train) >= SMOOTH_FROM else []
-    shapes = [_grid(axes), _marks(plot, axes)]
-    shapes.append(_line(plot.train, axes, "train raw" if smoothed else "train"))
-    shapes.append(_line(smoothed, axes, "train"))
+    shapes = [grid(axes), _marks(plot, axes)]
+    shapes.append(line(plot.train, axes, "train raw" if smoothed else "train"))
+    shapes.append(line(smoothed, axes, "train"))
     if len(plot.train) < SMOOTH_FROM:
-        shapes.append(_dots(plot.train, axes, "train", "training"))
-    shapes.append(_line(plot.held_out, axes, "held"))
-    shapes.append(_dots(plot.held_out, axes, "held", "held out"))
+        shapes.append(dots(plot.train, axes, "train", "training"))
+    shapes.append(line(plot.held_out, axes, "held"))
+    shapes.append(dots(plot.held_out, axes, "held", "held out"))
     scale = f'data-steps="{axes.steps[0]} {axes.steps[1]}" data-values="{axes.values[0]} {axes.values[1]}"'
     scale += " data-log" if axes.logarithmic else ""
     return f"""<figure class="plot" {scale}>
 <figcaption><h4>{html.escape(plot.title)}</h4>{_legend(plot, bool(smoothed))}<output></output></figcaption>
 <div class="frame">
-<div class="area"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{_spoken(plot)}">
-{"".join(shapes)}</svg>{_mark_labels(plot, axes)}{_end_label(plot, axes)}</div>
-{_value_labels(axes)}{_step_labels(axes)}
+<div class="area">{svg("".join(shapes), _spoken(plot))}{_mark_labels(plot, axes)}{_end_label(plot, axes)}</div>
+{value_labels(axes)}{step_labels(axes)}
 </div>{_notes(plot, axes)}</figure>
 """
 
@@ -106,6 +105,12 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     return kept
 
 
+def svg(drawn: str, spoken: str) -> str:
+    """Shapes as a picture that stretches; `spoken` is what a screen reader says in its place."""
+    view = f'viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none"'
+    return f'<svg {view} role="img" aria-label="{html.escape(spoken, quote=True)}">\n{drawn}</svg>'
+
+
 def _log10(value: float) -> float:
     return math.log10(value) if value > 0 else -300.0
 
@@ -114,7 +119,8 @@ def _share(value: float, low: float, high: float) -> float:
     return (value - low) / (high - low)
 
 
-def _axes(plot: Plot) -> Axes:
+def axes_of(plot: Plot) -> Axes:
+    """A frame around what a plot shows, without spikes and without what is far from everything else."""
     steps = [step for step, _ in plot.train + plot.held_out]
     values = sorted(value for _, value in plot.train if value is not None)
     held_out = [value for _, value in plot.held_out if value is not None]
@@ -155,7 +161,7 @@ def _place(step: float, value: float, axes: Axes) -> str:
     return f"{axes.x(step):.2f},{axes.y(value):.2f}"
 
 
-def _line(points: Points, axes: Axes, kind: str) -> str:
+def line(points: Points, axes: Axes, kind: str) -> str:
     """A polyline; it breaks where a value was not finite."""
     pieces: list[list[str]] = [[]]
     for step, value in thin(points):
@@ -166,16 +172,18 @@ def _line(points: Points, axes: Axes, kind: str) -> str:
     return "".join(f'<polyline class="{kind}" points="{" ".join(piece)}"/>' for piece in pieces if piece)
 
 
-def _dots(points: Points, axes: Axes, kind: str, name: str) -> str:
+def dots(points: Points, axes: Axes, kind: str, name: str) -> str:
+    """A dot at each finite value, which says its step and value under the pointer."""
     return "".join(
         f'<path class="dot {kind}" d="M{_place(step, value, axes)}h.01"><title>step {show_number(step)}: '
-        f"{show_number(value)} ({name})</title></path>"
+        f"{show_number(value)} ({html.escape(name)})</title></path>"
         for step, value in thin(points)
         if value is not None
     )
 
 
-def _grid(axes: Axes) -> str:
+def grid(axes: Axes) -> str:
+    """A horizontal line at each tick."""
     lines = (f"M0,{axes.y(tick):.2f}H{WIDTH}" for tick in _value_ticks(axes))
     return f'<path class="grid" d="{"".join(lines)}"/>'
 
@@ -184,13 +192,15 @@ def _value_ticks(axes: Axes) -> list[float]:
     return log_ticks(*axes.values) if axes.logarithmic else round_ticks(*axes.values)
 
 
-def _value_labels(axes: Axes) -> str:
+def value_labels(axes: Axes) -> str:
+    """The ticks' numbers to the left of the frame."""
     ticks = _value_ticks(axes)
     places = (f"top:{axes.y(tick) / HEIGHT:.2%}" for tick in ticks)
     return f'<div class="values">{_labels(places, ticks)}</div>'
 
 
-def _step_labels(axes: Axes) -> str:
+def step_labels(axes: Axes) -> str:
+    """The steps below the frame."""
     low, high = axes.steps
     ticks = [tick for tick in round_ticks(low, high, 5) if tick == int(tick)]
     places = (f"left:{axes.x(tick) / WIDTH:.2%}" + (";translate:-50%" if axes.x(tick) > 0.97 * WIDTH else "") for tick in ticks)
@@ -258,7 +268,12 @@ def _legend(plot: Plot, is_smoothed: bool) -> str:
         entries.append(("train", "training, smoothed" if is_smoothed else "training"))
     if plot.held_out:
         entries.append(("held", "held out"))
-    return "".join(f'<span class="key {kind}">{text}</span>' for kind, text in entries)
+    return "".join(legend_entry(kind, text) for kind, text in entries)
+
+
+def legend_entry(kind: str, text: str, attributes: str = "") -> str:
+    """A curve's name with its sign; `attributes` of the element are HTML."""
+    return f'<span class="key {kind}"{" " * bool(attributes)}{attributes}>{html.escape(text)}</span>'
 
 
 def _notes(plot: Plot, axes: Axes) -> str:
@@ -288,4 +303,4 @@ def _spoken(plot: Plot) -> str:
         finite = [value for _, value in points if value is not None]
         if finite:
             said.append(f"{name} from {show_number(finite[0])} to {show_number(finite[-1])}")
-    return html.escape(", ".join(said), quote=True)
+    return ", ".join(said)

@@ -4,10 +4,12 @@ import contextlib
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.config import Refusal
 from toolkit.config.files import NOT_READ
 from toolkit.system.json_lines import parse_object
 
@@ -47,6 +49,19 @@ class RunRecord:
     def setting(self, name: str) -> str | None:
         """The value of a setting as text."""
         return next((line.value for line in self.settings if line.name == name), None)
+
+
+def check_runs(directories: Iterable[str | Path]) -> None:
+    """Refuse directories that are missing, or that no run has written into.
+
+    Raises:
+        Refusal: of the first of them.
+    """
+    for directory in map(Path, directories):
+        if not directory.is_dir():
+            raise Refusal(f"{directory}: no such directory; the --output-dir of a run is needed.")
+        if not any((directory / name).exists() for name in FILES):
+            raise Refusal(f"{directory}: holds none of {', '.join(FILES)}; the --output-dir of a run is needed.")
 
 
 def read_run(directory: Path) -> RunRecord:

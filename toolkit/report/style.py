@@ -163,11 +163,13 @@ for (const plot of document.querySelectorAll(".plot")) {
   const [s0, s1] = plot.dataset.steps.split(" ").map(Number), [v0, v1] = plot.dataset.values.split(" ").map(Number);
   const log = "log" in plot.dataset;
   const value = y => { const t = 1 - y / 1000; return log ? v0 * (v1 / v0) ** t : v0 + (v1 - v0) * t; };
-  const series = ["train", "held"].map(kind => {
+  const groups = [...plot.querySelectorAll("g[data-name]")];
+  const pointsOf = line => line.getAttribute("points").split(" ").map(point => point.split(",").map(Number));
+  const ofRun = g => [...g.querySelectorAll(g.querySelector(".raw") ? ".raw" : "polyline")].flatMap(pointsOf);
+  const series = (groups.length ? groups.map(g => [g.dataset.name, ofRun(g)]) : ["train", "held"].map(kind => {
     const raw = plot.querySelector("polyline.raw") && kind == "train" ? ".raw" : "";
-    return [kind == "held" ? "held out" : "training", [...plot.querySelectorAll("polyline." + kind + raw)].flatMap(
-      line => line.getAttribute("points").split(" ").map(point => point.split(",").map(Number)))];
-  }).filter(([, points]) => points.length);
+    return [kind == "held" ? "held out" : "training", [...plot.querySelectorAll("polyline." + kind + raw)].flatMap(pointsOf)];
+  })).filter(([, points]) => points.length);
   const cursor = Object.assign(document.createElement("div"), {className: "cursor", hidden: true});
   area.append(cursor);
   const leave = () => { cursor.hidden = true; output.textContent = ""; };

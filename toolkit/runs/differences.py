@@ -1,15 +1,22 @@
 """Where two runs that should be one and the same differ: in what they logged, final checkpoints, model directories."""
 
+from __future__ import annotations
+
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from toolkit.checkpoint import State, flatten, list_checkpoints, load_checkpoint
 from toolkit.config import Refusal
 from toolkit.config.parsing import parse_json, read_text_file
+from toolkit.system.console import one_line
 from toolkit.system.json_lines import read_lines
+
+if TYPE_CHECKING:
+    import torch
+
+    from toolkit.checkpoint import State
 
 # Logged with each event, and different in two runs that are the same: what a clock or the operating system measured.
 _MEASURED = frozenset({"time", "seconds", "mfu", "peak_memory_gb"})
@@ -104,6 +111,8 @@ def first_checkpoint_difference(one: Path, other: Path) -> str | None:
     Raises:
         Refusal: a final checkpoint is damaged.
     """
+    from toolkit.checkpoint import list_checkpoints, load_checkpoint
+
     final = [list_checkpoints(output_dir / "checkpoints") for output_dir in (one, other)]
     names = [found[-1].name if found else "no checkpoint" for found in final]
     if names[0] != names[1] or not final[0]:
@@ -113,7 +122,7 @@ def first_checkpoint_difference(one: Path, other: Path) -> str | None:
     for name, tensor in tensors.items():
         if name not in their_tensors:
             return f"{name}: in one of the two alone"
-        if difference := _difference(tensor, their_tensors[name]):
+        if difference := tensor_difference(tensor, their_tensors[name]):
             return f"{name}: {difference}"
     if extra := next((name for name in their_tensors if name not in tensors), None):
         return f"{extra}: in one of the two alone"
@@ -132,9 +141,44 @@ def first_model_difference(one: Path, other: Path) -> str | None:
         if ours.keys() != theirs.keys():
             return f"{sorted(ours.keys() ^ theirs.keys())[0]}: in one of the two alone"
         for tensor in ours:
-            if difference := _difference(ours[tensor], theirs[tensor]):
+            if difference := tensor_difference(ours[tensor], theirs[tensor]):
                 return f"{tensor}: {difference}"
     return None
+
+
+class TensorDifference(NamedTuple):
+    """The first tensor that differs: its type and shape in each of the two places where these differ; how far apart it is."""
+
+    name: str
+    values: tuple[str | None, str | None]
+    about: str
+
+
+def weights_difference(one: Path, other: Path) -> tuple[int, TensorDifference | None]:
+    """How many tensors of two folders were compared bit for bit, and the first that differs, by name; files don't matter.
+
+    One tensor of each is in memory at a time. Of a checkpoint the model comes first, then the optimizer.
+
+    Raises:
+        Refusal: a file of weights can't be read.
+    """
+    ours, theirs = (_places_of_tensors(sorted(folder.rglob("*.safetensors"))) for folder in (one, other))
+    first, count, differing = None, 0, 0
+    names = sorted(ours.keys() | theirs.keys(), key=lambda name: (name.startswith("optimizer "), _in_numbers(name)))
+    for name in names:
+        a, b = (_read_tensor(places[name], name) if name in places else None for places in (ours, theirs))
+        count += 1
+        if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
+            found = TensorDifference(name, (_kind(a), _kind(b)), "")
+        elif said := tensor_difference(a, b):
+            found = TensorDifference(name, (None, None), f"{said}; ")
+        else:
+            continue
+        differing += 1
+        first = first or found
+    if first is None:
+        return count, None
+    return count, first._replace(about=f"{first.about}{differing} of {len(names)} tensors differ")
 
 
 def directory_differences(one: Path, other: Path) -> list[str]:
@@ -164,12 +208,14 @@ def _losses_by_steps(output_dir: Path) -> dict[tuple[int, int], float]:
 
 
 def _everything(state: State) -> tuple[dict[str, torch.Tensor], Any]:
+    from toolkit.checkpoint import flatten
+
     optimizer, skeleton = flatten(state.optimizer)
     model = {f"model {name}": tensor for name, tensor in state.model.items()}
     return model | {f"optimizer {name}": tensor for name, tensor in optimizer.items()}, skeleton
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
+def tensor_difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
     """In words, None where all bits are the same: so a NaN equals itself, and 0.0 does not equal -0.0."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return f"{tuple(one.shape)} {one.dtype} and {tuple(other.shape)} {other.dtype}"
@@ -180,8 +226,44 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
     return f"largest difference {distance:.3g}, {int(differs.sum())} of {one.numel()} numbers differ"
 
 
+def _places_of_tensors(files: list[Path]) -> dict[str, Path]:
+    """By name the file of each tensor; of an optimizer with that word before it. The generators' states are left out."""
+    found: dict[str, Path] = {}
+    for path in files:
+        if path.name != "random.safetensors":
+            before = "optimizer " if path.name == "optimizer.safetensors" else ""
+            found |= {before + name: path for name in _opened(path, lambda file: list(file.keys()))}
+    return found
+
+
+def _read_tensor(path: Path, name: str) -> torch.Tensor:
+    return _opened(path, lambda file: file.get_tensor(name.removeprefix("optimizer ")))
+
+
+def _kind(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
+
+
+def _opened(path: Path, read: Callable[[Any], Any]) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return read(file)
+    except (SafetensorError, OSError, ValueError) as error:
+        why = one_line(str(error), 100)
+        raise Refusal(f"{path}: is damaged or can't be read ({why}): its tensors are not compared") from error
+
+
+def _in_numbers(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """[numbers, bytes of each]"""
+    import torch
+
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config import OutputConfig, Refusal, write_config_file
 from toolkit.config.places import check_place, unwritable
 from toolkit.runs.summary import Summary
+from toolkit.system.console import one_line, without_passwords
 from toolkit.system.files import make_folder, write_atomically
 from toolkit.system.json_lines import strict_json
 
@@ -82,6 +83,10 @@ def claimed(config: OutputConfig, accelerator: Accelerator | None = None) -> Ite
         if lock.is_locked and not existed and not any((directory / name).exists() for name in kept):
             shutil.rmtree(directory, ignore_errors=True)
         raise
+    except Exception as error:
+        if lock.is_locked:  # by the main process of this run, and not by another run
+            note_failure(directory, error)
+        raise
     finally:
         lock.release()  # the file stays: unlinking it could take it away from one who just locked it
 
@@ -97,7 +102,7 @@ def _lock(lock: Any, directory: Path) -> None:
 
     owner = directory / OWNER
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=0.2, poll_interval=0.05)  # `is_locked` may hold it for a moment
     except Timeout:
         try:
             who = "process {pid} on {host}, since {since},".format_map(json.loads(owner.read_text()))
@@ -106,6 +111,28 @@ def _lock(lock: Any, directory: Path) -> None:
         raise Refusal(f"--output-dir {directory}: {who} is writing there now.") from None
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}))
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether a process holds the directory now. A shared lock is tried, which others may try at the same time."""
+    import fcntl
+
+    try:
+        with open(directory / LOCK, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such file, or a disk without locks
+        return False
+    return False
+
+
+def note_failure(directory: Path, error: BaseException) -> None:
+    """Write why a run failed next to who ran it, for `toolkit runs`. That file stays on this machine."""
+    owner = directory / OWNER
+    with contextlib.suppress(OSError, ValueError):
+        said = without_passwords(one_line(f"{type(error).__name__}: {error}", 300))
+        owner.write_text(json.dumps({**json.loads(owner.read_text()), "failed": said}))
 
 
 def clear_metrics(directory: Path) -> None:
