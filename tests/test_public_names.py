@@ -708,6 +708,32 @@ def a_reference() -> None:
             break
 
 
+@dataclass(frozen=True)
+class Distilling(Config, tk.DistillationConfig):
+    teacher: str | None = "teacher"
+
+
+@shows(
+    "Teacher", "TeacherLogps", "build_teacher", "load_student_tokenizer", "distillation_loss", "distillation_metrics", "divergence_of_tokens",
+    "DistillationConfig", "say_once",
+)  # fmt: skip
+def a_teacher() -> None:
+    assert tk.DistillationConfig().distillation_loss == "forward_kl"
+    config, splits, student = Distilling(), tk.tokenize_for_sft(chats(), tokenizer(), tk.DataConfig(max_length=64)), language_model()
+    tk.save_model(None, language_model(), tokenizer(), "teacher")
+    assert tk.load_student_tokenizer(tk.ModelConfig(), config.teacher).get_vocab() == tokenizer().get_vocab()
+    teacher = tk.build_teacher(accelerator(), student, tokenizer(), config, teacher="teacher", max_length=64, packed=False)
+    assert isinstance(teacher, tk.Teacher)
+    loss, metrics = tk.distillation_loss(student, tk.collate_padded(documents(splits)), {"tokens": 9.0}, teacher=teacher)
+    assert loss.item() == pytest.approx(0, abs=1e-6)  # they are the same model
+    assert metrics["divergence"] == loss
+    _, evaluation = tk.build_dataloaders(splits, tk.collate_padded, config)
+    assert tk.eval_with_gather(accelerator(), student, evaluation, tk.distillation_metrics(teacher))["eval_kl"] < 1e-6
+    logps = tk.TeacherLogps(torch.tensor([[0.5, 0.5]]).log()).logps
+    assert tk.divergence_of_tokens(logps, torch.tensor([[0.25, 0.75]]).log(), "forward_kl").item() == pytest.approx(0.1438, abs=1e-4)
+    tk.say_once("a line of the first rank")
+
+
 @shows("build_accelerator", "open_run", "Run", "load_best", "stopped_improving", "sample_texts", "save_model", "save_to_hub", "Summary", "write_report")
 def a_run() -> None:
     config = Config(output_dir="runs/tiny")

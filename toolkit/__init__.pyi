@@ -8,6 +8,7 @@ from .checkpoint.directory import (
 from .cli.recipe import run_recipe as run_recipe
 from .config.adapter import AdapterConfig as AdapterConfig
 from .config.conditions import is_built_in as is_built_in
+from .config.distillation import DistillationConfig as DistillationConfig
 from .config.groups import (
     BatchConfig as BatchConfig,
     DataConfig as DataConfig,
@@ -102,6 +103,12 @@ from .demo_corpus.tag_baselines import tag_baselines as tag_baselines
 from .diagnostics.memory_table import (
     memory_table as memory_table,
 )
+from .distillation.teacher import (
+    Teacher as Teacher,
+    build_teacher as build_teacher,
+    load_student_tokenizer as load_student_tokenizer,
+)
+from .distributed.ranks import say_once as say_once
 from .export.model_directory import save_model as save_model
 from .generation.answered_questions import (
     answer_questions as answer_questions,
@@ -138,6 +145,12 @@ from .losses.contrastive import (
     embedding_task as embedding_task,
     info_nce as info_nce,
     matryoshka as matryoshka,
+)
+from .losses.distillation import (
+    TeacherLogps as TeacherLogps,
+    distillation_loss as distillation_loss,
+    distillation_metrics as distillation_metrics,
+    divergence_of_tokens as divergence_of_tokens,
 )
 from .losses.masked_lm import masked_lm_loss as masked_lm_loss, masked_lm_metrics as masked_lm_metrics
 from .losses.multiple_choice import (

@@ -19,6 +19,7 @@ from toolkit.config import (
     adapter,
     changed_settings,
     check_together,
+    distillation,
     groups,
     policy,
     preferences,
@@ -34,7 +35,7 @@ from toolkit.config.setting import OnResume
 
 GROUPS: list[type[tk.Settings]] = [
     group
-    for group in {**vars(groups), **vars(adapter), **vars(tasks), **vars(preferences), **vars(policy)}.values()
+    for group in {**vars(groups), **vars(adapter), **vars(tasks), **vars(preferences), **vars(policy), **vars(distillation)}.values()
     if inspect.isclass(group) and issubclass(group, tk.Settings) and group is not tk.Settings
 ]
 
@@ -75,6 +76,11 @@ class PPO(tk.PPOConfig, tk.RolloutConfig):
 
     dropout: float | None = tk.setting(0.0, "Share of activations dropped.")
     environment: str | None = tk.setting(None, "What answers the turns of a completion.")
+
+
+@dataclass(frozen=True)
+class Distilling(tk.DistillationConfig, tk.DevicesConfig):
+    """Has another beta than Everything."""
 
 
 @dataclass(frozen=True)
@@ -475,9 +481,18 @@ ROLLOUT_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
       for name, value in [("rollout_server_model", "a"), ("rollout_server_reload", "http://a:2"), ("rollout_server_requests", 4),
                           ("rollout_server_timeout", 9.0), ("rollout_server_retries", 2), ("rollout_server_max_gap", 0.5)]],
 ]  # fmt: skip
+DISTILLATION_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("", "between", {"distillation_loss": "jsd", "beta": 0.0}, {"beta": 0.1}),
+    ("", "name one", {"fsdp": True}, {"teacher": "runs/teacher"}),
+    ("beta", "take jsd", {"beta": 0.1}, {"distillation_loss": "jsd"}),
+    ("skew_alpha", "take skewed_forward_kl or", {"skew_alpha": 0.2}, {"distillation_loss": "skewed_reverse_kl"}),
+    ("teacher_revision", "name a teacher", {"teacher_revision": "main"}, {"teacher": "org/m"}),
+    ("teacher_dtype", "name a teacher", {"teacher_dtype": "bfloat16"}, {"teacher": "org/m"}),
+]
 CASES: list[tuple[type[tk.Settings], str, str, dict[str, Any], dict[str, Any]]] = [
     *[(Everything, *case) for case in RULE_CASES], *[(Policy, *case) for case in POLICY_RULE_CASES],
     (Talks, "", "and not of a server", {"environment": "a.py:A", "rollout_server": "http://a:1"}, {"environment": None}),
+    *[(Distilling, *case) for case in DISTILLATION_RULE_CASES],
     *[(PPO, *case) for case in PPO_RULE_CASES], *[(tk.RolloutConfig, *case) for case in ROLLOUT_RULE_CASES],
 ]  # fmt: skip
 

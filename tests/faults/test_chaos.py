@@ -20,6 +20,7 @@ RECIPES = {
     "embedding": [],
     "pretrain": LANGUAGE,
     "sft": LANGUAGE,
+    "distill": LANGUAGE,
     "lora": [*LANGUAGE, "--lora-dropout", "0.1"],
     "dpo": [*LANGUAGE, "--pair-layout", "auto"],
     "kto": LANGUAGE,
@@ -54,7 +55,7 @@ def _rows(recipe: str) -> list[dict]:
             rows.append({"question": f"Which is {i}?", "context": context, "answers": {"text": [word], "answer_start": [context.index(word)]}})
         elif recipe == "token_classification":
             rows.append({"tokens": said.split(), "tags": [f"length {len(word)}" for word in said.split()]})
-        elif recipe in ("sft", "lora"):
+        elif recipe in ("sft", "distill", "lora"):
             rows.append({"prompt": asked, "completion": said})
         elif recipe == "reranker":
             rows.append({"query": asked, "positive": said, "negative": other})

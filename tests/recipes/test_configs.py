@@ -112,6 +112,9 @@ def run_config(run_recipe: Any, folder: Path, path: Path, *flags: str, recipe: s
         (folder / f"data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     short = [*model, "--dataset", "data", "--train-split", "train", "--max-steps", "2", "--logging-steps", "1"]
     by_rewards = recipe in ("grpo", "ppo")
+    if recipe == "distill":
+        make_model(folder / "teacher", yaml.safe_load(path.read_text())["model"])
+        short += ["--teacher", "teacher"]
     short += ["--max-completion-length", "4", "--global-batch-size", "16"] if by_rewards else []
     run = run_recipe(recipe, "--config", str(path), *short, *flags, env=env)
     assert run.code == 0, run.out + run.err

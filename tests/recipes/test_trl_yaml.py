@@ -309,7 +309,7 @@ def test_keys_of_other_trainers_get_their_counterparts_and_no_guess(recipe: str,
 
 def test_counterparts_are_settings_that_there_are_and_no_key_has_two_meanings() -> None:
     """Fails when: a counterpart is misspelled, or a key of theirs is one of Trainer's as well."""
-    recipes = {name: config_of(name) for name in ("sft", "dpo", "lora", "kto", "reward", "pretrain")}
+    recipes = {name: config_of(name) for name in ("sft", "dpo", "lora", "kto", "reward", "pretrain", "distill")}
     settings = {name for config in recipes.values() for name in settings_of(config)}
     assert {name for names, _ in COUNTERPARTS.values() for name in names} <= settings
     assert not {key for key in COUNTERPARTS if is_foreign(key)}
@@ -317,6 +317,22 @@ def test_counterparts_are_settings_that_there_are_and_no_key_has_two_meanings() 
     assert all(note.endswith(".") for _, note in COUNTERPARTS.values() if note)
     ours = {spelling for config in recipes.values() for each in settings_of(config).values() for spelling in (each.name, *each.aliases)}
     assert not set(COUNTERPARTS) & ours
+
+
+def test_the_keys_of_gkd_are_read_or_refused_with_what_to_do() -> None:
+    """As for `GKDTrainer`. Fails when: a beta leaves the divergence at forward_kl, or lmbda is passed over."""
+    settings = config_of("distill")
+    theirs = {
+        "teacher_model_name_or_path": "org/teacher", "teacher_model_init_kwargs": {"dtype": "bfloat16", "revision": "main"}, "lmbda": 0.0,
+        "beta": 0.3, "temperature": 0.9, "seq_kd": False, "model_name_or_path": "org/student",
+    }  # fmt: skip
+    path = Path("gkd.yaml")
+    config = read_command_line(settings, [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}" for name, value in theirs.items()], {})
+    assert (config.teacher, config.teacher_dtype, config.teacher_revision) == ("org/teacher", "bfloat16", "main")
+    assert (config.distillation_loss, config.beta, config.temperature) == ("jsd", 0.3, 0.9)
+    for wrong in ({"lmbda": 0.5}, {"seq_kd": True}, {"teacher_model_init_kwargs": {"device_map": "auto"}}):
+        with pytest.raises(Refusal, match=f"{path.name}: settings of other trainers|{next(iter(wrong))}"):
+            read_values(settings, {**theirs, **wrong}, path.name)
 
 
 def test_flags_of_theirs_are_read_like_keys() -> None:

@@ -43,7 +43,7 @@ def needs(settings: str | tuple[str, ...], other: str, *values: str) -> NoEffect
     return NoEffect(names, idle, f"with {{{other}}}: leave it out, or take {', '.join([*values[:-2], last])}.", (other,))
 
 
-SIZES = ("tiny-", "small-", "medium-", "large-")  # what the names of built-in shapes begin with
+SIZES = ("nano-", "tiny-", "small-", "medium-", "large-")  # what the names of built-in shapes begin with
 
 
 def is_built_in(model: str) -> bool:

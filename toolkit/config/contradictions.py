@@ -177,6 +177,17 @@ CONTRADICTIONS = (
         "{lr_patterns}: must be regex=factor, as in --lr-patterns 'embed=0.1'. One with a comma in it goes into JSON: "
         """--lr-patterns '["layers.(1,2)=0.5"]'.""",
     ),
+    # Distillation
+    Contradiction(
+        lambda distillation_loss, beta: distillation_loss == "jsd" and beta in (0.0, 1.0),
+        "{beta} makes jsd 0 whatever the student says: take a value between, or --distillation-loss forward_kl (what "
+        "TRL does for 0) or reverse_kl (for 1).",
+    ),
+    Contradiction(
+        lambda teacher, zero_stage, fsdp, deepspeed: teacher is None and (zero_stage or fsdp or deepspeed),
+        "Without --teacher one is trained here first, which a sharded run does not do: name one, as with "
+        "--teacher runs/teacher.",
+    ),
     # Preferences
     Contradiction(
         lambda loss_type: not loss_type,

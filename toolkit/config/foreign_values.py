@@ -71,6 +71,14 @@ def _model_arguments(value: Any, written: Mapping[str, Any]) -> dict[str, Any] |
     return {names[name]: each for name, each in value.items() if name in names}
 
 
+def _teacher_arguments(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+    names = {"dtype": "teacher_dtype", "torch_dtype": "teacher_dtype", "revision": "teacher_revision"}
+    left = [name for name in value if name not in names and name != "use_cache"] if isinstance(value, dict) else ["its text"]
+    if left:
+        return f"leave {', '.join(map(str, left))} out of it; its dtype and revision are known."
+    return {names[name]: each for name, each in value.items() if name in names}
+
+
 def _schedule_arguments(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
     names = {
         "min_lr_rate": "min_lr_ratio", "min_lr_ratio": "min_lr_ratio", "min_lr": "min_lr", "lr_end": "min_lr",
@@ -266,6 +274,7 @@ TRANSLATED: dict[str, Meaning] = {
     "gradient_checkpointing_kwargs": _gradient_checkpointing,
     "activation_checkpointing_kwargs": _gradient_checkpointing,
     "model_init_kwargs": _model_arguments,
+    "teacher_model_init_kwargs": _teacher_arguments,
     "lr_scheduler_kwargs": _schedule_arguments,
     "dataset_text_field": _text_column,
     "dataset_config": _dataset_configuration,

@@ -76,6 +76,13 @@ NO_EFFECT = (
     needs("discopop_tau", "loss_type", "discopop"),
     needs("simpo_gamma", "loss_type", "simpo"),
     needs("cpo_alpha", "loss_type", "cpo"),
+    # Distillation
+    needs("beta", "distillation_loss", "jsd"),
+    needs("skew_alpha", "distillation_loss", "skewed_forward_kl", "skewed_reverse_kl"),
+    NoEffect(
+        ("teacher_revision", "teacher_dtype"), lambda teacher: teacher is None,
+        "without --teacher, where one is trained here: leave it out, or name a teacher.",
+    ),
     # Embeddings
     NoEffect(
         ("two_way", "false_negative_margin"), lambda embedding_loss: embedding_loss in ("cosent", "cosine"),

@@ -65,6 +65,7 @@ IMPLIED: dict[str, tuple[Callable[[Any], bool], dict[str, Any]]] = {
     "eval_steps": (_always, {"eval_strategy": "steps"}),
     "save_steps": (_always, {"save_strategy": "steps"}),
     "num_train_epochs": (_always, {"max_steps": None}),
+    "beta": (_always, {"distillation_loss": "jsd"}),  # of distillation; preference losses have no such setting
     "min_lr": (lambda rate: rate is not None, {"min_lr_ratio": 0.0}),
     "eval_fraction": (lambda share: share == 0, {"eval_strategy": "no", "eval_on_start": False}),
     "eval_strategy": (lambda strategy: strategy == "no", {"eval_on_start": False}),

@@ -53,14 +53,19 @@ def _sums(
     model: nn.Module, micro_batch: dict[str, Any], label_smoothing_factor: float = 0.0, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Loss and correct predictions, both summed over the supervised tokens, and the number of these."""
-    labels = micro_batch["labels"]
-    following = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
+    positions, targets = supervised(micro_batch)
+    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+    loss, correct = supervised_sums(model, inputs, positions, targets, label_smoothing_factor, z_loss)
+    return loss, correct, len(positions)
+
+
+def supervised(micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flat indices of the positions that predict a supervised label, and these labels, both `[P]`."""
+    following = torch.nn.functional.pad(micro_batch["labels"], (0, 1), value=-100)[:, 1:].reshape(-1)
     positions = micro_batch.get("supervised_positions")
     if positions is None:
         positions = (following != -100).nonzero()[:, 0]
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
-    loss, correct = supervised_sums(model, inputs, positions, following[positions], label_smoothing_factor, z_loss)
-    return loss, correct, len(positions)
+    return positions, following[positions]
 
 
 def exponential(value: float) -> float:

@@ -47,25 +47,43 @@ def sums_in_chunks(
     The gradient reaches rows and parameters.
     """
 
-    def sums_of(piece: slice, chunk: torch.Tensor) -> Sums:
-        return _token_sums(logits_of(chunk), targets[piece], label_smoothing_factor, z_loss)
+    def sums_of(piece: slice, logits: torch.Tensor) -> torch.Tensor:
+        return _token_sums(logits, targets[piece], label_smoothing_factor, z_loss)
+
+    loss, correct = added_in_chunks(sums_of, logits_of, parameters, rows, vocabulary)
+    return loss, correct
+
+
+def added_in_chunks(
+    sums_of: Values, logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int
+) -> torch.Tensor:
+    """The sums that `sums_of(piece, logits)`, `[n]`, makes of a piece of the positions, added over all pieces: `[n]`.
+
+    The first is a loss, whose gradient reaches rows and parameters; the others have none. `rows` `[P, width]`, of which
+    `logits_of` makes logits `[P, vocabulary]`, a chunk at a time; the gradient is taken while a chunk's logits are there.
+    """
+
+    def of_chunk(piece: slice, chunk: torch.Tensor) -> torch.Tensor:
+        return sums_of(piece, logits_of(chunk))
 
     size = rows_in_a_chunk(vocabulary, rows.device)
     # one chunk, empty, where there is no row: the sums are zeros then, and so are the gradients
     pieces = [slice(start, start + size) for start in range(0, max(len(rows), 1), size)]
     if torch.is_grad_enabled() and (rows.requires_grad or parameters):
-        return _SumsWithGradients.apply(sums_of, pieces, rows, *parameters)
-    loss, correct = zip(*(sums_of(piece, rows[piece]) for piece in pieces), strict=True)
-    return torch.stack(loss).sum(), torch.stack(correct).sum()
+        loss, others = _SumsWithGradients.apply(of_chunk, pieces, rows, *parameters)
+        return torch.cat([loss[None], others])
+    return torch.stack([of_chunk(piece, rows[piece]) for piece in pieces]).sum(0)
 
 
-def _token_sums(logits: torch.Tensor, targets: torch.Tensor, label_smoothing_factor: float, z_loss: float) -> Sums:
-    """Loss (formula at `causal_lm_loss`) and correct predictions: logits `[rows, V]`, targets `[rows]`."""
+def _token_sums(
+    logits: torch.Tensor, targets: torch.Tensor, label_smoothing_factor: float, z_loss: float
+) -> torch.Tensor:
+    """Loss (formula at `causal_lm_loss`) and correct predictions, `[2]`: logits `[rows, V]`, targets `[rows]`."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = nn.functional.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing_factor)
     if z_loss:
         loss = loss + z_loss * logits.logsumexp(-1).square()
-    return precise_sum(loss), precise_sum(logits.detach().argmax(-1) == targets)
+    return torch.stack([precise_sum(loss), precise_sum(logits.detach().argmax(-1) == targets)])
 
 
 class _SumsWithGradients(torch.autograd.Function):
@@ -79,18 +97,19 @@ class _SumsWithGradients(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        sums_of: Callable[[slice, torch.Tensor], Sums],
+        sums_of: Values,
         pieces: list[slice],
         rows: torch.Tensor,
         *parameters: torch.Tensor,
-    ) -> Sums:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         of_rows = torch.empty_like(rows) if rows.requires_grad else None
         of_parameters: list[torch.Tensor | None] = [None] * len(parameters)
         sums = []
         for piece in pieces:
             chunk = rows[piece].detach().requires_grad_(rows.requires_grad)
             with torch.enable_grad():
-                loss, correct = sums_of(piece, chunk)
+                each = sums_of(piece, chunk)
+                loss = each[0]
             # backward runs in the types of forward, not in those that autocast would choose for its operations
             with torch.autocast(rows.device.type, enabled=False):
                 wanted = (chunk, *parameters) if chunk.requires_grad else parameters
@@ -98,11 +117,12 @@ class _SumsWithGradients(torch.autograd.Function):
             if of_rows is not None:
                 of_rows[piece] = gradients[0]
             _add(of_parameters, gradients[len(wanted) - len(parameters) :])
-            sums.append(torch.stack((loss.detach(), correct)))
+            sums.append(each.detach())
         ctx.gradients = [of_rows, *(g if g is None else g.to(p.dtype) for g, p in zip(of_parameters, parameters, strict=True))]
-        loss, correct = torch.stack(sums).sum(0)
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        total = torch.stack(sums).sum(0)
+        loss, others = total[0].clone(), total[1:].clone()
+        ctx.mark_non_differentiable(others)
+        return loss, others
 
     @staticmethod
     def backward(ctx: Any, *of_sums: torch.Tensor) -> Any:

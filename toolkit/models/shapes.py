@@ -22,6 +22,7 @@ SLIDING_WINDOW = 256  # tokens a sliding layer of the gemma3 shapes sees; every 
 # Decoders by size. medium has the width, layers and heads of GPT-2 small, large those of GPT-2 medium; a gated feed-forward
 # layer of 8/3 the width has as many weights as theirs of 4 times.
 _SIZES = {
+    "nano": (64, 4, 2, 1, 192, 1024),
     "tiny": (128, 4, 4, 2, 384, 1024),
     "small": (256, 4, 4, 2, 768, 1024),
     "medium": (768, 12, 12, 12, 2048, 1024),

@@ -107,8 +107,12 @@ def longest_example(config: ModelConfig) -> int | None:
     return positions_of(_published_config(config))
 
 
-def load_trained(auto_class: str, config: ModelConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_trained(
+    auto_class: str, config: ModelConfig, device: torch.device, *, packed: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model, on `device` and in evaluation mode, and tokenizer. An adapter is put on its base, from wherever that is.
+
+    `packed`: whether it will see packed rows, as in `load_model`.
 
     Raises:
         Refusal: what `load_model` refuses; a part of the model that was never trained.
@@ -119,9 +123,13 @@ def load_trained(auto_class: str, config: ModelConfig, device: torch.device) -> 
     try:
         tokenizer = load_tokenizer(config, is_fast=auto_class != "AutoModelForSeq2SeqLM")
         if is_adapter(config.model):
-            model = _adapted(auto_class, config, tokenizer)
+            model = _adapted(auto_class, config, tokenizer, packed)
         else:
-            model = load_encoder(config, tokenizer) if auto_class == "AutoModel" else load_model(auto_class, config, tokenizer)
+            model = (
+                load_encoder(config, tokenizer)
+                if auto_class == "AutoModel"
+                else load_model(auto_class, config, tokenizer, packed=packed)
+            )
             untrained = loaded(model).new_modules
             if untrained:
                 raise Refusal(f"{config.model}: has no trained head for this ({', '.join(untrained)}): train it first.")
@@ -164,14 +172,15 @@ def best_device(wanted: str | None) -> torch.device:
     return device
 
 
-def _adapted(auto_class: str, config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def _adapted(auto_class: str, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, packed: bool) -> PreTrainedModel:
     from toolkit.models.load import load_model
 
     directory = Path(config.model).expanduser()
     base, revision = base_of(directory)
     check_adapter(directory)
     settings = settings_of_the_task(directory) if auto_class != "AutoModelForCausalLM" else {}
-    model = load_model(auto_class, dataclasses.replace(config, model=base, model_revision=revision), tokenizer, **settings)
+    config = dataclasses.replace(config, model=base, model_revision=revision)
+    model = load_model(auto_class, config, tokenizer, packed=packed, **settings)
     return cast("PreTrainedModel", put_adapter(model, directory))
 
 

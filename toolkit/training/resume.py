@@ -195,16 +195,17 @@ def other_reference(before: Mapping[str, Any] | None, now: Mapping[str, Any] | N
     """A line where the files that the reference model is made of have changed.
 
     Raises:
-        Refusal: they have, and `allow_change` doesn't name the model.
+        Refusal: they have, and `allow_change` doesn't name the setting that says which they are.
     """
     if not before or before == now:
         return []
     if now is None:
         return ["the reference's files are not compared: tk.open_run was not given what it is made of"]
-    if "model" not in config.allow_change:
+    setting, who = now.get("setting", "model"), now.get("who", "reference")
+    if setting not in config.allow_change:
         raise Refusal(
-            "--resume: the files of --model, which the reference is made of, are not those that the run "
-            "began with. Bring them back, begin a new run in another --output-dir, or resume with another reference: "
-            "--allow-change model"
+            f"--resume: the files of --{setting}, which the {who} is made of, are not those that the run "
+            f"began with. Bring them back, begin a new run in another --output-dir, or resume with another {who}: "
+            f"--allow-change {setting}"
         )
-    return [f"the reference is made of other files: {ALLOWED}"]
+    return [f"the {who} is made of other files: {ALLOWED}"]

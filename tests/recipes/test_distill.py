@@ -1,0 +1,183 @@
+"""recipes/distill.py: what the student learns, which teachers are refused, on ranks, through an adapter."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModel, PreTrainedTokenizerFast
+
+import toolkit as tk
+from toolkit.config import Refusal
+from toolkit.distillation.vocabulary import shared_vocabulary
+
+pytestmark = pytest.mark.warm
+
+TINY = [
+    "--hidden-size", "32", "--num-hidden-layers", "1", "--dataset", "rows.jsonl", "--max-length", "48", "--save-strategy", "no", "--num-samples", "0",
+    "--max-steps", "6", "--logging-steps", "1", "--dropout", "0",
+]  # fmt: skip
+TEXTS = [f"Count from {i}: {' '.join(str(n) for n in range(i, i + 4 + i % 5))}" for i in range(60)]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+
+
+@pytest.fixture(scope="module")
+def taught() -> PreTrainedTokenizerFast:
+    return tk.train_tokenizer(TEXTS, 300)
+
+
+def reordered(tokenizer: PreTrainedTokenizerFast, added: str | None = None) -> PreTrainedTokenizerFast:
+    """The same tokens with the numbers of the special ones at the end, and one more."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
+    order = sorted(vocabulary, key=lambda token: (token.startswith("<|"), vocabulary[token])) + ([added] if added else [])
+    state["model"]["vocab"] = {token: number for number, token in enumerate(order)}
+    for each in state["added_tokens"]:
+        each["id"] = state["model"]["vocab"][each["content"]]
+    backend = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=tokenizer.eos_token, pad_token=tokenizer.pad_token)
+    made.chat_template = tokenizer.chat_template
+    return made
+
+
+def make_teacher(folder: Path, tokenizer: PreTrainedTokenizerFast, positions: int = 64, seed: int = 1) -> torch.nn.Module:
+    """Random weights, larger than usual, so that its distributions are far from even."""
+    config = tk.ModelConfig(hidden_size=64, num_hidden_layers=1, max_position_embeddings=positions, seed=seed)
+    model = tk.load_model("AutoModelForCausalLM", config, tokenizer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.fast(1)
+def test_without_a_teacher_one_is_trained_and_the_student_comes_closer_to_it(run_recipe: Any, rows: None) -> None:
+    """Fails when: the teacher's gradient step is the student's, or the divergence's sign is wrong."""
+    flags = ["--dataset", "rows.jsonl", "--max-length", "48", "--num-samples", "0", "--max-steps", "30", "--vocab-size", "300", "--eval-steps", "30"]
+    run = run_recipe("distill", *flags, "--save-strategy", "no", "--temperature", "2")
+    assert run.code == 0, run.err
+    assert "tiny-llama is trained for 60 steps" in run.out
+    kl = [event["eval_kl"] for event in run.metrics if "eval_kl" in event]
+    assert kl[-1] < 0.5 * kl[0]
+    assert run.summary["eval_loss"] < 4
+    again = run_recipe("distill", *flags, "--save-strategy", "no", "--temperature", "2", "--overwrite-output-dir")
+    assert "out-teacher is taken" in again.out
+    assert again.summary["eval_kl"] == run.summary["eval_kl"]
+
+
+def test_a_teacher_that_does_not_fit_is_refused_in_one_message(
+    run_recipe: Any, rows: None, tmp_path: Path, taught: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when: a check is left out, or the message names --model."""
+    monkeypatch.chdir(tmp_path)
+    student = make_teacher(tmp_path / "short", taught, positions=32)
+    make_teacher(tmp_path / "other", reordered(taught, added="zebra"))
+    taught.save_pretrained(tmp_path / "tokens")
+    AutoModel.from_pretrained("short").save_pretrained(tmp_path / "headless")
+    cases = {
+        "tokens": "--teacher tokens: there is no model in it", "tiny-llama": "--teacher tiny-llama: is a shape with random weights",
+        "short": "--teacher short: has 32 positions, and rows are up to 48 tokens long", "headless": "and a teacher predicts next tokens",
+        "other": "only the teacher has 'zebra' (300)",
+    }  # fmt: skip
+    for name, words in cases.items():
+        with pytest.raises(Refusal) as refused:
+            tk.build_teacher(Accelerator(cpu=True), student, taught, tk.DistillationConfig(), teacher=name, max_length=48, packed=False)
+        assert words in str(refused.value), name
+        assert str(refused.value).startswith(f"--teacher {name}: ")
+    run = run_recipe("distill", *TINY, "--teacher", "nowhere/at-all", env={"HF_HUB_OFFLINE": "1"})
+    assert run.code == 2, run.err
+    assert "--teacher nowhere/at-all: " in run.err
+    assert run.err.count("refused") == 1
+
+
+def test_a_teacher_with_other_numbers_for_its_tokens_teaches_the_same(
+    run_recipe: Any, rows: None, tmp_path: Path, taught: PreTrainedTokenizerFast
+) -> None:
+    """Its rows moved to other numbers, and 7 rows of padding: the losses are equal, and its template is said to differ.
+
+    Fails when: the teacher reads the student's numbers.
+    """
+    model, other = make_teacher(tmp_path / "teacher", taught), reordered(taught)
+    assert other.get_vocab() != taught.get_vocab()
+    first = run_recipe("distill", *TINY, "--teacher", "teacher", "--tokenizer", "teacher")
+    assert first.code == 0, first.err
+    of_other = torch.tensor([other.get_vocab()[token] for token in sorted(taught.get_vocab(), key=taught.get_vocab().get)])
+    with torch.no_grad():
+        before = [model.get_input_embeddings().weight.clone(), model.get_output_embeddings().weight.clone()]
+        model.resize_token_embeddings(307)
+        for module, weight in zip((model.get_input_embeddings(), model.get_output_embeddings()), before, strict=True):
+            module.weight[of_other] = weight
+    model.save_pretrained(tmp_path / "moved")
+    other.chat_template = "{{ messages }}"
+    other.save_pretrained(tmp_path / "moved")
+    second = run_recipe("distill", *TINY, "--teacher", "moved", "--tokenizer", "teacher", output_dir="second")
+    assert second.code == 0, second.err
+    assert "has another chat template" in second.out
+    assert "whose numbers for them are others" in second.out
+    losses = [[event["loss"] for event in run.metrics if "loss" in event] for run in (first, second)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_numbers_that_have_gaps_or_too_few_rows_are_refused(taught: PreTrainedTokenizerFast) -> None:
+    """Fails when: a token is looked up beyond the logits of a model."""
+    assert shared_vocabulary(taught, taught, 320, 312, "t").size == 312
+    with pytest.raises(Refusal, match="the teacher has 299 logits"):
+        shared_vocabulary(taught, taught, 299, 312, "t")
+    moved = shared_vocabulary(reordered(taught), taught, 320, 312, "t")
+    assert moved.size == 300
+    assert moved.of_teacher is not None
+    for token, number in list(taught.get_vocab().items())[:40]:
+        assert reordered(taught).get_vocab()[token] == moved.of_teacher[number]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_and_evaluate_what_one_does(run_recipe: Any, rows: None, tmp_path: Path, taught: PreTrainedTokenizerFast, tiny: Any) -> None:
+    """Packed rows, 5 a step in one micro-batch, and in micro-batches of 2 on two ranks, of which one fills up.
+
+    Fails when: the evaluation's sums are of one rank, or a padding micro-batch counts.
+    """
+    make_teacher(tmp_path / "teacher", taught)
+    script = str(Path(__file__).resolve().parents[2] / "recipes/distill.py")
+    flags = [*TINY, "--dataset", str(tmp_path / "rows.jsonl"), "--teacher", str(tmp_path / "teacher"), "--global-batch-size", "5", "--use-cpu", "--optim", "adamw_torch", "--learning-rate", "1e-3",
+             "--eval-steps", "3", "--distillation-loss", "jsd", "--cross-entropy-share", "0.2"]  # fmt: skip
+    one = tiny(*flags, "--per-device-train-batch-size", "5", script=script, output_dir="one")
+    assert one.code == 0, one.out[-3000:]
+    ranks = tiny.ranks(2, *flags, "--per-device-train-batch-size", "2", "--per-device-eval-batch-size", "1", script=script, output_dir="two")
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].out[-3000:]
+    for name in ("loss", "divergence", "cross_entropy", "grad_norm", "eval_loss", "eval_kl"):
+        found, expected = ([event[name] for event in run.metrics if name in event] for run in (ranks[0], one))
+        assert len(expected) >= 2
+        assert found == pytest.approx(expected, rel=1e-5), name
+
+
+def test_a_resumed_adapter_has_the_same_bits_and_another_teacher_is_refused(
+    run_recipe: Any, rows: None, tmp_path: Path, taught: PreTrainedTokenizerFast
+) -> None:
+    """Fails when: the teacher's files may change in between, or the student's dropout depends on what the teacher computes."""
+    make_teacher(tmp_path / "teacher", taught)
+    make_teacher(tmp_path / "student", taught, seed=2)
+    flags = ["--model", "student", "--teacher", "teacher", "--dataset", "rows.jsonl", "--max-length", "48", "--num-samples", "0", "--max-steps", "4"]
+    flags += ["--save-steps", "2", "--use-peft", "--lora-target-modules", "q_proj,v_proj", "--lora-dropout", "0.2", "--no-packing"]
+    whole = run_recipe("distill", *flags)
+    assert whole.code == 0, whole.err
+    weights = whole.weights()
+    shutil.rmtree(tmp_path / "out/checkpoints/step-4")
+    resumed = run_recipe("distill", *flags, "--resume")
+    assert resumed.code == 0, resumed.err
+    found = resumed.weights()
+    assert all(torch.equal(weights[name], found[name]) for name in weights)
+    shutil.rmtree(tmp_path / "out/checkpoints/step-4")
+    make_teacher(tmp_path / "teacher", taught, seed=3)
+    refused = run_recipe("distill", *flags, "--resume")
+    assert refused.code == 2, refused.err
+    assert "which the teacher is made of, are not those that the run began with" in refused.err
+    assert run_recipe("distill", *flags, "--resume", "--allow-change", "teacher").code == 0

@@ -1,0 +1,45 @@
+"""The settings group of distillation: the teacher, and how the student is compared with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.config.setting import Settings, setting
+
+
+@dataclass(frozen=True)
+class DistillationConfig(Settings):
+    """Distillation"""
+
+    teacher: str | None = setting(
+        None, "The model to learn from: a directory, a run, or a Hub id, of the student's tokens. Default: one is trained here "
+        "first, twice as wide, on the same data.", aliases=("teacher_model_name_or_path",), on_resume="fixed",
+    )
+    teacher_revision: str | None = setting(
+        None, "Branch, tag or commit of the teacher on the Hub.", aliases=("teacher_model_revision",), on_resume="fixed"
+    )
+    teacher_dtype: str = setting(
+        "auto", "Type in which the teacher is held and computes. auto: that of its files.",
+        choices=("auto", "float32", "bfloat16", "float16"), on_resume="fixed",
+    )
+    distillation_loss: str = setting(
+        "forward_kl", "How far the student is from its teacher. forward_kl: the usual. reverse_kl: only what the teacher is "
+        "sure of. jsd: between both (GKD). skewed_*: DistiLLM.",
+        choices=("forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl"), on_resume="fixed",
+    )
+    beta: float = setting(
+        0.5, "jsd: the teacher's share of the mixture that both are compared with; near 0 like forward_kl, near 1 like "
+        "reverse_kl.", least=0.0, most=1.0, on_resume="fixed",
+    )
+    skew_alpha: float = setting(
+        0.1, "skewed_*: how much of the compared distribution is mixed into the other; 0 is the plain KL.",
+        least=0.0, below=1.0, on_resume="fixed",
+    )
+    temperature: float = setting(
+        1.0, "Of both distributions; the divergence is multiplied by its square. Above 1 the teacher's small probabilities "
+        "count for more.", above=0.0, on_resume="fixed",
+    )
+    cross_entropy_share: float = setting(
+        0.0, "Share of the data's own cross-entropy in the loss; the rest is the divergence.", least=0.0, below=1.0,
+        on_resume="fixed",
+    )

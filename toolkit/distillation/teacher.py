@@ -1,0 +1,154 @@
+"""The teacher of a distillation, a second model in memory: loaded, checked against the student, and asked in each step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from toolkit.config import DeviceConfig, DistillationConfig, ModelConfig, Refusal
+from toolkit.config.conditions import is_built_in
+from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
+from toolkit.distributed.engines import engine_of, unwrapped
+from toolkit.distributed.ranks import say_once
+from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, supervised
+from toolkit.losses.chunked import Logits
+from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
+from toolkit.losses.selective_head import at_positions
+from toolkit.models.compat import commit_of
+from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.trained import auto_class_of, find_model, load_trained, longest_example
+from toolkit.system.digests import digests_of_directories
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class _TeacherModel(ModelConfig, DeviceConfig):
+    """What of a model's settings a teacher has."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """`teacher(micro_batch, temperature, body)`, as `distillation_loss` calls it, without a gradient.
+
+    `made_of`: commit and digests of the files that it is made of, for `open_run`.
+    """
+
+    ask: TeacherFn
+    made_of: dict[str, Any]
+
+    def __call__(self, micro_batch: dict[str, Any], temperature: float, body: Body) -> torch.Tensor:
+        return self.ask(micro_batch, temperature, body)
+
+
+def load_student_tokenizer(config: ModelConfig, teacher: str | None) -> PreTrainedTokenizerFast:
+    """The student's tokenizer: as the settings say, and of a student that is made from scratch the teacher's."""
+    if teacher is None or config.tokenizer is not None or not is_built_in(config.model):
+        return load_tokenizer(config)
+    if config.vocab_size is not None:
+        raise Refusal(f"--vocab-size {config.vocab_size} has no effect: the student has the teacher's tokens. Remove it.")
+    with _named_as_teacher():
+        return load_tokenizer(dataclasses.replace(config, tokenizer=find_model(teacher)))
+
+
+def build_teacher(
+    accelerator: Accelerator, student: nn.Module, tokenizer: PreTrainedTokenizerBase, config: DistillationConfig,
+    *, teacher: str, max_length: int, packed: bool, attn_implementation: str = "auto",
+) -> Teacher:  # fmt: skip
+    """The teacher, frozen, in evaluation mode, sharded where the engine shards weights. It computes in its own type.
+
+    Args:
+        student: the model that learns, with its adapter; prepared or not.
+        tokenizer: the student's. A teacher that has the same tokens under other numbers is asked in its own.
+        teacher: its directory, that of the run that trained it, or its name on the Hub; of an adapter its base is found.
+        max_length, packed: of the rows, as the student sees them.
+
+    Raises:
+        Refusal: no such model, not a causal language model, too short a context, another vocabulary.
+    """
+    flag = f"--teacher {teacher}"
+    with _named_as_teacher():
+        own = _TeacherModel(
+            model=find_model(teacher), model_revision=config.teacher_revision, dtype=config.teacher_dtype,
+            attn_implementation=attn_implementation, use_cpu=accelerator.device.type == "cpu",
+        )  # fmt: skip
+        auto_class = auto_class_of(own)
+        if auto_class != "AutoModelForCausalLM":
+            kind = auto_class.removeprefix("AutoModelFor")
+            raise Refusal(f"{teacher}: is a {kind} model, and a teacher predicts next tokens.")
+        longest = longest_example(own)
+        if longest is not None and longest < max_length:
+            raise Refusal(
+                f"{teacher}: has {longest} positions, and rows are up to {max_length} tokens long. "
+                f"Take --max-length {longest}, or another teacher."
+            )
+        model, own_tokenizer = load_trained(auto_class, own, torch.device("cpu"), packed=packed)
+    shared = shared_vocabulary(own_tokenizer, tokenizer, _num_logits(model), _num_logits(student), teacher)
+    _describe(flag, model, shared, own_tokenizer, tokenizer)
+    made_of = {"who": "teacher", "setting": "teacher", "commit": commit_of(model.config), **digests_of_directories(own.model)}
+    frozen = engine_of(accelerator).place_frozen(accelerator, model.requires_grad_(False))
+    return Teacher(ask_model(frozen, shared), made_of)
+
+
+def ask_model(model: nn.Module, shared: SharedVocabulary) -> TeacherFn:
+    """A teacher in memory: its hidden states at supervised positions, and its logits for a chunk of them at a time."""
+
+    def ask(micro_batch: dict[str, Any], temperature: float, body: Body) -> torch.Tensor:
+        positions, _ = supervised(micro_batch)
+        inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+        inputs["input_ids"] = shared.inputs(inputs["input_ids"])
+        kind, found = inputs["input_ids"].device.type, []
+        with_gradient, dtype = torch.is_grad_enabled(), torch.get_autocast_dtype(kind)
+        autocast = torch.is_autocast_enabled(kind)
+
+        def compute(logits_of: Logits, _: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
+            def of_teacher(piece: slice) -> TeacherLogps:
+                with torch.no_grad(), torch.autocast(kind, enabled=False):
+                    logits = shared.logits(logits_of(rows[piece]))
+                    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                    return TeacherLogps((logits / temperature).log_softmax(-1))
+
+            with torch.set_grad_enabled(with_gradient), torch.autocast(kind, dtype=dtype, enabled=autocast):
+                found.append(body(of_teacher, shared.size))
+            return rows.new_zeros(1)
+
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
+            at_positions(model, inputs, positions, compute)
+        return found[0]
+
+    return ask
+
+
+def _num_logits(model: nn.Module) -> int:
+    return int(unwrapped(model).config.get_text_config().vocab_size)
+
+
+def _describe(
+    flag: str, model: PreTrainedModel, shared: SharedVocabulary, own: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase
+) -> None:
+    size = sum(parameter.numel() for parameter in model.parameters())
+    kind = str(next(model.parameters()).dtype).removeprefix("torch.")
+    other = ", whose numbers for them are others" if shared.of_teacher is not None else ""
+    say_once(f"{flag}: {size:,} parameters in {kind}, {shared.size:,} tokens shared{other}")
+    if own.chat_template != student.chat_template:
+        say_once(f"{flag}: has another chat template than the student, and reads rows as the student's template writes them")
+
+
+@contextmanager
+def _named_as_teacher() -> Iterator[None]:
+    """Refusals of the functions that load any model, with the setting that names this one."""
+    try:
+        yield
+    except Refusal as refusal:
+        message = str(refusal).removeprefix("--model ").removeprefix("--tokenizer ")
+        raise Refusal(f"--teacher {message.replace('--model-revision', '--teacher-revision')}") from refusal
