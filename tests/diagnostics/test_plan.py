@@ -103,6 +103,7 @@ def test_time_and_cost_are_of_all_steps() -> None:
         (["grpo"], "samples"),
         (["sft", "--streaming", "--max-steps", "5"], "--streaming"),
         (["zero"], "shard"),
+        (["distill"], "teacher"),
         (["sft", "--device", "h1000"], "Did you mean h100?"),
         (["sft", "--device", "abacus"], "--device abacus"),
         (["sft", "--learning-rate", "-1"], "--learning-rate"),

@@ -95,6 +95,7 @@ def test_the_first_change_is_that_of_the_largest_loss(profile: Profile, settings
         (["accelerated", "--trace", "nowhere/x.json"], "nowhere"),
         (["accelerated", "--steps", "1"], "--steps"),
         (["nowhere"], "nowhere"),
+        (["distill"], "--teacher"),
         (["accelerated", *SMALL, "--max-steps", "4", "--max-train-examples", "40"], "16 steps"),
     ],
 )

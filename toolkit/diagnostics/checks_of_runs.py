@@ -100,7 +100,7 @@ def guessing(record: Record, config: Settings) -> tuple[float, str] | None:
     model: Any = record.model
     if model is None:
         return None
-    if record.task in ("sft", "lm", "masked_lm", "seq2seq"):
+    if record.task in ("sft", "lm", "masked_lm", "seq2seq") and not hasattr(config, "teacher"):
         size = model.config.get_text_config().vocab_size
         return math.log(size), f"ln {size} tokens"
     if record.task in _OF_CLASSES and getattr(config, "problem_type", "single_label") == "single_label":

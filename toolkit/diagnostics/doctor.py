@@ -32,7 +32,7 @@ from toolkit.diagnostics.checks_of_steps import (
 from toolkit.diagnostics.findings import CHECKS, Finding, Outcome, Report, found, skipped
 from toolkit.diagnostics.records import Record
 from toolkit.diagnostics.short_runs import Runs, run_short
-from toolkit.diagnostics.small import with_small_model
+from toolkit.diagnostics.small import with_small_model, with_small_teacher
 from toolkit.diagnostics.watch import Watch
 
 
@@ -49,7 +49,7 @@ def examine(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="doctor-") as name:
         folder = Path(name)
-        small = with_small_model(config, folder / "small-model")
+        small = with_small_teacher(with_small_model(config, folder / "small-model"), folder / "small-teacher")
         runs = run_short(main, small, watch, folder, say)
         outcomes = _outcomes(runs, small, folder)
     model = runs.records["as_is"].model

@@ -110,6 +110,8 @@ def check_plannable(config: Settings) -> None:
     values = values_of(config)
     if "num_generations" in values:
         raise Refusal("no plan of a recipe that samples: how much its model will write isn't known before.")
+    if "teacher" in values:
+        raise Refusal("no plan of a recipe with a teacher. Plan sft with its settings, and add the teacher's weights.")
     if values.get("load_in_4bit"):
         raise Refusal("--load-in-4bit: no plan of weights in 4 bits. Plan it with --dtype bfloat16: it needs less than that.")
     if values.get("fsdp") or values.get("zero_stage") is not None or values.get("deepspeed"):

@@ -77,6 +77,8 @@ def profile(
     Raises:
         Refusal: the recipe refuses its settings or data, or its data end before that many steps.
     """
+    if values_of(config).get("teacher", "") is None:
+        raise Refusal("--teacher: name one. Without it the recipe trains a teacher first, whose steps would be timed.")
     timer, printed = _Timer(steps, trace, memory), io.StringIO()
     forget_accelerator()
     with tempfile.TemporaryDirectory(prefix="profile-") as folder, _timed(timer):

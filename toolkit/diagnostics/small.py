@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from toolkit.config import Refusal, Settings
+from toolkit.config import ModelConfig, Refusal, Settings
 from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.wrappers import HELD_OUT
-from toolkit.models.load import pretrained_config
+from toolkit.models.load import load_model, pretrained_config
 from toolkit.models.tokenizer import load_tokenizer
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
@@ -33,7 +33,7 @@ _SHORT: dict[str, Any] = {
 }  # fmt: skip
 _FEW = {"max_train_examples": 512, "max_eval_examples": HELD_OUT}
 _FEW_FILES = {"max_train_examples": 16, "max_eval_examples": 2}
-_NARROW = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+_NARROW: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers", "decoder_layers")
 LONGEST = 256  # tokens
 
@@ -75,6 +75,24 @@ def with_small_model(config: AnyConfig, folder: Path) -> AnyConfig:
     made = _write_small_model(config, folder)
     changes: dict[str, Any] = {"model": str(made), "model_revision": None, "tokenizer": values.get("tokenizer") or str(made)}
     return dataclasses.replace(config, **{key: value for key, value in changes.items() if key in values})
+
+
+def with_small_teacher(config: AnyConfig, folder: Path) -> AnyConfig:
+    """The config with a random small teacher, of a recipe that has one: of the kind it names, or of the student's tokens."""
+    values: Any = values_of(config)
+    if "teacher" not in values:
+        return config
+    if values["teacher"] is not None:
+        named: dict[str, Any] = {"model": values["teacher"], "model_revision": values["teacher_revision"], "tokenizer": None}
+        teacher = with_small_model(dataclasses.replace(config, **named), folder)
+        found: dict[str, Any] = {"teacher": values_of(teacher)["model"], "teacher_revision": None}
+        return dataclasses.replace(config, **found)
+    tokenizer = load_tokenizer(cast(ModelConfig, config))
+    shape = ModelConfig(model="tiny-llama", num_attention_heads=4, **_NARROW)
+    load_model("AutoModelForCausalLM", shape, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    changes: dict[str, Any] = {"teacher": str(folder)}
+    return dataclasses.replace(config, **changes)
 
 
 def _write_small_model(config: Any, folder: Path) -> Path:

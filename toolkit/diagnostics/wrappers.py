@@ -63,9 +63,8 @@ def tokenized(watch: Watch, task: str, original: Callable[..., Any], *values: An
     watch.record.task = task
     splits = original(*values, **named)
     held_out = splits.get("validation")
-    if (
-        task in ("lm", "masked_lm") and hasattr(held_out, "__len__") and len(held_out) > HELD_OUT
-    ):  # a file has thousands of them
+    of_files = task in ("lm", "masked_lm", "sft")  # a file has thousands of them
+    if of_files and hasattr(held_out, "__len__") and len(held_out) > HELD_OUT:
         splits["validation"] = held_out.select(range(HELD_OUT))
     return splits
 
