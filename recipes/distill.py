@@ -72,9 +72,10 @@ def main(config: Config) -> tk.Summary:
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     model, optimizer = accelerator.prepare(model, optimizer)
-    teacher = tk.build_teacher(
-        accelerator, model, tokenizer, config, teacher=name, max_length=config.max_length, packed=config.packing
-    )
+    teacher, train, evaluation = tk.build_teacher(
+        accelerator, model, tokenizer, config, train, evaluation, teacher=name, max_length=config.max_length,
+        packed=config.packing,
+    )  # fmt: skip
 
     def loss_fn(model: Any, micro_batch: dict[str, Any], totals: dict[str, float]) -> Any:
         return tk.distillation_loss(

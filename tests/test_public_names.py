@@ -722,12 +722,14 @@ def a_teacher() -> None:
     config, splits, student = Distilling(), tk.tokenize_for_sft(chats(), tokenizer(), tk.DataConfig(max_length=64)), language_model()
     tk.save_model(None, language_model(), tokenizer(), "teacher")
     assert tk.load_student_tokenizer(tk.ModelConfig(), config.teacher).get_vocab() == tokenizer().get_vocab()
-    teacher = tk.build_teacher(accelerator(), student, tokenizer(), config, teacher="teacher", max_length=64, packed=False)
+    loaders = tk.build_dataloaders(splits, tk.collate_padded, config)
+    teacher, _, evaluation = tk.build_teacher(
+        accelerator(), student, tokenizer(), config, *loaders, teacher="teacher", max_length=64, packed=False
+    )
     assert isinstance(teacher, tk.Teacher)
     loss, metrics = tk.distillation_loss(student, tk.collate_padded(documents(splits)), {"tokens": 9.0}, teacher=teacher)
     assert loss.item() == pytest.approx(0, abs=1e-6)  # they are the same model
     assert metrics["divergence"] == loss
-    _, evaluation = tk.build_dataloaders(splits, tk.collate_padded, config)
     assert tk.eval_with_gather(accelerator(), student, evaluation, tk.distillation_metrics(teacher))["eval_kl"] < 1e-6
     logps = tk.TeacherLogps(torch.tensor([[0.5, 0.5]]).log()).logps
     assert tk.divergence_of_tokens(logps, torch.tensor([[0.25, 0.75]]).log(), "forward_kl").item() == pytest.approx(0.1438, abs=1e-4)

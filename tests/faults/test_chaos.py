@@ -20,7 +20,7 @@ RECIPES = {
     "embedding": [],
     "pretrain": LANGUAGE,
     "sft": LANGUAGE,
-    "distill": LANGUAGE,
+    "distill": [*LANGUAGE, "--teacher-top-k", "8"],
     "lora": [*LANGUAGE, "--lora-dropout", "0.1"],
     "dpo": [*LANGUAGE, "--pair-layout", "auto"],
     "kto": LANGUAGE,

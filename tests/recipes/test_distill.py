@@ -60,7 +60,7 @@ def make_teacher(folder: Path, tokenizer: PreTrainedTokenizerFast, positions: in
 
 
 @pytest.mark.fast(1)
-def test_without_a_teacher_one_is_trained_and_the_student_comes_closer_to_it(run_recipe: Any, rows: None) -> None:
+def test_without_a_teacher_one_is_trained_and_the_student_comes_closer_to_it(run_recipe: Any, rows: None, tmp_path: Path) -> None:
     """Fails when: the teacher's gradient step is the student's, or the divergence's sign is wrong."""
     flags = ["--dataset", "rows.jsonl", "--max-length", "48", "--num-samples", "0", "--max-steps", "30", "--vocab-size", "300", "--eval-steps", "30"]
     run = run_recipe("distill", *flags, "--save-strategy", "no", "--temperature", "2")
@@ -69,9 +69,11 @@ def test_without_a_teacher_one_is_trained_and_the_student_comes_closer_to_it(run
     kl = [event["eval_kl"] for event in run.metrics if "eval_kl" in event]
     assert kl[-1] < 0.5 * kl[0]
     assert run.summary["eval_loss"] < 4
-    again = run_recipe("distill", *flags, "--save-strategy", "no", "--temperature", "2", "--overwrite-output-dir")
+    flags += ["--save-strategy", "no", "--temperature", "2", "--overwrite-output-dir", "--teacher-top-k", "300"]
+    again = run_recipe("distill", *flags, env={"HF_DATASETS_CACHE": str(tmp_path / "cache")})
     assert "out-teacher is taken" in again.out
-    assert again.summary["eval_kl"] == run.summary["eval_kl"]
+    assert "teacher: log-probabilities of all tokens at" in again.out
+    assert again.summary["eval_kl"] == pytest.approx(run.summary["eval_kl"], rel=1e-3)
 
 
 def test_a_teacher_that_does_not_fit_is_refused_in_one_message(
@@ -90,10 +92,10 @@ def test_a_teacher_that_does_not_fit_is_refused_in_one_message(
     }  # fmt: skip
     for name, words in cases.items():
         with pytest.raises(Refusal) as refused:
-            tk.build_teacher(Accelerator(cpu=True), student, taught, tk.DistillationConfig(), teacher=name, max_length=48, packed=False)
+            tk.build_teacher(Accelerator(cpu=True), student, taught, tk.DistillationConfig(), None, None, teacher=name, max_length=48, packed=False)
         assert words in str(refused.value), name
         assert str(refused.value).startswith(f"--teacher {name}: ")
-    run = run_recipe("distill", *TINY, "--teacher", "nowhere/at-all", env={"HF_HUB_OFFLINE": "1"})
+    run = run_recipe("distill", *TINY, "--teacher", "nowhere/at-all", env={"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert run.code == 2, run.err
     assert "--teacher nowhere/at-all: " in run.err
     assert run.err.count("refused") == 1
@@ -140,19 +142,26 @@ def test_numbers_that_have_gaps_or_too_few_rows_are_refused(taught: PreTrainedTo
 
 
 @pytest.mark.slow
-def test_two_ranks_train_and_evaluate_what_one_does(run_recipe: Any, rows: None, tmp_path: Path, taught: PreTrainedTokenizerFast, tiny: Any) -> None:
-    """Packed rows, 5 a step in one micro-batch, and in micro-batches of 2 on two ranks, of which one fills up.
+@pytest.mark.parametrize("stored", [[], ["--teacher-top-k", "8"]])
+def test_two_ranks_train_and_evaluate_what_one_does(
+    rows: None, tmp_path: Path, taught: PreTrainedTokenizerFast, tiny: Any, stored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed rows, 5 a step in one micro-batch, and in micro-batches of 2 on two ranks, of which one fills up. What both ranks have
+    stored of the teacher one process reads.
 
-    Fails when: the evaluation's sums are of one rank, or a padding micro-batch counts.
+    Fails when: the evaluation's sums are of one rank, a padding micro-batch counts, or each rank knows its own blocks alone.
     """
     make_teacher(tmp_path / "teacher", taught)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     script = str(Path(__file__).resolve().parents[2] / "recipes/distill.py")
     flags = [*TINY, "--dataset", str(tmp_path / "rows.jsonl"), "--teacher", str(tmp_path / "teacher"), "--global-batch-size", "5", "--use-cpu", "--optim", "adamw_torch", "--learning-rate", "1e-3",
              "--eval-steps", "3", "--distillation-loss", "jsd", "--cross-entropy-share", "0.2"]  # fmt: skip
-    one = tiny(*flags, "--per-device-train-batch-size", "5", script=script, output_dir="one")
-    assert one.code == 0, one.out[-3000:]
+    flags += stored
     ranks = tiny.ranks(2, *flags, "--per-device-train-batch-size", "2", "--per-device-eval-batch-size", "1", script=script, output_dir="two")
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].out[-3000:]
+    one = tiny(*flags, "--per-device-train-batch-size", "5", script=script, output_dir="one")
+    assert one.code == 0, one.out[-3000:]
+    assert ("log-probabilities read from" in one.out) == bool(stored)
     for name in ("loss", "divergence", "cross_entropy", "grad_norm", "eval_loss", "eval_kl"):
         found, expected = ([event[name] for event in run.metrics if name in event] for run in (ranks[0], one))
         assert len(expected) >= 2

@@ -22,6 +22,11 @@ class DistillationConfig(Settings):
         "auto", "Type in which the teacher is held and computes. auto: that of its files.",
         choices=("auto", "float32", "bfloat16", "float16"), on_resume="fixed",
     )
+    teacher_top_k: int | None = setting(
+        None, "Ask the teacher once, before the first step, and keep the log-probabilities of its k likeliest tokens at each "
+        "supervised position on disk, for this run and others. Default: it is asked in each step.",
+        least=1, most=2**20, on_resume="fixed",
+    )
     distillation_loss: str = setting(
         "forward_kl", "How far the student is from its teacher. forward_kl: the usual. reverse_kl: only what the teacher is "
         "sure of. jsd: between both (GKD). skewed_*: DistiLLM.",

@@ -1,4 +1,4 @@
-"""The teacher of a distillation, a second model in memory: loaded, checked against the student, and asked in each step."""
+"""The teacher of a distillation, checked against the student: a second model in memory, or what it said before, on disk."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from toolkit.config import DeviceConfig, DistillationConfig, ModelConfig, Refusal
 from toolkit.config.conditions import is_built_in
+from toolkit.data.loading.loaders import EvalLoader, TrainLoader
+from toolkit.data.loading.streams import StreamLoader
+from toolkit.distillation.storing import ask_stored, store_teacher
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import say_once
@@ -21,15 +24,18 @@ from toolkit.losses.chunked import Logits
 from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
 from toolkit.losses.selective_head import at_positions
 from toolkit.models.compat import commit_of
+from toolkit.models.shapes import positions_of
 from toolkit.models.tokenizer import load_tokenizer
-from toolkit.models.trained import auto_class_of, find_model, load_trained, longest_example
+from toolkit.models.trained import auto_class_of, find_model, load_trained, published_config
 from toolkit.system.digests import digests_of_directories
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from accelerate import Accelerator
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+AnyTrain = TypeVar("AnyTrain", bound=TrainLoader | StreamLoader)
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,13 @@ def load_student_tokenizer(config: ModelConfig, teacher: str | None) -> PreTrain
 
 def build_teacher(
     accelerator: Accelerator, student: nn.Module, tokenizer: PreTrainedTokenizerBase, config: DistillationConfig,
-    *, teacher: str, max_length: int, packed: bool, attn_implementation: str = "auto",
-) -> Teacher:  # fmt: skip
-    """The teacher, frozen, in evaluation mode, sharded where the engine shards weights. It computes in its own type.
+    train: AnyTrain, evaluation: EvalLoader | None, *, teacher: str, max_length: int, packed: bool,
+    attn_implementation: str = "auto",
+) -> tuple[Teacher, AnyTrain, EvalLoader | None]:  # fmt: skip
+    """The teacher, frozen, in evaluation mode, sharded where the engine shards weights; and the loaders to train it with.
+
+    It computes in its own type. With `config.teacher_top_k` it is asked once for all examples that the run will see, and the
+    micro-batches of the loaders that are returned hold its answers; where an earlier run has left them it is not loaded at all.
 
     Args:
         student: the model that learns, with its adapter; prepared or not.
@@ -74,7 +84,7 @@ def build_teacher(
         max_length, packed: of the rows, as the student sees them.
 
     Raises:
-        Refusal: no such model, not a causal language model, too short a context, another vocabulary.
+        Refusal: no such model, not a causal language model, too short a context, another vocabulary; no room to store it.
     """
     flag = f"--teacher {teacher}"
     with _named_as_teacher():
@@ -86,20 +96,40 @@ def build_teacher(
         if auto_class != "AutoModelForCausalLM":
             kind = auto_class.removeprefix("AutoModelFor")
             raise Refusal(f"{teacher}: is a {kind} model, and a teacher predicts next tokens.")
-        longest = longest_example(own)
+        published = published_config(own)
+        longest = positions_of(published)
         if longest is not None and longest < max_length:
             raise Refusal(
                 f"{teacher}: has {longest} positions, and rows are up to {max_length} tokens long. "
                 f"Take --max-length {longest}, or another teacher."
             )
-        model, own_tokenizer = load_trained(auto_class, own, torch.device("cpu"), packed=packed)
-    shared = shared_vocabulary(own_tokenizer, tokenizer, _num_logits(model), _num_logits(student), teacher)
-    _describe(flag, model, shared, own_tokenizer, tokenizer)
-    made_of = {"who": "teacher", "setting": "teacher", "commit": commit_of(model.config), **digests_of_directories(own.model)}
-    frozen = engine_of(accelerator).place_frozen(accelerator, model.requires_grad_(False))
-    return Teacher(ask_model(frozen, shared), made_of)
+        own_tokenizer = load_tokenizer(own)
+    sizes = _num_logits(published), _num_logits(unwrapped(student).config)
+    shared = shared_vocabulary(own_tokenizer, tokenizer, *sizes, teacher)
+    digests = digests_of_directories(own.model)
+    made_of = {"who": "teacher", "setting": "teacher", "commit": commit_of(published), **digests}
 
+    def load() -> TeacherFn:
+        with _named_as_teacher():
+            model, _ = load_trained(auto_class, own, torch.device("cpu"), packed=packed)
+        _describe(flag, model, shared, own_tokenizer, tokenizer)
+        return ask_model(engine_of(accelerator).place_frozen(accelerator, model.requires_grad_(False)), shared)
 
+    if config.teacher_top_k is None:
+        return Teacher(load(), made_of), train, evaluation
+    if not isinstance(train, TrainLoader):
+        raise Refusal("--teacher-top-k: a teacher can't be asked beforehand for a stream. Remove it, or --streaming.")
+    if config.teacher_top_k > shared.size:
+        raise Refusal(f"--teacher-top-k {config.teacher_top_k}: teacher and student share {shared.size:,} tokens.")
+    numbers_depend_on = {
+        "files": list(digests.values()), "name": None if digests else own.model, "commit": commit_of(published),
+        "dtype": config.teacher_dtype, "order": None if shared.of_teacher is None else shared.of_teacher.tolist(),
+    }  # fmt: skip
+    taught, evaluation = store_teacher(
+        accelerator, load, numbers_depend_on, train, evaluation, top_k=config.teacher_top_k, vocabulary=shared.size,
+        temperature=config.temperature,
+    )  # fmt: skip
+    return Teacher(ask_stored(shared.size), made_of), cast(AnyTrain, taught), evaluation
 def ask_model(model: nn.Module, shared: SharedVocabulary) -> TeacherFn:
     """A teacher in memory: its hidden states at supervised positions, and its logits for a chunk of them at a time."""
 
@@ -129,8 +159,8 @@ def ask_model(model: nn.Module, shared: SharedVocabulary) -> TeacherFn:
     return ask
 
 
-def _num_logits(model: nn.Module) -> int:
-    return int(unwrapped(model).config.get_text_config().vocab_size)
+def _num_logits(config: PretrainedConfig) -> int:
+    return int(config.get_text_config().vocab_size)
 
 
 def _describe(

@@ -166,20 +166,44 @@ def _sums(
 def distillation_metrics(teacher: TeacherFn, temperature: float = 1.0) -> Metrics:
     """Means over the supervised tokens of a split: those of `causal_lm_metrics`, and how far the student is from its teacher.
 
-    `kl`: KL(p, q) in nats, at the temperature, whatever is trained on.
+    `kl`: KL(p, q) in nats, at the temperature, whatever is trained on. Of a teacher of which only the k likeliest tokens are
+    known, it counts all others as one, which makes it smaller; `kl_at_most` is what it is with all of them at most
+    (`most_of_the_rest`).
     """
 
     def values_of(logits: torch.Tensor, targets: torch.Tensor, of_teacher: TeacherLogps, shared: int) -> list[torch.Tensor]:
         nll = nn.functional.cross_entropy(logits, targets, reduction="none")
         apart = _kl(of_teacher.logps, student_logps(logits, of_teacher, shared, temperature))
-        return [nll, logits.argmax(-1) == targets, apart]
+        rest = most_of_the_rest(logits, of_teacher, shared, temperature)
+        return [nll, logits.argmax(-1) == targets, apart, *([] if rest is None else [apart + rest])]
 
     def update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         sums, tokens = _sums(model, micro_batch, teacher, temperature, values_of)
-        nll, correct, apart = sums
-        return {"nll": nll, "correct": correct.round().long(), "kl": apart, "tokens": torch.tensor(tokens, device=nll.device)}
+        nll, correct, *kl = sums
+        found = dict(zip(("kl", "kl_at_most"), kl, strict=False))
+        return {"nll": nll, "correct": correct.round().long(), **found, "tokens": torch.tensor(tokens, device=nll.device)}
 
     def finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
-        return {**causal_lm_metrics.finalize(sums), "kl": ratio(sums["kl"], sums["tokens"])}
+        kl: dict[str, float] = {n: ratio(sums[n], sums["tokens"]) for n in ("kl", "kl_at_most") if n in sums}
+        return {**causal_lm_metrics.finalize(sums), **kl}
 
     return Metrics(update=update, finalize=finalize)
+
+
+def most_of_the_rest(
+    logits: torch.Tensor, of_teacher: TeacherLogps, shared: int, temperature: float
+) -> torch.Tensor | None:
+    """How much KL(p, q) grows at most if its tail is not counted as one token, nats `[positions]`; None without a tail.
+
+    With tail masses P and Q, a tail token i adds p_i log(p_i / q_i), where p_i is at most P and at most that of the least
+    likely token that is known, p_k, and q_i at least the smallest in the tail: all of them together at most
+    P log(min(P, p_k) / min q), of which P log(P / Q) was counted already.
+    """
+    if of_teacher.ids is None:
+        return None
+    every = (logits[:, :shared] / temperature).log_softmax(-1)
+    least = every.scatter(1, of_teacher.ids, torch.inf).amin(-1)
+    rest_of_student = every.scatter(1, of_teacher.ids, -torch.inf).logsumexp(-1)
+    rest, of_least = of_teacher.logps[:, -1], of_teacher.logps[:, -2]
+    gap = (torch.minimum(of_least, rest) - least) - (rest - rest_of_student)
+    return (rest.exp() * gap.masked_fill(rest == -torch.inf, 0.0)).clamp_min(0.0)

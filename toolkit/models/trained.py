@@ -83,7 +83,7 @@ def auto_class_of(config: ModelConfig) -> str:
         if base_class:
             return base_class
         raise Refusal(f"{config.model}: an adapter for {task}; what can be evaluated are {' and '.join(_OF_ADAPTERS)}.")
-    architectures = list(_published_config(config).architectures or [])
+    architectures = list(published_config(config).architectures or [])
     for ending, auto_class in AUTO_CLASSES.items():
         if any(name.endswith(ending) for name in architectures):
             return auto_class
@@ -101,10 +101,7 @@ def class_of_adapter(settings: Mapping[str, Any]) -> str | None:
 
 def longest_example(config: ModelConfig) -> int | None:
     """How many tokens an example may have for the model; None where it doesn't say."""
-    if is_adapter(config.model):
-        base, revision = base_of(Path(config.model).expanduser())
-        config = dataclasses.replace(config, model=base, model_revision=revision)
-    return positions_of(_published_config(config))
+    return positions_of(published_config(config))
 
 
 def load_trained(
@@ -184,12 +181,20 @@ def _adapted(auto_class: str, config: ModelConfig, tokenizer: PreTrainedTokenize
     return cast("PreTrainedModel", put_adapter(model, directory))
 
 
-def _published_config(config: ModelConfig) -> PretrainedConfig:
+def published_config(config: ModelConfig) -> PretrainedConfig:
+    """The configuration of a trained model; of an adapter that of its base.
+
+    Raises:
+        Refusal: it can't be read.
+    """
     from transformers import AutoConfig
 
     from toolkit.models.tokenizer import hub_problem
     from toolkit.system.network import stay_offline_without_network
 
+    if is_adapter(config.model):
+        base, revision = base_of(Path(config.model).expanduser())
+        config = dataclasses.replace(config, model=base, model_revision=revision)
     path = Path(config.model).expanduser()
     if not path.is_dir():
         stay_offline_without_network()

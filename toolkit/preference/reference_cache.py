@@ -8,7 +8,6 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -20,8 +19,8 @@ from toolkit.config import AdapterConfig, ModelConfig, settings_of
 from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
-from toolkit.data.loading.order import plan_steps
-from toolkit.data.loading.packing import PlainRows, Rows, column
+from toolkit.data.loading.packing import PlainRows, column
+from toolkit.data.loading.some_rows import SomeRows, digest_of_columns, seen_in_training
 from toolkit.distributed.engines import unwrapped
 from toolkit.distributed.ranks import largest, on_main, say_once
 from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
@@ -95,9 +94,9 @@ def reference_table(
     pairs = 1 + max(int(column(dataset, kind).max()) for dataset in datasets)
     path = on_main(accelerator, lambda: _path_of(model, datasets, config, ld_alpha))
     known = on_main(accelerator, lambda: _read(path, (pairs, 2 if kind == "pair" or has_mismatched else 1)))
-    missing = [_Some(train.rows, _unknown(datasets[0], kind, _seen_in_training(train), known))]
+    missing = [SomeRows(train.rows, _unknown(datasets[0], kind, seen_in_training(train), known))]
     if evaluation is not None and config.eval_strategy != "no":
-        missing.append(_Some(evaluation.rows, _unknown(datasets[1], kind, np.arange(len(evaluation.rows)), known)))
+        missing.append(SomeRows(evaluation.rows, _unknown(datasets[1], kind, np.arange(len(evaluation.rows)), known)))
     count = sum(map(len, missing))
     if not count:
         say_once(f"reference: log-probabilities read from {path}")
@@ -138,27 +137,6 @@ def _answers_of(
     return torch.stack([*own, mismatched_logps(model, micro_batch)] if has_mismatched else own, dim=1)
 
 
-@dataclass
-class _Some:
-    """Some of the examples of a split."""
-
-    rows: Rows
-    numbers: np.ndarray
-
-    def __post_init__(self) -> None:
-        self.lengths = self.rows.lengths[self.numbers]
-        self.units = {name: values[self.numbers] for name, values in self.rows.units.items()}
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def documents(self, examples: list[int]) -> list[dict[str, Any]]:
-        return self.rows.documents(self.numbers[examples].tolist())
-
-    def origins(self, example: int) -> list[str]:
-        return self.rows.origins(int(self.numbers[example]))
-
-
 class _Work:
     """Log-probabilities of all ranks, brought together and written now and then."""
 
@@ -191,17 +169,6 @@ class _Work:
         return self.known
 
 
-def _seen_in_training(train: TrainLoader) -> np.ndarray:
-    """The examples that a run from its beginning to its end trains on."""
-    if train.examples_to_consume >= train.epoch_size:
-        return np.arange(train.epoch_size)
-    plans = plan_steps(
-        train.epoch_size, train.examples_to_consume, train.seed, 0, train.global_batch_size, train.micro_batch_size, 0, 1,
-        train.lengths,
-    )  # fmt: skip
-    return np.array(sorted({example for plan in plans for example in plan.everyone}))
-
-
 def _unknown(dataset: Dataset, kind: str, examples: np.ndarray, known: np.ndarray) -> np.ndarray:
     pairs = column(dataset, kind)[examples]
     return examples[np.isnan(known[pairs, 0])]
@@ -218,7 +185,7 @@ def _path_of(model: nn.Module, datasets: Sequence[Dataset], config: ReferenceSet
         "precision": [config.bf16, config.fp16, config.tf32],
         "ld_alpha": ld_alpha,
         "weights": _weights(unwrapped(model), config.model),
-        "pairs": [_digest_of_pairs(dataset) for dataset in datasets],
+        "pairs": [digest_of_columns(dataset, _DIGESTED) for dataset in datasets],
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return Path(datasets_config.HF_DATASETS_CACHE) / f"reference-{key}.npy"
@@ -236,17 +203,6 @@ def _weights(model: PreTrainedModel, name: str) -> Any:
         own = {path.name: sha256_of(path) for path in files}
         return {"adapter": own, "base": _weights(model, base_of(directory)[0])} if is_adapter(name) else own
     return None if is_built_in(name) else commit_of(model.config)
-
-
-def _digest_of_pairs(dataset: Dataset) -> str:
-    digest = hashlib.sha256()
-    read = [name for name in _DIGESTED if name in dataset.column_names]
-    for batch in dataset.with_format("arrow", columns=read).iter(10_000):
-        for values in batch.columns:
-            for chunk in values.chunks:
-                flat = chunk.flatten() if hasattr(chunk, "offsets") else chunk
-                digest.update(np.ascontiguousarray(flat.to_numpy(zero_copy_only=False)).data)
-    return digest.hexdigest()
 
 
 def _read(path: Path, shape: tuple[int, int]) -> np.ndarray:

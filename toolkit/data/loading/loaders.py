@@ -133,10 +133,13 @@ class TrainLoader:
 
     def longest_micro_batch(self) -> dict[str, Any]:
         """The micro-batch of the longest examples: the most that any step may need memory for."""
-        longest = np.argsort(-self.rows.lengths, kind="stable")[: self.micro_batch_size]
-        piece = [(0, int(example)) for example in longest]
-        plan = StepPlan(0, len(piece), [(piece, True)], longest.tolist())
+        longest = self.longest_examples()
+        plan = StepPlan(0, len(longest), [([(0, example) for example in longest], True)], longest)
         return self._reader()[plan].micro_batches[0]
+
+    def longest_examples(self) -> list[int]:
+        """The numbers of the examples in that micro-batch, which this run may never train on."""
+        return list(map(int, np.argsort(-self.rows.lengths, kind="stable")[: self.micro_batch_size]))
 
     def batches(self, position: int = 0) -> Iterator[Batch]:
         """Yield the batch of each step from `position` (examples consumed) to the end of the run."""
