@@ -93,6 +93,7 @@ def main(config: Config) -> tk.Summary:
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
             run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))
         for batch in run:
+            batch = tk.with_own_answers(accelerator, model, tokenizer, train, batch, config)
             rates = schedule(run.progress, run.objective)
             run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
             if run.due("eval"):

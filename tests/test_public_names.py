@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -715,7 +715,7 @@ class Distilling(Config, tk.DistillationConfig):
 
 @shows(
     "Teacher", "TeacherLogps", "build_teacher", "load_student_tokenizer", "distillation_loss", "distillation_metrics", "divergence_of_tokens",
-    "DistillationConfig", "say_once",
+    "DistillationConfig", "say_once", "with_own_answers",
 )  # fmt: skip
 def a_teacher() -> None:
     assert tk.DistillationConfig().distillation_loss == "forward_kl"
@@ -723,10 +723,15 @@ def a_teacher() -> None:
     tk.save_model(None, language_model(), tokenizer(), "teacher")
     assert tk.load_student_tokenizer(tk.ModelConfig(), config.teacher).get_vocab() == tokenizer().get_vocab()
     loaders = tk.build_dataloaders(splits, tk.collate_padded, config)
-    teacher, _, evaluation = tk.build_teacher(
+    teacher, train, evaluation = tk.build_teacher(
         accelerator(), student, tokenizer(), config, *loaders, teacher="teacher", max_length=64, packed=False
     )
     assert isinstance(teacher, tk.Teacher)
+    for batch in train.batches():
+        own_half = replace(config, on_policy_share=0.5, max_new_tokens=4)
+        own = tk.with_own_answers(accelerator(), student, tokenizer(), train, batch, own_half)
+        assert own.examples == batch.examples
+        break
     loss, metrics = tk.distillation_loss(student, tk.collate_padded(documents(splits)), {"tokens": 9.0}, teacher=teacher)
     assert loss.item() == pytest.approx(0, abs=1e-6)  # they are the same model
     assert metrics["divergence"] == loss

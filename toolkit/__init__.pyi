@@ -103,6 +103,7 @@ from .demo_corpus.tag_baselines import tag_baselines as tag_baselines
 from .diagnostics.memory_table import (
     memory_table as memory_table,
 )
+from .distillation.on_policy import with_own_answers as with_own_answers
 from .distillation.teacher import (
     Teacher as Teacher,
     build_teacher as build_teacher,

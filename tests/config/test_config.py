@@ -121,13 +121,14 @@ def test_every_setting_has_help_and_every_default_keeps_its_own_rules(group: typ
 def test_no_setting_is_declared_by_two_groups_and_no_alias_is_taken() -> None:
     """Losses of pairs and of single answers, which no recipe has both of, call what they have in common by TRL's names; the metrics
     of classes, of tags and of generated texts are all --metrics, and what is shown of causal models and of encoder-decoders is
-    --num-samples; policy gradients and PPO have TRL's beta and an estimate of the KL, of other defaults.
+    --num-samples; encoder-decoders and students write --max-new-tokens; policy gradients and PPO have TRL's beta and an estimate of
+    the KL, of other defaults.
 
     Fails when RunConfig declares a `seed` of its own, or an alias equals another setting's name."""
     declared = [name for group in GROUPS for name in inspect.get_annotations(group)]
     aliases = {alias for group in GROUPS for each in settings_of(group).values() for alias in each.aliases}
     assert sorted(name for name in set(declared) if declared.count(name) > 1) == [
-        "beta", "kl_estimator", "loss_type", "metrics", "num_samples", "temperature"
+        "beta", "kl_estimator", "loss_type", "max_new_tokens", "metrics", "num_samples", "temperature"
     ]  # fmt: skip
     assert {"beta", "loss_type"} == set(settings_of(tk.PreferenceConfig)) & set(settings_of(tk.UnpairedConfig))
     assert not aliases & set(declared)
@@ -484,6 +485,9 @@ ROLLOUT_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 DISTILLATION_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("", "between", {"distillation_loss": "jsd", "beta": 0.0}, {"beta": 0.1}),
     ("", "name one", {"fsdp": True}, {"teacher": "runs/teacher"}),
+    ("", "leave one of them out", {"on_policy_share": 0.5, "teacher_top_k": 8}, {"teacher_top_k": None}),
+    ("", "as if it were data", {"on_policy_share": 0.5, "cross_entropy_share": 0.1}, {"cross_entropy_share": 0.0}),
+    ("max_new_tokens", "without --on-policy-share", {"max_new_tokens": 8}, {"on_policy_share": 0.5}),
     ("beta", "take jsd", {"beta": 0.1}, {"distillation_loss": "jsd"}),
     ("skew_alpha", "take skewed_forward_kl or", {"skew_alpha": 0.2}, {"distillation_loss": "skewed_reverse_kl"}),
     ("teacher_revision", "name a teacher", {"teacher_revision": "main"}, {"teacher": "org/m"}),

@@ -142,12 +142,12 @@ def test_numbers_that_have_gaps_or_too_few_rows_are_refused(taught: PreTrainedTo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", [[], ["--teacher-top-k", "8"]])
+@pytest.mark.parametrize("more", [[], ["--teacher-top-k", "8"], ["--on-policy-share", "0.6", "--max-new-tokens", "9"]])
 def test_two_ranks_train_and_evaluate_what_one_does(
-    rows: None, tmp_path: Path, taught: PreTrainedTokenizerFast, tiny: Any, stored: list[str], monkeypatch: pytest.MonkeyPatch
+    rows: None, tmp_path: Path, taught: PreTrainedTokenizerFast, tiny: Any, more: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed rows, 5 a step in one micro-batch, and in micro-batches of 2 on two ranks, of which one fills up. What both ranks have
-    stored of the teacher one process reads.
+    stored of the teacher one process reads, and what both have written the one writes too.
 
     Fails when: the evaluation's sums are of one rank, a padding micro-batch counts, or each rank knows its own blocks alone.
     """
@@ -156,26 +156,34 @@ def test_two_ranks_train_and_evaluate_what_one_does(
     script = str(Path(__file__).resolve().parents[2] / "recipes/distill.py")
     flags = [*TINY, "--dataset", str(tmp_path / "rows.jsonl"), "--teacher", str(tmp_path / "teacher"), "--global-batch-size", "5", "--use-cpu", "--optim", "adamw_torch", "--learning-rate", "1e-3",
              "--eval-steps", "3", "--distillation-loss", "jsd", "--cross-entropy-share", "0.2"]  # fmt: skip
-    flags += stored
+    if "--on-policy-share" in more:
+        asked = [{"prompt": text[:-6], "completion": text[-6:]} for text in TEXTS]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+        flags[flags.index("--cross-entropy-share") :] = []
+    flags += more
     ranks = tiny.ranks(2, *flags, "--per-device-train-batch-size", "2", "--per-device-eval-batch-size", "1", script=script, output_dir="two")
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].out[-3000:]
     one = tiny(*flags, "--per-device-train-batch-size", "5", script=script, output_dir="one")
     assert one.code == 0, one.out[-3000:]
-    assert ("log-probabilities read from" in one.out) == bool(stored)
+    assert ("log-probabilities read from" in one.out) == ("--teacher-top-k" in more)
     for name in ("loss", "divergence", "cross_entropy", "grad_norm", "eval_loss", "eval_kl"):
         found, expected = ([event[name] for event in run.metrics if name in event] for run in (ranks[0], one))
-        assert len(expected) >= 2
+        assert len(expected) >= 2 or (name == "cross_entropy" and "--on-policy-share" in more)
         assert found == pytest.approx(expected, rel=1e-5), name
 
 
 def test_a_resumed_adapter_has_the_same_bits_and_another_teacher_is_refused(
     run_recipe: Any, rows: None, tmp_path: Path, taught: PreTrainedTokenizerFast
 ) -> None:
-    """Fails when: the teacher's files may change in between, or the student's dropout depends on what the teacher computes."""
+    """Half of the answers are the student's own. Fails when: the teacher's files may change in between, the student's dropout
+    depends on what the teacher computes, or what it writes on what was written before."""
+    asked = [{"prompt": text[:-6], "completion": text[-6:]} for text in TEXTS]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     make_teacher(tmp_path / "teacher", taught)
     make_teacher(tmp_path / "student", taught, seed=2)
     flags = ["--model", "student", "--teacher", "teacher", "--dataset", "rows.jsonl", "--max-length", "48", "--num-samples", "0", "--max-steps", "4"]
     flags += ["--save-steps", "2", "--use-peft", "--lora-target-modules", "q_proj,v_proj", "--lora-dropout", "0.2", "--no-packing"]
+    flags += ["--on-policy-share", "0.5", "--max-new-tokens", "8"]
     whole = run_recipe("distill", *flags)
     assert whole.code == 0, whole.err
     weights = whole.weights()

@@ -323,14 +323,15 @@ def test_the_keys_of_gkd_are_read_or_refused_with_what_to_do() -> None:
     """As for `GKDTrainer`. Fails when: a beta leaves the divergence at forward_kl, or lmbda is passed over."""
     settings = config_of("distill")
     theirs = {
-        "teacher_model_name_or_path": "org/teacher", "teacher_model_init_kwargs": {"dtype": "bfloat16", "revision": "main"}, "lmbda": 0.0,
+        "teacher_model_name_or_path": "org/teacher", "teacher_model_init_kwargs": {"dtype": "bfloat16", "revision": "main"}, "lmbda": 0.25, "max_new_tokens": 64,
         "beta": 0.3, "temperature": 0.9, "seq_kd": False, "model_name_or_path": "org/student",
     }  # fmt: skip
     path = Path("gkd.yaml")
     config = read_command_line(settings, [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}" for name, value in theirs.items()], {})
     assert (config.teacher, config.teacher_dtype, config.teacher_revision) == ("org/teacher", "bfloat16", "main")
     assert (config.distillation_loss, config.beta, config.temperature) == ("jsd", 0.3, 0.9)
-    for wrong in ({"lmbda": 0.5}, {"seq_kd": True}, {"teacher_model_init_kwargs": {"device_map": "auto"}}):
+    assert (config.on_policy_share, config.max_new_tokens) == (0.25, 64)
+    for wrong in ({"seq_kd": True}, {"teacher_model_init_kwargs": {"device_map": "auto"}}):
         with pytest.raises(Refusal, match=f"{path.name}: settings of other trainers|{next(iter(wrong))}"):
             read_values(settings, {**theirs, **wrong}, path.name)
 

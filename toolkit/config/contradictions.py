@@ -184,6 +184,16 @@ CONTRADICTIONS = (
         "TRL does for 0) or reverse_kl (for 1).",
     ),
     Contradiction(
+        lambda on_policy_share, teacher_top_k: on_policy_share > 0 and teacher_top_k is not None,
+        "--on-policy-share asks the teacher about texts that the student has just written, and --teacher-top-k {teacher_top_k} "
+        "asks it once about the data: leave one of them out.",
+    ),
+    Contradiction(
+        lambda on_policy_share, cross_entropy_share: on_policy_share > 0 and cross_entropy_share > 0,
+        "--cross-entropy-share {cross_entropy_share} would train on what the student has written as if it were data: leave it "
+        "or --on-policy-share out.",
+    ),
+    Contradiction(
         lambda teacher, zero_stage, fsdp, deepspeed: teacher is None and (zero_stage or fsdp or deepspeed),
         "Without --teacher one is trained here first, which a sharded run does not do: name one, as with "
         "--teacher runs/teacher.",

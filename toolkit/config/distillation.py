@@ -27,6 +27,13 @@ class DistillationConfig(Settings):
         "supervised position on disk, for this run and others. Default: it is asked in each step.",
         least=1, most=2**20, on_resume="fixed",
     )
+    on_policy_share: float = setting(
+        0.0, "Share of the answers that the student writes itself in each step, for its teacher to correct (GKD).",
+        least=0.0, most=1.0, aliases=("lmbda",), on_resume="fixed",
+    )
+    max_new_tokens: int = setting(
+        128, "Longest answer that the student writes, in tokens.", least=1, most=2**20, on_resume="fixed",
+    )
     distillation_loss: str = setting(
         "forward_kl", "How far the student is from its teacher. forward_kl: the usual. reverse_kl: only what the teacher is "
         "sure of. jsd: between both (GKD). skewed_*: DistiLLM.",

@@ -80,6 +80,10 @@ NO_EFFECT = (
     needs("beta", "distillation_loss", "jsd"),
     needs("skew_alpha", "distillation_loss", "skewed_forward_kl", "skewed_reverse_kl"),
     NoEffect(
+        ("max_new_tokens",), lambda on_policy_share: on_policy_share == 0,
+        "without --on-policy-share, where the student writes nothing: leave it out.",
+    ),
+    NoEffect(
         ("teacher_revision", "teacher_dtype"), lambda teacher: teacher is None,
         "without --teacher, where one is trained here: leave it out, or name a teacher.",
     ),
