@@ -66,10 +66,9 @@ def test_no_recipe_of_the_toolkit_is_accused(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "flags"),
     [
-        ("sft", "--no-packing"), ("sft", "--dtype bfloat16 --learning-rate 0.01"), ("sft", "--no-completion-only-loss"),
-        ("dpo", "--loss-type ipo"), ("dpo", "--use-peft"), ("lora", "--use-dora"), ("pretrain", "--model tiny-qwen3"),
-        ("accelerated", "--optim sgd --learning-rate 0.1"), ("grpo", "--loss-type dr_grpo"),
-        ("token_classification", "--weight-decay 0.1 --max-grad-norm 0.1"),
+        ("sft", "--no-packing --no-completion-only-loss"), ("sft", "--dtype bfloat16 --learning-rate 0.01"),
+        ("dpo", "--loss-type ipo --use-peft"), ("lora", "--use-dora --model tiny-qwen3"), ("grpo", "--loss-type dr_grpo"),
+        ("token_classification", "--weight-decay 0.1 --max-grad-norm 0.1 --optim sgd --learning-rate 0.1"),
     ],
 )  # fmt: skip
 def test_settings_that_are_unusual_are_not_mistakes(recipe: str, flags: str) -> None:

@@ -46,7 +46,8 @@ def test_an_adapter_goes_with_its_head_and_a_pad_token_of_its_own_to_the_same_sc
     Fails when: the recipe leaves pad_apart_from_end out.
     """
     base = tmp_path / "base"
-    tokenizer = tk.train_tokenizer(["a few words of text"], 300)
+    pairs = tk.load_splits("stdlib:dpo")["validation"].select(range(PAIRS))
+    tokenizer = tk.train_tokenizer([str(pair) for pair in pairs], 1000)
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     tokenizer.save_pretrained(base)
     torch.manual_seed(1)
