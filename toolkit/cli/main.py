@@ -26,6 +26,9 @@ COMMANDS = {
         "replay": ("toolkit.cli.replay:replay", "Run a run again, and compare the weights."),
         "plan": ("toolkit.cli.plan:plan", "Find the memory a recipe needs, and where it fits, before it is run."),
         "doctor": ("toolkit.cli.doctor:doctor", "Look for mistakes in a recipe: labels, gradients, rates, evaluation ..."),
+        "find-learning-rate": (
+            "toolkit.cli.find_learning_rate:find_learning_rate", "Raise a recipe's learning rate step by step and suggest one."
+        ),
         "profile": ("toolkit.cli.profile:profile", "Show where the time of a recipe's steps goes, and what to change first."),
         "verify-resume": ("toolkit.cli.verify_resume:verify_resume", "Kill and resume a recipe, and compare the bits."),
         "sagemaker": ("toolkit.sagemaker_jobs.command:app", "A recipe as a SageMaker job: submit, follow, fetch, simulate."),
@@ -46,7 +49,7 @@ COMMANDS = {
     },
 }  # fmt: skip
 # From the recipe's name on, everything is the recipe's own: Typer must not read it.
-RECIPE_FLAGS_FOLLOW = frozenset({"train", "plan", "profile", "doctor", "verify-resume", "sweep"})
+RECIPE_FLAGS_FOLLOW = frozenset({"train", "plan", "profile", "doctor", "find-learning-rate", "verify-resume", "sweep"})
 
 
 def _elsewhere(word: str) -> str:

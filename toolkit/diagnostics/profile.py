@@ -25,17 +25,10 @@ from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
 from toolkit.data.loading.batch import Batch
 from toolkit.diagnostics.replacements import Replacements
-from toolkit.diagnostics.short_runs import forget_accelerator
+from toolkit.diagnostics.short_runs import QUIET, forget_accelerator
 
 WARM_UP, TRACED = 3, 3  # steps: compiling, first allocations; and those under torch's profiler, which slows them
 PHASES = ("data", "forward", "backward", "clipping", "optimizer", "other")
-# What a run does now and then, and where it goes: its steps alone are looked at.
-_QUIET: dict[str, Any] = {
-    "overwrite_output_dir": True, "resume": False, "resume_from": None, "report_to": ["none"], "push_to_hub": False,
-    "stop_at_step": None, "stop_deadline": None, "early_stopping_patience": None, "load_best_model_at_end": False,
-    "num_samples": 0, "metrics": [], "predict_with_generate": False, "logging_strategy": "steps", "logging_steps": 1,
-    "save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "async_save": False,
-}  # fmt: skip
 
 
 class _Enough(BaseException):
@@ -83,7 +76,7 @@ def profile(
     forget_accelerator()
     with tempfile.TemporaryDirectory(prefix="profile-") as folder, _timed(timer):
         values = values_of(config)
-        quiet = {name: value for name, value in {**_QUIET, "output_dir": f"{folder}/run"}.items() if name in values}
+        quiet = {name: value for name, value in {**QUIET, "output_dir": f"{folder}/run"}.items() if name in values}
         try:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 main(dataclasses.replace(config, **quiet))

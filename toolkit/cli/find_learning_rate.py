@@ -1,0 +1,70 @@
+"""toolkit find-learning-rate: at which rates a recipe learns, and where it fails."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
+from toolkit.distributed.launch import launch
+from toolkit.system.console import BOLD, as_typed, say
+
+if TYPE_CHECKING:
+    from toolkit.diagnostics.learning_rate import RangeTest
+
+_LINES = 16
+
+
+def find_learning_rate(
+    context: typer.Context,
+    recipe: Recipe,
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own, as you would train it.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="How many steps the rate rises for.", min=20, max=100_000)] = 100,
+    plot: Annotated[Path | None, typer.Option(help="Write the curve as an SVG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Train a recipe while its learning rate rises from 1e-6 to 1, and suggest a rate (a range test).
+
+    One process, in a temporary directory, without evaluation and saving: your runs are left alone. The rates of several groups
+    keep their ratio.
+    """
+    words, values = split_options(context, flags or [])
+    script = find_recipe(recipe, context.command_path)
+    if {"-h", "--help"} & set(words):
+        raise typer.Exit(launch([sys.executable, script, "--help"]))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from toolkit.cli.recipe import read_recipe
+    from toolkit.config import Refusal
+    from toolkit.diagnostics.learning_rate import draw, find_learning_rate as find
+
+    if values["plot"] and not Path(values["plot"]).absolute().parent.is_dir():
+        raise Refusal(f"--plot {values['plot']}: there is no folder {Path(values['plot']).absolute().parent}.")
+    main, config = read_recipe(Path(os.path.abspath(script)), words)
+    if not values["as_json"]:
+        say(f"training for {values['steps']} steps ...", error=True)
+    found = find(main, config, values["steps"])
+    if values["plot"]:
+        Path(values["plot"]).write_text(draw(found), encoding="utf-8")
+    if values["as_json"]:
+        say(json.dumps(vars(found), indent=1))
+        return
+    _show(found)
+    if values["plot"]:
+        say(f"the curve is in {values['plot']}")
+    say(as_typed("toolkit", "train", script, *words, "--learning-rate", f"{found.suggested:g}"), style=BOLD)
+
+
+def _show(found: "RangeTest") -> None:
+    low, high = min(found.smoothed), max(found.smoothed)
+    every = max(1, -(-len(found.rates) // _LINES))
+    for number in range(0, len(found.rates), every):
+        loss = found.smoothed[number]
+        say(f"  {found.rates[number]:9.1e}{loss:10.4f}  {'#' * round(40 * (loss - low) / (high - low))}")
+    if found.fall < 0.05:
+        say(f"the loss fell by {found.fall:.1%} alone, which may be chance: take more --steps.")
+    say(f"the loss falls fastest at {found.steepest:.1e} and is lowest at {found.lowest:.1e}; a tenth of that is usual")

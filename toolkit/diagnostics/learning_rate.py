@@ -1,0 +1,162 @@
+"""A learning-rate range test: a recipe trains while its rates rise a millionfold, and its loss shows where it learns and fails.
+
+Smith 2017, arXiv:1506.01186, section 3.3, with rates that rise by a constant factor. The groups of an optimizer keep the
+ratio of their rates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.config import Refusal, Settings
+from toolkit.config.reading import values_of
+from toolkit.diagnostics.replacements import Replacements
+from toolkit.diagnostics.short_runs import QUIET, forget_accelerator
+
+LOWEST, HIGHEST = 1e-6, 1.0
+SMOOTHING = 0.9  # weight of the losses before, in a mean that is corrected for its beginning
+FAILED = 3.0  # times the lowest smoothed loss; what comes behind it is left out
+ONE_TENTH = 0.1  # of the rate at which the loss is lowest, as is usual: there it has begun to fail
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """Rates and losses of each step; `smoothed` losses; the rate to try, and where the loss was lowest and fell fastest."""
+
+    rates: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    suggested: float
+    lowest: float
+    steepest: float
+
+    @property
+    def fall(self) -> float:
+        """By which share the smoothed loss fell."""
+        return 1 - min(self.smoothed) / max(self.smoothed[: self.smoothed.index(min(self.smoothed)) + 1])
+
+
+def find_learning_rate(main: Callable[[Any], Any], config: Settings, steps: int = 100) -> RangeTest:
+    """Train a recipe in a temporary directory with rates from LOWEST to HIGHEST, and see what its loss does.
+
+    Raises:
+        Refusal: the recipe refuses its settings or data, samples, trains a teacher first, or its loss never falls.
+    """
+    values = values_of(config)
+    if "num_generations" in values:
+        raise Refusal("no range test of a recipe that samples: its loss doesn't say how much it learns.")
+    if values.get("teacher", "") is None:
+        raise Refusal("--teacher: name one. Without it the recipe trains a teacher first.")
+    highest = values["learning_rate"]
+    printed, problem = io.StringIO(), None
+    forget_accelerator()
+
+    def ramped(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        optimizer, _ = original(*given, **named)
+        shares = [group["lr"] / highest for group in optimizer.param_groups]
+        return optimizer, lambda progress, objective=None: [rate_at(progress) * share for share in shares]
+
+    with tempfile.TemporaryDirectory(prefix="learning-rate-") as folder, Replacements() as replace:
+        replace.public("build_optimizer", ramped)
+        wanted = {**QUIET, "output_dir": f"{folder}/run", "max_steps": steps, "nonfinite": "skip", "divergence": "warn"}
+        try:
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                main(dataclasses.replace(config, **{name: value for name, value in wanted.items() if name in values}))
+        except Refusal:
+            raise
+        except Exception as error:  # a run that diverged ends itself: its losses up to there are what is asked
+            problem = error
+        finally:
+            forget_accelerator()
+        found = _losses(Path(folder) / "run" / "metrics.jsonl")
+    if len(found) < min(steps, 20):
+        raise problem or Refusal(f"the run took {len(found)} steps, and a range test needs 20.")
+    return judged([rate_at((step - 1) / steps) for step, _ in found], [loss for _, loss in found])
+
+
+def rate_at(progress: float) -> float:
+    """The rate at a step; `progress` 0 to 1."""
+    return LOWEST * (HIGHEST / LOWEST) ** progress
+
+
+def judged(rates: Sequence[float], losses: Sequence[float]) -> RangeTest:
+    """What losses at rising rates say.
+
+    Raises:
+        Refusal: the loss never fell.
+    """
+    smoothed, mean = list[float](), 0.0
+    for number, loss in enumerate(losses, 1):
+        if not math.isfinite(loss):
+            break
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+        smoothed.append(mean / (1 - SMOOTHING**number))
+        if number > 10 and smoothed[-1] > FAILED * min(smoothed):
+            break
+    if len(smoothed) < 12:
+        raise Refusal("the loss is not finite from the start: look for the mistake with `toolkit doctor`.")
+    best = min(range(len(smoothed)), key=smoothed.__getitem__)
+    if smoothed[best] > 0.99 * max(smoothed[: best + 1]):
+        raise Refusal("the loss does not fall at any rate: take more --steps, or look for the mistake with `toolkit doctor`.")
+    falls = [smoothed[i - 1] - smoothed[i] for i in range(1, best + 1)]
+    steepest = rates[1 + max(range(len(falls)), key=falls.__getitem__)]
+    count = len(smoothed)
+    return RangeTest(
+        list(rates[:count]), list(losses[:count]), smoothed, _rounded(ONE_TENTH * rates[best]), rates[best], steepest
+    )
+
+
+def draw(found: RangeTest) -> str:
+    """Losses over rates as an SVG; the rate axis is logarithmic."""
+    width, height, edge = 640, 360, 50
+    low, high = min(found.smoothed), max(found.smoothed[0], *found.smoothed[: len(found.smoothed) // 2])
+    high += 0.15 * (high - low)
+
+    def place(rate: float, loss: float) -> tuple[float, float]:
+        across = math.log(rate / LOWEST) / math.log(HIGHEST / LOWEST)
+        up = (min(loss, high) - low) / (high - low)
+        return edge + across * (width - 2 * edge), height - edge - max(up, -0.05) * (height - 2 * edge)
+
+    def path(losses: Sequence[float]) -> str:
+        places = [place(rate, loss) for rate, loss in zip(found.rates, losses, strict=True)]
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+    ticks = "".join(
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{edge}" y2="{height - edge}" stroke="#ddd"/>'
+        f'<text x="{x:.1f}" y="{height - edge + 18}" text-anchor="middle">1e{power}</text>'
+        for power in range(round(math.log10(LOWEST)), round(math.log10(HIGHEST)) + 1)
+        for x, _ in [place(10.0**power, low)]
+    )
+    labels = "".join(
+        f'<text x="{edge - 6}" y="{place(LOWEST, loss)[1] + 4:.1f}" text-anchor="end">{loss:.3g}</text>' for loss in (low, high)
+    )
+    x, _ = place(found.suggested, low)
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">
+<rect width="{width}" height="{height}" fill="#fff"/>{ticks}{labels}
+<polyline points="{path(found.losses)}" fill="none" stroke="#0072b2" stroke-opacity=".3"/>
+<polyline points="{path(found.smoothed)}" fill="none" stroke="#0072b2" stroke-width="2"/>
+<line x1="{x:.1f}" x2="{x:.1f}" y1="{edge}" y2="{height - edge}" stroke="#d55e00" stroke-dasharray="4"/>
+<text x="{x:.1f}" y="{edge - 8}" text-anchor="middle" fill="#d55e00">{found.suggested:g}</text>
+<text x="{width / 2}" y="{height - 8}" text-anchor="middle">learning rate</text>
+<text x="{edge}" y="20">loss</text>
+</svg>
+"""
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.1e}")
+
+
+def _losses(path: Path) -> list[tuple[int, float]]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    events = [json.loads(line) for line in lines if line.strip()]
+    return [(int(event["step"]), float(event["loss"])) for event in events if isinstance(event.get("loss"), int | float)]
