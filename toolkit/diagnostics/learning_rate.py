@@ -118,7 +118,7 @@ def judged(rates: Sequence[float], losses: Sequence[float]) -> RangeTest:
 def draw(found: RangeTest) -> str:
     """Losses over rates as an SVG; the rate axis is logarithmic."""
     width, height, edge = 640, 360, 50
-    low, high = min(found.smoothed), max(found.smoothed[0], *found.smoothed[: len(found.smoothed) // 2])
+    low, high = min(found.losses), max(found.smoothed[0], *found.smoothed[: len(found.smoothed) // 2])
     high += 0.15 * (high - low)
 
     def place(rate: float, loss: float) -> tuple[float, float]:
