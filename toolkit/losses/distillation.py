@@ -129,11 +129,12 @@ def student_logps(logits: torch.Tensor, of_teacher: TeacherLogps, shared: int, t
 
     `shared`: the first tokens of the vocabulary that the teacher has too.
     """
-    logps = (logits[:, :shared] / temperature).log_softmax(-1)
+    logits = logits[:, :shared] if temperature == 1.0 else logits[:, :shared] / temperature
     if of_teacher.ids is None:
-        return logps
-    others = logps.scatter(1, of_teacher.ids, -math.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([logps.gather(1, of_teacher.ids), others], dim=1)
+        return logits.log_softmax(-1)
+    # the sum over all tokens follows from that of the others: one pass over the vocabulary less
+    others = logits.scatter(1, of_teacher.ids, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logits.gather(1, of_teacher.ids), others], dim=1).log_softmax(-1)
 
 
 ValuesOf = Callable[[torch.Tensor, torch.Tensor, TeacherLogps, int], Sequence[torch.Tensor]]
