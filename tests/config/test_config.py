@@ -79,7 +79,7 @@ class PPO(tk.PPOConfig, tk.RolloutConfig):
 
 
 @dataclass(frozen=True)
-class Distilling(tk.DistillationConfig, tk.DevicesConfig):
+class Distilling(tk.DistillationConfig, tk.DataConfig, tk.DevicesConfig):
     """Has another beta than Everything."""
 
 
@@ -486,6 +486,8 @@ DISTILLATION_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] =
     ("", "between", {"distillation_loss": "jsd", "beta": 0.0}, {"beta": 0.1}),
     ("", "name one", {"fsdp": True}, {"teacher": "runs/teacher"}),
     ("", "leave one of them out", {"on_policy_share": 0.5, "teacher_top_k": 8}, {"teacher_top_k": None}),
+    ("", "asked beforehand", {"streaming": True, "max_steps": 5, "teacher_top_k": 8}, {"teacher_top_k": None}),
+    ("", "doesn't keep", {"streaming": True, "max_steps": 5, "on_policy_share": 0.5}, {"on_policy_share": 0.0}),
     ("", "as if it were data", {"on_policy_share": 0.5, "cross_entropy_share": 0.1}, {"cross_entropy_share": 0.0}),
     ("max_new_tokens", "without --on-policy-share", {"max_new_tokens": 8}, {"on_policy_share": 0.5}),
     ("beta", "take jsd", {"beta": 0.1}, {"distillation_loss": "jsd"}),

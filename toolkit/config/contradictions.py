@@ -185,13 +185,21 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda on_policy_share, teacher_top_k: on_policy_share > 0 and teacher_top_k is not None,
-        "--on-policy-share asks the teacher about texts that the student has just written, and --teacher-top-k {teacher_top_k} "
-        "asks it once about the data: leave one of them out.",
+        "{on_policy_share} asks the teacher about texts that the student has just written, and {teacher_top_k} asks it once "
+        "about the data: leave one of them out.",
     ),
     Contradiction(
         lambda on_policy_share, cross_entropy_share: on_policy_share > 0 and cross_entropy_share > 0,
-        "--cross-entropy-share {cross_entropy_share} would train on what the student has written as if it were data: leave it "
-        "or --on-policy-share out.",
+        "{cross_entropy_share} would train on what the student has written as if it were data: leave it or "
+        "--on-policy-share out.",
+    ),
+    Contradiction(
+        lambda streaming, teacher_top_k: streaming and teacher_top_k is not None,
+        "{teacher_top_k}: a teacher can't be asked beforehand for a stream. Leave it or --streaming out.",
+    ),
+    Contradiction(
+        lambda streaming, on_policy_share: streaming and on_policy_share > 0,
+        "{on_policy_share}: reads the rows of a step again, which a stream doesn't keep. Leave it or --streaming out.",
     ),
     Contradiction(
         lambda teacher, zero_stage, fsdp, deepspeed: teacher is None and (zero_stage or fsdp or deepspeed),

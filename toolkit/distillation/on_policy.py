@@ -42,6 +42,12 @@ class OnPolicySettings(Protocol):
     def seed(self) -> int: ...
 
 
+def check_prompts(train: TrainLoader | StreamLoader) -> None:
+    """Refuse rows that are texts before a run begins, by the first of them."""
+    if isinstance(train, TrainLoader) and len(train.rows):
+        _check_prompts(train.rows.documents([0]))
+
+
 class _Drawn(NamedTuple):
     """A document whose answer is going to be written: its place in the batch, its prompt, and the key of its random numbers."""
 
@@ -96,12 +102,16 @@ def _documents(train: TrainLoader, batch: Batch, number: int) -> list[tuple[tupl
     found = []
     for epoch, example in zip(batch.epochs[number], batch.indices[number], strict=True):
         found += [((epoch, example, place), document) for place, document in enumerate(train.rows.documents([example]))]
-    if any("labels" not in document for _, document in found):
+    _check_prompts([document for _, document in found])
+    return found
+
+
+def _check_prompts(documents: list[dict[str, Any]]) -> None:
+    if any("labels" not in document for document in documents):
         raise Refusal(
             "--on-policy-share: the rows are texts, in which no prompt asks for an answer. Take data with prompts "
             "(messages, or prompt and completion), and leave --no-completion-only-loss out."
         )
-    return found
 
 
 def _drawn(

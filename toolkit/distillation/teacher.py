@@ -15,6 +15,7 @@ from toolkit.config import DeviceConfig, DistillationConfig, ModelConfig, Refusa
 from toolkit.config.conditions import is_built_in
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
+from toolkit.distillation.on_policy import check_prompts
 from toolkit.distillation.storing import ask_stored, store_teacher
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of, unwrapped
@@ -87,6 +88,8 @@ def build_teacher(
         Refusal: no such model, not a causal language model, too short a context, another vocabulary; no room to store it.
     """
     flag = f"--teacher {teacher}"
+    if config.on_policy_share:
+        check_prompts(train)
     with _named_as_teacher():
         own = _TeacherModel(
             model=find_model(teacher), model_revision=config.teacher_revision, dtype=config.teacher_dtype,
