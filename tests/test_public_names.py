@@ -262,6 +262,34 @@ def filling_gaps() -> None:
     assert tk.masked_token_baselines(splits, evaluation, encoder)["unigram"] > 0
 
 
+@dataclass(frozen=True)
+class Diffusing(tk.ModelConfig, tk.DataConfig, tk.DiffusionConfig):
+    model: str = "tiny-llama"
+    hidden_size: int = 32
+    num_hidden_layers: int = 1
+    max_length: int = 64
+    max_steps: int = 1
+
+
+@shows(
+    "DiffusionConfig", "load_diffusion_tokenizer", "with_mask_token", "tokenize_for_diffusion", "load_diffusion_model", "build_noise", "diffusion_loss",
+    "diffusion_metrics",
+)  # fmt: skip
+def writing_in_any_order() -> None:
+    assert tk.DiffusionConfig().block_length == 32
+    words = tk.with_mask_token(tk.train_tokenizer(TEXTS, 300))
+    assert tk.load_diffusion_tokenizer(Diffusing(vocab_size=300)).mask_token == words.mask_token
+    splits = tk.tokenize_for_diffusion(rows(text=TEXTS), words, Diffusing())
+    model = tk.load_diffusion_model(Diffusing(), words)
+    noise, collate = tk.build_noise(model, Diffusing()), functools.partial(tk.collate_padded, aligned=True)
+    train, evaluation = tk.build_dataloaders(splits, collate, Diffusing(), augment=noise, augment_evaluation=noise)
+    batch = next(iter(train.batches()))
+    loss, _ = tk.diffusion_loss(model, batch.micro_batches[0], batch.totals)
+    assert loss.requires_grad
+    found = tk.eval_with_gather(accelerator(), model, evaluation, tk.diffusion_metrics)
+    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
+
+
 @shows("build_optimizer", "build_schedule", "train_step", "accumulate_micro_batch", "accumulate_gradients", "clip_and_update", "sum_over_ranks", "fit_micro_batch")
 def a_step() -> None:
     model, (train, batch) = language_model(), a_batch()

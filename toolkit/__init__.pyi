@@ -8,6 +8,7 @@ from .checkpoint.directory import (
 from .cli.recipe import run_recipe as run_recipe
 from .config.adapter import AdapterConfig as AdapterConfig
 from .config.conditions import is_built_in as is_built_in
+from .config.diffusion import DiffusionConfig as DiffusionConfig
 from .config.distillation import DistillationConfig as DistillationConfig
 from .config.groups import (
     BatchConfig as BatchConfig,
@@ -60,6 +61,7 @@ from .data.loading.collate_texts import collate_text_groups as collate_text_grou
 from .data.loading.collate_windows import collate_windows as collate_windows
 from .data.loading.loaders import build_dataloaders as build_dataloaders
 from .data.loading.mismatched import mismatch_answers as mismatch_answers
+from .data.loading.noise import build_noise as build_noise
 from .data.loading.order import epoch_order as epoch_order, seed_micro_batch as seed_micro_batch
 from .data.loading.packing import pack_best_fit as pack_best_fit, pack_wrapped as pack_wrapped
 from .data.loading.token_masks import build_masks as build_masks, mask_tokens as mask_tokens
@@ -70,6 +72,7 @@ from .data.tokenize.labels import label_settings as label_settings
 from .data.tokenize.question_answering import reference_answers as reference_answers
 from .data.tokenize.tasks import (
     tokenize_for_classification as tokenize_for_classification,
+    tokenize_for_diffusion as tokenize_for_diffusion,
     tokenize_for_embedding as tokenize_for_embedding,
     tokenize_for_lm as tokenize_for_lm,
     tokenize_for_masked_lm as tokenize_for_masked_lm,
@@ -147,6 +150,7 @@ from .losses.contrastive import (
     info_nce as info_nce,
     matryoshka as matryoshka,
 )
+from .losses.diffusion import diffusion_loss as diffusion_loss, diffusion_metrics as diffusion_metrics
 from .losses.distillation import (
     TeacherLogps as TeacherLogps,
     distillation_loss as distillation_loss,
@@ -221,6 +225,11 @@ from .metrics.retrieval import (
 )
 from .metrics.spans import tag_metrics as tag_metrics
 from .metrics.text import choose_text_metrics as choose_text_metrics
+from .models.diffusion import (
+    load_diffusion_model as load_diffusion_model,
+    load_diffusion_tokenizer as load_diffusion_tokenizer,
+    with_mask_token as with_mask_token,
+)
 from .models.encoder_decoder import decoder_start as decoder_start, set_target_language as set_target_language
 from .models.load import load_model as load_model
 from .models.lora import add_adapter as add_adapter

@@ -35,6 +35,7 @@ OF = {
     "grpo": [*FEW, *SILENT, "--per-device-train-batch-size", "16"],
     "ppo": [*FEW, *SILENT, "--per-device-train-batch-size", "16"],
     "masked_lm": ["--max-train-examples", "4", "--max-eval-examples", "1", "--vocab-size", "300"],
+    "diffusion": ["--max-train-examples", "8", "--max-eval-examples", "1", "--vocab-size", "300", *SILENT],
     "seq2seq": [*FEW, *SILENT, "--max-target-length", "8"],
     "pretrain": ["--max-train-examples", "8", "--max-eval-examples", "1", "--vocab-size", "300", *SILENT],
 }  # fmt: skip

@@ -19,6 +19,7 @@ from toolkit.config import (
     adapter,
     changed_settings,
     check_together,
+    diffusion,
     distillation,
     groups,
     policy,
@@ -35,7 +36,7 @@ from toolkit.config.setting import OnResume
 
 GROUPS: list[type[tk.Settings]] = [
     group
-    for group in {**vars(groups), **vars(adapter), **vars(tasks), **vars(preferences), **vars(policy), **vars(distillation)}.values()
+    for group in {**vars(groups), **vars(adapter), **vars(tasks), **vars(preferences), **vars(policy), **vars(diffusion), **vars(distillation)}.values()
     if inspect.isclass(group) and issubclass(group, tk.Settings) and group is not tk.Settings
 ]
 

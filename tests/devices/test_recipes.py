@@ -20,6 +20,7 @@ RECIPES = {
     "sft": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "512"],
     "pretrain": ["--max-train-examples", "8", "--vocab-size", "300", "--num-samples", "1", "--sample-max-new-tokens", "4"],
     "masked_lm": ["--max-train-examples", "4", "--max-eval-examples", "1", "--vocab-size", "300"],
+    "diffusion": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-train-examples", "8", "--max-eval-examples", "1", "--vocab-size", "300"],
     "dpo": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "256"],
     "kto": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "256"],
     "lora": ["--num-samples", "0", "--max-length", "512"],

@@ -20,6 +20,7 @@ RECIPES = {
     "embedding": [],
     "pretrain": LANGUAGE,
     "sft": LANGUAGE,
+    "diffusion": [*LANGUAGE, "--answer-length", "16"],
     "distill": [*LANGUAGE, "--teacher-top-k", "8"],
     "lora": [*LANGUAGE, "--lora-dropout", "0.1"],
     "dpo": [*LANGUAGE, "--pair-layout", "auto"],
@@ -55,7 +56,7 @@ def _rows(recipe: str) -> list[dict]:
             rows.append({"question": f"Which is {i}?", "context": context, "answers": {"text": [word], "answer_start": [context.index(word)]}})
         elif recipe == "token_classification":
             rows.append({"tokens": said.split(), "tags": [f"length {len(word)}" for word in said.split()]})
-        elif recipe in ("sft", "distill", "lora"):
+        elif recipe in ("sft", "distill", "diffusion", "lora"):
             rows.append({"prompt": asked, "completion": said})
         elif recipe == "reranker":
             rows.append({"query": asked, "positive": said, "negative": other})

@@ -11,6 +11,7 @@ from toolkit.cli.setting_options import TASKS
 from toolkit.config import (
     ClassificationConfig,
     DataConfig,
+    DiffusionConfig,
     EmbeddingConfig,
     GeneratedTextConfig,
     MaskedLMConfig,
@@ -30,6 +31,7 @@ from toolkit.data.loading.collate_pairs import collate_pairs
 from toolkit.data.loading.collate_seq2seq import collate_seq2seq
 from toolkit.data.loading.collate_texts import collate_text_groups
 from toolkit.data.loading.collate_windows import collate_windows
+from toolkit.data.loading.noise import build_noise
 from toolkit.data.loading.token_masks import build_masks
 from toolkit.data.texts import text_size
 from toolkit.data.tokenize.classification import classification_format
@@ -45,6 +47,7 @@ from toolkit.losses.answer_logps import (
 )
 from toolkit.losses.causal_lm import causal_lm_metrics, causal_lm_metrics_with_bytes
 from toolkit.losses.contrastive import embedding_task
+from toolkit.losses.diffusion import diffusion_metrics
 from toolkit.losses.masked_lm import masked_lm_metrics
 from toolkit.losses.multiple_choice import multiple_choice_metrics
 from toolkit.losses.ranking import ranking_list_metrics
@@ -75,6 +78,8 @@ OF_LIKELIHOODS = (
     "that DPO and KTO log"
 )
 OF_MASKS = "over tokens that the seed hides: the same ones at each evaluation with one seed and one set of masking settings"
+OF_BOUNDS = "a bound of the loss, over tokens that the seed hides: the same ones at each evaluation with one seed"
+MASKED_DIFFUSION = "masked diffusion"  # of either class of language model
 LM_METRICS = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
 
 TextMetrics = dict[str, "TextMetric"]
@@ -84,7 +89,7 @@ TextMetrics = dict[str, "TextMetric"]
 class EvaluationConfig(
     EmbeddingConfig,
     ModelConfig, DataConfig, ClassificationConfig, TokenClassificationConfig, RewardConfig, RankingConfig,
-    QuestionAnsweringConfig, MaskedLMConfig, Seq2SeqConfig, GeneratedTextConfig,
+    QuestionAnsweringConfig, MaskedLMConfig, DiffusionConfig, Seq2SeqConfig, GeneratedTextConfig,
 ):  # fmt: skip
     """What is read of a recipe's settings."""
 
@@ -110,7 +115,7 @@ class EvaluatedTask:
     metrics(loaded): what is computed.
     collate(model, tokenizer): from tokenized rows to a micro-batch.
     form(config, model): how the rows are read; None: as the task's name says.
-    augment(tokenizer, config): what changes a tokenized row before, such as masks.
+    augment(model, tokenizer, config): what changes a tokenized row before, such as masks.
     texts(loaded, of_texts, accelerator): how texts are generated for the metrics that compare them; None: as a causal language
         model answers its prompts.
     """
@@ -119,7 +124,7 @@ class EvaluatedTask:
     metrics: Callable[[Loaded], Metrics]
     collate: Callable[[PreTrainedModel, PreTrainedTokenizerBase], Collate]
     form: Callable[[EvaluationConfig, PreTrainedModel], Format] | None = None
-    augment: Callable[[PreTrainedTokenizerBase, EvaluationConfig], Augment] | None = None
+    augment: Callable[[PreTrainedModel, PreTrainedTokenizerBase, EvaluationConfig], Augment] | None = None
     fit_tokenizer: Callable[[PreTrainedTokenizerBase], PreTrainedTokenizerBase] | None = None
     texts: Callable[[Loaded, TextMetrics, Accelerator], Metrics] | None = None
     keeps_all: bool = False  # the metrics are those that were asked for already
@@ -306,7 +311,15 @@ EVALUATED: dict[str, dict[str, EvaluatedTask]] = {
     "AutoModelForMaskedLM": {
         "masked_lm": EvaluatedTask(
             _known("loss", "pseudo_perplexity", "masked_accuracy"), lambda loaded: masked_lm_metrics,
-            _collate(collate_padded, aligned=True), augment=build_masks, remark=OF_MASKS,
+            _collate(collate_padded, aligned=True), augment=lambda model, tokenizer, config: build_masks(tokenizer, config),
+            remark=OF_MASKS,
+        ),
+    },
+    MASKED_DIFFUSION: {
+        "diffusion": EvaluatedTask(
+            _known("loss", "loss_stderr", "perplexity", "masked_accuracy"), lambda loaded: diffusion_metrics,
+            _collate(collate_padded, aligned=True), augment=lambda model, tokenizer, config: build_noise(model, config),
+            remark=OF_BOUNDS,
         ),
     },
     "AutoModelForTokenClassification": {

@@ -1,5 +1,6 @@
 """toolkit generate and chat: what a trained model answers."""
 
+import contextlib
 import io
 import json
 import sys
@@ -22,7 +23,7 @@ from toolkit.cli.setting_options import (
     option,
     read_options,
 )
-from toolkit.config import ModelConfig, Refusal, Seq2SeqConfig, read_config_file
+from toolkit.config import DiffusionConfig, ModelConfig, Refusal, Seq2SeqConfig, read_config_file
 from toolkit.config.parsing import read_text_file
 from toolkit.system.console import DIM, as_typed, say
 
@@ -31,8 +32,14 @@ if TYPE_CHECKING:
 
 _System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system's message.", show_default=False)]
 _NewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", metavar="N", min=1, max=1 << 20, help="At most N tokens an answer.")
-]
+    int | None,
+    typer.Option(
+        "--max-new-tokens", metavar="N", min=1, max=1 << 20, show_default=False,
+        help="At most N tokens an answer. Default: 512; of a masked-diffusion model what it was trained for.",
+    ),
+]  # fmt: skip
+_Steps = Annotated[str | None, option(DiffusionConfig, "denoising_steps")]
+_BlockLength = Annotated[str | None, option(DiffusionConfig, "block_length")]
 
 
 def _a_number(value: float | None) -> float | None:
@@ -81,9 +88,11 @@ def generate(
         str | None,
         option(Seq2SeqConfig, "source_prefix", help="Of encoder-decoders: put before each source. Default: the run's own."),
     ] = None,
-    max_new_tokens: _NewTokens = 512,
+    max_new_tokens: _NewTokens = None,
     temperature: _Temperature = None,
     top_p: _TopP = None,
+    denoising_steps: _Steps = None,
+    block_length: _BlockLength = None,
     seed: _Seed = 0,
     device: Device = None,
     model_revision: Revision = None,
@@ -94,27 +103,31 @@ def generate(
 ) -> None:
     """Answer prompts: of --prompt, of a file, or of what is piped in.
 
-    A prompt is a user's turn where the model has a chat template, and a source for an encoder-decoder. The answer is
-    shown as it is made. Only the answers go to standard output; with several prompts each is below its prompt.
+    A prompt is a user's turn where the model has a chat template, and a source for an encoder-decoder. A masked-diffusion
+    model also fills in what a text leaves out, <|mask|>*16 for 16 tokens. The answer is shown as it is made. Only the answers
+    go to standard output; with several prompts each is below its prompt.
     """
-    from toolkit.generation.answers import Sampling, answer, read_prompts, text_prompt
+    from toolkit.generation.answers import answer, read_prompts, text_prompt
 
     lines = _prompt_lines(prompt, file)
     settings = {
         "model_revision": model_revision, "tokenizer": tokenizer, "chat_template": chat_template,
         "trust_remote_code": trust_remote_code, "dtype": dtype,
     }  # fmt: skip
-    loaded, tokens = _load(model, settings, device, seed, ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"))
+    loaded, tokens = _load(
+        model, settings, device, seed, ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+    )
+    sampling = _sampling(loaded, max_new_tokens, temperature, top_p, denoising_steps, block_length, seed)
     is_source = loaded.config.is_encoder_decoder
     if source_prefix is not None and not is_source:
         raise Refusal(f"--source-prefix {source_prefix}: is for encoder-decoders, and {model} is none. Remove it.")
     raw = raw or is_source  # which has no chat template
     before = _prefix_of_run(model, source_prefix) if is_source else ""
+    raw = raw or any(token in text for text in (*(prompt or ()), *lines) for token in _gaps(loaded, tokens))
     if prompt:
         prompts = [text_prompt(text, tokens, raw, system) for text in prompt]
     else:
         prompts = read_prompts(lines, str(file or "standard input"), tokens, raw, system)
-    sampling = Sampling(max_new_tokens, temperature, top_p)
     for number, each in enumerate(prompts):
         if as_json:
             text = answer(loaded, tokens, before + each.text, sampling, lambda piece: None)
@@ -124,6 +137,32 @@ def generate(
             say(("\n" if number else "") + each.written, style=DIM)
         answer(loaded, tokens, before + each.text, sampling, _show)
         say("")
+
+
+def _gaps(model: Any, tokenizer: Any) -> list[str]:
+    """What marks a gap in a text that a masked-diffusion model fills in: such a text is no user's turn."""
+    from toolkit.models.diffusion import diffusion_of
+
+    return [] if diffusion_of(model) is None else [tokenizer.mask_token]
+
+
+def _sampling(
+    model: Any, max_new_tokens: int | None, temperature: float | None, top_p: float | None, denoising_steps: str | None,
+    block_length: str | None, seed: int,
+) -> "Sampling":  # fmt: skip
+    """How answers are sampled; what the model has no use for is refused."""
+    from toolkit.generation.answers import Sampling
+    from toolkit.models.diffusion import diffusion_of
+
+    of_diffusion = _given({"denoising_steps": denoising_steps, "block_length": block_length})
+    is_diffusion = diffusion_of(model) is not None
+    if of_diffusion and not is_diffusion:
+        flag = next(iter(of_diffusion)).replace("_", "-")
+        raise Refusal(f"--{flag}: is for masked-diffusion models, and this model writes one token behind the other. Remove it.")
+    if is_diffusion and top_p is not None:
+        raise Refusal(f"--top-p {top_p:g}: is for models that write one token behind the other. Remove it.")
+    settings = read_options(DiffusionConfig, of_diffusion)
+    return Sampling(max_new_tokens, temperature, top_p, settings.denoising_steps, settings.block_length, seed)
 
 
 def _prefix_of_run(model: str, typed: str | None) -> str:
@@ -140,9 +179,11 @@ def _prefix_of_run(model: str, typed: str | None) -> str:
 def chat(
     model: ModelName,
     system: _System = None,
-    max_new_tokens: _NewTokens = 512,
+    max_new_tokens: _NewTokens = None,
     temperature: _Temperature = None,
     top_p: _TopP = None,
+    denoising_steps: _Steps = None,
+    block_length: _BlockLength = None,
     seed: _Seed = 0,
     device: Device = None,
     model_revision: Revision = None,
@@ -155,7 +196,7 @@ def chat(
 
     Ctrl-C ends an answer, Ctrl-D the chat. /reset forgets what was said, /quit ends the chat.
     """
-    from toolkit.generation.answers import Sampling, chat_prompt
+    from toolkit.generation.answers import chat_prompt
 
     settings = {
         "model_revision": model_revision, "tokenizer": tokenizer, "chat_template": chat_template,
@@ -166,7 +207,7 @@ def chat(
     chat_prompt([*opening, {"role": "user", "content": "?"}], tokens)  # a model that can't be talked to is refused now
     if sys.stdin.isatty():
         say("Ctrl-C ends an answer, Ctrl-D the chat; /reset forgets what was said.", style=DIM)
-    _talk(loaded, tokens, opening, Sampling(max_new_tokens, temperature, top_p))
+    _talk(loaded, tokens, opening, _sampling(loaded, max_new_tokens, temperature, top_p, denoising_steps, block_length, seed))
 
 
 def _talk(model: Any, tokenizer: Any, opening: list[dict[str, str]], sampling: "Sampling") -> None:
@@ -236,16 +277,17 @@ def _load(
     import torch
 
     from toolkit.export.model_directory import no_progress_bar
+    from toolkit.models.diffusion import diffusion_in, of_both_sides
     from toolkit.models.trained import auto_class_of, best_device, load_trained
 
     kind = auto_class_of(config)
-    if kind not in kinds:
+    if kind not in kinds or (kind == "AutoModelForMaskedLM" and not diffusion_in(config)):
         if kind == "AutoModelForSeq2SeqLM":
             raise Refusal(f"{config.model}: an encoder-decoder, which holds no chat: {as_typed('toolkit', 'generate', model)}")
         instead = as_typed("toolkit", "evaluate", model)
         raise Refusal(f"{config.model}: is for {kind}, and writes no text. For its metrics: {instead}")
-    with no_progress_bar():
-        loaded = load_trained(kind, config, best_device(device))
+    with no_progress_bar(), contextlib.redirect_stdout(sys.stderr):  # standard output is for the results
+        loaded = load_trained(kind, config, best_device(device), **of_both_sides(config))
     torch.manual_seed(seed)
     return loaded
 

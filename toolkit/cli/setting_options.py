@@ -14,7 +14,7 @@ AnyConfig = TypeVar("AnyConfig", bound=Settings)
 
 TASKS = (
     "sft", "lm", "preference", "unpaired", "embedding", "seq2seq", "classification", "ranking", "question_answering",
-    "masked_lm", "token_classification", "multiple_choice",
+    "masked_lm", "diffusion", "token_classification", "multiple_choice",
 )  # fmt: skip
 
 ModelName = Annotated[

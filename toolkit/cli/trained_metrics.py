@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cli.evaluated_tasks import EVALUATED, EvaluationConfig, Loaded, check_names
+from toolkit.cli.evaluated_tasks import EVALUATED, MASKED_DIFFUSION, EvaluationConfig, Loaded, check_names
 from toolkit.config import DataConfig, Refusal
 
 if TYPE_CHECKING:
@@ -56,12 +58,13 @@ def evaluate_model(
     from toolkit.data.sources.trained_rows import count_trained_on
     from toolkit.data.tokenize.tasks import prepare
     from toolkit.export.model_directory import no_progress_bar
+    from toolkit.models.diffusion import of_both_sides
     from toolkit.models.trained import auto_class_of, best_device, load_trained, longest_example
     from toolkit.training.evaluation import eval_with_gather
 
-    auto_class = auto_class_of(config)
+    auto_class, both_sides = auto_class_of(config), of_both_sides(config)
     name, rows = _rows_of(config, split)
-    tasks, present = EVALUATED[auto_class], list(rows.column_names)
+    tasks, present = EVALUATED[MASKED_DIFFUSION if both_sides else auto_class], list(rows.column_names)
     task = task or _task_of(present, list(tasks))
     if task not in tasks:
         kind = f"a language model ({', '.join(tasks)})" if "lm" in tasks else " or ".join(tasks)
@@ -72,8 +75,8 @@ def evaluate_model(
     if longest is not None and longest < config.max_length:
         config = replace(config, max_length=longest)
     target = best_device(device)
-    with no_progress_bar():
-        model, tokenizer = load_trained(auto_class, config, target)
+    with no_progress_bar(), contextlib.redirect_stdout(sys.stderr):  # standard output is for the results
+        model, tokenizer = load_trained(auto_class, config, target, **both_sides)
     if evaluated.fit_tokenizer:
         tokenizer = evaluated.fit_tokenizer(tokenizer)
     form = evaluated.form(config, model) if evaluated.form else task
@@ -81,7 +84,7 @@ def evaluate_model(
     if show is not None:
         show(splits.report)
     tokenized = splits["evaluation"]
-    augment = evaluated.augment(tokenizer, config) if evaluated.augment else None
+    augment = evaluated.augment(model, tokenizer, config) if evaluated.augment else None
     collate, size = evaluated.collate(model, tokenizer), config.per_device_eval_batch_size
     loader = EvalLoader(PlainRows(tokenized), collate, size, augment=augment, seed=config.seed)
     names = [name for name in dict.fromkeys(metrics) if name not in of_texts]

@@ -6,6 +6,7 @@ writes config.yaml. Nothing here imports a heavy library.
 """
 
 from toolkit.config.adapter import AdapterConfig
+from toolkit.config.diffusion import DiffusionConfig
 from toolkit.config.distillation import DistillationConfig
 from toolkit.config.files import read_config_file, write_config_file
 from toolkit.config.groups import (
@@ -60,6 +61,7 @@ __all__ = [
     "DataConfig",
     "DeviceConfig",
     "DevicesConfig",
+    "DiffusionConfig",
     "DistillationConfig",
     "EmbeddingConfig",
     "GeneratedTextConfig",

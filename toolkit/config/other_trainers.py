@@ -90,6 +90,13 @@ COUNTERPARTS: dict[str, tuple[tuple[str, ...], str]] = {
     "sequence_parallel_degree": ((), _NONE),
     "merge_lora": ((), "toolkit merge RUN/model --into FOLDER."),
     "hub_private": (("hub_private_repo",), ""),
+    "diffusion": (("denoising_steps", "block_length", "shift_logits"), "toolkit train diffusion."),
+    "num_diffusion_steps": (("denoising_steps",), ""),
+    "noise_schedule": ((), "leave it out: the number of hidden tokens is drawn evenly, as in LLaDA."),
+    "min_mask_ratio": ((), "leave it out: from one token to all are hidden."),
+    "max_mask_ratio": ((), "leave it out: from one token to all are hidden."),
+    "importance_weighting": ((), "leave it out: hidden tokens always count what the bound of the likelihood says."),
+    "mask_token_str": ((), "leave it out: the tokenizer's own mask token is taken, else <|mask|> is added."),
     # LLaMA-Factory
     "stage": ((), "a recipe: toolkit train sft, pretrain (pt), dpo, kto or reward (rm)."),
     "finetuning_type": ((), f"of full: toolkit train sft or another recipe; of lora: {_ADAPTER}"),

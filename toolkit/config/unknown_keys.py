@@ -123,7 +123,7 @@ RECIPES_WITH = {
     "MaskedLMConfig": "masked_lm",
     "TokenClassificationConfig": "token_classification",
     "PolicyConfig": "grpo", "PromptConfig": "grpo", "RewardFunctionsConfig": "grpo", "RolloutConfig": "grpo",
-    "PPOConfig": "ppo", "DistillationConfig": "distill",
+    "PPOConfig": "ppo", "DistillationConfig": "distill", "DiffusionConfig": "diffusion",
     "Seq2SeqConfig": "seq2seq", "GeneratedTextConfig": "seq2seq",
 }  # fmt: skip
 

@@ -100,7 +100,7 @@ def guessing(record: Record, config: Settings) -> tuple[float, str] | None:
     model: Any = record.model
     if model is None:
         return None
-    if record.task in ("sft", "lm", "masked_lm", "seq2seq") and not hasattr(config, "teacher"):
+    if record.task in ("sft", "lm", "masked_lm", "diffusion", "seq2seq") and not hasattr(config, "teacher"):
         size = model.config.get_text_config().vocab_size
         return math.log(size), f"ln {size} tokens"
     if record.task in _OF_CLASSES and getattr(config, "problem_type", "single_label") == "single_label":
@@ -122,7 +122,7 @@ def check_overfit(record: Record) -> Outcome:
     note = f"loss {first:.4g}, after {len(losses)} steps {last:.4g}"
     if rate < 1e-3:
         return found(f"{note}; the recipe's own rate of {rate:.1e} is too low to tell", [])
-    if last < (_LEARNED_OF_MASKS if record.task == "masked_lm" else _LEARNED) * first:
+    if last < (_LEARNED_OF_MASKS if record.task in ("masked_lm", "diffusion") else _LEARNED) * first:
         return found(note, [])
     what = (
         f"After {len(losses)} steps on the same 8 examples the loss is {last:.4g} of {first:.4g} at first: nothing is learned."

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ _TASKS = {
     "ForQuestionAnswering": ("question-answering", "Question answering"),
     "ForTokenClassification": ("token-classification", "Token classification"),
 }
+_DIFFUSION = ("text-generation", "Masked diffusion")
 _NAME_LINE = re.compile(r'^name = ".*"', re.MULTILINE)
+_NAME_IN_SHELL = re.compile(r"^name=.*", re.MULTILINE)
 
 
 def model_card(
@@ -55,6 +58,7 @@ def model_card(
     below = of_model.get("base") or {}  # of an adapter that was trained further
     base, dataset = str(below.get("name") or begun), str(of_data.get("dataset") or "")
     task = next((task for ending, task in _TASKS.items() if architecture.endswith(ending)), None)
+    task = _DIFFUSION if "denoising_steps" in settings else task
     front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     if is_hub_id(base):
         front |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
@@ -76,7 +80,7 @@ def model_card(
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {_plain(title)}",
         _origin(base, of_model, license, adapter, begun if below else None),
         f"## Evaluation\n\nOn rows that were not trained on.\n\n{_table('metric', found)}" if found else "",
-        f"## How to use it\n\n{_usage(name, architecture, adapter)}",
+        f"## How to use it\n\n{_usage(name, architecture, adapter, task == _DIFFUSION)}",
         f"## Training\n\nData: {data}.\n\n{_table('setting', _settings(run_card))}",
         f"## Versions\n\n{_table('library', run_card['versions'])}" if run_card.get("versions") else "",
     ]
@@ -85,6 +89,7 @@ def model_card(
 
 def with_name(card: str, name: str) -> str:
     """A card whose example loads the model from `name`; the rest of it, which someone may have edited, as it is."""
+    card = _NAME_IN_SHELL.sub(lambda _: f"name={shlex.quote(name)}", card, count=1)
     return _NAME_LINE.sub(lambda _: f"name = {json.dumps(name)}", card, count=1)
 
 
@@ -143,7 +148,13 @@ def _origin(base: str, of_model: Mapping[str, Any], license: str | None, adapter
     return f"{what} trained from {linked}{at}{stated}."
 
 
-def _usage(name: str, architecture: str, adapter: str | None) -> str:
+def _usage(name: str, architecture: str, adapter: str | None, is_diffusion: bool) -> str:
+    if is_diffusion:  # transformers would write with it from left to right, which it can't
+        return (
+            "A masked-diffusion language model: it fills in hidden tokens from both sides, in several passes.\n\n"
+            f"```bash\nname={shlex.quote(name)}\n"
+            'toolkit generate "$name" --prompt "..."\n```'
+        )
     ending = next((ending for ending in _TASKS if architecture.endswith(ending)), "")
     auto = f"AutoModel{ending}"
     if adapter == "inside":

@@ -13,7 +13,9 @@ from toolkit.config import Refusal
 from toolkit.data.sources.readers import read_json_line
 from toolkit.data.tokenize.documents import build_encoder
 from toolkit.generation.continued_texts import stop_ids
+from toolkit.generation.filled_texts import fill_text
 from toolkit.generation.samples import prompt_of
+from toolkit.models.diffusion import diffusion_of
 from toolkit.system.console import quoted
 from toolkit.system.interruptions import TEMPLATE_SECONDS, time_limit
 
@@ -34,9 +36,12 @@ class Prompt(NamedTuple):
 class Sampling(NamedTuple):
     """How the next token is chosen. None: as the model's generation_config says; temperature 0: greedy decoding."""
 
-    max_new_tokens: int = 512
+    max_new_tokens: int | None = None  # None: 512, or the length that a masked-diffusion model was trained for
     temperature: float | None = None
     top_p: float | None = None
+    steps: int | None = None  # of a masked-diffusion model: forward passes; None: one a token
+    block_length: int = 32  # likewise: tokens that are finished before the next are begun
+    seed: int = 0  # likewise: of what is drawn; other models draw from torch's own generator
 
 
 def chat_prompt(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -93,7 +98,7 @@ def answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, sampling: Sampling, show: Callable[[str], None]
 ) -> str:
     """Continue a prompt until the model ends its turn, or write the target of an encoder-decoder for it; `show`
-    gets the text piece by piece, and the whole is returned.
+    gets the text piece by piece, and the whole is returned. Of a masked-diffusion model as `fill_text`, in one piece.
 
     Raises:
         Refusal: the prompt leaves no room within the model's positions.
@@ -102,6 +107,14 @@ def answer(
 
     if not prompt.isascii() and any("\ud800" <= sign <= "\udfff" for sign in prompt):
         raise Refusal(f"The prompt {quoted(prompt[:60])} is not UTF-8: it holds bytes that are no character.")
+    diffusion = diffusion_of(model)
+    if diffusion is not None:
+        whole = fill_text(
+            model, tokenizer, prompt, max_new_tokens=sampling.max_new_tokens or diffusion.answer_length, steps=sampling.steps,
+            block_length=sampling.block_length, temperature=sampling.temperature or 0.0, seed=sampling.seed,
+        )  # fmt: skip
+        show(whole)
+        return whole
     is_source = model.config.is_encoder_decoder
     if is_source:  # with all that the tokenizer puts around a source
         ids = list(tokenizer(prompt, verbose=False)["input_ids"])
@@ -117,7 +130,7 @@ def answer(
     settings = GenerationConfig.from_dict(model.generation_config.to_dict())
     stops = stop_ids(model, tokenizer)
     settings.update(
-        max_new_tokens=min(sampling.max_new_tokens, longest - (1 if is_source else len(ids))), max_length=None,
+        max_new_tokens=min(sampling.max_new_tokens or 512, longest - (1 if is_source else len(ids))), max_length=None,
         eos_token_id=stops or None,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
     )  # fmt: skip
@@ -137,9 +150,7 @@ def answer(
         return whole
     streamer, text = _streamer(tokenizer, 1 if is_source else len(ids), show)  # of a decoder the token that it begins with
     with torch.inference_mode():
-        generate(
-            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=settings, streamer=streamer
-        )
+        generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=settings, streamer=streamer)
     return text()
 
 

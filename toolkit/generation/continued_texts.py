@@ -72,6 +72,6 @@ def sample_on_rank(
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end a text: the template's ends of a turn, the tokenizer's end of text, and the model's own."""
-    own = model.generation_config.eos_token_id
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # encoders have none
     own = own if isinstance(own, list) else [own]
     return list(dict.fromkeys([*turn_end_ids(tokenizer), *(token for token in own if token is not None)]))

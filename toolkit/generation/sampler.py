@@ -69,6 +69,11 @@ def sample_groups(
         Refusal: a prompt without tokens or one that leaves no room for a completion in the model's positions; stop strings
             without a tokenizer.
     """
+    if getattr(model.config, "is_causal", True) is False:
+        raise Refusal(
+            f"{type(without_adapter(model)).__name__} attends to both sides, and can't write one token behind the other: "
+            "what is kept of the tokens before would change with each. A masked-diffusion model writes with toolkit generate."
+        )
     keys = np.asarray(keys, dtype=np.uint64)
     if keys.ndim != 2 or len(keys) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts need keys [prompts, group size], not {list(keys.shape)}")

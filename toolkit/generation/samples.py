@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from toolkit.config import SampleConfig
+from toolkit.config import DiffusionConfig, SampleConfig
 from toolkit.data.tokenize.columns import alpaca_messages, alpaca_prompt, read_messages, read_options
 from toolkit.data.tokenize.masks import read_chat_template
 from toolkit.generation.continued_texts import continue_texts
+from toolkit.generation.filled_texts import fill_texts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -52,8 +54,12 @@ def sample_texts(
 
     The same weights and the same seed give the same texts, whatever was drawn before; the global random state stays as it
     was, and so does the model's mode. What a prompt draws does not depend on its neighbors. Temperature 0 is greedy decoding.
+    With settings of DiffusionConfig the texts are those of a masked-diffusion model.
     """
-    texts = continue_texts(
+    write: Callable[..., list[str]] = continue_texts
+    if isinstance(config, DiffusionConfig):
+        write = partial(fill_texts, steps=config.denoising_steps, block_length=config.block_length)
+    texts = write(
         accelerator, model, tokenizer, [prompt["prompt"] for prompt in prompts], max_new_tokens=config.sample_max_new_tokens,
         temperature=config.sample_temperature, seed=config.seed,
     )  # fmt: skip

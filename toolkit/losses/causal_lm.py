@@ -15,7 +15,9 @@ from torch import nn
 from toolkit.losses.selective_head import supervised_sums
 from toolkit.metrics.metric import Metrics, ratio
 
-NOT_FOR_THE_MODEL = ("labels", "weight", "supervised_positions", "teacher_logps", "teacher_ids")
+NOT_FOR_THE_MODEL = (
+    "labels", "weight", "token_weights", "seen_ahead", "attention_seeds", "supervised_positions", "teacher_logps", "teacher_ids"
+)  # fmt: skip
 TokenSums = Callable[[nn.Module, dict[str, Any]], tuple[torch.Tensor, torch.Tensor, int]]
 
 

@@ -40,15 +40,17 @@ def sums_in_chunks(
     vocabulary: int,
     label_smoothing_factor: float = 0.0,
     z_loss: float = 0.0,
+    weights: torch.Tensor | None = None,
 ) -> Sums:
     """Loss and correct predictions summed over positions, 0-d, never with more than a chunk's logits in memory.
 
-    `rows` `[P, width]`, of which `logits_of` makes logits `[P, vocabulary]` with the help of `parameters`; `targets` `[P]`.
-    The gradient reaches rows and parameters.
+    `rows` `[P, width]`, of which `logits_of` makes logits `[P, vocabulary]` with the help of `parameters`; `targets` `[P]`;
+    `weights` `[P]`, what each position counts in both sums. The gradient reaches rows and parameters.
     """
 
     def sums_of(piece: slice, logits: torch.Tensor) -> torch.Tensor:
-        return _token_sums(logits, targets[piece], label_smoothing_factor, z_loss)
+        of_piece = None if weights is None else weights[piece]
+        return _token_sums(logits, targets[piece], label_smoothing_factor, z_loss, of_piece)
 
     loss, correct = added_in_chunks(sums_of, logits_of, parameters, rows, vocabulary)
     return loss, correct
@@ -76,14 +78,17 @@ def added_in_chunks(
 
 
 def _token_sums(
-    logits: torch.Tensor, targets: torch.Tensor, label_smoothing_factor: float, z_loss: float
+    logits: torch.Tensor, targets: torch.Tensor, label_smoothing_factor: float, z_loss: float, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """Loss (formula at `causal_lm_loss`) and correct predictions, `[2]`: logits `[rows, V]`, targets `[rows]`."""
+    """Loss (formula at `causal_lm_loss`) and correct predictions, `[2]`: logits `[rows, V]`, targets and weights `[rows]`."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = nn.functional.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing_factor)
     if z_loss:
         loss = loss + z_loss * logits.logsumexp(-1).square()
-    return torch.stack([precise_sum(loss), precise_sum(logits.detach().argmax(-1) == targets)])
+    correct = logits.detach().argmax(-1) == targets
+    if weights is not None:
+        loss, correct = loss * weights, correct * weights
+    return torch.stack([precise_sum(loss), precise_sum(correct)])
 
 
 class _SumsWithGradients(torch.autograd.Function):

@@ -49,15 +49,19 @@ def supervised_sums(
     targets: torch.Tensor,
     label_smoothing_factor: float = 0.0,
     z_loss: float = 0.0,
+    weights: torch.Tensor | None = None,
 ) -> Sums:
     """One forward pass: loss and correct predictions summed over the positions; 0-d.
 
-    `positions` `[P]`: flat indices into `[batch, length]`; `targets` `[P]`: the token to predict at each.
+    `positions` `[P]`: flat indices into `[batch, length]`; `targets` `[P]`: the token to predict at each; `weights` `[P]`: what
+    each counts.
     """
 
     def sums(logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        there = targets.to(rows.device)
-        return torch.stack(sums_in_chunks(logits_of, parameters, rows, there, vocabulary, label_smoothing_factor, z_loss))
+        there, counts = targets.to(rows.device), None if weights is None else weights.to(rows.device)
+        return torch.stack(
+            sums_in_chunks(logits_of, parameters, rows, there, vocabulary, label_smoothing_factor, z_loss, counts)
+        )
 
     loss, correct = at_positions(model, inputs, positions, sums)
     return loss, correct.detach()

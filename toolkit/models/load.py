@@ -17,6 +17,7 @@ from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.config.parsing import parse_json, read_text_file
 from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import check_no_adapter_inside, settings_of_base
+from toolkit.models.attention.direction import check_bidirectional, make_bidirectional
 from toolkit.models.attention.interface import check_not_varlen, choose_attention, take_attention_of_padded_rows
 from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable
 from toolkit.models.compat import class_for, commit_of, set_commit
@@ -55,7 +56,8 @@ def load_model(
         packed: whether the model will see packed rows; then it is made sure that each document gets what it has alone. None:
             it gets the attention for packed rows where they are exact for it, and its user decides (see
             `choose_pair_layout`).
-        head_settings: fields of the model's config that the task decides: num_labels, id2label, problem_type ...
+        head_settings: fields of the model's config that the task decides: num_labels, id2label, problem_type ...; is_causal,
+            false, lets a causal architecture see both sides.
 
     Raises:
         Refusal: an unknown or unreachable model, one of another kind, settings that it cannot have.
@@ -89,7 +91,12 @@ def load_model(
         else:
             model, new_modules = _pretrained_model(auto, config, model_config, attention)
         new_modules += _fit_to_tokenizer(model, tokenizer)
-    _check_direction(model, auto_class, config)
+    if getattr(model.config, "is_causal", True) is False:
+        make_bidirectional(model)
+    if "is_causal" not in head_settings:
+        _check_direction(model, auto_class, config)
+    elif not builds_without_weights():
+        check_bidirectional(model, config.model)
     if getattr(model_config.get_text_config(), "output_router_logits", False):
         say_once(
             f"WARNING: {config.model}: its auxiliary loss of the router (output_router_logits) is not part of the loss here."

@@ -105,11 +105,11 @@ def longest_example(config: ModelConfig) -> int | None:
 
 
 def load_trained(
-    auto_class: str, config: ModelConfig, device: torch.device, *, packed: bool = False
+    auto_class: str, config: ModelConfig, device: torch.device, *, packed: bool = False, **head_settings: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model, on `device` and in evaluation mode, and tokenizer. An adapter is put on its base, from wherever that is.
 
-    `packed`: whether it will see packed rows, as in `load_model`.
+    `packed`: whether it will see packed rows; `head_settings`: fields of the model's config; both as in `load_model`.
 
     Raises:
         Refusal: what `load_model` refuses; a part of the model that was never trained.
@@ -120,12 +120,12 @@ def load_trained(
     try:
         tokenizer = load_tokenizer(config, is_fast=auto_class != "AutoModelForSeq2SeqLM")
         if is_adapter(config.model):
-            model = _adapted(auto_class, config, tokenizer, packed)
+            model = _adapted(auto_class, config, tokenizer, packed, head_settings)
         else:
             model = (
                 load_encoder(config, tokenizer)
                 if auto_class == "AutoModel"
-                else load_model(auto_class, config, tokenizer, packed=packed)
+                else load_model(auto_class, config, tokenizer, packed=packed, **head_settings)
             )
             untrained = loaded(model).new_modules
             if untrained:
@@ -138,12 +138,15 @@ def load_trained(
 _HEADS = (".score", ".classifier", ".out_proj", ".qa_outputs")
 
 
+_OF_THE_TASK = ("id2label", "label2id", "problem_type", "pad_token_id", "is_causal", "diffusion")
+
+
 def settings_of_the_task(adapter: Path) -> dict[str, Any]:
-    """What the adapted model's config says of labels and padding; of an adapter from elsewhere, the size of its head."""
+    """What the adapted model's config says of its task; of an adapter from elsewhere, the size of its head."""
     path = adapter / MODEL_CONFIG
     if path.exists():
         written = read_object(path)
-        found = {name: written[name] for name in ("id2label", "label2id", "problem_type", "pad_token_id") if name in written}
+        found = {name: written[name] for name in _OF_THE_TASK if name in written}
         return found | ({"id2label": {int(k): v for k, v in found["id2label"].items()}} if found.get("id2label") else {})
     from safetensors import safe_open
 
@@ -169,13 +172,15 @@ def best_device(wanted: str | None) -> torch.device:
     return device
 
 
-def _adapted(auto_class: str, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, packed: bool) -> PreTrainedModel:
+def _adapted(
+    auto_class: str, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, packed: bool, head_settings: dict[str, Any]
+) -> PreTrainedModel:  # fmt: skip
     from toolkit.models.load import load_model
 
     directory = Path(config.model).expanduser()
     base, revision = base_of(directory)
     check_adapter(directory)
-    settings = settings_of_the_task(directory) if auto_class != "AutoModelForCausalLM" else {}
+    settings = head_settings | (settings_of_the_task(directory) if auto_class != "AutoModelForCausalLM" else {})
     config = dataclasses.replace(config, model=base, model_revision=revision)
     model = load_model(auto_class, config, tokenizer, packed=packed, **settings)
     return cast("PreTrainedModel", put_adapter(model, directory))

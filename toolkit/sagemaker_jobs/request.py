@@ -36,6 +36,12 @@ _OF_EVALUATION = {
         "kl", "reward_auc",
     ),
     "center_rewards_coefficient": _OF_PAIRS,
+    "teacher_top_k": ("perplexity", "token_accuracy", "kl", "kl_at_most"),
+    "denoising_steps": ("loss_stderr", "perplexity", "masked_accuracy"),
+    "reward_funcs": ("reward", "completion_length", "truncated"),
+    "predict_with_generate": (
+        "perplexity", "token_accuracy", "bleu", "chrf", "rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match",
+    ),
     "mlm_probability": ("pseudo_perplexity", "masked_accuracy"),
     "embedding_loss": (
         "mrr", "map", "recall_at_1", "ndcg_at_1", "recall_at_10", "ndcg_at_10", "spearman", "pearson",

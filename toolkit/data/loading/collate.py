@@ -35,6 +35,7 @@ def collate_packed(documents: list[dict[str, Any]], *, aligned: bool = False) ->
     }
     return {
         **{name: torch.from_numpy(values)[None] for name, values in row.items()},
+        **_of_noise(documents),
         "supervised_positions": _supervised_positions(row["labels"][None], aligned),
         "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest,
     }  # fmt: skip
@@ -45,7 +46,8 @@ def collate_padded(documents: list[dict[str, Any]], pad_token_id: int = 0, *, al
 
     Returns `input_ids` and `attention_mask` `[examples, longest]` and `labels`: for token labels of the same shape, with
     -100 on the padding (and `supervised_positions`; `aligned` as in `collate_packed`), for labels of whole examples
-    `[examples]` or `[examples, classes]`. `token_type_ids`, `word_labels` and `weight` are there when the rows have them. The
+    `[examples]` or `[examples, classes]`. `token_type_ids`, `word_labels` and `weight` are there when the rows have
+    them; so are, here and in packed rows, `token_weights` `[P]` of the supervised positions. The
     attention mask tells padding apart, never the id: a pad id that is also an end of text is supervised where the text ends.
     """
     lengths = [len(document["input_ids"]) for document in documents]
@@ -70,9 +72,21 @@ def collate_padded(documents: list[dict[str, Any]], pad_token_id: int = 0, *, al
         for i, document in enumerate(documents):
             of_words[i, : lengths[i]] = document["word_labels"]
         batch["word_labels"] = torch.from_numpy(of_words)
+    batch |= _of_noise(documents)
     if "weight" in documents[0]:
         batch["weight"] = torch.tensor([float(document["weight"]) for document in documents])
     return batch
+
+
+def _of_noise(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the noise of masked diffusion says: the weight of each label `[P]`, and how far each document sees ahead."""
+    found: dict[str, Any] = {}
+    if "token_weights" in documents[0]:
+        found["token_weights"] = torch.from_numpy(np.concatenate([document["token_weights"] for document in documents]))
+    if "seen_ahead" in documents[0]:
+        found["seen_ahead"] = [document["seen_ahead"] for document in documents]
+        found["attention_seeds"] = [document["attention_seed"] for document in documents]
+    return found
 
 
 def _labels_are_tokens(document: dict[str, Any]) -> bool:

@@ -188,4 +188,3 @@ def _stream_totals(documents: list[Document], examples: int, augmented: bool) ->
         if documents and name in documents[0]:
             totals[name] = float(sum(document[name] for document in documents))
     return totals
-

@@ -179,10 +179,7 @@ def _choices(row: dict[str, Any], names: _Names, origin: str) -> tuple[list[str]
         if not isinstance(value, str):
             texts = sum(isinstance(each, str) for each in values)
             others = f" ({texts} of the {len(values)} are text)" if texts else ""
-            raise Refusal(
-                f"{origin}: {which} is {describe(value)}, and must be text{others}. "
-                "Correct or remove the row."
-            )
+            raise Refusal(f"{origin}: {which} is {describe(value)}, and must be text{others}. Correct or remove the row.")
         if not value.strip():
             raise Refusal(f"{origin}: {which} is empty. Fill it in or remove the row.")
     if given is not None and len(given) != len(values):

@@ -273,7 +273,6 @@ def _prompt_tokens(text: PairText, encodings: list[Encoding], sides: list[list[i
     return prompt, is_joined
 
 
-
 def _show(row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Piece]]:
     return "", show_parts(row, PARTS, tokenizer)
 

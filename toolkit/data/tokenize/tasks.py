@@ -11,6 +11,7 @@ from toolkit.data.report import DataReport, Piece
 from toolkit.data.tokenize.answers import unpaired_format, weight_notes
 from toolkit.data.tokenize.classification import classification_format
 from toolkit.data.tokenize.columns import Plan, columns_of, is_wrapped
+from toolkit.data.tokenize.diffusion import diffusion_format
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.language import language_format
 from toolkit.data.tokenize.languages import set_languages
@@ -62,6 +63,17 @@ def tokenize_for_sft(splits: Splits, tokenizer: PreTrainedTokenizerBase, config:
         Refusal: data that training must not start with, naming the row.
     """
     return prepare(language_format("sft"), splits, tokenizer, config)
+
+
+def tokenize_for_diffusion(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
+    """Documents as `tokenize_for_sft` reads them, answers to prompts filled up with the end token to `answer_length` tokens.
+
+    `config` holds the settings of DiffusionConfig too. Columns: as for `tokenize_for_sft`.
+
+    Raises:
+        Refusal: data that training must not start with, naming the row.
+    """
+    return prepare(diffusion_format(config), splits, tokenizer, config)
 
 
 def tokenize_for_preference(
@@ -281,6 +293,7 @@ def tokenize_for_prompts(splits: Splits, tokenizer: PreTrainedTokenizerBase, con
 FORMATS: dict[str, Callable[[DataConfig], Format]] = {
     "sft": lambda config: language_format("sft"),
     "lm": lambda config: language_format("lm"),
+    "diffusion": diffusion_format,
     "preference": lambda config: preference_format(),
     "unpaired": lambda config: unpaired_format(),
     "classification": classification_format,

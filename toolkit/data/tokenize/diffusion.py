@@ -1,0 +1,72 @@
+"""Masked diffusion: documents as for supervised fine-tuning, their answers filled up with end tokens to one length.
+
+A causal model learns where an answer ends by its last token. One that writes all tokens of an answer at once is given a length,
+and has to say how much of it is none of the answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from toolkit.config import DataConfig, DiffusionConfig
+from toolkit.data.tokenize.columns import Batch, Plan
+from toolkit.data.tokenize.documents import IGNORED, Cut, Documents, Encoder
+from toolkit.data.tokenize.format import Format, FormatRows
+from toolkit.data.tokenize.language import language_format
+
+
+def diffusion_format(config: DataConfig) -> Format:
+    """How rows are read for masked diffusion; `config` holds the settings of DiffusionConfig too."""
+    if not isinstance(config, DiffusionConfig):
+        raise TypeError("masked diffusion needs the settings of DiffusionConfig next to those of DataConfig")
+    plain, answer_length = language_format("sft"), config.answer_length
+
+    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> FormatRows:
+        read = plain.rows(plan, encoder, config)
+        if not plan.is_masked or plan.layout == "tokenized" or encoder.end is None:
+            return read
+        return FilledAnswers(read, encoder.end, answer_length, config.max_length)
+
+    return replace(plain, task="diffusion", rows=rows, settings=(answer_length,))
+
+
+@dataclass(frozen=True)
+class FilledAnswers:
+    """Reads batches of rows as `rows` does; the last answer of each document then has `answer_length` tokens at least."""
+
+    rows: FormatRows
+    end: int  # the token that fills
+    answer_length: int
+    max_length: int
+
+    def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
+        """Whole documents."""
+        return self.rows.read(batch, origins)
+
+    def cut(self, documents: Documents) -> tuple[Documents, Cut]:
+        """Bring over-long documents within `max_length`, and fill up the others, as far as that allows.
+
+        One that was cut off has no end, and is not filled.
+        """
+        documents, cut = self.rows.cut(documents)
+        assert documents.labels is not None
+        missing = np.zeros(len(documents), dtype=np.int64)
+        for row, (start, end) in enumerate(zip(documents.bounds[:-1], documents.bounds[1:], strict=True)):
+            masked = np.flatnonzero(documents.labels[start:end] == IGNORED)
+            last = documents.labels[start:end] != IGNORED
+            if end - start < documents.whole[row] or not last.any():
+                continue
+            final = int(np.flatnonzero(last)[-1])  # of the last answer, which begins behind what is masked before it
+            first = int(masked[masked < final].max(initial=-1)) + 1
+            missing[row] = max(0, min(self.answer_length - (final + 1 - first), self.max_length - (end - start)))
+        return self._filled(documents, missing), cut
+
+    def _filled(self, documents: Documents, missing: np.ndarray) -> Documents:
+        assert documents.labels is not None
+        places = np.repeat(documents.bounds[1:], missing)
+        bounds = documents.bounds + np.concatenate([[0], np.cumsum(missing)])
+        values, labels = (np.insert(flat, places, self.end).astype(np.int32) for flat in (documents.values, documents.labels))
+        return replace(documents, values=values, labels=labels, bounds=bounds, whole=documents.whole + missing)
