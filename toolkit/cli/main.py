@@ -31,6 +31,7 @@ COMMANDS = {
         ),
         "profile": ("toolkit.cli.profile:profile", "Show where the time of a recipe's steps goes, and what to change first."),
         "verify-resume": ("toolkit.cli.verify_resume:verify_resume", "Kill and resume a recipe, and compare the bits."),
+        "slurm": ("toolkit.cli.slurm:app", "A recipe as a Slurm job that comes back until it is done."),
         "sagemaker": ("toolkit.sagemaker_jobs.command:app", "A recipe as a SageMaker job: submit, follow, fetch, simulate."),
     },
     "Data": {

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from toolkit.config import RunConfig
 
+ECHO_SECONDS = 0.5
 SAGEMAKER_DEADLINE = 120.0  # seconds from SIGTERM to SIGKILL in a SageMaker job
 
 
@@ -64,22 +65,33 @@ class StopSignal:
 def signals_noted(stop: StopSignal) -> Iterator[None]:
     """Note the first SIGTERM, SIGINT or SIGUSR1 in `stop`, for the run to act on; the second one acts by itself.
 
-    With a deadline `OutOfTime` is raised in the main thread when there is just time left to save.
+    One that comes within ECHO_SECONDS is the first one again: Slurm signals each process of a step, and the launcher, which is
+    one of them, hands it on. With a deadline `OutOfTime` is raised in the main thread when there is just time left to save.
     """
     deadline = stop.deadline
 
+    first: list[float] = []
+
     def note(number: int, frame: FrameType | None) -> None:
+        if first:
+            if time.monotonic() - first[0] >= ECHO_SECONDS:
+                let_the_next_one_act()
+                signal.raise_signal(number)
+            return
+        first.append(time.monotonic())
         stop.number = number
         message = f"\n{signal.Signals(number).name}: finishing this step, then saving; once more to leave at once\n"
         if os.environ.get("LOCAL_RANK", "0") == "0":  # a launcher sends it to each rank
             os.write(2, message.encode())  # print is not safe inside a signal handler
+        if deadline is not None:
+            leaving = min(3.0, deadline / 3)  # what is left after a save: to tell other ranks, and to end
+            signal.setitimer(signal.ITIMER_REAL, max(deadline - 2 * stop.seconds_to_save - leaving, 0.01))
+
+    def let_the_next_one_act() -> None:
         restore(*STOPPING)
         for each in STOPPING:
             if before.get(each) is signal.SIG_IGN:  # as a script's `&` leaves SIGINT: the next one is still to end it
                 signal.signal(each, signal.SIG_DFL)
-        if deadline is not None:
-            leaving = min(3.0, deadline / 3)  # what is left after a save: to tell other ranks, and to end
-            signal.setitimer(signal.ITIMER_REAL, max(deadline - 2 * stop.seconds_to_save - leaving, 0.01))
 
     def late(number: int, frame: FrameType | None) -> None:
         if stop.closed:

@@ -6,6 +6,7 @@ The position of a run is one integer, the examples consumed. Everything else fol
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "EvalLoader", "StreamLoader", "TrainLoader", "build_dataloaders", "packing_name"]
 
+LONGEST_STOP = 600  # seconds
 Collate = Callable[[list[Document]], dict[str, Any]]
 
 
@@ -193,9 +195,20 @@ def _load(reader: _StepReader, plans: Iterator[StepPlan], workers: int, pin_memo
     """A DataLoader with a generator of its own: making its iterator must not move the global random state."""
     loader: DataLoader[Batch] = DataLoader(
         reader, sampler=plans, batch_size=None, num_workers=workers, pin_memory=pin_memory,
-        generator=torch.Generator().manual_seed(0), prefetch_factor=2 if workers else None,
+        generator=torch.Generator().manual_seed(0), prefetch_factor=2 if workers else None, worker_init_fn=_outlive_a_stop,
     )  # fmt: skip
     return iter(loader)
+
+
+def _outlive_a_stop(worker: int) -> None:
+    """A signal that stops a whole job, as Slurm's, is for the run, which a worker's death would end; it ends its workers."""
+
+    def note(number: int, frame: Any) -> None:
+        signal.alarm(LONGEST_STOP)  # one that is left behind ends by itself
+
+    for name in ("SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name) and hasattr(signal, "alarm"):
+            signal.signal(getattr(signal, name), note)
 
 
 def build_dataloaders(

@@ -1,0 +1,189 @@
+"""toolkit slurm against the real slurmctld: jobs that are stopped for their time, come back, and end with the same bits."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from toolkit.distributed.slurm import SlurmJob, batch_script
+
+ROOT = Path(__file__).resolve().parents[2]
+specification = importlib.util.spec_from_file_location("slurm_cluster", Path(__file__).with_name("slurm_cluster.py"))
+assert specification is not None
+assert specification.loader is not None
+slurm_cluster = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(slurm_cluster)
+run, wait_for = slurm_cluster.run, slurm_cluster.wait_for
+
+FLAGS = [
+    "--vocab-size", "300", "--hidden-size", "32", "--num-hidden-layers", "1", "--max-length", "64", "--max-train-examples", "200",
+    "--max-eval-examples", "20", "--max-steps", "240", "--logging-steps", "5", "--save-steps", "120", "--eval-steps", "240", "--use-cpu",
+    "--dataloader-num-workers", "1", "--global-batch-size", "4", "--dropout", "0.1",
+]  # fmt: skip
+RECIPE = str(ROOT / "recipes/accelerated.py")
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[dict[str, str]]:
+    if reason := slurm_cluster.missing():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="slurm") as folder, slurm_cluster.cluster(Path(folder)) as environment:
+        yield {**environment, "OMP_NUM_THREADS": "1"}
+
+
+def toolkit(*words: str, cwd: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "toolkit", *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def submitted(cwd: Path, environment: dict[str, str], *words: str) -> str:
+    sent = toolkit("slurm", "submit", RECIPE, *FLAGS, *words, cwd=cwd, environment=environment)
+    assert sent.returncode == 0, sent.stderr
+    return re.search(r"Submitted (\d+)", sent.stdout)[1]
+
+
+def state(job: str, environment: dict[str, str]) -> str:
+    found = re.search(r"JobState=(\w+)", run(["scontrol", "show", "job", job], environment))
+    return found[1] if found else ""
+
+
+def begin_again(job: str, environment: dict[str, str]) -> None:
+    """A job that came back would wait for two minutes. slurmd refuses it in the second in which it was killed."""
+    time.sleep(2.5)
+
+    def begins() -> bool:
+        run(["scontrol", "update", f"jobid={job}", "StartTime=now"], environment)
+        return state(job, environment) not in ("PENDING", "")
+
+    wait_for(begins, 60)
+
+
+def has_reached(folder: Path, step: int) -> bool:
+    metrics = folder / "metrics.jsonl"
+    return metrics.exists() and f'"step": {step}' in metrics.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_out_of_time_comes_back_and_ends_with_the_same_bits(slurm: dict[str, str], tmp_path: Path, nodes: int) -> None:
+    """Stopped as Slurm does it ahead of the end of the time; with a data worker, whom the signal reaches too.
+
+    Fails when: ranks take the launcher's hint for a second signal, a data worker dies of the first, or the other node's ranks are
+    ended while they save.
+    """
+    job = submitted(tmp_path, slurm, "--output-dir", "run", "--time", "10", "--nodes", str(nodes))
+    wait_for(lambda: has_reached(tmp_path / "run", 20), 60)
+    run(["scancel", "--signal=USR1", "--batch", job], slurm)
+    log = tmp_path / f"run.slurm-{job}.log"
+    wait_for(lambda: state(job, slurm) == "PENDING", 40)
+    assert "out of time: back into the queue" in log.read_text()
+    assert not has_reached(tmp_path / "run", 240)
+    begin_again(job, slurm)
+    wait_for(lambda: state(job, slurm) in ("COMPLETED", "FAILED"), 90)
+    assert "SIGUSR1: finishing this step" in log.read_text(), log.read_text()
+    assert (tmp_path / "run/model/model.safetensors").exists(), log.read_text()
+    whole = toolkit(
+        "train", RECIPE, *FLAGS, "--output-dir", "whole", "--processes", str(nodes), cwd=tmp_path, environment=slurm
+    )
+    assert whole.returncode == 0, whole.stderr
+    assert (tmp_path / "run/model/model.safetensors").read_bytes() == (tmp_path / "whole/model/model.safetensors").read_bytes()
+
+
+STOPS = "bash -c 'trap \"exit 75\" USR1 TERM; sleep 30 & wait'"
+
+
+def sent(script: str, steps: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """The number of a job whose steps are running, and have set their traps."""
+    sent = subprocess.run(
+        ["sbatch", "--parsable"],
+        input=script,
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    job = sent.stdout.strip()
+
+    def all_run() -> bool:
+        listed = run(["squeue", "--steps", "--noheader", "--format=%i"], environment).split()
+        return {job + step for step in steps} <= set(listed)
+
+    wait_for(all_run, 60)
+    time.sleep(1)
+    return job
+
+
+@pytest.mark.slow
+def test_a_canceled_job_stays_away(slurm: dict[str, str], tmp_path: Path) -> None:
+    """Fails when: scancel brings a job back that nobody can get rid of."""
+    job = sent(batch_script(SlurmJob("stops", STOPS, log=str(tmp_path / "log"))), [".0"], tmp_path, slurm)
+    run(["scancel", job], slurm)
+    wait_for(lambda: state(job, slurm) == "CANCELLED", 60)
+    assert "back into the queue" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_of_an_array_one_job_is_stopped_and_comes_back_alone(slurm: dict[str, str], tmp_path: Path) -> None:
+    """The last one, which has the array's own number. Fails when: that number is what is stopped."""
+    script = batch_script(SlurmJob("array", STOPS, log=str(tmp_path / "%a.log"), array=2))
+    job = sent(script, ["_0.0", "_1.0"], tmp_path, slurm)
+    run(["scancel", "--signal=USR1", "--batch", f"{job}_1"], slurm)
+    wait_for(lambda: state(f"{job}_1", slurm) == "PENDING", 60)
+    assert state(f"{job}_0", slurm) == "RUNNING"
+    run(["scancel", job], slurm)
+
+
+def test_what_slurm_or_the_recipe_refuses_is_one_message(slurm: dict[str, str], tmp_path: Path) -> None:
+    """Fails when: a mistake is found after hours in the queue."""
+    for words, said in (
+        (["--partition", "none"], "sbatch refuses the job"), (["--time", "soon"], "no time of Slurm"), (["--learning-rat", "1"], "learning-rate"),
+        (["--overwrite-output-dir"], "each time that it comes back"), (["--nodes", "2", "--sweep-workers", "2"], "one machine"),
+    ):  # fmt: skip
+        refused = toolkit("slurm", "submit", RECIPE, *FLAGS, *words, cwd=tmp_path, environment=slurm)
+        assert refused.returncode == 2, refused
+        assert said in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert run(["squeue", "--noheader"], slurm) == ""
+
+
+def test_without_slurm_the_script_can_be_looked_at(tmp_path: Path) -> None:
+    """Fails when: an option of ours reaches the recipe, or one of the recipe is left out."""
+    words = [
+        "slurm",
+        "submit",
+        RECIPE,
+        "--gpus-per-node",
+        "8",
+        *FLAGS,
+        "--nodes",
+        "2",
+        "--sbatch=--qos=high",
+        "--setup",
+        "module load cuda",
+        "--output-dir",
+        "it's",
+    ]
+    nowhere = {**os.environ, "PATH": str(tmp_path)}
+    shown = toolkit(*words, "--dry-run", cwd=tmp_path, environment=nowhere)
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=8", "#SBATCH --qos=high", "#SBATCH --requeue"} <= set(lines)
+    command = next(line for line in lines if "toolkit train" in line)
+    assert "--processes 8" in command
+    assert "--resume" in command
+    assert "'it'\"'\"'s'" in command
+    assert "--qos" not in command
+    assert lines[lines.index(command) - 1].strip() == "module load cuda"
+    assert subprocess.run(["bash", "-n"], input=shown.stdout, text=True, check=False).returncode == 0
+    refused = toolkit(*words, cwd=tmp_path, environment=nowhere)
+    assert refused.returncode == 2
+    assert "--dry-run" in refused.stderr

@@ -1,0 +1,139 @@
+"""toolkit slurm: a recipe as a Slurm job that goes on where it stopped, on one node or several; the workers of a sweep."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from toolkit.cli.placement import MOST_RANKS
+from toolkit.cli.recipe_file import Recipe, find_recipe
+from toolkit.config import Refusal
+from toolkit.system.console import as_typed, say
+
+app = typer.Typer(
+    help="Run a recipe as a Slurm job.", no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)  # fmt: skip
+
+_TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+
+
+@app.callback()
+def _group() -> None:
+    """Run a recipe as a Slurm job."""
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def submit(
+    recipe: Recipe,
+    flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FLAGS]", help="The recipe's flags; toolkit train RECIPE --help lists them."),
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(metavar="H:MM:SS", help="Time of one stay on the nodes; the job comes back until it is done.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Machines.")] = 1,
+    processes: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Processes on each machine. Default: one for each GPU, or one."),
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(metavar="N", min=0, max=1024, help="GPUs of each machine.")] = None,
+    cpus_per_task: Annotated[int | None, typer.Option(metavar="N", min=1, max=1 << 16, help="Cores of each machine.")] = None,
+    mem: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of each machine, such as 200G; 0 is all.")] = None,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Where the job waits.")] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME", help="Whom it is charged to.")] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="Any other option of sbatch, as --sbatch=--qos=high; repeatable.")
+    ] = None,
+    stop_seconds: Annotated[
+        int, typer.Option(metavar="S", min=10, max=3600, help="Stop so long before the end of the time, for a checkpoint.")
+    ] = 120,
+    sweep_workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, max=4096, help="Run `toolkit sweep RECIPE FLAGS` as so many jobs that share the sweep's trials."
+        ),
+    ] = None,
+    job_name: Annotated[str | None, typer.Option(metavar="NAME", help="Default: the recipe's.")] = None,
+    setup: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="Run on each node first, such as 'module load cuda'.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and send nothing.")] = False,
+) -> None:
+    """Send a recipe to Slurm. The options may be before RECIPE or among its flags.
+
+    Before its time is over the run is stopped, saves a checkpoint and goes back into the queue, until it has finished; so does
+    one that Slurm takes off its nodes. The nodes see this folder, and Python at the same place.
+    """
+    if time is not None and not _TIME.fullmatch(time):
+        raise typer.BadParameter(f"{time}: is no time of Slurm, such as 90 (minutes) or 2-12:00:00.", param_hint="--time")
+    from toolkit.distributed.slurm import SlurmJob, batch_script, command_of_nodes
+
+    words, script = list(flags or []), find_recipe(recipe, "toolkit slurm submit")
+    name = job_name or Path(script).stem
+    python = [sys.executable, "-m", "toolkit"]
+    if sweep_workers:
+        if nodes > 1:
+            raise Refusal(f"--nodes {nodes}: a trial of a sweep runs on one machine. Remove it, or leave --sweep-workers out.")
+        run_words, folder = [*python, "sweep", script, *words], Path("runs") / f"{name}-sweep"
+    else:
+        config = _settings(script, words)
+        if config.overwrite_output_dir:
+            raise Refusal("--overwrite-output-dir: would throw the run away each time that it comes back. Remove it.")
+        resume = [] if config.resume or config.resume_from else ["--resume"]
+        count = processes or gpus_per_node or 1
+        placed = ["--processes", str(count)] if count > 1 else []
+        run_words, folder = [*python, "train", script, *words, *resume, *placed], Path(config.output_dir)
+    wanted = {
+        "--time": time, "--partition": partition, "--account": account, "--gpus-per-node": gpus_per_node or None,
+        "--cpus-per-task": cpus_per_task, "--mem": mem,
+    }  # fmt: skip
+    options = [f"{option}={value}" for option, value in wanted.items() if value is not None] + list(sbatch or [])
+    for option in options:
+        if "\n" in option or not option.startswith("-"):
+            raise typer.BadParameter(f"{option!r}: is no option of sbatch, such as --qos=high.", param_hint="--sbatch")
+    command = command_of_nodes(run_words, nodes=nodes)
+    job = SlurmJob(
+        name=name, command=f"{setup}\n    {command}" if setup else command,
+        log=f"{folder}.slurm-{'%A_%a' if sweep_workers else '%j'}.log", nodes=nodes, array=sweep_workers,
+        stop_seconds=stop_seconds, options=tuple(options),
+    )  # fmt: skip
+    text = batch_script(job)
+    if dry_run:
+        say(text, end="")
+        return
+    number = _send(text, folder)
+    log = job.log.replace("%A", number).replace("%j", number)
+    size = f"{sweep_workers} workers" if sweep_workers else f"{nodes} node{'s' * (nodes > 1)}"
+    say(f"Submitted {number}: {name}, {size}")
+    for words in (["tail", "-F", log.replace("%a", "0")], ["squeue", "--job", number], ["scancel", number]):
+        say("  " + as_typed(*words))
+
+
+def _settings(script: str, words: list[str]) -> Any:
+    """The recipe's settings, which are refused here as the recipe would refuse them, and not after hours in a queue."""
+    from toolkit.cli.command_line import read_command_line
+    from toolkit.cli.recipe import config_class_of_file
+    from toolkit.config import check_together
+
+    config_class = config_class_of_file(Path(script))
+    config: Any = read_command_line(config_class, words, {}, sys.modules[config_class.__module__].__doc__ or "")
+    check_together(config)
+    return config
+
+
+def _send(text: str, folder: Path) -> str:
+    """The number of the job that sbatch made of a script."""
+    if shutil.which("sbatch") is None:
+        raise Refusal("There is no sbatch on this machine. Type this where jobs are submitted; --dry-run shows the script.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    sent = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=False)
+    if sent.returncode:
+        said = sent.stderr.strip().removeprefix("sbatch: ").replace("error: ", "").replace("\nsbatch:", ";")
+        raise Refusal(f"sbatch refuses the job: {said or f'exit code {sent.returncode}'}")
+    return sent.stdout.strip().partition(";")[0]
