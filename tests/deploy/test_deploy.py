@@ -1,0 +1,119 @@
+"""The files of deploy/: what a linter and a schema say of them, that they name what there is, and that their flags are accepted."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from toolkit.cli.command_line import read_command_line
+from toolkit.cli.recipe import config_class_of_file
+from toolkit.config import check_together
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
+OF_THE_LAUNCHER = {"--processes", "--nodes", "--node-rank", "--main-address"}
+
+
+def in_venv(name: str) -> str:
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def steps(instruction: str) -> list[str]:
+    whole = DOCKERFILE.replace("\\\n", " ")
+    return [" ".join(line.split()[1:]) for line in whole.splitlines() if line.split()[:1] == [instruction]]
+
+
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    """Fails when: a package is not pinned, a cache stays in the image, or an instruction is none."""
+    found = subprocess.run([in_venv("hadolint"), str(ROOT / "deploy/Dockerfile")], capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+def test_what_the_image_copies_is_all_that_the_package_is_built_from(tmp_path: Path) -> None:
+    """Its COPY steps in a clean directory, then a wheel of that. Fails when: a file that the build reads is not copied, a name is not
+    there, an extra is none of pyproject.toml's, or something is installed without its tested version.
+    """
+    for copied in steps("COPY"):
+        *sources, target = copied.split()
+        for source in sources:
+            where = tmp_path / target / ("" if (ROOT / source).is_dir() else source)
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, where, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / source, where)
+    installs = [step for step in steps("RUN") if step.startswith("pip install")]
+    assert len(installs) == 2
+    assert all("--constraint constraints.txt" in step for step in installs)
+    extras = re.search(r"\.\[(.*)\]", installs[1])[1].split(",")
+    assert set(extras) <= set(re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    wheel = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", "made"]
+    made = subprocess.run(wheel, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert made.returncode == 0, made.stderr
+    (built,) = (tmp_path / "made").iterdir()
+    listed = subprocess.run([sys.executable, "-m", "zipfile", "-l", str(built)], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "toolkit/_recipes/sft.py" in listed
+    assert steps("ENTRYPOINT") == ['["toolkit"]']
+
+
+def kubernetes() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text()))
+
+
+def test_the_kubernetes_file_is_what_kubernetes_takes() -> None:
+    """Fails when: a field is misspelled, or in a place where none of its name is."""
+    validate = pytest.importorskip("kubernetes_validate")
+    for each in kubernetes():
+        validate.validate(each, "1.33", strict=True)
+    service, job = kubernetes()
+    name, pods = service["metadata"]["name"], job["spec"]
+    assert {name} == {job["metadata"]["name"], service["spec"]["selector"]["job-name"], pods["template"]["spec"]["subdomain"]}
+    arguments = pods["template"]["spec"]["containers"][0]["args"]
+    assert f"--main-address={name}-0.{name}" in arguments
+    assert f"--nodes={pods['completions']}" in arguments
+    assert pods["completions"] == pods["parallelism"]
+
+
+def test_the_skypilot_file_is_what_skypilot_takes() -> None:
+    """Where SkyPilot is installed; 0.14.1 took it. Fails when: a key is none of its task's."""
+    schemas = pytest.importorskip("sky.utils.schemas")
+    import jsonschema
+
+    task = yaml.safe_load((ROOT / "deploy/skypilot.yaml").read_text())
+    jsonschema.validate(task, schemas.get_task_schema())
+    jsonschema.validate(task["resources"], schemas.get_resources_schema())
+    jsonschema.validate(task["file_mounts"]["/data"], schemas.get_storage_schema())
+
+
+def words_of(file: str) -> list[str]:
+    if file == "kubernetes.yaml":
+        return kubernetes()[1]["spec"]["template"]["spec"]["containers"][0]["args"]
+    if file == "skypilot.yaml":
+        return shlex.split(yaml.safe_load((ROOT / "deploy/skypilot.yaml").read_text())["run"].replace("\\\n", " "))[1:]
+    return shlex.split(re.search(r"# .* toolkit (train .*)", DOCKERFILE)[1])
+
+
+@pytest.mark.parametrize("file", ["kubernetes.yaml", "skypilot.yaml", "Dockerfile"])
+def test_the_recipe_takes_the_flags_and_goes_on_where_it_stopped(file: str) -> None:
+    """Fails when: a flag is none of the recipe's or of `toolkit train`, or a run that comes back begins anew."""
+    command, recipe, *words = words_of(file)
+    assert command == "train"
+    flags, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if word.partition("=")[0] in OF_THE_LAUNCHER:
+            rest = rest if "=" in word else rest[1:]
+        else:
+            flags.append(word)
+    config_class = config_class_of_file(ROOT / f"recipes/{recipe}.py")
+    config: Any = read_command_line(config_class, flags, {}, "")
+    check_together(config)
+    assert config.resume == (file != "Dockerfile")
