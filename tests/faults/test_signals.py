@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.training import signals
 from toolkit.training.signals import StopSignal, signals_noted
 
 BERT = ["--model", "tiny-bert", "--dropout", "0.1", "--save-strategy", "no"]
@@ -88,8 +87,15 @@ def test_a_second_signal_ends_a_run_that_was_begun_with_sigint_ignored(monkeypat
             assert stop.number == signal.SIGINT
             os.kill(os.getpid(), signal.SIGTERM)
             assert not raised
-            monkeypatch.setattr(signals, "ECHO_SECONDS", 0.0)
+            monkeypatch.setattr("toolkit.training.signals.ECHO_SECONDS", 0.0)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert raised == [signal.SIGTERM]
+        raised.clear()
+        monkeypatch.undo()
+        monkeypatch.setattr(signal, "raise_signal", raised.append)
+        with signals_noted(StopSignal()):
             os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)  # pressed twice
             assert raised == [signal.SIGINT]
             assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -309,7 +309,7 @@ def test_keys_of_other_trainers_get_their_counterparts_and_no_guess(recipe: str,
 
 def test_counterparts_are_settings_that_there_are_and_no_key_has_two_meanings() -> None:
     """Fails when: a counterpart is misspelled, or a key of theirs is one of Trainer's as well."""
-    recipes = {name: config_of(name) for name in ("sft", "dpo", "lora", "kto", "reward", "pretrain", "distill")}
+    recipes = {name: config_of(name) for name in ("sft", "dpo", "lora", "kto", "reward", "pretrain", "distill", "diffusion")}
     settings = {name for config in recipes.values() for name in settings_of(config)}
     assert {name for names, _ in COUNTERPARTS.values() for name in names} <= settings
     assert not {key for key in COUNTERPARTS if is_foreign(key)}

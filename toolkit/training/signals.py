@@ -65,8 +65,9 @@ class StopSignal:
 def signals_noted(stop: StopSignal) -> Iterator[None]:
     """Note the first SIGTERM, SIGINT or SIGUSR1 in `stop`, for the run to act on; the second one acts by itself.
 
-    One that comes within ECHO_SECONDS is the first one again: Slurm signals each process of a step, and the launcher, which is
-    one of them, hands it on. With a deadline `OutOfTime` is raised in the main thread when there is just time left to save.
+    A SIGTERM or SIGUSR1 that comes within ECHO_SECONDS is the first one again: Slurm signals each process of a step, and the
+    launcher, which is one of them, hands it on. Nobody but a person sends SIGINT. With a deadline `OutOfTime` is raised in the
+    main thread when there is just time left to save.
     """
     deadline = stop.deadline
 
@@ -74,7 +75,7 @@ def signals_noted(stop: StopSignal) -> Iterator[None]:
 
     def note(number: int, frame: FrameType | None) -> None:
         if first:
-            if time.monotonic() - first[0] >= ECHO_SECONDS:
+            if number == signal.SIGINT or time.monotonic() - first[0] >= ECHO_SECONDS:
                 let_the_next_one_act()
                 signal.raise_signal(number)
             return
