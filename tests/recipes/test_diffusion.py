@@ -70,6 +70,8 @@ def test_answers_are_learned_with_their_end(run_recipe: Any, answers: Path) -> N
     said = toolkit("generate", str(run.output_dir), *prompts, "--raw", "--json", "--device", "cpu").splitlines()
     texts = [json.loads(line)["text"] for line in said]
     assert sum(len(text.split()) <= 5 for text in texts) >= 4, texts
+    shown = toolkit("inspect", str(answers), "--task", "diffusion", "--model", str(run.output_dir / "model"))
+    assert "[[" in shown
     refused = subprocess.run([sys.executable, "-m", "toolkit", "generate", str(run.output_dir), "--prompt", "a", "--top-p", "0.9"], capture_output=True, text=True, timeout=120)
     assert refused.returncode == 2
     assert "--top-p" in refused.stderr

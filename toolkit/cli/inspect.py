@@ -22,6 +22,7 @@ from toolkit.cli.setting_options import (
 from toolkit.config import (
     ClassificationConfig,
     DataConfig,
+    DiffusionConfig,
     EmbeddingConfig,
     MaskedLMConfig,
     ModelConfig,
@@ -50,7 +51,7 @@ _MOST_BINS = 12
 class _Config(
     EmbeddingConfig,
     ModelConfig, DataConfig, ClassificationConfig, RankingConfig, QuestionAnsweringConfig, MaskedLMConfig,
-    TokenClassificationConfig, Seq2SeqConfig, PromptConfig,
+    DiffusionConfig, TokenClassificationConfig, Seq2SeqConfig, PromptConfig,
 ):  # fmt: skip
     """What is read of a recipe's settings."""
 
@@ -160,7 +161,7 @@ def _show(found: "Inspection", task: str, splits: Any, settings: _Config) -> Non
     ]  # fmt: skip
     if len(found.whole["train"]):
         lines += ["Lengths of train, in tokens", *_histogram(found.whole["train"], found.report), ""]
-    if task in ("sft", "lm", "masked_lm") and len(found.kept.get("train", ())):
+    if task in ("sft", "lm", "masked_lm", "diffusion") and len(found.kept.get("train", ())):
         lines += [_packing(found.kept["train"], settings), ""]
     for origin, pieces in found.examples:
         lines += [*example_lines(pieces, origin, found.report.example_names, marks), ""]
