@@ -96,11 +96,11 @@ def test_a_job_out_of_time_comes_back_and_ends_with_the_same_bits(slurm: dict[st
     assert (tmp_path / "run/model/model.safetensors").read_bytes() == (tmp_path / "whole/model/model.safetensors").read_bytes()
 
 
-STOPS = "bash -c 'trap \"exit 75\" USR1 TERM; sleep 30 & wait'"
+STOPS = "bash -c 'trap \"exit 75\" USR1 TERM; echo ready; sleep 60 & wait'"
 
 
-def sent(script: str, steps: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """The number of a job whose steps are running, and have set their traps."""
+def sent(script: str, logs: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """The number of a job whose commands have set their traps."""
     sent = subprocess.run(
         ["sbatch", "--parsable"],
         input=script,
@@ -111,21 +111,14 @@ def sent(script: str, steps: list[str], folder: Path, environment: dict[str, str
         timeout=60,
         check=True,
     )
-    job = sent.stdout.strip()
-
-    def all_run() -> bool:
-        listed = run(["squeue", "--steps", "--noheader", "--format=%i"], environment).split()
-        return {job + step for step in steps} <= set(listed)
-
-    wait_for(all_run, 60)
-    time.sleep(1)
-    return job
+    wait_for(lambda: all((folder / log).exists() and "ready" in (folder / log).read_text() for log in logs), 60)
+    return sent.stdout.strip()
 
 
 @pytest.mark.slow
 def test_a_canceled_job_stays_away(slurm: dict[str, str], tmp_path: Path) -> None:
     """Fails when: scancel brings a job back that nobody can get rid of."""
-    job = sent(batch_script(SlurmJob("stops", STOPS, log=str(tmp_path / "log"))), [".0"], tmp_path, slurm)
+    job = sent(batch_script(SlurmJob("stops", STOPS, log=str(tmp_path / "log"))), ["log"], tmp_path, slurm)
     run(["scancel", job], slurm)
     wait_for(lambda: state(job, slurm) == "CANCELLED", 60)
     assert "back into the queue" not in (tmp_path / "log").read_text()
@@ -135,7 +128,7 @@ def test_a_canceled_job_stays_away(slurm: dict[str, str], tmp_path: Path) -> Non
 def test_of_an_array_one_job_is_stopped_and_comes_back_alone(slurm: dict[str, str], tmp_path: Path) -> None:
     """The last one, which has the array's own number. Fails when: that number is what is stopped."""
     script = batch_script(SlurmJob("array", STOPS, log=str(tmp_path / "%a.log"), array=2))
-    job = sent(script, ["_0.0", "_1.0"], tmp_path, slurm)
+    job = sent(script, ["0.log", "1.log"], tmp_path, slurm)
     run(["scancel", "--signal=USR1", "--batch", f"{job}_1"], slurm)
     wait_for(lambda: state(f"{job}_1", slurm) == "PENDING", 60)
     assert state(f"{job}_0", slurm) == "RUNNING"

@@ -54,6 +54,9 @@ def base_of(directory: str | Path) -> tuple[str, str | None]:
         return str(directory / BASE), None
     if not name:
         raise Refusal(f"{directory}/adapter_config.json: base_model_name_or_path is empty. Write the base model's name there.")
+    for key, value in (("base_model_name_or_path", name), ("revision", revision)):
+        if value is not None and not isinstance(value, str):
+            raise Refusal(f"{directory}/adapter_config.json: {key} is {value!r}, and must be a text. Correct the file.")
     if os.path.isabs(name) and not os.path.isdir(name):
         raise Refusal(
             f"{directory}: its base model was {name}, which is gone. Put it back, or write its new place into "
