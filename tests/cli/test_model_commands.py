@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.config import Refusal
-from toolkit.generation.answers import Sampling, answer
+from toolkit.generation.answers import StreamedText
 from toolkit.generation.continued_texts import stop_ids
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +131,28 @@ def test_prompts_come_from_a_file_or_from_standard_input(made: Path, tmp_path: P
         assert [json.loads(row)["text"] for row in rows] == texts, words
 
 
+def test_prompts_that_are_answered_together_are_shown_in_their_order(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at a time, the longer ones read first. Fails when: a piece is shown as it comes, or `start` is left out of a prompt's number."""
+    monkeypatch.setattr("toolkit.generation.answers.TOGETHER", 2)
+    prompts = ["one " * count + "six" for count in (3, 9, 1, 5, 2)]
+    (tmp_path / "lines.txt").write_text("\n".join(prompts))
+    shown = toolkit("generate", made / "run", "--file", tmp_path / "lines.txt", "--raw", "--max-new-tokens", 6).stdout
+    assert shown == "\n".join(f"{prompt}\n{likeliest(made / 'run/model', prompt, 6)}\n" for prompt in prompts)
+
+
+def test_what_a_generation_config_wants_beyond_the_sampler_is_done(made: Path, tmp_path: Path) -> None:
+    """transformers' own `generate` is the reference. Fails when: `no_repeat_ngram_size` is not in _BEYOND_SAMPLER."""
+    folder = shutil.copytree(made / "run/model", tmp_path / "model")
+    model, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    model.generation_config.no_repeat_ngram_size = 1
+    model.generation_config.save_pretrained(folder)
+    ids = tokenizer("one two", return_tensors="pt")["input_ids"]
+    wanted = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=stop_ids(model, tokenizer), pad_token_id=0)
+    found = toolkit("generate", folder, "--prompt", "one two", "--raw", "--max-new-tokens", 12, "--json").stdout
+    assert json.loads(found)["text"] == tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True)
+    assert len(set(wanted[0].tolist())) == wanted.shape[1]
+
+
 def test_raw_continues_the_text_and_a_seed_repeats_a_draw(made: Path) -> None:
     """Fails when: --raw is ignored, or the generator is not seeded."""
     raw = toolkit("generate", made / "run", "--prompt", "one two", "--raw", "--max-new-tokens", 5, "--json").stdout
@@ -148,18 +170,11 @@ def test_pieces_that_are_shown_add_up_to_the_answer(made: Path) -> None:
     reported = "Größe 漢字 😀 end"
     ids = tokenizer(reported)["input_ids"]
 
-    class Recites:
-        device, config = torch.device("cpu"), transformers.AutoConfig.from_pretrained(made / "run/model")
-        generation_config = transformers.GenerationConfig()
-
-        def generate(self, input_ids: torch.Tensor, streamer: Any, **_: Any) -> None:
-            streamer.put(input_ids)
-            for token in ids:
-                streamer.put(torch.tensor([token]))
-            streamer.end()
-
     pieces: list[str] = []
-    assert answer(Recites(), tokenizer, "say it", Sampling(), pieces.append) == reported
+    text = StreamedText(tokenizer, pieces.append)
+    for token in ids:
+        text.add(token)
+    assert text.end() == reported
     assert "".join(pieces) == reported
     assert len(pieces) > 5
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)

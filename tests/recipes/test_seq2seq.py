@@ -77,7 +77,12 @@ def test_generate_puts_the_run_s_prefix_before_each_source(run_recipe: Any, tmp_
     run = run_recipe("seq2seq", "--dataset", "rows", *flags)
     assert run.code == 0, run.err
     read = list[str]()
-    monkeypatch.setattr("toolkit.generation.answers.answer", lambda model, tokenizer, prompt, *rest: read.append(prompt) or "")
+
+    def keep(model: Any, tokenizer: Any, prompts: list[str], sampling: Any, show: Any, on_end: Any) -> None:
+        read.extend(prompts)
+        on_end(0, "")
+
+    monkeypatch.setattr("toolkit.generation.answers.answer_prompts", keep)
     for folder, more in ((run.output_dir, []), (run.output_dir / "model", []), (run.output_dir, ["--source-prefix", "tell: "])):
         done = CliRunner().invoke(app, ["generate", str(folder), "--prompt", "seven", "--json", *more])
         assert done.exit_code == 0, done.output

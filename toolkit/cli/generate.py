@@ -104,19 +104,17 @@ def generate(
     """Answer prompts: of --prompt, of a file, or of what is piped in.
 
     A prompt is a user's turn where the model has a chat template, and a source for an encoder-decoder. A masked-diffusion
-    model also fills in what a text leaves out, <|mask|>*16 for 16 tokens. The answer is shown as it is made. Only the answers
-    go to standard output; with several prompts each is below its prompt.
+    model also fills in what a text leaves out, <|mask|>*16 for 16 tokens. The answer is shown as it is made; several prompts
+    are answered at a time. Only the answers go to standard output; with several prompts each is below its prompt.
     """
-    from toolkit.generation.answers import answer, read_prompts, text_prompt
+    from toolkit.generation.answers import answer_prompts, read_prompts, text_prompt
 
     lines = _prompt_lines(prompt, file)
     settings = {
         "model_revision": model_revision, "tokenizer": tokenizer, "chat_template": chat_template,
         "trust_remote_code": trust_remote_code, "dtype": dtype,
     }  # fmt: skip
-    loaded, tokens = _load(
-        model, settings, device, seed, ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
-    )
+    loaded, tokens = _load(model, settings, device, ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"))
     sampling = _sampling(loaded, max_new_tokens, temperature, top_p, denoising_steps, block_length, seed)
     is_source = loaded.config.is_encoder_decoder
     if source_prefix is not None and not is_source:
@@ -128,15 +126,41 @@ def generate(
         prompts = [text_prompt(text, tokens, raw, system) for text in prompt]
     else:
         prompts = read_prompts(lines, str(file or "standard input"), tokens, raw, system)
-    for number, each in enumerate(prompts):
-        if as_json:
-            text = answer(loaded, tokens, before + each.text, sampling, lambda piece: None)
-            say(json.dumps({"prompt": each.written, "text": text}, ensure_ascii=False))
-            continue
-        if len(prompts) > 1:
-            say(("\n" if number else "") + each.written, style=DIM)
-        answer(loaded, tokens, before + each.text, sampling, _show)
-        say("")
+    printer = _Printer([each.written for each in prompts], as_json)
+    answer_prompts(loaded, tokens, [before + each.text for each in prompts], sampling, printer.show, printer.end)
+
+
+class _Printer:
+    """Answers in the order of their prompts, though several are made at a time: pieces of the next one as they come."""
+
+    def __init__(self, prompts: list[str], as_json: bool) -> None:
+        self.prompts, self.as_json, self.next = prompts, as_json, -1
+        self.pieces: dict[int, list[str]] = {}
+        self.ended: dict[int, str] = {}
+        self._begin()
+
+    def show(self, number: int, piece: str) -> None:
+        if self.as_json:
+            return
+        if number == self.next:
+            _show(piece)
+        else:
+            self.pieces.setdefault(number, []).append(piece)
+
+    def end(self, number: int, text: str) -> None:
+        self.ended[number] = text
+        while self.next in self.ended:
+            text = self.ended.pop(self.next)
+            say(json.dumps({"prompt": self.prompts[self.next], "text": text}, ensure_ascii=False) if self.as_json else "")
+            self._begin()
+
+    def _begin(self) -> None:
+        self.next += 1
+        if self.as_json or self.next == len(self.prompts):
+            return
+        if len(self.prompts) > 1:
+            say(("\n" if self.next else "") + self.prompts[self.next], style=DIM)
+        _show("".join(self.pieces.pop(self.next, [])))
 
 
 def _gaps(model: Any, tokenizer: Any) -> list[str]:
@@ -202,7 +226,7 @@ def chat(
         "model_revision": model_revision, "tokenizer": tokenizer, "chat_template": chat_template,
         "trust_remote_code": trust_remote_code, "dtype": dtype,
     }  # fmt: skip
-    loaded, tokens = _load(model, settings, device, seed)
+    loaded, tokens = _load(model, settings, device)
     opening = [{"role": "system", "content": system}] if system else []
     chat_prompt([*opening, {"role": "user", "content": "?"}], tokens)  # a model that can't be talked to is refused now
     if sys.stdin.isatty():
@@ -225,7 +249,8 @@ def _talk(model: Any, tokenizer: Any, opening: list[dict[str, str]], sampling: "
         pieces = list[str]()
         try:
             prompt = chat_prompt([*messages, {"role": "user", "content": said}], tokenizer)
-            answer(model, tokenizer, prompt, sampling, partial(_show_and_keep, pieces))
+            of_turn = sampling._replace(seed=sampling.seed + len(messages))
+            answer(model, tokenizer, prompt, of_turn, partial(_show_and_keep, pieces))
         except KeyboardInterrupt:
             say(" (ended)", style=DIM, end="")
         except Refusal as refusal:  # a chat that has grown too long: it may be reset
@@ -269,12 +294,11 @@ def _prompt_lines(prompt: list[str] | None, file: Path | None) -> list[str]:
 
 
 def _load(
-    model: str, settings: dict[str, Any], device: str | None, seed: int, kinds: tuple[str, ...] = ("AutoModelForCausalLM",)
+    model: str, settings: dict[str, Any], device: str | None, kinds: tuple[str, ...] = ("AutoModelForCausalLM",)
 ) -> tuple[Any, Any]:
     from toolkit.models.trained import find_model
 
     config = read_options(ModelConfig, {"dtype": "auto", "model": find_model(model), **_given(settings)})
-    import torch
 
     from toolkit.export.model_directory import no_progress_bar
     from toolkit.models.diffusion import diffusion_in, of_both_sides
@@ -287,9 +311,7 @@ def _load(
         instead = as_typed("toolkit", "evaluate", model)
         raise Refusal(f"{config.model}: is for {kind}, and writes no text. For its metrics: {instead}")
     with no_progress_bar(), contextlib.redirect_stdout(sys.stderr):  # standard output is for the results
-        loaded = load_trained(kind, config, best_device(device), **of_both_sides(config))
-    torch.manual_seed(seed)
-    return loaded
+        return load_trained(kind, config, best_device(device), **of_both_sides(config))
 
 
 def _given(settings: dict[str, Any]) -> dict[str, Any]:

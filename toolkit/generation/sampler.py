@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ CACHE_ON_CPU = 2**30  # bytes of keys and values at a time
 
 Together = Callable[[bool], bool]
 OnGroup = Callable[[int, "list[Completion]"], None]
+OnToken = Callable[[int, int], None]
 
 
 @dataclass
@@ -54,16 +56,17 @@ class Completion:
 def sample_groups(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], keys: np.ndarray, settings: SamplingSettings,
     tokenizer: PreTrainedTokenizerBase | None = None, together: Together | None = None, cache_bytes: int | None = None,
-    on_group: OnGroup | None = None, limits: Sequence[int] | None = None,
+    on_group: OnGroup | None = None, limits: Sequence[int] | None = None, on_token: OnToken | None = None,
 ) -> list[list[Completion]]:  # fmt: skip
     """Completions of each prompt, `keys` `[prompts, group size]` (uint64, of `completion_key`) of them.
 
     `model` is unwrapped, with or without an adapter, on any device; it is left as it was. `tokenizer`: for stop strings.
     `together(more)`: whether any rank has more to do, where each forward pass needs all ranks (sharded parameters).
     `cache_bytes`: of keys and values at a time; prompts beyond it wait. `on_group(prompt, completions)` is called for each
-    prompt, by its number, as soon as its group is complete. `limits`: the longest completion of each prompt, at most
-    `max_new_tokens`. Models that are not on transformers' attention
-    interface, and encoder-decoders, decode a group at a time with transformers' own cache (`takes_groups`).
+    prompt, by its number, as soon as its group is complete; `on_token(prompt, token)` for each token of its first completion
+    as soon as it is drawn. `limits`: the longest completion of each prompt, at most `max_new_tokens`. Models that are not on
+    transformers' attention interface, and encoder-decoders, decode a group at a time with transformers' own cache
+    (`takes_groups`).
 
     Raises:
         Refusal: a prompt without tokens or one that leaves no room for a completion in the model's positions; stop strings
@@ -93,7 +96,8 @@ def sample_groups(
             ids = [list(prompts[number]) for number in block] or [[0]]
             living = keys[block] if block else keys[:0]
             decoder = _Groups(model, ids, keys.shape[1]) if grouped else CachedGroup(model, ids[0], keys.shape[1])
-            for place, group in _decode(decoder, ids, living, settings, stop, together, longest[block]):
+            show = partial(_show, on_token, block) if on_token else None
+            for place, group in _decode(decoder, ids, living, settings, stop, together, longest[block], show):
                 completions[block[place]] = group
                 if on_group:
                     on_group(block[place], group)
@@ -137,10 +141,10 @@ def _groups_are_exact(model: PreTrainedModel) -> bool:
 
 def _decode(
     decoder: Any, prompts: list[list[int]], keys: np.ndarray, settings: SamplingSettings, stop: _StopStrings | None,
-    together: Together | None, limits: np.ndarray,
+    together: Together | None, limits: np.ndarray, on_token: OnToken | None = None,
 ) -> Iterator[tuple[int, list[Completion]]]:  # fmt: skip
     """The groups of a block, `keys` `[prompts, group size]`, each as it is complete; without keys only keep the other ranks
-    company. `limits` `[prompts]`: tokens of their completions."""
+    company. `limits` `[prompts]`: tokens of their completions. `on_token(place in the block, token)`."""
     size = keys.shape[1]
     open_groups = set(range(len(keys)))
     completions = [Completion(kept=[] if settings.cuts else None) for _ in range(keys.size)]
@@ -163,6 +167,8 @@ def _decode(
                     continue
                 completion.tokens.append(token)
                 completion.logps.append(logp)
+                if on_token and row % size == 0:
+                    on_token(row // size, token)
                 if completion.kept is not None:
                     completion.kept.append(torch.isfinite(drawn_from[place]).nonzero()[:, 0].int().cpu().numpy())
                 if ended[place] or (stop is not None and stop.found(completion.tokens)):
@@ -185,6 +191,10 @@ def _decode(
             rows, row_keys, tokens = rows[living], row_keys[living], tokens[kept]
             seen = seen if seen is None else seen[kept]
         logits = decoder.next(tokens)
+
+
+def _show(on_token: OnToken, block: list[int], place: int, token: int) -> None:
+    on_token(block[place], token)
 
 
 class _Groups:
