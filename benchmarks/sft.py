@@ -3,12 +3,13 @@
     python benchmarks/sft.py --pairs 5
     python benchmarks/sft.py --only head-heavy:1:1 --flags --pairs 1
 
-Ours does what `recipes/sft.py` does, with AdamW and bfloat16 as TRL: packed rows, the head at supervised positions only.
-TRL runs with its defaults (1.16: bfloat16, padded, activations recomputed), and with flags that save work: packing, no
-recomputation. What each flag brings on this machine, --flags measures. A step sees as many tokens packed as padded: rows of
-the longest text's length, as many as hold the mean batch. `benchmarks/side_by_side.py` says what is timed. On a CPU TRL's
-head is applied at every position, on a GPU at supervised ones only: its ratios don't carry over. Never run on a GPU yet
-(--device cuda): layers are compiled there, the first steps are not timed, and model FLOP/s are 6 x parameters x tokens.
+Ours does what `recipes/sft.py` does, with AdamW and bfloat16 as TRL: packed rows, the head at supervised positions only. TRL
+runs with its defaults (1.16: bfloat16, padded, activations recomputed), and with flags that save work: no recomputation with
+packing, or with one row at a time, so that nothing is padded. What each flag brings on this machine, --flags measures. A step
+sees as many tokens packed as padded: rows of the longest text's length, as many as hold the mean batch.
+`benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head is applied at every position, on a GPU at supervised ones
+only: its ratios don't carry over. Never run on a GPU yet (--device cuda): layers are compiled there, the first steps are not
+timed, and model FLOP/s are 6 x parameters x tokens.
 """
 
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "packing": {"packing": True, "per_device_train_batch_size": PACKED_ROWS},
     "padding-free": {"padding_free": True, "max_length": None},
     "lengths grouped": {"train_sampling_strategy": "group_by_length"},
+    "one row at a time, accumulated": {"per_device_train_batch_size": 1},
     "eager attention": {"model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager"}},
     "flex attention": {"model_init_kwargs": {"dtype": "float32", "attn_implementation": "flex_attention"}},
     "two loader processes": {"dataloader_num_workers": 2},
@@ -49,6 +51,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "Hub kernels": {"model_init_kwargs": {"dtype": "float32", "use_kernels": True}},
 }
 HELPFUL = ("no checkpointing", "packing")
+ONE_ROW = {**FLAGS["no checkpointing"], **FLAGS["one row at a time, accumulated"]}
 UNTIMED_STEPS = {"cpu": 0, "cuda": 4}  # those that compile
 
 
@@ -117,6 +120,8 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
     from trl import SFTConfig, SFTTrainer
 
     task.watch.warm_up = UNTIMED_STEPS[task.device]
+    if settings.get("per_device_train_batch_size") == 1:
+        settings = {**settings, "gradient_accumulation_steps": task.batch}  # a step is of as many rows, however they are cut
     if settings.get("per_device_train_batch_size") == PACKED_ROWS:
         settings = {**settings, "per_device_train_batch_size": packed_rows_of_a_step(task)}
     trainer = SFTTrainer(
@@ -134,10 +139,14 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
 BEST_FLAGS = {name: value for flag in HELPFUL for name, value in FLAGS[flag].items()}
 COMPARISON = Comparison(
     script=__file__,
-    sides={OURS: partial(ours, bf16=True), DEFAULTS: trl, BEST: partial(trl, **BEST_FLAGS)},
+    sides={
+        OURS: partial(ours, bf16=True), DEFAULTS: trl, BEST: partial(trl, **BEST_FLAGS),
+        f"{BEST}, one row": partial(trl, **ONE_ROW),
+    },
     in_float32={
         f"{OURS}, float32": ours, f"{DEFAULTS}, float32": partial(trl, bf16=False),
         f"{BEST}, float32": partial(trl, **BEST_FLAGS, bf16=False),
+        f"{BEST}, one row, float32": partial(trl, **ONE_ROW, bf16=False),
     },
     flags={f"TRL, {name}": partial(trl, **settings) for name, settings in FLAGS.items()},
     make_rows=make_rows,
