@@ -130,7 +130,7 @@ def test_the_first_rank_that_ended_badly_gives_the_code(tmp_path: Path) -> None:
 def test_every_rank_of_two_machines_knows_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when: RANK does not count the machines before, or each machine meets at a port of its own."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(launching, "_cores", lambda: 7)
+    monkeypatch.setattr(launching, "usable_cores", lambda: 7)
     source = "import json, os, sys; open(f'{sys.argv[1]}/{os.environ[\"RANK\"]}', 'w').write(json.dumps(dict(os.environ)))"
     for this in (0, 1):
         assert run_ranks(tmp_path, source, 2, Nodes(count=2, this=this, main_address="10.0.0.7")) == 0

@@ -30,7 +30,7 @@ def adopted(environment: dict[str, str]) -> dict[str, str]:
 )
 def test_a_rank_of_one_host_learns_its_place_and_where_to_meet(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when: LOCAL_RANK is taken for RANK's variable, or the threads are those of the whole machine."""
-    monkeypatch.setattr(launching, "_cores", lambda: 9)
+    monkeypatch.setattr(launching, "usable_cores", lambda: 9)
     place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
     assert adopted(dict(given)) == {**given, **place, "MASTER_PORT": "29500", "OMP_NUM_THREADS": "2"}
 

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import IO, Any, Protocol
 
 from toolkit.system.console import say
+from toolkit.system.environment import usable_cores
 from toolkit.system.network import free_port, interface_toward
 
 REFUSED, TRY_AGAIN = 2, 75
@@ -137,7 +138,7 @@ def rank_environments(processes: int, nodes: Nodes = ONE_MACHINE, *, alone: bool
 
 def threads_of_a_rank(processes: int) -> int:
     """A process's share of the cores of this machine."""
-    return max(1, _cores() // processes)
+    return max(1, usable_cores() // processes)
 
 
 def _wait_for(ranks: Mapping[str, Process], received: list[int]) -> int:
@@ -238,8 +239,3 @@ def _say_how_it_ended(name: str, code: int) -> None:
         say(f"{name} was ended by {known.get(-code, f'signal {-code}')}", error=True)
     elif code != REFUSED and name.startswith("rank"):
         say(f"{name} ended with code {code}", error=True)
-
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -77,7 +77,7 @@ def _system() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({platform.python_implementation()}, {without_secrets(sys.prefix)})",
         "platform": platform.platform(),
         "processor": _processor(),
-        "cores": f"{_usable_cores()} of {os.cpu_count()}",
+        "cores": f"{usable_cores()} of {os.cpu_count()}",
     }
     with contextlib.suppress(ValueError, OSError, AttributeError):
         found["memory"] = _gigabytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -156,7 +156,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Cores that this process may run on; a container or a scheduler may allow it fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
