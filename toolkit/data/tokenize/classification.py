@@ -33,9 +33,9 @@ def classification_format(config: DataConfig, class_names: list[str] | None = No
     problem_type, class_weights = config.problem_type, config.class_weights
     kinds = {"single_label": pa.int32(), "multi_label": pa.list_(pa.float32()), "regression": pa.float32()}
 
-    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> LabelledTexts:
+    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> LabeledTexts:
         assert plan.classes is not None
-        return LabelledTexts(
+        return LabeledTexts(
             None if plan.layout == "tokenized" else encoder,
             pair_frame(encoder.tokenizer) if "text_pair" in plan.columns else None,
             plan.classes, next(column for column in ("label", "labels") if column in plan.columns), problem_type,
@@ -87,7 +87,7 @@ def _plan(splits: Splits, config: DataConfig, class_names: list[str] | None) -> 
 
 
 @dataclass(frozen=True)
-class LabelledTexts:
+class LabeledTexts:
     """Reads batches of rows: all that it needs next to them."""
 
     encoder: Encoder | None  # None: the rows are tokenized
