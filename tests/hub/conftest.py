@@ -56,8 +56,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     waited: list[float] = []
     clock = type("Clock", (), {"sleep": staticmethod(waited.append)})
     monkeypatch.setattr(_http, "time", clock)
-    monkeypatch.setattr(client.patiently, "__kwdefaults__", None, raising=False)
-    monkeypatch.setattr(client.patiently, "__defaults__", (3, waited.append))
+    monkeypatch.setattr(client, "time", clock)
     monkeypatch.setattr("huggingface_hub._commit_api.constants.HF_HUB_DISABLE_XET", True)
     hub_logging.set_verbosity(logging.CRITICAL)
     disable_progress_bars()

@@ -72,7 +72,7 @@ def apply_sharded_state(
     found, names, buffers = _pieces(accelerator, model, optimizer), _names(torch_optimizer), _buffers(model)
     shapes = {piece.parameter: tuple(piece.shape) for piece in found}
     live = shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    compare_shapes("model", live, {name: tuple(tensor.shape) for name, tensor in state.model.items()})
+    compare_shapes(live, {name: tuple(tensor.shape) for name, tensor in state.model.items()})
     if state.base:
         refuse_other_base(state.base, sharded_base_identity(accelerator, model))
     if not only_model:

@@ -102,7 +102,7 @@ def apply_state(
         Refusal: names, shapes or the order of parameters differ, or the frozen parameters are not those it was trained on.
     """
     live = _saved_tensors(model)
-    compare_shapes("model", _shapes(live), _shapes(state.model))
+    compare_shapes(_shapes(live), _shapes(state.model))
     if state.base:
         refuse_other_base(state.base, base_identity(model))
     if optimizer is not None:
@@ -229,12 +229,12 @@ def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def compare_shapes(what: str, live: dict[str, Any], stored: dict[str, Any]) -> None:
+def compare_shapes(live: dict[str, Any], stored: dict[str, Any]) -> None:
     """Refuse what has not exactly these shapes under these names."""
     if live == stored:
         return
     wrong = [name for name in sorted(live.keys() | stored.keys()) if live.get(name) != stored.get(name)]
-    raise Refusal(f"the checkpoint does not fit this {what}: {wrong[0]} is {stored.get(wrong[0])}, here {live.get(wrong[0])}")
+    raise Refusal(f"the checkpoint does not fit this model: {wrong[0]} is {stored.get(wrong[0])}, here {live.get(wrong[0])}")
 
 
 def _named(base: dict[str, Any]) -> str:

@@ -76,9 +76,9 @@ def _ndcg(lists: Sequence[QueryList], scores: Sequence[float]) -> float:
     return ranking_metrics(ranks_in_lists(np.asarray(scores), labels, numbers))["ndcg_at_10"]
 
 
-def _expected_ndcg(labels: Sequence[float], k: int = 10) -> float:
-    """Of a random order: each document is as likely at each place."""
+def _expected_ndcg(labels: Sequence[float]) -> float:
+    """At 10, of a random order: each document is as likely at each place."""
     gains = np.maximum(np.sort(np.asarray(labels, dtype=np.float64))[::-1], 0)
-    discounts = 1 / np.log2(np.arange(2, len(gains) + 2)) * (np.arange(len(gains)) < k)
+    discounts = 1 / np.log2(np.arange(2, len(gains) + 2)) * (np.arange(len(gains)) < 10)
     best = float(gains @ discounts)
     return float(gains.mean() * discounts.sum()) / best if best else 0.0

@@ -19,6 +19,7 @@ Result = TypeVar("Result")
 _LOG_IN = "Set HF_TOKEN to a token with write access, or log in with `hf auth login`."
 _TRY_AGAIN = (408, 409, 412, 425, 429)  # and 5xx; 412: someone else committed in between
 _LONGEST_WAIT = 60.0
+_TRIES = 3
 
 
 class NotNow(Exception):
@@ -98,7 +99,7 @@ def make_repository(api: HfApi, repo_id: str, private: bool | None, revision: st
         api.create_branch(repo_id, branch=revision, exist_ok=True)
 
 
-def patiently(action: Callable[[], Result], tries: int = 3, sleep: Callable[[float], None] = time.sleep) -> Result:
+def patiently(action: Callable[[], Result]) -> Result:
     """What an action returns, with retries if the Hub can't be reached.
 
     Raises:
@@ -110,12 +111,12 @@ def patiently(action: Callable[[], Result], tries: int = 3, sleep: Callable[[flo
         except Exception as error:
             if not may_pass(error):
                 raise
-            if number == tries:
+            if number == _TRIES:
                 raise NotNow(reason(error)) from error
             wait = min(max(wait, asked_wait(error)), _LONGEST_WAIT)
             if wait > 5:
                 say(f"the Hub: {reason(error)}; retrying in {wait:.0f} s")
-            sleep(wait)
+            time.sleep(wait)
     raise AssertionError("waiting times have no end")
 
 

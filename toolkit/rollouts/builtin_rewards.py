@@ -138,12 +138,12 @@ def jsonschema_installed() -> None:
         ) from error
 
 
-def check_pattern(pattern: str, where: str) -> None:
+def check_pattern(pattern: str) -> None:
     """Refuse what is no regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
-        raise Refusal(f"{where} {pattern}: is no regular expression: {error}") from error
+        raise Refusal(f"--reward-pattern {pattern}: is no regular expression: {error}") from error
 
 
 def read_schema(path: str) -> str:

@@ -161,7 +161,7 @@ def _built_in(name: str, config: RewardFunctionsConfig, processes: RewardProcess
             raise Refusal("--reward-funcs length: up to how many tokens is a completion not too long? Add --reward-length N.")
         arguments = {"tokens": config.reward_length}
     elif name == "regex" and config.reward_pattern is not None:
-        check_pattern(config.reward_pattern, "--reward-pattern")
+        check_pattern(config.reward_pattern)
         arguments = {"compiled_from": config.reward_pattern}
     elif name == "json_schema":
         jsonschema_installed()

@@ -83,7 +83,7 @@ def status_lines(job: dict[str, Any]) -> list[str]:
     return [f"{name:<{width}}  {text}" for name, text in rows]
 
 
-def log_lines(name: str, region: str | None, *, follow: bool = False, poll: float = _POLL_SECONDS) -> Iterator[str]:
+def log_lines(name: str, region: str | None, *, follow: bool = False) -> Iterator[str]:
     """The lines of a job's logs, all machines' so far; with `follow` until the job has ended.
 
     With several machines each line begins with its machine's name.
@@ -101,7 +101,7 @@ def log_lines(name: str, region: str | None, *, follow: bool = False, poll: floa
                 yield f"{machine}  {line}" if count > 1 else line
         if ended or not follow:
             return
-        time.sleep(poll)
+        time.sleep(_POLL_SECONDS)
 
 
 def _streams(logs: Any, name: str) -> list[str]:

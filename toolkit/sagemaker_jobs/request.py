@@ -91,11 +91,11 @@ def encoded(hyperparameters: Mapping[str, Any]) -> dict[str, str]:
     return {name: json.dumps(value) for name, value in hyperparameters.items()}
 
 
-def environment_of(job: Job, caller: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of the job's containers: what to run, names of secrets, and tokens of the caller that were asked for.
+def environment_of(job: Job) -> dict[str, str]:
+    """The environment of the job's containers: what to run, names of secrets, and this environment's tokens as asked for.
 
     Raises:
-        Refusal: the caller has no such variable.
+        Refusal: this environment has no such variable.
     """
     found = {"TOOLKIT_RECIPE": f"recipes/{job.recipe.name}"}
     if job.accelerate_config:
@@ -104,11 +104,11 @@ def environment_of(job: Job, caller: Mapping[str, str] = os.environ) -> dict[str
         found["TOOLKIT_PROCESSES"] = str(job.processes)
     found |= {f"{SECRET}{name}": secret for name, secret in job.secrets.items()}
     for name in job.tokens:
-        if not caller.get(name):
+        if not os.environ.get(name):
             raise Refusal(f"--token {name}: this environment has no {name}. Set it, or use --secret {name}=NAME_OR_ARN.")
         if name in job.secrets:
             raise Refusal(f"--token {name} and --secret {name}: one of them is enough.")
-        found[name] = caller[name]
+        found[name] = os.environ[name]
     return found
 
 
