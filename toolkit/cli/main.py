@@ -87,7 +87,7 @@ def main() -> None:
     """Run the command line; what cannot be meant ends with one message and code 2."""
     keep_bars_out_of_logs()
     try:
-        # A command's own exit code comes back as a number, not standing alone.
+        # A command's own exit code comes back as a number outside of Typer's standalone mode.
         code = app(prog_name="toolkit", standalone_mode=False)
     except typer.TyperException as mistake:
         print_mistake(mistake)

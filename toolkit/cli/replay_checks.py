@@ -104,7 +104,7 @@ def check_inputs(script: str, card: dict[str, Any]) -> None:
         raise typer.BadParameter(f"{script}: there is no such file.", param_hint="--recipe")
     if sha256_of(Path(script)) != card["recipe"]["sha256"]:
         commit = card["recipe"]["commit"]
-        at = f" It stood at the commit {commit}." if commit else ""
+        at = f" It was at the commit {commit}." if commit else ""
         raise Refusal(f"{script}: is not the recipe of that run, whose text was another.{at} Name that one: --recipe FILE")
     for name, digest in card["model"].get("directories", {}).items():
         if Path(name).expanduser().is_dir() and directory_digest(name) != digest:

@@ -56,7 +56,7 @@ def submit(
     sweep_workers: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, max=4096, help="Run `toolkit sweep RECIPE FLAGS` as so many jobs that share the sweep's trials."
+            metavar="N", min=1, max=4096, help="Run `toolkit sweep RECIPE FLAGS` as N jobs that share the sweep's trials."
         ),
     ] = None,
     job_name: Annotated[str | None, typer.Option(metavar="NAME", help="Default: the recipe's.")] = None,

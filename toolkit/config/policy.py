@@ -86,7 +86,7 @@ class PolicyConfig(ClipConfig):
         True, "In the loss, multiply the divergence by the ratio, which makes its gradient the right one.", on_resume="fixed"
     )
     dynamic_sampling: int = setting(
-        1, "Replace groups whose rewards are all equal by those of further prompts, until a step has sampled so many times its "
+        1, "Replace groups whose rewards are all equal by those of further prompts, until a step has sampled N times its "
         "prompts (DAPO); 1: don't.", least=1, most=1024, aliases=("max_num_gen_batches",), on_resume="fixed",
     )
     overlong_cache: int = setting(

@@ -47,7 +47,7 @@ class RolloutConfig(RolloutServerConfig):
         on_resume="free",
     )
     rollouts_total_limit: int | None = setting(
-        None, "Keep the rollouts of so many steps in OUTPUT_DIR/rollouts, the newest; default: of all.", least=1,
+        None, "Keep the rollouts of the newest N steps in OUTPUT_DIR/rollouts; default: of all steps.", least=1,
         on_resume="free",
     )
     eval_temperature: float = setting(

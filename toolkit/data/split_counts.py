@@ -20,7 +20,7 @@ ANSWER_CLASSES = ("desirable", "undesirable")  # of single answers
 # What may be unusual about the rows of a task, by how often: {of one|of several}.
 REMARKS = {
     "ties": "{row makes|rows make} no pair: none of {its|their} answers is better than another",
-    "contradicted": "{answer stands|answers stand} in one list with different scores or ranks, and {is|are} left out of it",
+    "contradicted": "{answer is|answers are} in one list with different scores or ranks, and {is|are} left out of it",
     "undecided": "{row makes|rows make} no pair once these answers are left out",
     "capped": "{list makes|lists make} more pairs than --max-pairs-per-prompt: those whose answers lie furthest apart are kept",
     "both_labels": "{answer is|answers are} marked desirable in one row and undesirable in another",

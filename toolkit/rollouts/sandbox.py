@@ -108,8 +108,8 @@ def _filter_calls(libc: ctypes.CDLL) -> bool:
 
 
 def main(descriptor: int, cpu_seconds: int, memory_mib: int, file_mib: int) -> None:
-    told = os.fdopen(os.dup(0))
-    task = json.loads(told.readline())
+    pipe = os.fdopen(os.dup(0))
+    task = json.loads(pipe.readline())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the code there is no input
     missing = confine(cpu_seconds, memory_mib, file_mib)
     os.write(descriptor, (json.dumps(missing) + "\n").encode())
@@ -119,7 +119,7 @@ def main(descriptor: int, cpu_seconds: int, memory_mib: int, file_mib: int) -> N
     except BaseException:  # what the code raises, also SystemExit, is its own fault; some tests may not need what is missing
         if not task["tests"]:
             os._exit(1)
-    word = told.readline().strip()
+    word = pipe.readline().strip()
     for number, test in enumerate(task["tests"]):
         try:
             exec(compile(test, "test", "exec"), dict(names))
