@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config import OutputConfig, Refusal, write_config_file
+from toolkit.config import OutputConfig, Refusal, RunConfig, write_config_file
 from toolkit.config.places import check_place, unwritable
 from toolkit.runs.summary import Summary
 from toolkit.system.console import one_line, without_passwords
@@ -36,7 +36,7 @@ def check_output_dir(config: OutputConfig) -> None:
     directory = Path(config.output_dir)
     check_place(directory, "--output-dir")
     there_is_a_run = holds_a_run(directory)
-    resuming = getattr(config, "resume", False) or getattr(config, "resume_from", None)
+    resuming = isinstance(config, RunConfig) and (config.resume or config.resume_from)
     if there_is_a_run and not (resuming or config.overwrite_output_dir):
         raise Refusal(
             f"--output-dir {directory}: a run is already there. Continue it with --resume, take another --output-dir, "
