@@ -70,6 +70,7 @@ from .data.sources.load import load_splits as load_splits
 from .data.texts import text_size as text_size, texts_of as texts_of
 from .data.tokenize.labels import label_settings as label_settings
 from .data.tokenize.question_answering import reference_answers as reference_answers
+from .data.tokenize.tags import Tags as Tags, find_tags as find_tags
 from .data.tokenize.tasks import (
     tokenize_for_classification as tokenize_for_classification,
     tokenize_for_diffusion as tokenize_for_diffusion,
@@ -86,7 +87,6 @@ from .data.tokenize.tasks import (
     tokenize_for_token_classification as tokenize_for_token_classification,
     tokenize_for_unpaired as tokenize_for_unpaired,
 )
-from .data.tokenize.token_tags import Tags as Tags, find_tags as find_tags
 from .demo_corpus.bm25 import ranking_baselines as ranking_baselines
 from .demo_corpus.choice_baselines import choice_baselines as choice_baselines
 from .demo_corpus.class_baselines import class_baselines as class_baselines

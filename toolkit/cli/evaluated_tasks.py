@@ -36,8 +36,9 @@ from toolkit.data.loading.token_masks import build_masks
 from toolkit.data.texts import text_size
 from toolkit.data.tokenize.classification import classification_format
 from toolkit.data.tokenize.question_answering import reference_answers
+from toolkit.data.tokenize.tags import find_tags
 from toolkit.data.tokenize.text_groups import text_group_format
-from toolkit.data.tokenize.token_tags import find_tags, token_classification_format
+from toolkit.data.tokenize.token_tags import token_classification_format
 from toolkit.generation.targets import target_metrics
 from toolkit.losses.answer_logps import (
     ANSWER_LIKELIHOODS,

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.data.tokenize.token_tags import Tags, tagged_words
+from toolkit.data.tokenize.tags import Tags
+from toolkit.data.tokenize.token_tags import tagged_words
 
 if TYPE_CHECKING:
     from datasets import Dataset

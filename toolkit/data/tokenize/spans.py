@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import Any
 
 from toolkit.config import Refusal
 from toolkit.data.tokenize.columns import describe
@@ -14,8 +13,8 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 Span = tuple[int, int, str]
 
 
-def read_spans(value: Any, text: str, column: str, origin: str, names: list[str] | None = None) -> list[Span]:
-    """Start, end and label of each span, in their order; `names` of labels that are numbers.
+def read_spans(value: object, text: str, column: str, origin: str) -> list[Span]:
+    """Start, end and label of each span, in their order.
 
     Raises:
         Refusal: what is no span, lies outside the text, or overlaps another one.
@@ -37,7 +36,7 @@ def read_spans(value: Any, text: str, column: str, origin: str, names: list[str]
                 f"{origin}: span {number} of {column}, {start} to {end}, is outside its text of {len(text)} characters, or "
                 "empty. start is the first character, from 0; end is the one after the last."
             )
-        spans.append((start, end, names[label] if names and isinstance(label, int) else str(label)))
+        spans.append((start, end, str(label)))
     spans.sort()
     for (start, end, label), (then, until, other) in pairwise(spans):
         if then < end:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,75 +11,22 @@ import numpy as np
 
 from toolkit.config import DataConfig, Refusal, TokenClassificationConfig
 from toolkit.data.report import Piece
-from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, wrong_columns
+from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe
 from toolkit.data.tokenize.documents import CHUNK_CHARACTERS, IGNORED, Cut, Documents, Encoder, cut_documents
 from toolkit.data.tokenize.format import Format, Splits
-from toolkit.data.tokenize.labels import Classes, declared_names
+from toolkit.data.tokenize.labels import Classes
 from toolkit.data.tokenize.spans import read_spans, tag_words
-from toolkit.data.tokenize.tag_schemes import WRITTEN, continuations, parts_of_tags, scheme_of, tags_of_no_scheme
+from toolkit.data.tokenize.tag_schemes import WRITTEN, continuations, parts_of_tags
+from toolkit.data.tokenize.tags import READ_ROWS, declared_tags, find_tags, tag_columns
 from toolkit.system.console import printable, quoted
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-_WORDS, _TAGS, _SPANS = ("tokens", "words"), ("tags", "ner_tags", "labels"), ("spans", "entities")
 _SHOWN_WORDS = 40
-_READ_ROWS = 10_000
-
-
-@dataclass(frozen=True)
-class Tags:
-    """The tags in the order of their numbers, and the scheme that they follow: plain, iob1, iob2 or iobes."""
-
-    names: list[str]
-    scheme: str
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What a model must know of them, as fields of its config."""
-        return {
-            "num_labels": len(self.names), "id2label": dict(enumerate(self.names)),
-            "label2id": {name: number for number, name in enumerate(self.names)},
-        }  # fmt: skip
-
-
-def find_tags(splits: Splits, config: TokenClassificationConfig, class_names: list[str] | None = None) -> Tags:
-    """The tags of the training split (without one, of the first): those that the dataset declares, else those that occur.
-
-    Args:
-        class_names: those of a model that has learned its tags already; then only the scheme is looked for.
-
-    Raises:
-        Refusal: columns without words and tags, a tag that is missing, a scheme that the tags do not have.
-    """
-    from datasets import Dataset
-
-    name = "train" if "train" in splits else next(iter(splits))
-    split = splits[name]
-    layout, _, column = _columns_read(columns_of(split, name), name)
-    declared = class_names or _declared(split, column, layout)
-    if not isinstance(split, Dataset):
-        if declared is None:
-            raise Refusal("A stream must declare its tags (a ClassLabel feature): it can't be read to the end to find them.")
-        return Tags(declared, _checked_scheme(scheme_of(declared, []), declared, config))
-    names = declared or _names_in(split, column, layout)
-    if layout == "spans":
-        return Tags(names, _checked_scheme("iob2", names, config))
-    if declared is None and config.tag_scheme == "auto" and (others := tags_of_no_scheme(names)):
-        _refuse_tag(split, column, others[0])
-    return Tags(names, _checked_scheme(scheme_of(names, _sentences(split, column, names)), names, config))
-
-
-def _refuse_tag(split: Dataset, column: str, tag: str) -> None:
-    """One tag without a prefix would make all of them plain, and the metrics those of single words."""
-    row = next(at + i for at, rows in _batches(split, column) for i, tags in enumerate(rows) if tag in tags)
-    raise Refusal(
-        f"{_origin(split, row)}: {column} has the tag {quoted(tag)}, and others are O and B-...: it has no such prefix. "
-        "Correct it, or count each word by itself with --tag-scheme plain."
-    )
 
 
 def token_classification_format(config: DataConfig, class_names: list[str] | None = None) -> Format:
@@ -100,8 +47,8 @@ def token_classification_format(config: DataConfig, class_names: list[str] | Non
         plans = {}
         for name, split in splits.items():
             present = columns_of(split, name)
-            layout, words, column = _columns_read(present, name)
-            numbered = _declared(split, column, layout) if layout == "words" else None
+            layout, words, column = tag_columns(present, name)
+            numbered = declared_tags(split, column, layout) if layout == "words" else None
             places = class_names if class_names and not any(each.isdecimal() for each in class_names) else None
             columns = (words, column, *(["origin"] if "origin" in present else []))
             plans[name] = Plan(layout, tags.scheme, columns, Classes(tags.names, numbered=numbered or places))
@@ -135,7 +82,7 @@ class TaggedWords:
         """Whole documents, or shortened ones where over-long rows are truncated: what is after the words must stay."""
         assert self.plan.classes is not None
         remarks, names = Counter[str](), self.plan.classes.names
-        words, tags = self._words_and_tags(batch, origins, remarks)
+        words, tags = _words_and_tags(self.plan, batch, origins, remarks)
         self._check_scheme(words, tags, origins, remarks)
         later, prefix, suffix = continuations(names), self.encoder.prefix, self.encoder.suffix
         room = max(self.max_length - len(prefix) - len(suffix), 0) if self.overlong == "truncate" else None
@@ -164,34 +111,6 @@ class TaggedWords:
             return cut_documents(documents, self.max_length, self.overlong)
         lost = int(documents.whole.sum() - len(documents.values))
         return documents, Cut(overlong=int((documents.whole > self.max_length).sum()), tokens=lost)
-
-    def _words_and_tags(
-        self, batch: Batch, origins: list[str], remarks: Counter[str]
-    ) -> tuple[list[list[str]], list[np.ndarray]]:
-        """The words of each row, and the numbers of their tags."""
-        assert self.plan.classes is not None
-        classes, (first, second) = self.plan.classes, self.plan.columns[:2]
-        places = {name: number for number, name in enumerate(classes.names)}
-        if classes.numbered is not None:
-            places |= {number: places[name] for number, name in enumerate(classes.numbered) if name in places}  # type: ignore[misc]
-        words, tags = [], []
-        if self.plan.layout == "spans":
-            check_texts(batch[first], first, origins)
-        for value, of_words, origin in zip(batch[first], batch[second], origins, strict=True):
-            if self.plan.layout == "spans":
-                found, written, cut = tag_words(value, read_spans(of_words, value, second, origin), origin)
-                remarks.update(spans_in_words=cut)
-            else:
-                found, written = value, of_words
-                _check_words(found, written, first, second, origin)
-            numbers = [places.get(tag, -1) for tag in written]
-            if -1 in numbers:
-                at = numbers.index(-1)
-                classes.number(written[at], f"{origin}: word {at + 1}, {quoted(found[at])}")  # refuses it
-                numbers = [classes.number(tag, origin) for tag in written]
-            words.append(found)
-            tags.append(np.array(numbers, dtype=np.int64))
-        return words, tags
 
     def _check_scheme(self, words: list[list[str]], tags: list[np.ndarray], origins: list[str], remarks: Counter[str]) -> None:
         assert self.plan.classes is not None
@@ -222,8 +141,46 @@ class TaggedWords:
                 start, size = i + 1, 0
 
 
-def _framed(labels: np.ndarray, before: int, after: int) -> np.ndarray:
-    return np.pad(labels.astype(np.int32), (before, after), constant_values=IGNORED)
+def tagged_words(split: Dataset, names: list[str]) -> Iterator[tuple[list[str], list[int]]]:
+    """The words of each row and the numbers of their tags, as `find_tags` numbers them; rows must be whole."""
+    layout, words, tags = tag_columns(split.column_names, "train")
+    numbered = declared_tags(split, tags, layout)
+    plan = Plan(layout, "plain", (words, tags), Classes(names, numbered=numbered))
+    rows = split.with_format(None).select_columns([words, tags])
+    for at in range(0, len(rows), READ_ROWS):
+        batch = rows[at : at + READ_ROWS]
+        origins = [f"row {at + i}" for i in range(len(batch[words]))]
+        for found, numbers in zip(*_words_and_tags(plan, batch, origins, Counter()), strict=True):
+            yield found, numbers.tolist()
+
+
+def _words_and_tags(
+    plan: Plan, batch: Batch, origins: list[str], remarks: Counter[str]
+) -> tuple[list[list[str]], list[np.ndarray]]:
+    """The words of each row, and the numbers of their tags."""
+    assert plan.classes is not None
+    classes, (first, second) = plan.classes, plan.columns[:2]
+    places = {name: number for number, name in enumerate(classes.names)}
+    if classes.numbered is not None:
+        places |= {number: places[name] for number, name in enumerate(classes.numbered) if name in places}  # type: ignore[misc]
+    words, tags = [], []
+    if plan.layout == "spans":
+        check_texts(batch[first], first, origins)
+    for value, of_words, origin in zip(batch[first], batch[second], origins, strict=True):
+        if plan.layout == "spans":
+            found, written, cut = tag_words(value, read_spans(of_words, value, second, origin), origin)
+            remarks.update(spans_in_words=cut)
+        else:
+            found, written = value, of_words
+            _check_words(found, written, first, second, origin)
+        numbers = [places.get(tag, -1) for tag in written]
+        if -1 in numbers:
+            at = numbers.index(-1)
+            classes.number(written[at], f"{origin}: word {at + 1}, {quoted(found[at])}")  # refuses it
+            numbers = [classes.number(tag, origin) for tag in written]
+        words.append(found)
+        tags.append(np.array(numbers, dtype=np.int64))
+    return words, tags
 
 
 def _check_words(words: Any, tags: Any, words_column: str, tags_column: str, origin: str) -> None:
@@ -239,82 +196,8 @@ def _check_words(words: Any, tags: Any, words_column: str, tags_column: str, ori
             raise Refusal(f"{origin}: word {number} of {words_column} is {what}. Remove it with its tag, or correct it.")
 
 
-def _columns_read(present: list[str], split: str) -> tuple[str, str, str]:
-    """The layout, words or spans, and the columns of the words (or text) and of their tags (or spans)."""
-    words, tags, spans = (next((name for name in names if name in present), None) for names in (_WORDS, _TAGS, _SPANS))
-    if words and tags:
-        return "words", words, tags
-    if "text" in present and spans:
-        return "spans", "text", spans
-    hint = ". A CoNLL file must end in .conll, .bio or .iob." if present in (["text"], ["text", "origin"]) else ""
-    needed = "tokens (a list of words) and tags (one a word); or text and spans (a list of start, end and label)"
-    raise Refusal(wrong_columns(present, split, needed, ()) + hint)
-
-
-def _declared(split: Dataset | IterableDataset, column: str, layout: str) -> list[str] | None:
-    return declared_names(split, column) if layout == "words" else None
-
-
-def _names_in(split: Dataset, column: str, layout: str) -> list[str]:
-    """The tags that occur in a split, O first and then by type; refuses what is missing."""
-    found: set[Any] = set()
-    for at, values in _batches(split, column):
-        for i, value in enumerate(values):
-            if layout == "spans":
-                is_list = isinstance(value, list) and all(isinstance(span, dict) for span in value)
-                text = "" if is_list else split[at + i]["text"]
-                labels = [span.get("label") for span in value] if is_list else [
-                    label for _, _, label in read_spans(value, text, column, _origin(split, at + i))
-                ]  # fmt: skip
-                found.update(label for label in labels if label is not None)
-            elif not isinstance(value, list) or None in value or "" in value:
-                missing = describe(value) if not isinstance(value, list) else "a list in which a tag is missing"
-                raise Refusal(f"{_origin(split, at + i)}: {column} is {missing}. Correct or remove the row.")
-            else:
-                found.update(value)
-    if layout == "spans":
-        return ["O", *(f"{prefix}-{label}" for label in sorted(map(str, found)) for prefix in "BI")]
-    if wrong := [tag for tag in found if isinstance(tag, (float, list, dict))]:
-        raise Refusal(f"{column} holds {describe(wrong[0])}; a tag is a word or a whole number.")
-    numbers = sorted(tag for tag in found if not isinstance(tag, str))
-    names = sorted((tag for tag in found if isinstance(tag, str)), key=lambda tag: (tag != "O", tag[2:], tag))
-    if parts_of_tags(names) is None:
-        names = sorted(names)
-    if len(numbers) + len(names) < 2:
-        raise Refusal(f"All tags of the train split are {quoted([*numbers, *names][0])}: there is nothing to tell apart.")
-    return [*map(str, numbers), *names]
-
-
-def _sentences(split: Dataset, column: str, names: list[str]) -> Iterator[list[np.ndarray]]:
-    """The numbers of the tags of all rows, some at a time; what is no tag is refused where the rows are read."""
-    declared = declared_names(split, column)
-    places: dict[Any, int] = {name: number for number, name in enumerate(names)}
-    if declared is not None:
-        places |= {number: places[name] for number, name in enumerate(declared) if name in places}
-    for _, values in _batches(split, column):
-        yield [np.array([places[tag] for tag in value if tag in places], dtype=np.int64) for value in values if value]
-
-
-def _batches(split: Dataset, column: str) -> Iterator[tuple[int, list[Any]]]:
-    rows = split.with_format(None).select_columns([column])
-    for at in range(0, len(rows), _READ_ROWS):
-        yield at, rows[at : at + _READ_ROWS][column]
-
-
-def _origin(split: Dataset, number: int) -> str:
-    return split[number].get("origin") or f"row {number} of the train split"
-
-
-def _checked_scheme(found: str, names: Sequence[str], config: TokenClassificationConfig) -> str:
-    """The scheme that was asked for, where the tags have it; else the one that was found."""
-    wanted = config.tag_scheme
-    if wanted not in ("auto", "plain") and (found == "plain" or (found == "iobes") != (wanted == "iobes")):
-        what = "have no prefixes B- and I-" if found == "plain" else f"are those of {found.upper()}"
-        raise Refusal(f"--tag-scheme {wanted}: the tags {what} ({', '.join(list(names)[:8])}). Take --tag-scheme auto.")
-    scheme = found if wanted == "auto" else wanted
-    if config.strict_entities and scheme == "plain":
-        raise Refusal("--strict-entities: plain tags have no entities, each word counts by itself. Remove it.")
-    return scheme
+def _framed(labels: np.ndarray, before: int, after: int) -> np.ndarray:
+    return np.pad(labels.astype(np.int32), (before, after), constant_values=IGNORED)
 
 
 def _describe(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -334,17 +217,3 @@ def _show(row: dict[str, Any], plan: Plan, tokenizer: PreTrainedTokenizerBase) -
         tag = plan.classes.names[labels[start]]
         pieces += [(f"{printable(str(tokenizer.decode(ids)).strip())}/{tag}", tag != "O"), (" ", False)]
     return "", [*pieces, (f"... {len(starts) - _SHOWN_WORDS} more words", False)] if len(starts) > _SHOWN_WORDS else pieces
-
-
-def tagged_words(split: Dataset, names: list[str]) -> Iterator[tuple[list[str], list[int]]]:
-    """The words of each row and the numbers of their tags, as `find_tags` numbers them; rows must be whole."""
-    layout, words, tags = _columns_read(split.column_names, "train")
-    numbered = _declared(split, tags, layout)
-    plan = Plan(layout, "plain", (words, tags), Classes(names, numbered=numbered))
-    reader = TaggedWords(plan, None, False, False, 0, "truncate")  # type: ignore[arg-type]  # without an encoder: words alone
-    rows = split.with_format(None).select_columns([words, tags])
-    for at in range(0, len(rows), _READ_ROWS):
-        batch = rows[at : at + _READ_ROWS]
-        origins = [f"row {at + i}" for i in range(len(batch[words]))]
-        for found, numbers in zip(*reader._words_and_tags(batch, origins, Counter()), strict=True):
-            yield found, numbers.tolist()

@@ -1,0 +1,153 @@
+"""The tags of a dataset for token classification: in which columns they are, which there are, and the scheme they follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.config import Refusal, TokenClassificationConfig
+from toolkit.data.tokenize.columns import columns_of, describe, wrong_columns
+from toolkit.data.tokenize.format import Splits
+from toolkit.data.tokenize.labels import declared_names
+from toolkit.data.tokenize.spans import read_spans
+from toolkit.data.tokenize.tag_schemes import parts_of_tags, scheme_of, tags_of_no_scheme
+from toolkit.system.console import quoted
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+_WORDS, _TAGS, _SPANS = ("tokens", "words"), ("tags", "ner_tags", "labels"), ("spans", "entities")
+READ_ROWS = 10_000  # rows of a column that are in memory at once
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The tags in the order of their numbers, and the scheme that they follow: plain, iob1, iob2 or iobes."""
+
+    names: list[str]
+    scheme: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a model must know of them, as fields of its config."""
+        return {
+            "num_labels": len(self.names), "id2label": dict(enumerate(self.names)),
+            "label2id": {name: number for number, name in enumerate(self.names)},
+        }  # fmt: skip
+
+
+def find_tags(splits: Splits, config: TokenClassificationConfig, class_names: list[str] | None = None) -> Tags:
+    """The tags of the training split (without one, of the first): those that the dataset declares, else those that occur.
+
+    Args:
+        class_names: those of a model that has learned its tags already; then only the scheme is looked for.
+
+    Raises:
+        Refusal: columns without words and tags, a tag that is missing, a scheme that the tags do not have.
+    """
+    from datasets import Dataset
+
+    name = "train" if "train" in splits else next(iter(splits))
+    split = splits[name]
+    layout, _, column = tag_columns(columns_of(split, name), name)
+    declared = class_names or declared_tags(split, column, layout)
+    if not isinstance(split, Dataset):
+        if declared is None:
+            raise Refusal("A stream must declare its tags (a ClassLabel feature): it can't be read to the end to find them.")
+        return Tags(declared, _checked_scheme(scheme_of(declared, []), declared, config))
+    names = declared or _names_in(split, column, layout)
+    if layout == "spans":
+        return Tags(names, _checked_scheme("iob2", names, config))
+    if declared is None and config.tag_scheme == "auto" and (others := tags_of_no_scheme(names)):
+        _refuse_tag(split, column, others[0])
+    return Tags(names, _checked_scheme(scheme_of(names, _sentences(split, column, names)), names, config))
+
+
+def tag_columns(present: list[str], split: str) -> tuple[str, str, str]:
+    """The layout, words or spans, and the columns of the words (or text) and of their tags (or spans)."""
+    words, tags, spans = (next((name for name in names if name in present), None) for names in (_WORDS, _TAGS, _SPANS))
+    if words and tags:
+        return "words", words, tags
+    if "text" in present and spans:
+        return "spans", "text", spans
+    hint = ". A CoNLL file must end in .conll, .bio or .iob." if present in (["text"], ["text", "origin"]) else ""
+    needed = "tokens (a list of words) and tags (one a word); or text and spans (a list of start, end and label)"
+    raise Refusal(wrong_columns(present, split, needed, ()) + hint)
+
+
+def declared_tags(split: Dataset | IterableDataset, column: str, layout: str) -> list[str] | None:
+    return declared_names(split, column) if layout == "words" else None
+
+
+def _refuse_tag(split: Dataset, column: str, tag: str) -> None:
+    """One tag without a prefix would make all of them plain, and the metrics those of single words."""
+    row = next(at + i for at, rows in _batches(split, column) for i, tags in enumerate(rows) if tag in tags)
+    raise Refusal(
+        f"{_origin(split, row)}: {column} has the tag {quoted(tag)}, and others are O and B-...: it has no such prefix. "
+        "Correct it, or count each word by itself with --tag-scheme plain."
+    )
+
+
+def _names_in(split: Dataset, column: str, layout: str) -> list[str]:
+    """The tags that occur in a split, O first and then by type; refuses what is missing."""
+    found: set[Any] = set()
+    for at, values in _batches(split, column):
+        for i, value in enumerate(values):
+            if layout == "spans":
+                is_list = isinstance(value, list) and all(isinstance(span, dict) for span in value)
+                text = "" if is_list else split[at + i]["text"]
+                labels = [span.get("label") for span in value] if is_list else [
+                    label for _, _, label in read_spans(value, text, column, _origin(split, at + i))
+                ]  # fmt: skip
+                found.update(label for label in labels if label is not None)
+            elif not isinstance(value, list) or None in value or "" in value:
+                missing = describe(value) if not isinstance(value, list) else "a list in which a tag is missing"
+                raise Refusal(f"{_origin(split, at + i)}: {column} is {missing}. Correct or remove the row.")
+            else:
+                found.update(value)
+    if layout == "spans":
+        return ["O", *(f"{prefix}-{label}" for label in sorted(map(str, found)) for prefix in "BI")]
+    if wrong := [tag for tag in found if isinstance(tag, (float, list, dict))]:
+        raise Refusal(f"{column} holds {describe(wrong[0])}; a tag is a word or a whole number.")
+    numbers = sorted(tag for tag in found if not isinstance(tag, str))
+    names = sorted((tag for tag in found if isinstance(tag, str)), key=lambda tag: (tag != "O", tag[2:], tag))
+    if parts_of_tags(names) is None:
+        names = sorted(names)
+    if len(numbers) + len(names) < 2:
+        raise Refusal(f"All tags of the train split are {quoted([*numbers, *names][0])}: there is nothing to tell apart.")
+    return [*map(str, numbers), *names]
+
+
+def _sentences(split: Dataset, column: str, names: list[str]) -> Iterator[list[np.ndarray]]:
+    """The numbers of the tags of all rows, some at a time; what is no tag is refused where the rows are read."""
+    declared = declared_names(split, column)
+    places: dict[Any, int] = {name: number for number, name in enumerate(names)}
+    if declared is not None:
+        places |= {number: places[name] for number, name in enumerate(declared) if name in places}
+    for _, values in _batches(split, column):
+        yield [np.array([places[tag] for tag in value if tag in places], dtype=np.int64) for value in values if value]
+
+
+def _batches(split: Dataset, column: str) -> Iterator[tuple[int, list[Any]]]:
+    rows = split.with_format(None).select_columns([column])
+    for at in range(0, len(rows), READ_ROWS):
+        yield at, rows[at : at + READ_ROWS][column]
+
+
+def _origin(split: Dataset, number: int) -> str:
+    return split[number].get("origin") or f"row {number} of the train split"
+
+
+def _checked_scheme(found: str, names: Sequence[str], config: TokenClassificationConfig) -> str:
+    """The scheme that was asked for, where the tags have it; else the one that was found."""
+    wanted = config.tag_scheme
+    if wanted not in ("auto", "plain") and (found == "plain" or (found == "iobes") != (wanted == "iobes")):
+        what = "have no prefixes B- and I-" if found == "plain" else f"are those of {found.upper()}"
+        raise Refusal(f"--tag-scheme {wanted}: the tags {what} ({', '.join(list(names)[:8])}). Take --tag-scheme auto.")
+    scheme = found if wanted == "auto" else wanted
+    if config.strict_entities and scheme == "plain":
+        raise Refusal("--strict-entities: plain tags have no entities, each word counts by itself. Remove it.")
+    return scheme
