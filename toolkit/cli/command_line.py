@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from toolkit.config.files import read_config_file
 from toolkit.config.foreign_values import is_foreign
-from toolkit.config.parsing import parse_json
+from toolkit.config.json_and_yaml import parse_json
 from toolkit.config.reading import values_of
 from toolkit.config.rules import broken_rules, implied_settings
 from toolkit.config.setting import (

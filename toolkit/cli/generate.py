@@ -24,7 +24,7 @@ from toolkit.cli.setting_options import (
     read_options,
 )
 from toolkit.config import DiffusionConfig, ModelConfig, Refusal, Seq2SeqConfig, read_config_file
-from toolkit.config.parsing import read_text_file
+from toolkit.config.json_and_yaml import read_text_file
 from toolkit.system.console import DIM, as_typed, say
 
 if TYPE_CHECKING:

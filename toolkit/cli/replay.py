@@ -23,7 +23,7 @@ from toolkit.cli.replay_checks import (
 )
 from toolkit.config import Refusal
 from toolkit.config.conditions import is_adapter
-from toolkit.config.parsing import parse_yaml, read_text_file
+from toolkit.config.json_and_yaml import parse_yaml, read_text_file
 from toolkit.config.places import place_to_write
 from toolkit.distributed.launch import TRY_AGAIN, launch
 from toolkit.system.console import say

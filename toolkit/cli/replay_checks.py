@@ -8,7 +8,7 @@ import typer
 
 from toolkit.cli.recipe_file import find_recipe
 from toolkit.config import Refusal, read_config_file
-from toolkit.config.parsing import parse_json, read_text_file
+from toolkit.config.json_and_yaml import parse_json, read_text_file
 from toolkit.system.console import say
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.parsing import parse_json, parse_yaml, read_text_file
+from toolkit.config.json_and_yaml import parse_json, parse_yaml, read_text_file
 from toolkit.config.reading import values_of
 from toolkit.config.setting import Refusal, Settings, changed_settings, settings_of, show_value
 

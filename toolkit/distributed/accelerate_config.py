@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
-from toolkit.config.parsing import parse_yaml, read_text_file
+from toolkit.config.json_and_yaml import parse_yaml, read_text_file
 from toolkit.config.setting import nearest
 from toolkit.system.console import as_typed
 

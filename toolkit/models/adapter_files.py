@@ -15,7 +15,7 @@ from torch import nn
 
 from toolkit.config import AdapterConfig, ModelConfig, Refusal
 from toolkit.config.conditions import is_adapter
-from toolkit.config.parsing import parse_json
+from toolkit.config.json_and_yaml import parse_json
 from toolkit.models.compat import renames_old_weights
 from toolkit.system.console import as_typed
 from toolkit.system.nonfinite import describe_nonfinite

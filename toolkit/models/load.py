@@ -14,7 +14,7 @@ from torch import nn
 
 from toolkit.config import AdapterConfig, DataConfig, DeviceConfig, ModelConfig, Refusal, RunConfig
 from toolkit.config.conditions import is_adapter, is_built_in
-from toolkit.config.parsing import parse_json, read_text_file
+from toolkit.config.json_and_yaml import parse_json, read_text_file
 from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import check_no_adapter_inside, settings_of_base
 from toolkit.models.attention.direction import check_bidirectional, make_bidirectional

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.conditions import is_built_in
-from toolkit.config.parsing import parse_json, read_text_file
+from toolkit.config.json_and_yaml import parse_json, read_text_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

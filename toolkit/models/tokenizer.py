@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.conditions import is_built_in
-from toolkit.config.parsing import read_text_file
+from toolkit.config.json_and_yaml import read_text_file
 from toolkit.models.compat import compile_template
 from toolkit.system.network import stay_offline_without_network
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config import Refusal
-from toolkit.config.parsing import parse_json, read_text_file
+from toolkit.config.json_and_yaml import parse_json, read_text_file
 from toolkit.system.console import one_line
 from toolkit.system.json_lines import read_lines
 

@@ -9,7 +9,7 @@ from toolkit.cli.command_line import channels_named, read_command_line
 from toolkit.cli.recipe import config_class_of_file
 from toolkit.config import Refusal, check_together, settings_of
 from toolkit.config.conditions import OF_BITSANDBYTES
-from toolkit.config.parsing import parse_yaml, read_text_file
+from toolkit.config.json_and_yaml import parse_yaml, read_text_file
 from toolkit.config.reading import values_of
 from toolkit.config.setting import flag_of
 

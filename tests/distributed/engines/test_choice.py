@@ -309,7 +309,7 @@ def test_engine_is_chosen_without_a_heavy_import(module: ModuleType) -> None:
     """Fails when choice.py or deepspeed_config.py imports torch, accelerate or deepspeed at its top."""
     imports = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {str(node.module) if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
-    light = {*(f"toolkit.config{name}" for name in ("", ".conditions", ".parsing", ".reading", ".setting")), *(f"toolkit.distributed.engines.{name}" for name in ("deepspeed_config", "named"))}
+    light = {*(f"toolkit.config{name}" for name in ("", ".conditions", ".json_and_yaml", ".reading", ".setting")), *(f"toolkit.distributed.engines.{name}" for name in ("deepspeed_config", "named"))}
     assert {name for name in names - light if name.partition(".")[0] not in sys.stdlib_module_names} == set()
 
 

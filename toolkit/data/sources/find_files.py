@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.config import Refusal
-from toolkit.config.parsing import is_special, parse_json, read_text_file
+from toolkit.config.json_and_yaml import is_special, parse_json, read_text_file
 from toolkit.data.sources.readers import COMPRESSIONS, TEXT_READERS
 
 COLUMNAR = (".parquet", ".arrow", ".feather")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.config import DataConfig, Refusal
-from toolkit.config.parsing import parse_yaml, read_text_file
+from toolkit.config.json_and_yaml import parse_yaml, read_text_file
 from toolkit.system.console import quoted
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import Refusal
-from toolkit.config.parsing import parse_json
+from toolkit.config.json_and_yaml import parse_json
 from toolkit.data.sources.squad import is_squad, squad_rows
 from toolkit.system.console import quoted
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.config import DataConfig, Refusal
-from toolkit.config.parsing import parse_json
+from toolkit.config.json_and_yaml import parse_json
 from toolkit.data.tokenize.tool_calls import read_calls
 from toolkit.system.console import quoted
 

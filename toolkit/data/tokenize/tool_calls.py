@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config import Refusal
-from toolkit.config.parsing import parse_json
+from toolkit.config.json_and_yaml import parse_json
 
 if TYPE_CHECKING:
     from toolkit.data.tokenize.masks import ChatTemplate

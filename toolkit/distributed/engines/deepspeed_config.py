@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config import Refusal
-from toolkit.config.parsing import parse_json, read_text_file
+from toolkit.config.json_and_yaml import parse_json, read_text_file
 from toolkit.config.setting import nearest
 from toolkit.distributed.engines.named import OFFLOADED, SILENT, Named, accumulation, agreed, in_file, in_settings, look_up
 
