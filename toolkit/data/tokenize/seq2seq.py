@@ -14,7 +14,7 @@ from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe
 from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents
 from toolkit.data.tokenize.format import Format, Splits
-from toolkit.data.tokenize.languages import set_languages, tokens_around
+from toolkit.data.tokenize.multilingual import set_languages, tokens_around
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -14,8 +14,8 @@ from toolkit.data.tokenize.columns import Plan, columns_of, is_wrapped
 from toolkit.data.tokenize.diffusion import diffusion_format
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.language import language_format
-from toolkit.data.tokenize.languages import set_languages
 from toolkit.data.tokenize.masked_lm import masked_lm_format
+from toolkit.data.tokenize.multilingual import set_languages
 from toolkit.data.tokenize.multiple_choice import multiple_choice_format
 from toolkit.data.tokenize.pairs import preference_format
 from toolkit.data.tokenize.preferences import PAIR
