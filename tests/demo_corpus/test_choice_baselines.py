@@ -8,7 +8,8 @@ from datasets import Dataset
 
 import toolkit as tk
 from toolkit.demo_corpus.choice_baselines import choice_baselines
-from toolkit.demo_corpus.tasks import CHOICES, plain
+from toolkit.demo_corpus.near_duplicates import plain
+from toolkit.demo_corpus.tasks import CHOICES
 
 ROWS = [
     {"question": "the red house", "choices": ["a red thing", "some tree here"], "label": 0},

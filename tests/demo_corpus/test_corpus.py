@@ -14,6 +14,7 @@ from toolkit.data.sources import arrow_cache
 from toolkit.data.sources.load import describe_source, load_splits
 from toolkit.demo_corpus import stdlib as corpus, tasks as corpus_tasks
 from toolkit.demo_corpus.annotations import TOKEN_ROLES, first_sentence, token_roles
+from toolkit.demo_corpus.near_duplicates import without_leaks
 
 TASKS = ("embed", "pretrain", "sft", "dpo", "classify", "tag", "qa", "seq2seq", "rank", "choose")
 FEWEST = {
@@ -191,10 +192,10 @@ def test_near_duplicates_of_training_rows_are_dropped_and_others_kept() -> None:
         {"text": "short one", "split": "train"},
         {"text": "w1 w2 w3", "split": "test"},
     ]
-    assert corpus_tasks.without_leaks(rows, ("text",)) == [rows[0], rows[2], rows[4], rows[5]]
+    assert without_leaks(rows, ("text",)) == [rows[0], rows[2], rows[4], rows[5]]
     parts = [" ".join(words[start : start + 7]) for start in range(0, 35, 7)]  # each too short for a window
     rows = [*({"text": part, "split": "train"} for part in parts), {"text": " ".join(parts), "split": "test"}]
-    assert corpus_tasks.without_leaks(rows, ("text",)) == rows
+    assert without_leaks(rows, ("text",)) == rows
 
 
 def test_reading_the_library_imports_none_of_it() -> None:

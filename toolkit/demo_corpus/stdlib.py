@@ -46,7 +46,7 @@ _SKIPPED_AT_THE_TOP = {
 }
 _SKIPPED_FILES = {"turtle.py", "__hello__.py", "this.py", "antigravity.py", "stringprep.py", "html/entities.py"}
 _SKIPPED_PREFIXES = ("_sysconfigdata", "sre_", "__phello__")
-_OUR_SOURCES = ("stdlib.py", "tasks.py", "annotations.py")
+_OUR_SOURCES = ("stdlib.py", "tasks.py", "annotations.py", "near_duplicates.py")
 
 
 @dataclass(frozen=True)

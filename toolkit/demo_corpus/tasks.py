@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import itertools
 import math
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from toolkit.demo_corpus.annotations import TOKEN_ROLES, first_sentence, questions_about, token_roles
+from toolkit.demo_corpus.near_duplicates import plain, without_leaks
 from toolkit.demo_corpus.stdlib import SPLITS, Function, read_functions, read_modules, split_of
 
 if TYPE_CHECKING:
@@ -48,10 +45,6 @@ LONGEST_CODE = 1600  # characters, some 450 tokens of a small vocabulary
 LONGEST_CONTEXT = 600  # characters of a function that questions are asked about
 CHOICES = 4  # sentences of which one says what a function does
 LONGEST_RANKED, RANKED = 600, 8  # characters of a function that is ranked, and how many are ranked together
-WINDOW = 8  # tokens; a held-out text most of whose windows are in the training texts is a near-duplicate
-NEARLY_ALL = 0.7
-
-_WORDS = re.compile(r"\w+|[^\w\s]")
 
 
 def pretrain() -> Iterator[Row]:
@@ -75,10 +68,7 @@ def sft() -> Iterator[Row]:
 
 def dpo() -> Iterator[Row]:
     """The same; rejected is the sentence of another module's function, of like length, so that length tells nothing."""
-    by_split: dict[str, list[tuple[Function, str]]] = defaultdict(list)
-    for function, sentence in _described_functions():
-        by_split[split_of(function.module)].append((function, sentence))
-    for split, described in by_split.items():
+    for split, described in _described_by_split(LONGEST_CODE).items():
         described.sort(key=lambda pair: (len(pair[1]), _hash(pair[0].qualname)))
         for place, (function, sentence) in enumerate(described):
             near = described[max(0, place - 12) : place + 13]
@@ -166,11 +156,7 @@ def rank() -> Iterator[Row]:
 
     Where the module has too few, they are of other modules of the split. None has the same sentence.
     """
-    by_split: dict[str, list[tuple[Function, str]]] = defaultdict(list)
-    for function, sentence in _described_functions():
-        if len(function.code) <= LONGEST_RANKED:
-            by_split[split_of(function.module)].append((function, sentence))
-    for split, described in by_split.items():
+    for split, described in _described_by_split(LONGEST_RANKED).items():
         for function, sentence in described:
 
             def nearness(other: Function, function: Function = function) -> tuple[bool, float, int]:
@@ -195,11 +181,7 @@ def choose() -> Iterator[Row]:
 
     Where the module has too few, they are of other modules of the split. No two are the same.
     """
-    by_split: dict[str, list[tuple[Function, str]]] = defaultdict(list)
-    for function, sentence in _described_functions():
-        if len(function.code) <= LONGEST_RANKED:
-            by_split[split_of(function.module)].append((function, sentence))
-    for split, described in by_split.items():
+    for split, described in _described_by_split(LONGEST_RANKED).items():
         for function, sentence in described:
 
             def nearness(
@@ -226,6 +208,15 @@ def _described_functions() -> Iterator[tuple[Function, str]]:
         sentence = first_sentence(function.docstring)
         if sentence and 40 <= len(function.code) <= LONGEST_CODE:
             yield function, sentence
+
+
+def _described_by_split(longest: int) -> dict[str, list[tuple[Function, str]]]:
+    """Functions of at most `longest` characters with their sentences."""
+    by_split: dict[str, list[tuple[Function, str]]] = defaultdict(list)
+    for function, sentence in _described_functions():
+        if len(function.code) <= longest:
+            by_split[split_of(function.module)].append((function, sentence))
+    return by_split
 
 
 def _question(function: Function) -> list[Row]:
@@ -306,48 +297,3 @@ def write_task(task: str, folder: Path) -> None:
     for split in SPLITS:
         table = pa.Table.from_pylist([row for row in rows if row["split"] == split], schema)
         write_tables(folder / f"{split}.arrow", schema, [table])
-
-
-def without_leaks(rows: list[dict[str, Any]], fields: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The rows less the held-out ones that have a near-duplicate in train, by any of `fields`.
-
-    A text is one when it is a training text but for white space and case, and when NEARLY_ALL of its windows of WINDOW tokens
-    are in training texts.
-    """
-    leaking: set[int] = set()
-    held_out = [place for place, row in enumerate(rows) if row["split"] != "train"]
-    for field in fields:
-        training = [row[field] for row in rows if row["split"] == "train"]
-        asked = [rows[place][field] for place in held_out]
-        known_texts = {plain(text) for text in training}
-        windows, owner = _windows(asked + training)
-        is_asked = owner < len(asked)
-        known = np.isin(windows[is_asked], windows[~is_asked])
-        total = np.bincount(owner[is_asked], minlength=len(asked))
-        share = np.bincount(owner[is_asked], known, minlength=len(asked)) / np.maximum(total, 1)
-        leaking |= {
-            place
-            for place, text, known_share in zip(held_out, asked, share, strict=True)
-            if known_share >= NEARLY_ALL or plain(text) in known_texts
-        }
-    return [row for place, row in enumerate(rows) if place not in leaking]
-
-
-def _windows(texts: list[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of all windows of WINDOW tokens, and the index of the text that each is from."""
-    numbers: dict[str, int] = defaultdict(lambda: len(numbers) + 1)
-    split = [[numbers[word] for word in (_WORDS.findall(text) if isinstance(text, str) else text)] for text in texts]
-    tokens = np.fromiter(itertools.chain.from_iterable(split), np.uint64)
-    owner = np.repeat(np.arange(len(texts)), [len(words) for words in split])
-    if len(tokens) < WINDOW:
-        return tokens[:0], owner[:0]
-    hashes = np.zeros(len(tokens) - WINDOW + 1, np.uint64)
-    for step in range(WINDOW):  # a polynomial modulo 2^64
-        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + tokens[step : step + len(hashes)]
-    whole = owner[: len(hashes)] == owner[WINDOW - 1 :]
-    return hashes[whole], owner[: len(hashes)][whole]
-
-
-def plain(text: str | Sequence[str]) -> str:
-    """The text without white space and case; texts that agree in it count as the same."""
-    return "".join((text if isinstance(text, str) else " ".join(text)).split()).lower()
