@@ -15,7 +15,7 @@ from typing import TextIO
 from toolkit.data.sources.find_files import with_given_paths
 from toolkit.data.split_counts import REMARKS, TOOL_REMARKS, SplitCounts
 from toolkit.data.tokenize.documents import IGNORED
-from toolkit.system.console import MARKED, printable, shows_color, write
+from toolkit.system.console import MARKED, first_of, printable, shows_color, write
 
 FEW_ROWS = 20  # with fewer one row moves an accuracy by more than 5 %
 SHOWN_CHARACTERS = 1000  # of the example; what is longer has its middle left out
@@ -143,7 +143,7 @@ def _remarks(split: SplitCounts, report: DataReport) -> list[str]:
     if split.classes:
         whole = max(split.examples, sum(split.classes.values()), 1)  # of tags, words
         shares = [f"{label} {count / whole:.1%}" for label, count in split.classes.items()]
-        lines.append("classes: " + ", ".join(shares[:12]) + (f" and {len(shares) - 12} more" if len(shares) > 12 else ""))
+        lines.append("classes: " + first_of(shares))
     return [f"{split.name}: {line}" for line in lines]
 
 

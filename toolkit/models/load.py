@@ -28,7 +28,7 @@ from toolkit.models.quantization import in_4_bits, keep_gradients
 from toolkit.models.shapes import DIMENSIONS, built_in_config, check_context, set_dropout
 from toolkit.models.tokenizer import UNCASED, commit_in_cache, hub_problem
 from toolkit.models.without_weights import builds_without_weights
-from toolkit.system.console import as_typed
+from toolkit.system.console import as_typed, first_of
 from toolkit.system.network import stay_offline_without_network
 from toolkit.system.nonfinite import describe_nonfinite
 
@@ -203,13 +203,13 @@ def _pretrained_model(
         raise Refusal(f"--model {config.model}: the weights do not have the shapes that its config.json says ({worst}).")
     new_head = sorted((mismatched | set(report["missing_keys"])).difference(in_body))
     if new_head:
-        say_once(f"{config.model}: new, random weights (seed {config.seed}) for the head: {_shortened(new_head)}")
+        say_once(f"{config.model}: new, random weights (seed {config.seed}) for the head: {first_of(new_head, 3)}")
     if in_body:
         say_once(
-            f"WARNING: {config.model} lacks {len(in_body)} tensors of its body, which are random now: {_shortened(in_body)}"
+            f"WARNING: {config.model} lacks {len(in_body)} tensors of its body, which are random now: {first_of(in_body, 3)}"
         )
     if report["unexpected_keys"]:
-        say_once(f"{config.model}: not used by {type(model).__name__}: {_shortened(sorted(report['unexpected_keys']))}")
+        say_once(f"{config.model}: not used by {type(model).__name__}: {first_of(sorted(report['unexpected_keys']), 3)}")
     return model, sorted({name.rpartition(".")[0] for name in new_head})
 
 
@@ -334,10 +334,6 @@ def _device(config: ModelConfig) -> str:
 def _name(config: ModelConfig) -> str:
     directory = Path(config.model).expanduser()
     return str(directory) if directory.is_dir() else config.model
-
-
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _first_line(error: Exception) -> str:

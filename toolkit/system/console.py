@@ -14,7 +14,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import TextIO
 
 from toolkit.system.sagemaker_container import in_container
@@ -101,6 +101,11 @@ def one_line(text: str, width: int) -> str:
     """A text without line breaks, cut to `width` characters."""
     flat = " ".join(text.split())
     return flat if len(flat) <= width else flat[: width - 1] + "…"
+
+
+def first_of(names: Sequence[str], most: int = 12) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def own_ends(prompts: list[str], width: int) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import ClassificationConfig, Refusal
 from toolkit.data.tokenize.columns import describe, label_column
-from toolkit.system.console import quoted
+from toolkit.system.console import first_of, quoted
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -48,7 +48,7 @@ class Classes:
         if str(label) not in self._places:
             close = difflib.get_close_matches(str(label), self.names, n=1)
             fix = f"Did you mean {quoted(close[0])}?" if close else "Correct or remove the row."
-            classes = f"the train split's classes: {_shown(self.names)}"
+            classes = f"the train split's classes: {first_of(self.names)}"
             raise Refusal(f"{origin}: the label {quoted(label)} is none of {classes}. {fix}")
         return self._places[str(label)]
 
@@ -148,7 +148,7 @@ def check_label_settings(classes: Classes, problem_type: str, class_weights: lis
     if len(names) == 1 and problem_type == "single_label":
         raise Refusal(f"All labels of the train split are {quoted(names[0])}: there is nothing to tell apart.")
     if class_weights and len(class_weights) != len(names):
-        raise Refusal(f"--class-weights gives {len(class_weights)} weights; there are {len(names)} classes: {_shown(names)}.")
+        raise Refusal(f"--class-weights gives {len(class_weights)} weights; there are {len(names)} classes: {first_of(names)}.")
 
 
 def _refuse_missing(values: list[Any], rows: Any) -> None:
@@ -193,7 +193,3 @@ def _number(value: Any, origin: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise Refusal(f"{origin}: the label is {describe(value)}, and --problem-type regression needs a finite number.")
     return float(value)
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")

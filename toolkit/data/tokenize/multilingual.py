@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
+from toolkit.system.console import first_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,10 +32,10 @@ def set_languages(tokenizer: PreTrainedTokenizerBase, source_lang: str | None, t
     for name, code in (("source_lang", source_lang), ("target_lang", target_lang)):
         flag = "--" + name.replace("_", "-")
         if code is None:
-            raise Refusal(f"{flag}: the tokenizer ({type(tokenizer).__name__}) needs a language, one of: {_some(known)}.")
+            raise Refusal(f"{flag}: the tokenizer ({type(tokenizer).__name__}) needs a language, one of: {first_of(known)}.")
         if code not in known:
             close = difflib.get_close_matches(code, known, n=3)
-            meant = f" Did you mean {' or '.join(close)}?" if close else f" It has: {_some(known)}."
+            meant = f" Did you mean {' or '.join(close)}?" if close else f" It has: {first_of(known)}."
             raise Refusal(f"{flag} {code}: the tokenizer ({type(tokenizer).__name__}) has no such language.{meant}")
     multilingual: Any = tokenizer
     multilingual.src_lang, multilingual.tgt_lang = source_lang, target_lang
@@ -46,10 +47,6 @@ def language_codes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         return sorted(names)
     special = set(map(str, tokenizer.all_special_tokens)) | set(map(str, tokenizer.get_added_vocab()))
     return sorted(token for token in special if _CODE.fullmatch(token))
-
-
-def _some(codes: list[str]) -> str:
-    return ", ".join(codes[:12]) + (f" and {len(codes) - 12} more" if len(codes) > 12 else "")
 
 
 def tokens_around(tokenizer: PreTrainedTokenizerBase, *, target: bool) -> tuple[list[int], list[int]]:
