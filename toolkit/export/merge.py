@@ -24,7 +24,7 @@ from toolkit.models.adapter_files import (
 )
 from toolkit.models.load import check_finite
 from toolkit.models.quantization import as_trained, keep_gradients
-from toolkit.models.trained import class_of_adapter, settings_of_the_task
+from toolkit.models.trained import CLASSES_BY_TASK, class_of_adapter, settings_of_the_task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
 # the order of sums in float32; in the others a rounding of each weight, 2^-11 and 2^-8, through all layers.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 ROWS, TOKENS = 4, 128
-_CLASSES = {
-    "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification", "QUESTION_ANS": "AutoModelForQuestionAnswering",
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-}  # fmt: skip
 
 
 class Merged(NamedTuple):
@@ -114,8 +109,7 @@ def _load_base(adapter: Path, base: str, revision: str | None) -> tuple[PreTrain
     import transformers
 
     written = read_adapter_config(adapter)
-    task = written.get("task_type")
-    auto_class = _CLASSES.get(str(task)) or class_of_adapter(written)
+    auto_class = class_of_adapter(written)
     with _explained(adapter, f"its base {base} can't be loaded"):
         settings = transformers.AutoConfig.from_pretrained(base, revision=revision)
         published = settings.dtype
@@ -125,7 +119,8 @@ def _load_base(adapter: Path, base: str, revision: str | None) -> tuple[PreTrain
                 "of the model that it was made from into base_model_name_or_path of adapter_config.json."
             )
         if auto_class is None:
-            raise Refusal(f"{adapter}: task_type {task} of adapter_config.json is none of {', '.join(_CLASSES)}.")
+            known = ", ".join(CLASSES_BY_TASK)
+            raise Refusal(f"{adapter}: task_type {written.get('task_type')} of adapter_config.json is none of {known}.")
         for name, value in settings_of_the_task(adapter).items():
             setattr(settings, name, value)
         auto, rounding = getattr(transformers, auto_class), _rounding(adapter)

@@ -41,7 +41,7 @@ AUTO_CLASSES = {
     "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "MTModel": "AutoModelForSeq2SeqLM",
 }
-_OF_ADAPTERS = {
+CLASSES_BY_TASK = {
     "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification",
     "QUESTION_ANS": "AutoModelForQuestionAnswering", "TOKEN_CLS": "AutoModelForTokenClassification",
     "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
@@ -77,12 +77,10 @@ def auto_class_of(config: ModelConfig) -> str:
     """
     if is_adapter(config.model):
         settings = read_adapter_config(Path(config.model).expanduser())
-        task, base_class = str(settings.get("task_type")), class_of_adapter(settings)
-        if task in _OF_ADAPTERS:
-            return _OF_ADAPTERS[task]
-        if base_class:
-            return base_class
-        raise Refusal(f"{config.model}: an adapter for {task}; what can be evaluated are {' and '.join(_OF_ADAPTERS)}.")
+        if auto_class := class_of_adapter(settings):
+            return auto_class
+        task = settings.get("task_type")
+        raise Refusal(f"{config.model}: an adapter for {task}; what can be evaluated are {' and '.join(CLASSES_BY_TASK)}.")
     architectures = list(published_config(config).architectures or [])
     for ending, auto_class in AUTO_CLASSES.items():
         if any(name.endswith(ending) for name in architectures):
@@ -94,7 +92,12 @@ def auto_class_of(config: ModelConfig) -> str:
 
 
 def class_of_adapter(settings: Mapping[str, Any]) -> str | None:
-    """transformers' class by task of an adapter for a task that peft has no name for; it names the model's class instead."""
+    """transformers' class by task of an adapter, None where it's none of these.
+
+    A task that peft has no name for, such as multiple choice, is known by the class of the model, which the adapter names.
+    """
+    if auto_class := CLASSES_BY_TASK.get(str(settings.get("task_type"))):
+        return auto_class
     name = str((settings.get("auto_mapping") or {}).get("base_model_class"))
     return next((auto_class for ending, auto_class in AUTO_CLASSES.items() if name.endswith(ending)), None)
 
