@@ -11,7 +11,7 @@ import numpy as np
 from toolkit.config import ClassificationConfig, DataConfig, Refusal
 from toolkit.data.report import Piece, example_pieces
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, label_column
-from toolkit.data.tokenize.documents import Cut, Documents, Encoder, cut_documents, join_documents
+from toolkit.data.tokenize.documents import Cut, Documents, Encoder, cut_as_read, join_documents
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.labels import Classes, check_label_settings, declared_names, find_classes, read_labels
 from toolkit.data.tokenize.language import tokenized_rows
@@ -114,10 +114,7 @@ class LabeledTexts:
 
     def cut(self, documents: Documents) -> tuple[Documents, Cut]:
         """Drop or refuse what is too long, or count what was truncated."""
-        if self.overlong != "truncate":
-            return cut_documents(documents, self.max_length, self.overlong)
-        lost = int(documents.whole.sum() - len(documents.values))
-        return documents, Cut(overlong=int((documents.whole > self.max_length).sum()), tokens=lost)
+        return cut_as_read(documents, self.max_length, self.overlong)
 
     def _ids(
         self, batch: Batch, origins: list[str], columns: dict[str, list[Any]], room: int | None

@@ -200,6 +200,14 @@ def cut_documents(documents: Documents, max_length: int, overlong: str) -> tuple
     return kept, Cut(int(is_over.sum()), dropped, int((~is_taught).sum()), int(len(documents.values) - len(kept.values)))
 
 
+def cut_as_read(documents: Documents, max_length: int, overlong: str) -> tuple[Documents, Cut]:
+    """As `cut_documents`, of a task that truncates as it reads, since what follows the text must stay: only counted then."""
+    if overlong != "truncate":
+        return cut_documents(documents, max_length, overlong)
+    lost = int(documents.whole.sum() - len(documents.values))
+    return documents, Cut(overlong=int((documents.whole > max_length).sum()), tokens=lost)
+
+
 def leave_out(documents: Documents, max_length: int, overlong: str, measured: str) -> tuple[Documents, Cut]:
     """Without those longer than `max_length` (drop), or none of them (refuse), by `whole`, the length of what is `measured`."""
     is_over = documents.whole > max_length

@@ -12,7 +12,7 @@ import numpy as np
 from toolkit.config import DataConfig, Refusal, TokenClassificationConfig
 from toolkit.data.report import Piece
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe
-from toolkit.data.tokenize.documents import CHUNK_CHARACTERS, IGNORED, Cut, Documents, Encoder, cut_documents
+from toolkit.data.tokenize.documents import CHUNK_CHARACTERS, IGNORED, Cut, Documents, Encoder, cut_as_read
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.labels import Classes
 from toolkit.data.tokenize.spans import read_spans, tag_words
@@ -107,10 +107,7 @@ class TaggedWords:
 
     def cut(self, documents: Documents) -> tuple[Documents, Cut]:
         """Drop or refuse what is too long, or count what was truncated."""
-        if self.overlong != "truncate":
-            return cut_documents(documents, self.max_length, self.overlong)
-        lost = int(documents.whole.sum() - len(documents.values))
-        return documents, Cut(overlong=int((documents.whole > self.max_length).sum()), tokens=lost)
+        return cut_as_read(documents, self.max_length, self.overlong)
 
     def _check_scheme(self, words: list[list[str]], tags: list[np.ndarray], origins: list[str], remarks: Counter[str]) -> None:
         assert self.plan.classes is not None
