@@ -46,6 +46,19 @@ def test_a_commit_stays_out_of_the_files_of_a_model(llama, tmp_path) -> None:
     assert "aaaa" not in (tmp_path / "config.json").read_text()
 
 
+def test_a_tokenizer_takes_another_backend() -> None:
+    """Fails when: `_tokenizer` has another name, or set_backend sets one (as `_backend`) that encoding does not read."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    one, other = (Tokenizer(models.WordLevel({"a": number, "?": 0}, unk_token="?")) for number in (1, 2))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=one, unk_token="?")
+    assert tokenizer("a")["input_ids"] == [1]
+    compat.set_backend(tokenizer, other)
+    assert tokenizer.backend_tokenizer is other
+    assert tokenizer("a")["input_ids"] == [2]
+
+
 def test_a_chat_template_is_compiled_as_it_will_be_rendered() -> None:
     """Fails when: the function has moved, or its environment lacks the extensions of chat templates."""
     compat.compile_template("{% generation %}{{ messages }}{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}")

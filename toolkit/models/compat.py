@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from tokenizers import Tokenizer
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # -- transformers ----------------------------------------------------------------------------------------------------
 
@@ -63,6 +64,11 @@ def takes_sdpa(model_class: type) -> bool:
 def renames_old_weights(model: nn.Module) -> bool:
     """Whether weights that older versions wrote get other names as they are read."""
     return bool(getattr(model, "_checkpoint_conversion_mapping", None))
+
+
+def set_backend(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer) -> None:
+    """Put another tokenizer of tokenizers behind one of transformers: it is what `backend_tokenizer` returns."""
+    tokenizer._tokenizer = backend
 
 
 def compile_template(template: str) -> None:

@@ -6,6 +6,8 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any
 
+from toolkit.models.compat import set_backend
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -26,7 +28,7 @@ def space_before_words(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenize
 
     step["add_prefix_space"] = True
     changed: Any = copy.copy(tokenizer)
-    changed._tokenizer = Tokenizer.from_str(json.dumps(state))  # what `backend_tokenizer` returns; there is no public setter
+    set_backend(changed, Tokenizer.from_str(json.dumps(state)))
     changed.init_kwargs = {**tokenizer.init_kwargs, "add_prefix_space": True}
     if hasattr(tokenizer, "add_prefix_space"):
         changed.add_prefix_space = True
