@@ -1,14 +1,19 @@
 """How a refusal is shown, and a mistake in what was typed."""
 
+from __future__ import annotations
+
 import re
 import shutil
 import sys
 import textwrap
-from typing import Any
+from typing import TYPE_CHECKING
 
 from toolkit.config import Refusal
 from toolkit.data.sources.find_files import with_given_paths
 from toolkit.system.console import BOLD, RED, printable, styled, write
+
+if TYPE_CHECKING:
+    from typer import TyperException
 
 
 def print_refusal(refusal: Refusal) -> None:
@@ -16,7 +21,7 @@ def print_refusal(refusal: Refusal) -> None:
     _print(f"refused: {with_given_paths(str(refusal))}")
 
 
-def print_mistake(mistake: Any) -> None:
+def print_mistake(mistake: TyperException) -> None:
     """Likewise one of Typer's exceptions: what is wrong on the command line, and whose --help says what would be right.
 
     The exception of a command line without any word has no message: it has shown the help page.

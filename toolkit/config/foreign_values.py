@@ -15,7 +15,7 @@ from toolkit.config.foreign_names import PASSED_OVER, SAME
 Meaning = Callable[[Any, Mapping[str, Any]], dict[str, Any] | str]
 
 
-def translate(key: str, value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+def translate(key: str, value: object, written: Mapping[str, Any]) -> dict[str, Any] | str:
     """What a key of theirs means: settings with values as they would be written (perhaps none), or what to do about it.
 
     Args:
@@ -36,7 +36,7 @@ def is_foreign(key: str) -> bool:
     return key in SAME or key in PASSED_OVER or key in TRANSLATED
 
 
-def passed_over(key: str, value: Any) -> str | None:
+def passed_over(key: str, value: object) -> str | None:
     """What happens in place of a value that is taken and has no effect; None where it means that or is no such key."""
     if key not in PASSED_OVER:
         return None
@@ -44,7 +44,7 @@ def passed_over(key: str, value: Any) -> str | None:
     return None if _read(value) in (None, *same) else instead
 
 
-def _read(value: Any) -> Any:
+def _read(value: object) -> Any:
     if not isinstance(value, str):
         return value
     words = {"true": True, "false": False, "none": None, "null": None}

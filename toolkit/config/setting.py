@@ -218,7 +218,7 @@ def show_value(value: object) -> str:
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def show_setting(setting: Setting, value: Any) -> str:
+def show_setting(setting: Setting, value: object) -> str:
     """A setting as it would be typed: --optim sgd, --packing, --no-packing."""
     if setting.is_switch and value is True:
         return setting.flag

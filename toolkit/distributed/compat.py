@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
     from torch.distributed import Store
+    from torch.distributed.tensor import DTensor
 
 # -- Accelerate ------------------------------------------------------------------------------------------------------
 
@@ -78,7 +79,7 @@ def checked_launch_arguments(arguments: Namespace) -> tuple[Namespace, bool]:
 # -- torch -----------------------------------------------------------------------------------------------------------
 
 
-def local_shape_and_offset(parameter: Any) -> tuple[torch.Size, tuple[int, ...]]:
+def local_shape_and_offset(parameter: DTensor) -> tuple[torch.Size, tuple[int, ...]]:
     """Of this rank's part of a DTensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from toolkit.report.compare import ABSENT, Comparison, Difference
 
@@ -34,7 +33,7 @@ def verdict(comparison: Comparison, names: tuple[str, str] = ("A", "B")) -> str:
     return f"{_begins(first, effects, names, comparison)}, {_because(first, effects, causes, names, differences)}."
 
 
-def show_value(value: Any) -> str:
+def show_value(value: object) -> str:
     """A value of a difference in few characters."""
     if value is None:
         return "null"

@@ -39,7 +39,7 @@ class Trackers:
     """
 
     def __init__(
-        self, names: Sequence[str], config: Any, ids: Mapping[str, str], step: int, say: Callable[[str], None]
+        self, names: Sequence[str], config: RunConfig, ids: Mapping[str, str], step: int, say: Callable[[str], None]
     ) -> None:  # fmt: skip
         from toolkit.config.shown import public_settings
 
@@ -201,34 +201,34 @@ def _started(kind: str, stored: Mapping[str, Any], *arguments: Any, **options: A
     return tracker
 
 
-def _name(config: Any) -> str:
+def _name(config: RunConfig) -> str:
     return config.run_name or Path(config.output_dir).absolute().name
 
 
-def _folder(config: Any) -> str:
+def _folder(config: RunConfig) -> str:
     return os.path.join(config.output_dir, "trackers")
 
 
-def _open_wandb(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
+def _open_wandb(config: RunConfig, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
     os.makedirs(_folder(config), exist_ok=True)
     options = {"name": _name(config), "dir": _folder(config), "id": ids["wandb"], "resume": "allow"}
     # no git metadata: the address of a remote can hold a token
     return _started("wandb", settings, **options, settings={"disable_git": True})
 
 
-def _open_tensorboard(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
+def _open_tensorboard(config: RunConfig, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
     # what was logged after the checkpoint, before the run was cut off, is shown no more; all of it where there was none yet
     return _started("tensorboard", settings, _folder(config), purge_step=step + 1 if step else 0)
 
 
-def _open_trackio(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
+def _open_trackio(config: RunConfig, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
     tracker = _started("trackio", settings, name=_name(config), resume="allow" if step else "never")
     if step and not config.allow_change:
         tracker.logged = logged_to_trackio(PROJECT, tracker.run.name, tracker.run.id)
     return tracker
 
 
-def _open_mlflow(config: Any, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
+def _open_mlflow(config: RunConfig, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
     import mlflow
 
     folder = Path(_folder(config), "mlflow").absolute()

@@ -1,21 +1,26 @@
 """The Accelerator of a run: device, engine, precision, trackers."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 from toolkit.config import Refusal, RunConfig
 from toolkit.config.rules import check_made_in_code
 from toolkit.system.allocator import keep_freed_memory
 from toolkit.system.console import say
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator, DeepSpeedPlugin
+
 TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
 # What a tracker is installed with where that isn't its name: the whole of MLflow wants other versions of pyarrow and protobuf.
 TRACKER_PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
 
 
-def build_accelerator(config: RunConfig, deepspeed_plugin: Any = None) -> Any:
+def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | None = None) -> Accelerator:
     """The `accelerate.Accelerator` for these settings; seeds every generator and checks that output_dir is free.
 
     Settings made in code are checked here, by the rules of the command line; those that differ from their defaults are given.

@@ -158,7 +158,7 @@ def changes_since(
 
 
 def _changed_settings(
-    record: dict[str, Any], config: Any, given: frozenset[str] | None = None
+    record: dict[str, Any], config: RunConfig, given: frozenset[str] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """The settings of now, those of the checkpoint, and the names of those that changed, of `given` ones alone.
 

@@ -85,7 +85,7 @@ class RunState:
         return cls(**known)
 
     @classmethod
-    def wrong_field(cls, record: Any) -> str:
+    def wrong_field(cls, record: object) -> str:
         """The field that keeps what was read from being a run's state, whatever digest it has; empty where none does."""
         if not isinstance(record, dict):
             return "run"

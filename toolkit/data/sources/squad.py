@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.config import Refusal
 
 
-def is_squad(whole: Any) -> bool:
+def is_squad(whole: object) -> bool:
     """Whether a JSON value is one object with a list of articles, `{"data": [{"paragraphs": [...]}]}`."""
     articles = whole.get("data") if isinstance(whole, dict) else None
     return isinstance(articles, list) and bool(articles) and isinstance(articles[0], dict) and "paragraphs" in articles[0]

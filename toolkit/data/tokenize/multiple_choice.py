@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,7 +64,7 @@ def multiple_choice_format() -> Format:
     )  # fmt: skip
 
 
-def read_questions(split: Any, name: str) -> Iterator[Question]:
+def read_questions(split: Iterable[dict[str, Any]], name: str) -> Iterator[Question]:
     """The questions of a split, checked."""
     for number, row in enumerate(split):
         yield read_question(row, row.get("origin") or f"row {number} of the {name} split")

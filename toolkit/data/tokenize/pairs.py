@@ -228,7 +228,7 @@ def _prompt_and_answers(preference: Preference, origin: str) -> tuple[list[Messa
     return chosen[:count], (chosen[count:], rejected[count:])
 
 
-def answer_messages(answer: Any, name: str, origin: str) -> list[Message]:
+def answer_messages(answer: object, name: str, origin: str) -> list[Message]:
     """An answer as messages; a text is what the assistant says."""
     if isinstance(answer, str):
         check_texts([answer], name, [origin])

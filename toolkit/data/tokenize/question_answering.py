@@ -155,7 +155,7 @@ class QuestionRows:
 _OF_A_CONTEXT = ("question_tokens", "context_start", "char_starts", "char_ends")
 
 
-def read_answers(value: Any, context: str, origin: str) -> list[Answer]:
+def read_answers(value: object, context: str, origin: str) -> list[Answer]:
     """The answers of a row, which SQuAD's columns hold as one object of lists and its JSON as a list of objects.
 
     Raises:

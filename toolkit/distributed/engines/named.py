@@ -54,7 +54,7 @@ def accumulation(settings: Mapping[str, Any], world_size: int) -> Named | None:
     return Named(steps, f"--global-batch-size {whole} (ranks: {world_size}, accumulation: {steps})")
 
 
-def look_up(written: Any, key: str) -> Any:
+def look_up(written: object, key: str) -> Any:
     """The value under a key such as `zero_optimization.stage`, None where there is none."""
     for name in key.split("."):
         if not isinstance(written, Mapping):
