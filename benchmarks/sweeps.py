@@ -1,10 +1,11 @@
-"""Sweeps that are killed, and strategies next to Optuna's own: `python -m benchmarks.sweeps kills|workers|strategies`.
+"""Sweeps that are killed, and strategies next to Optuna's own: `python -m benchmarks.sweeps kills|workers|strategies|pruners`.
 
 kills: 20 sweeps of a real recipe, each killed two to four times at random moments (the sweep, its group, the process that forks
 trials, a trial, all of them; the journal's last line cut), then continued; all jobs, values and weights next to an untouched
 sweep's.
 workers: 200 trials by two processes on one folder, and on one SQLite database, one of which is killed again and again.
 strategies: the best value after equal trials, by the same seeds, on functions whose minimum is 0.
+pruners: the same with trials of 27 steps that are stopped early, and the steps they took.
 """
 
 import contextlib
@@ -149,6 +150,60 @@ def rosenbrock(point: dict[str, float]) -> float:
     return (1 - x) ** 2 + 100 * (y - x * x) ** 2
 
 
+def curve(point: dict[str, float], step: int) -> float:
+    """Branin's value as a run of 27 steps would come to it: from above, at a rate of the point's own, and there at the end."""
+    rate = 2 + 6 * point["x"]
+    return branin(point) + 100 * (math.exp(-step / rate) - math.exp(-27 / rate))
+
+
+def pruners(place: Path) -> None:
+    """The median of the best values at step 27, and the mean steps of a sweep, each step of a trial counted once."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    kinds: dict[str, Callable[[], Any]] = {
+        "none": optuna.pruners.NopPruner, "median": lambda: optuna.pruners.MedianPruner(5, 1),
+        "asha": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=3, reduction_factor=3),
+        "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=3, max_resource=27, reduction_factor=3),
+    }  # fmt: skip
+    space, rungs, seeds = {"x": "float:0..1", "y": "float:0..1"}, [3, 9, 27], 40
+
+    def trained(settings: dict[str, float], trial: tk.FunctionTrial) -> float:
+        for step in rungs:
+            if step <= (trial.until or 27):
+                trial.report(step, curve(settings, step))
+        return curve(settings, trial.until or 27)
+
+    for name in ("none", "median", "halving", "asha", "hyperband"):
+        ours, theirs, steps, their_steps, count = [], [], 0, 0, 27
+        for seed in range(seeds):
+            how = {} if name in ("none", "median") else {"rungs": rungs}
+            trials = tk.sweep(trained, space, trials=27, seed=seed, prune=name, **how)
+            count = len(trials)  # of Hyperband fewer: they follow from its rungs
+            ours.append(trials[0].outcome.values["value"])
+            steps += sum(trial.outcome.step for trial in trials)
+            if name not in kinds:
+                continue
+            taken = []
+
+            def objective(trial: Any, taken: list[int] = taken) -> float:
+                point = {axis: trial.suggest_float(axis, 0, 1) for axis in "xy"}
+                for step in rungs:
+                    taken.append(step if step == 3 else step - step // 3)
+                    trial.report(curve(point, step), step)
+                    if trial.should_prune():
+                        raise optuna.TrialPruned
+                return curve(point, 27)
+
+            study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed), pruner=kinds[name](), study_name="s")
+            study.optimize(objective, n_trials=count)
+            theirs.append(study.best_value)
+            their_steps += sum(taken)
+        peer = f"  Optuna {statistics.median(theirs):.2f} in {their_steps / seeds:.0f}" if theirs else ""
+        mine = f"best {statistics.median(ours):.2f} in {steps / seeds:.0f} steps"
+        print(f"{name:9}  {count} trials, {seeds} seeds: {mine}{peer}", flush=True)
+
+
 def strategies(place: Path) -> None:
     """The median of the best values over seeds."""
     import optuna
@@ -175,4 +230,4 @@ def strategies(place: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        {"kills": kills, "workers": workers, "strategies": strategies}[sys.argv[1]](Path(temporary))
+        {"kills": kills, "workers": workers, "strategies": strategies, "pruners": pruners}[sys.argv[1]](Path(temporary))

@@ -83,6 +83,50 @@ def test_the_worst_fifth_are_forks_of_the_best_fifth(tmp_path: Path) -> None:
         assert {job.parent[0] for job in forks if job.parent} <= {job.trial for job in ranked[:2]}
 
 
+def plain_population(seed: int = 0) -> dict[tuple[int, int], tuple[dict[str, float], tuple[int, int] | None, float]]:
+    """Population-based training of the toy as one loop over generations, with nothing of the toolkit in it: for each member at
+    each rung its settings, what it was forked from, and its value."""
+    point = {number: [random.Random(f"{seed} {number}")] for number in range(10)}
+    settings = {number: {name: draws[0].random() for name in ("h0", "h1")} for number, draws in point.items()}
+    states, parents = dict.fromkeys(range(10), (0.9, 0.9)), dict.fromkeys(range(10))
+    members, following, found = list(range(10)), 10, {}
+    for generation, until in enumerate(RUNGS):
+        values = {}
+        for member in members:
+            x, y = states[member]
+            for _ in range(10):
+                x, y = x - 0.02 * settings[member]["h0"] * x, y - 0.02 * settings[member]["h1"] * y
+            states[member] = x, y
+            values[member] = 1.2 - x * x - y * y if settings[member]["h0"] <= 0.95 else float("-inf")
+            found[member, until] = settings[member], parents[member], values[member]
+        ranked = sorted((member for member in members if values[member] > float("-inf")), key=lambda member: (-values[member], member))
+        failed, best, worst = [member for member in members if member not in ranked], ranked[:2], ranked[-2:]
+        members = [member for member in ranked if member not in worst]
+        for member in [*failed, *worst] if until < RUNGS[-1] else []:
+            draws = random.Random(f"{seed} {generation} {member}")
+            parent = best[draws.randrange(2)]
+            near = {}
+            for name, value in settings[parent].items():
+                anew, factor = draws.random(), draws.choice((0.8, 1.2))
+                near[name] = anew if draws.random() < 0.25 else min(1.0, value * factor)
+            settings[following], states[following], parents[following] = near, states[parent], (parent, until)
+            members.append(following)
+            following += 1
+    return found
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_population_is_that_of_a_plain_loop(slots: int, tmp_path: Path) -> None:
+    """All members at all rungs: settings, parents and values. Fails when: perturbed draws in another order, or a fork begins anew."""
+    jobs, expected = Toy().run(tmp_path, plan(), slots), plain_population()
+    found = {(job.trial, job.until or RUNGS[-1]): job for job in jobs}
+    assert found.keys() == expected.keys()
+    for place, (settings, parent, reached) in expected.items():
+        assert (found[place].settings, found[place].parent) == (settings, parent)
+        assert value(found[place]) == pytest.approx(reached, rel=1e-12)
+    assert sum(parent is not None for _, parent, _ in expected.values()) > 10
+
+
 def test_it_finds_what_no_fixed_setting_reaches(tmp_path: Path) -> None:
     """Trained is x or y, as the setting says: alone each comes to 1.2 - .81 at most; members that fork train both.
 

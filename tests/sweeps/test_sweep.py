@@ -16,7 +16,7 @@ from toolkit.sweeps.journal import JOURNAL, Job, Journal, JournalFile, Objective
 from toolkit.sweeps.loop import Sweep, run_sweep
 from toolkit.sweeps.results import best_trials, result_of, trials_of
 from toolkit.sweeps.space import Point, read_space
-from toolkit.sweeps.storage import JournalDatabase
+from toolkit.sweeps.storage import JournalDatabase, open_journal
 
 SEARCH = ["x=float:-2..2", "y=log:1e-3..1e3", "n=int:1..9"]
 
@@ -250,7 +250,8 @@ def test_one_plan_a_journal(tmp_path: Path) -> None:
      (["x=log:0..1"], "above 0"), (["x=int:1.5..2"], "integers"), (["x=float:0..inf"], "finite"), (["x=a,a"], "twice"),
      (["x=a", "x=b"], "2 times"), (["x=cauchy:1..2"], "no kind of range"), (["x=float:1..1"], r"empty.*leave out --search x and give --x 1\.0\."), (["x=float:nan..1"], "finite"),
      (["x=a,b", "y=1,2 when z=a"], "searched too"), (["x=a,b", "y=1,2 when x=c"], "no value of x"), (["x=a,b when y=1", "y=1,2 when x=a"], "circle"),
-     (["x=float:0..1", "y=1,2 when x=0.5"], "by its choices"), (["x=a,b", "y=1,2 when x"], "expected")],
+     (["x=float:0..1", "y=1,2 when x=0.5"], "by its choices"), (["x=a,b", "y=1,2 when x"], "expected"), (["x=log:1e-5...1e-3"], "three dots"),
+     (["x=int:1.." + "9" * 400], "within"), (["x=int:-" + "9" * 400 + "..5"], "within"), (["x=float:-1e308..1e308"], "within")],
 )  # fmt: skip
 def test_a_space_that_cannot_be_meant_is_refused(written: list[str], says: str) -> None:
     """Fails when: the check of that case is taken out of space.py."""
@@ -303,6 +304,75 @@ def test_a_budget_of_steps_ends_the_sweep(tmp_path: Path) -> None:
     """Trials of ten steps and a budget of 35: four are started. Fails when: _is_over_budget in loop.py returns False always."""
     jobs = run(tmp_path, plan(trials=12, budget_steps=35), lambda settings: dataclasses.replace(bowl(settings), step=10))
     assert len(jobs) == 4
+
+
+def test_a_budget_of_hours_is_shared_by_the_trials_at_a_time(tmp_path: Path) -> None:
+    """Trials of half an hour, two at a time, and an hour: four are started. Fails when: spent_budget in results.py does not divide."""
+    asked = plan(trials=12, budget_hours=1.0, parallel=2)
+    jobs = run(tmp_path, asked, lambda settings: dataclasses.replace(bowl(settings), seconds=1800.0))
+    assert len(jobs) == 4
+    assert len(run(tmp_path, dataclasses.replace(asked, budget_hours=1.5), lambda settings: dataclasses.replace(bowl(settings), seconds=1800.0))) == 6
+
+
+def test_numbers_that_are_equal_are_computed_once(tmp_path: Path) -> None:
+    """Written in two ways, with one address. Fails when: _equal in loop.py compares settings alone."""
+    computed = list[Point]()
+
+    def trial(settings: Point) -> Outcome:
+        computed.append(settings)
+        return bowl({"x": float(settings["x"])})
+
+    journal = JournalFile(tmp_path)
+    sweep = Sweep(journal, plan("grid", 4, ["x=1,1.0,2,2e0"]), journal.liveness(), address=lambda settings: str(float(settings["x"])))
+    jobs = run_sweep(sweep, lambda job, slot, prune: Ended(trial(job.settings)))
+    assert [settings["x"] for settings in computed] == ["1", "2"]
+    assert [job.outcome.values for job in jobs if job.outcome] == [{"eval_loss": 0.25}] * 2 + [{"eval_loss": 2.25}] * 2
+
+
+class Unlogged(Ended):
+    def poll(self) -> Outcome | None:
+        raise Refusal("the trial did not log eval_loss")
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_trial_that_does_not_log_the_metric_ends_the_sweep_only_where_none_has(first: bool, tmp_path: Path) -> None:
+    """Fails when: run_sweep in loop.py lets every refusal of a trial through, or none."""
+    journal = JournalFile(tmp_path)
+    state = Sweep(journal, plan(trials=3), journal.liveness())
+
+    def start(job: Job, slot: int, prune: object) -> Ended:
+        return (Unlogged if job.number == 1 or first else Ended)(bowl(job.settings))
+
+    if first:
+        with pytest.raises(Refusal, match="did not log"):
+            run_sweep(state, start)
+    else:
+        reasons = [job.outcome.reason for job in run_sweep(state, start) if job.outcome]
+        assert reasons == ["", "the trial did not log eval_loss", ""]
+
+
+def test_a_directory_with_a_database_may_be_moved_and_read_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path to SQLite's file. Fails when: JournalDatabase keeps the path as it was given, or _known forgets the name."""
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.chdir(tmp_path)
+    run(open_journal(Path("s"), "sqlite:///sweeps.db"), plan(trials=3))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "s").rename(tmp_path / "elsewhere" / "t")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert len(read_journal(open_journal(Path("t"), must_exist=True))[1]) == 3
+    assert [path.name for path in Path().iterdir()] == ["t"]
+
+
+@pytest.mark.parametrize("written", ['{"url": "postgresql://me:***@host/db"}', "damaged"])
+def test_a_url_that_is_given_again_counts(written: str, tmp_path: Path) -> None:
+    """The directory has none, or one whose password was left out. Fails when: _known in storage.py refuses before the URL is looked at."""
+    pytest.importorskip("sqlalchemy")
+    (tmp_path / "storage.json").write_text(written)
+    with pytest.raises(Refusal, match="--storage URL"):
+        open_journal(tmp_path, must_exist=True)
+    run(open_journal(tmp_path, f"sqlite:///{tmp_path / 'x.db'}"), plan(trials=2))
+    with pytest.raises(Refusal, match="in memory"):
+        open_journal(tmp_path, "sqlite://")
 
 
 def test_seeds_repeat_each_point_and_the_strategy_hears_the_mean(tmp_path: Path) -> None:

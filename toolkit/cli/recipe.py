@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -110,6 +111,12 @@ def import_recipe(recipe: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (ImportError, SyntaxError) as error:
         raise Refusal(f"{recipe}: can't be imported here ({error}).") from error
+    except Refusal:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(recipe.absolute())), 0)
+        raise Refusal(f"{recipe}:{line}: can't be imported here ({type(error).__name__}: {error}).") from error
     if not hasattr(module, "main"):
         raise Refusal(f"{recipe}: has no function main(config), as a recipe has.")
     return module

@@ -14,12 +14,11 @@ from toolkit.cli.command_line import read_command_line
 from toolkit.cli.placement import ConfigFile, Processes
 from toolkit.cli.recipe import config_class_of_file
 from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
-from toolkit.cli.sweep_plan import PRUNERS, Asked, base_of, check_agent, make_plan
+from toolkit.cli.sweep_plan import PRUNERS, Asked, base_of, check_agent, check_hours, make_plan
 from toolkit.config import Refusal, settings_of
 from toolkit.config.places import place_to_write, unwritable
 from toolkit.distributed.launch import threads_of_a_rank
-from toolkit.runs.copies import text_hash
-from toolkit.sweeps.addresses import address_of, found_elsewhere
+from toolkit.sweeps.addresses import address_of, found_elsewhere, recipe_digest
 from toolkit.sweeps.journal import Job, Journal, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Stopped, Sweep, run_sweep
 from toolkit.sweeps.page import sweep_page
@@ -29,7 +28,7 @@ from toolkit.sweeps.schedule import brackets_of, make_schedule
 from toolkit.sweeps.shown import Live, count_line, point_of, seed_lines, trial_line, trials_in
 from toolkit.sweeps.space import Point, read_space
 from toolkit.sweeps.storage import open_journal
-from toolkit.sweeps.strategies import STRATEGIES
+from toolkit.sweeps.strategies import STRATEGIES, grid_size
 from toolkit.sweeps.trials import Recipe as RecipeTrials, commands_of, flags_of, fork_run, shown_command, trial_folder
 from toolkit.sweeps.wandb_agent import run_agent
 from toolkit.sweeps.zygote import Zygote
@@ -205,8 +204,11 @@ def _of_directory(action: str, folder: Path, values: dict[str, Any]) -> None:
     else:
         here = folder.absolute()
         os.chdir(plan.folder)  # relative paths among the recipe's flags
-        digest = text_hash(Path(plan.recipe).read_text(encoding="utf-8")) if Path(plan.recipe).is_file() else "missing"
+        digest = recipe_digest(Path(plan.recipe)) if Path(plan.recipe).is_file() else "missing"
+        check_hours(values["budget_hours"])
         changed = {name: values[name] for name in ("trials", "parallel", "budget_steps", "budget_hours") if values[name]}
+        if plan.strategy == "grid" and "trials" in changed:
+            changed["trials"] = min(changed["trials"], grid_size(read_space(plan.search)))
         _run(replace(plan, recipe_digest=digest, **changed), here, journal, values["slots"])
 
 

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from toolkit.config import AdapterConfig, DataConfig, ModelConfig, Refusal, Sett
 from toolkit.config.reading import values_of
 from toolkit.config.setting import nearest
 from toolkit.metrics.direction import greater_is_better
-from toolkit.runs.copies import text_hash
+from toolkit.sweeps.addresses import recipe_digest
 from toolkit.sweeps.journal import Objective, Plan
 from toolkit.sweeps.results import read_constraint
-from toolkit.sweeps.schedule import BY_RUNGS, brackets_of
+from toolkit.sweeps.schedule import BY_RUNGS, brackets_of, check_rungs
 from toolkit.sweeps.space import Dimension, read_space, searches_in_file
 from toolkit.sweeps.strategies import BY_OPTUNA, grid_size, make_strategy
 from toolkit.sweeps.trials import flags_of
@@ -73,12 +72,14 @@ def make_plan(script: str, words: Sequence[str], asked: Asked) -> Plan:
     if asked.prune not in PRUNERS:
         raise Refusal(f"--prune {asked.prune}: there are {', '.join(PRUNERS)}.")
     _check_names(config_class, words, space, asked)
+    _check_options(space, asked)
     trials = asked.trials or _TRIALS
     if asked.strategy == "grid":
         trials = min(asked.trials or grid_size(space), grid_size(space))
     words, rungs, trials = _with_evaluations(config_class, list(words), space, asked, trials)
     values = values_of(_check_on_recipe(config_class, words, space))
     objectives = _objectives(asked, values)
+    _check_measured(config_class, [*words, *flags_of(base_of(space))], asked.objective and objectives)
     if asked.prune == "pbt":
         _check_population(config_class, space, asked, trials)
     make_strategy(asked.strategy, space, asked.sweep_seed, [each.maximize for each in objectives])
@@ -87,7 +88,7 @@ def make_plan(script: str, words: Sequence[str], asked: Asked) -> Plan:
     if len(objectives) > 1 and asked.prune != "none":
         raise Refusal(f"--prune {asked.prune}: compares trials by one objective; leave it out, or give one --objective.")
     return Plan(
-        recipe=script, recipe_digest=text_hash(Path(script).read_text(encoding="utf-8")), words=words, search=searches,
+        recipe=script, recipe_digest=recipe_digest(Path(script)), words=words, search=searches,
         strategy=asked.strategy, seed=asked.sweep_seed, trials=trials, objectives=objectives,
         constraints=list(asked.constraint), parallel=asked.parallel or 1, seeds=asked.seeds, prune=asked.prune, rungs=rungs,
         reduction=asked.reduction, budget_steps=asked.budget_steps, budget_hours=asked.budget_hours,
@@ -131,7 +132,7 @@ def _check_names(config_class: type[Settings], words: Sequence[str], space: Sequ
         if name not in settings:
             near = nearest(name, settings)
             raise Refusal(f"--search {name}: no setting of this recipe.{f' Did you mean {near}?' if near else ''}")
-        if name in (*_OURS, "metric_for_best_model", "greater_is_better"):
+        if name in (*_OURS, "allow_change", "metric_for_best_model", "greater_is_better"):
             raise Refusal(f"--search {name}: the sweep decides that one itself. Leave it out.")
     for name in _typed(words):
         if name in _OURS:
@@ -142,6 +143,24 @@ def _check_names(config_class: type[Settings], words: Sequence[str], space: Sequ
         raise Refusal(f"--seeds {asked.seeds}: {'seed is searched' if 'seed' in names else 'this recipe has no --seed'}.")
     if asked.prune != "none" and "stop_at_step" not in settings:
         raise Refusal(f"--prune {asked.prune}: this recipe cannot stop and go on; it has no --stop-at-step.")
+
+
+def _check_options(space: Sequence[Dimension], asked: Asked) -> None:
+    """The options that have no effect, or none that could be meant, next to the others."""
+    if asked.prune not in BY_RUNGS and (asked.rungs is not None or asked.reduction != Asked.reduction):
+        given = f"--rungs {asked.rungs}" if asked.rungs is not None else f"--reduction {asked.reduction}"
+        raise Refusal(f"{given}: has no effect without --prune {', '.join(BY_RUNGS[:-1])} or {BY_RUNGS[-1]}.")
+    if asked.prune in BY_RUNGS and any(dimension.name == "max_steps" for dimension in space):
+        raise Refusal(f"--search max_steps: with --prune {asked.prune} the last of --rungs is the length of every trial.")
+    check_hours(asked.budget_hours)
+
+
+def check_hours(budget: float | None) -> None:
+    """Raises:
+        Refusal: it is no length of time.
+    """
+    if budget is not None and not 0 < budget < math.inf:
+        raise Refusal(f"--budget-hours {budget:g}: a number of hours above 0 is expected, such as 1.5.")
 
 
 def _check_on_recipe(config_class: type[Settings], words: Sequence[str], space: Sequence[Dimension]) -> Settings:
@@ -187,6 +206,18 @@ def _objectives(asked: Asked, values: Mapping[str, Any]) -> list[Objective]:
         if metrics.count(metric) > 1:
             raise Refusal(f"--objective {metric}: given {metrics.count(metric)} times. Give each metric once.")
     return found
+
+
+def _check_measured(config_class: type[Settings], words: Sequence[str], objectives: Sequence[Objective]) -> None:
+    """An objective that is evaluated passes the rules for --metric-for-best-model, where the recipe has those."""
+    if "metric_for_best_model" not in settings_of(config_class) or "metric_for_best_model" in _typed(words):
+        return
+    for each in objectives:
+        if each.metric.startswith("eval_"):
+            try:
+                check_together(read_command_line(config_class, [*words, "--metric-for-best-model", each.metric], {}))
+            except Refusal as refusal:
+                raise Refusal(f"--objective {each.metric}: {refusal}") from None
 
 
 def _with_evaluations(
@@ -238,8 +269,7 @@ def _rungs(asked: Asked, trials: int, most: int | None) -> list[int]:
         rungs = [int(text) for text in asked.rungs.split(",")]
     except ValueError:
         rungs = []
-    if len(rungs) < 2 or rungs[0] < 1 or any(later <= earlier for earlier, later in pairwise(rungs)):
-        raise Refusal(f"--rungs {asked.rungs}: two or more rising steps are expected, such as 30,90,270.")
+    check_rungs(rungs, f"--rungs {asked.rungs}")
     if most is not None and most > 0 and most != rungs[-1]:
         raise Refusal(f"--rungs {asked.rungs}: the last one must be --max-steps {most}, a whole run.")
     return rungs

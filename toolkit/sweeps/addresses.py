@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -14,24 +15,66 @@ from pathlib import Path
 from typing import Any
 
 import toolkit
-from toolkit.config import Refusal, Settings, settings_of
+from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
+from toolkit.runs.copies import text_hash
 from toolkit.sweeps.journal import JOURNAL, JournalFile, Outcome, Plan, read_journal
 from toolkit.sweeps.results import result_of
+from toolkit.sweeps.space import read_space
 from toolkit.sweeps.trials import trial_folder
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "numpy", "deepspeed")
 _PATHS = ("dataset", "model", "tokenizer", "reference", "teacher", "reward_model", "accelerate_config")  # may name files here
 
 
+# What is saved, shown and sent where, and changes no value of a trial. All else counts, also what a resume may change.
+_NOT_OF_THE_RESULT = frozenset((
+    "output_dir", "overwrite_output_dir", "resume", "resume_from", "allow_change", "stop_at_step", "stop_deadline", "run_name",
+    "report_to", "logging_strategy", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "save_best_limit",
+    "save_error", "async_save", "hang_timeout", "preprocessing_num_workers", "dataloader_num_workers", "num_samples",
+    "sample_max_new_tokens", "sample_temperature", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
+    "hub_revision",
+))  # fmt: skip
+
+
+def recipe_digest(recipe: Path) -> str:
+    """The digest of a recipe's file, and of the Python files next to it that it imports."""
+    texts = [file.read_text(encoding="utf-8") for file in [recipe, *_imported(recipe)]]
+    return text_hash(texts[0] if len(texts) == 1 else "\0".join(texts))
+
+
+def _imported(recipe: Path) -> list[Path]:
+    """The files next to a recipe, or in a package there, that it or one of them imports, anywhere in it; in a fixed order."""
+    found: set[Path] = set()
+    todo = [recipe]
+    while todo:
+        file = todo.pop()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            place = recipe.parent
+            if isinstance(node, ast.Import):
+                names = [each.name for each in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                place = file.parents[node.level - 1] if node.level else place
+                names = [node.module or "", *(f"{node.module or ''}.{each.name}".strip(".") for each in node.names)]
+            for name in names:
+                parts = name.split(".") if name else []
+                paths = [place.joinpath(*parts[:count], "__init__.py") for count in range(1, len(parts) + 1)]
+                paths.append(place.joinpath(*parts).with_suffix(".py"))
+                new = {path for path in paths if path.is_file() and path != recipe} - found
+                found |= new
+                todo += new
+    return sorted(found)
+
+
 def address_of(config: Settings, plan: Plan) -> str:
-    """The digest of all settings but those that a resume may change freely, of the files that they name, of the recipe's and
-    the toolkit's code, and of the versions, processes and threads.
+    """The digest of all settings but those that change no value, unless they are searched, of the files that they name, of the
+    recipe's and the toolkit's code, and of the versions, processes and threads.
 
     A file is known by its size and the time of its last change, a dataset of the Hub by its name and revision.
     """
-    policy = {name: each.on_resume for name, each in settings_of(type(config)).items()}
-    settings = {name: value for name, value in values_of(config).items() if policy[name] != "free" and name != "output_dir"}
+    without = _NOT_OF_THE_RESULT - {dimension.name for dimension in read_space(plan.search)}
+    settings = {name: value for name, value in values_of(config).items() if name not in without}
     files = {name: _stamp(value) for name, value in settings.items() if name in _PATHS or name.endswith("_file")}
     world = {
         "packages": [_version(package) for package in _PACKAGES], "python": platform.python_version(),

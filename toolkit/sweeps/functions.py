@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,9 @@ from toolkit.runs.directory import holds_a_run
 from toolkit.sweeps.journal import Job, JournalFile, Objective, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Sweep, run_sweep
 from toolkit.sweeps.pruning import Curve
-from toolkit.sweeps.results import Trial, best_trials, trials_of
+from toolkit.sweeps.results import Trial, best_trials, metrics_of, trials_of
+from toolkit.sweeps.schedule import BY_RUNGS, check_rungs
+from toolkit.sweeps.space import choices_written
 from toolkit.sweeps.trials import fork_run, read_outcome, steps_of, trial_folder
 
 
@@ -77,13 +80,16 @@ def sweep(
     Raises:
         Refusal: the space, or another argument, cannot be meant.
     """
+    _check(space, trials, parallel, prune, rungs, reduction)
+    if isinstance(maximize, Mapping) and not maximize:
+        raise Refusal("maximize={}: name the values that decide, such as {'accuracy': True}.")
     directions = maximize if isinstance(maximize, Mapping) else {"value": maximize}
     if config is not None:
         metric = config.metric_for_best_model
         directions = maximize if isinstance(maximize, Mapping) else {metric: maximize or _is_better_up(config)}
         folder = folder or Path("sweeps") / inspect.getmodule(function).__name__  # type: ignore[union-attr]
         _check_main(config, space, prune)
-    search = [f"{name}={_written(values)}" for name, values in space.items()]
+    search = [f"{name}={_written(name, values)}" for name, values in space.items()]
     plan = Plan(
         getattr(function, "__qualname__", "function"), "", [], search, strategy, seed, trials,
         [Objective(name, each) for name, each in directions.items()], list(constraints), parallel, prune=prune,
@@ -103,9 +109,34 @@ def sweep(
 
         run_sweep(state, start)
         plan_found, jobs = read_journal(state.journal)
-    found = list(trials_of(jobs).values())
+    found = [
+        replace(trial, settings={name: kinds[name](value) for name, value in trial.settings.items()})
+        for trial in trials_of(jobs).values()
+    ]
     best = best_trials(found, plan_found or plan)
     return [*best, *(trial for trial in found if trial not in best)]
+
+
+def _check(space: Mapping[str, Any], trials: int, parallel: int, prune: str, rungs: Sequence[int], reduction: int) -> None:
+    """What the command line checks as it is read.
+
+    Raises:
+        Refusal: an argument is out of its range, or would have no effect.
+    """
+    for name, values in space.items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise Refusal(f"{name!r}: is no name of a setting. Take letters, digits and underscores.")
+        if not isinstance(values, Sequence):
+            raise Refusal(f"{name}: {values!r} is no range and no list. Write 'log:1e-5..1e-3' or a list of choices.")
+    for argument, value, least in (("trials", trials, 1), ("parallel", parallel, 1), ("reduction", reduction, 2)):
+        if value < least:
+            raise Refusal(f"{argument}={value}: must be at least {least}.")
+    if prune not in (known := ("none", "median", "halving", "hyperband", "asha")):
+        raise Refusal(f"prune={prune!r}: there are {', '.join(known)}.")
+    if prune in BY_RUNGS:
+        check_rungs(rungs, f"rungs={list(rungs)}")
+    elif rungs:
+        raise Refusal(f"rungs={list(rungs)}: has no effect with prune={prune!r}. Take halving, hyperband or asha.")
 
 
 def _check_main(config: RunConfig, space: Mapping[str, Any], prune: str) -> None:
@@ -157,6 +188,8 @@ def _call(function: Callable[..., Any], trial: FunctionTrial, plan: Plan) -> Out
     first = plan.objectives[0].metric
     values = returned if isinstance(returned, Mapping) else {} if returned is None else {first: returned}
     finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+    if not reason and not pruned and (missing := [name for name in metrics_of(plan) if name not in values]):
+        reason = f"returned no {missing[0]}"
     step = trial.curve[-1][0] if trial.curve else trial.until or 0
     return Outcome(finite, reason, 1 if reason else 0, time.monotonic() - began, step, pruned, trial.curve)
 
@@ -176,13 +209,13 @@ class Ended:
         return None
 
 
-def _written(values: Any) -> str:
-    return ",".join(map(str, values)) if isinstance(values, list | tuple) else str(values)
+def _written(name: str, values: str | Sequence[Any]) -> str:
+    return values if isinstance(values, str) else choices_written(values, name)
 
 
-def _reader(values: Any) -> Callable[[Any], Any]:
+def _reader(values: str | Sequence[Any]) -> Callable[[Any], Any]:
     """Choices come back as they were given."""
-    if isinstance(values, list | tuple):
+    if not isinstance(values, str):
         by_text = {str(value): value for value in values}
         return lambda text: by_text.get(str(text), text)
     return lambda value: value

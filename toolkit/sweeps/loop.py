@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from toolkit.config import Refusal
-from toolkit.distributed.launch import TRY_AGAIN, signals_collected
+from toolkit.distributed.launch import REFUSED, TRY_AGAIN, signals_collected
 from toolkit.sweeps.journal import (
     Job,
     Journal,
@@ -165,7 +165,8 @@ class Sweep:
         if job.parent:
             parent, step = job.parent
             origin = next(each for each in self.jobs if each.trial == parent)
-            job.address = hashlib.sha256(f"{job.address} {origin.address} {step}".encode()).hexdigest()[:32]
+            if job.address:
+                job.address = hashlib.sha256(f"{job.address} {origin.address} {step}".encode()).hexdigest()[:32]
             self.fork(job.trial, origin.trial if origin.same is None else self.jobs[origin.same].trial)
         known = self._equal(job)
         job.same = known.number if known else None
@@ -183,7 +184,8 @@ class Sweep:
         # Whether a trial is pruned depends on those before it too: only what its proposal knew may stand for it.
         others = self.jobs[: self._told] if self.plan.prune == "median" else self.jobs
         for other in others:
-            is_equal = (dict(other.settings), other.until, other.parent) == (dict(job.settings), job.until, job.parent)
+            is_same_point = dict(other.settings) == dict(job.settings) or (other.address == job.address != "")  # 1 and 1.0
+            is_equal = is_same_point and (other.until, other.parent) == (job.until, job.parent)
             outcome = other.outcome
             stands = outcome is None or (result_of(other, self.plan).values and not outcome.pruned)
             if is_equal and other.same is None and stands:
@@ -239,6 +241,10 @@ def run_sweep(
                     except OSError:
                         del running[slot]
                         raise
+                    except Refusal as refusal:  # it did not log a metric; where others did, that is its own affair
+                        if not any(result_of(each, sweep.plan).values for each in sweep.jobs):
+                            raise
+                        outcome, interrupted = Outcome(reason=str(refusal), code=REFUSED), None
                     if outcome is None and interrupted is None:
                         continue
                     del running[slot]

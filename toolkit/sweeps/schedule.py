@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
+from toolkit.config import Refusal
 from toolkit.sweeps.journal import Job, Plan
 from toolkit.sweeps.population import Population
 from toolkit.sweeps.proposal import Nothing, Proposal
@@ -45,6 +47,14 @@ def make_schedule(plan: Plan) -> Schedule:
         brackets.append(_Bracket(plan, strategy, first, count, rungs))
         first += count
     return _Brackets(brackets)
+
+
+def check_rungs(rungs: Sequence[int], written: str) -> None:
+    """Raises:
+        Refusal: they are not two or more rising steps.
+    """
+    if len(rungs) < 2 or rungs[0] < 1 or any(later <= earlier for earlier, later in pairwise(rungs)):
+        raise Refusal(f"{written}: two or more rising steps are expected, such as 30,90,270.")
 
 
 def brackets_of(plan: Plan) -> list[tuple[int, list[int]]]:

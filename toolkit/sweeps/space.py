@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.config import Refusal
+from toolkit.config.parsing import parse_yaml
 
 Value = str | int | float
 Point = Mapping[str, Value]  # one value for each searched setting
 _EXAMPLE = "Write --search learning_rate=log:1e-5..1e-3, --search lora_r=int:4..64 or --search optim=adamw_torch,muon."
+_LARGEST = 2.0**62  # of what Optuna's samplers can draw from: integers of 64 bits, differences that are finite
 _KINDS = {"float": (False, False), "log": (False, True), "int": (True, False), "logint": (True, True)}
 
 
@@ -52,10 +54,11 @@ class Dimension:
         return (number - low) / (high - low) if high > low else 0.5
 
     def ends(self) -> list[Value]:
-        """The values that are tried on the recipe's rules before any trial: all choices, or both ends."""
+        """The values that are tried on the recipe's rules before any trial: all choices, or both ends and, of numbers that are
+        no integers, one in between, which a setting of whole numbers refuses."""
         if self.choices:
             return list(self.choices)
-        return [int(self.low), int(self.high)] if self.is_int else [self.low, self.high]
+        return [int(self.low), int(self.high)] if self.is_int else [self.low, self.high, self.at(math.sqrt(0.5))]
 
 
 def read_space(written: Sequence[str]) -> list[Dimension]:
@@ -92,11 +95,9 @@ def searches_in_file(path: Path) -> list[str]:
     Raises:
         Refusal: it cannot be read.
     """
-    import yaml
-
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        found = parse_yaml(path.read_text(encoding="utf-8"), f"--search {path}")
+    except (OSError, UnicodeDecodeError) as error:
         raise Refusal(f"--search {path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(found, dict) or not found:
         raise Refusal(f"--search {path}: settings and their values are expected, such as `learning_rate: log:1e-5..1e-3`.")
@@ -118,7 +119,23 @@ def _listed(path: Path, values: object) -> str:
     if isinstance(values, dict) or values is None:
         raise Refusal(f"--search {path}: {values} is no value. Write a list, or a range such as log:1e-5..1e-3.")
     each = values if isinstance(values, list) else [values]
-    return ",".join(str(value).lower() if isinstance(value, bool) else str(value) for value in each)
+    if inner := [value for value in each if value is None or isinstance(value, list | dict)]:
+        raise Refusal(f"--search {path}: {inner[0]} can't be a choice: each is one number or one word.")
+    texts = [str(value).lower() if isinstance(value, bool) else str(value) for value in each]
+    return texts[0] if not isinstance(values, list) else choices_written(texts, f"--search {path}")
+
+
+def choices_written(values: Sequence[object], where: str) -> str:
+    """A list of choices as --search has it.
+
+    Raises:
+        Refusal: one of them would be read as something else.
+    """
+    texts = [str(value) for value in values]
+    for text in texts:
+        if "," in text or " when " in text or text != text.strip():
+            raise Refusal(f"{where}: {text!r} can't be a choice: each is one number or one word. Give it a short name instead.")
+    return ",".join(texts)
 
 
 def _in_order(space: Sequence[Dimension]) -> list[Dimension]:
@@ -173,13 +190,15 @@ def _read_values(text: str) -> Dimension:
             raise Refusal(f"--search {text}: a choice is empty or given twice.")
         return Dimension(name, choices)
     is_int, is_log = _KINDS[kind]
+    if "..." in span:
+        raise Refusal(f"--search {text}: three dots; write {kind}:LOW..HIGH.")
     try:
         low, high = (int(end) if is_int else float(end) for end in span.split(".."))
     except ValueError:
         ends = "integers" if is_int else "numbers"
         raise Refusal(f"--search {text}: two {ends} are expected, as in {kind}:LOW..HIGH.") from None
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise Refusal(f"--search {text}: both ends must be finite.")
+    if not (abs(low) <= _LARGEST and abs(high) <= _LARGEST):
+        raise Refusal(f"--search {text[:80]}: both ends must be finite, and within {_LARGEST:g}.")
     if low > high:
         raise Refusal(f"--search {text}: the range is upside down. Write {kind}:{high}..{low}.")
     if low == high:

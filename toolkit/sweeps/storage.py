@@ -29,31 +29,34 @@ def open_journal(folder: Path, url: str | None = None, must_exist: bool = False)
     Raises:
         Refusal: the database cannot be used, or `must_exist` and there is no sweep.
     """
-    known = _known(folder)
+    known, name = _known(folder)
+    if url is None and known == "":
+        raise Refusal(f"{folder / STORAGE}: names no database. Give it once more: --storage URL.")
+    if url is None and "***" in (known or ""):
+        raise Refusal(f"{folder}: its journal is in {known}. Give the URL with its password: --storage URL.")
     if url is None and known is None:
         if must_exist and not (folder / JOURNAL).is_file():
             raise Refusal(f"{folder}: is no directory of a sweep; it has no {JOURNAL}.")
         return JournalFile(folder if must_exist else place_to_write(folder, "--sweep-dir"))
     if (folder / JOURNAL).is_file():
         raise Refusal(f"--storage {url}: {folder} holds a sweep with its journal in {JOURNAL}. Take another --sweep-dir.")
-    journal = JournalDatabase(url or str(known), folder.absolute().name)
+    name = name or folder.absolute().name
+    journal = JournalDatabase(url or str(known), name)
     if not must_exist:
         make_folder(place_to_write(folder, "--sweep-dir"))
-        write_atomically(folder / STORAGE, json.dumps({"url": journal.shown_url}) + "\n")
+        write_atomically(folder / STORAGE, json.dumps({"url": journal.shown_url, "name": name}) + "\n")
     return journal
 
 
-def _known(folder: Path) -> str | None:
+def _known(folder: Path) -> tuple[str | None, str | None]:
+    """The database that a sweep's directory names ("" where that cannot be read), and the sweep's name in it, which stays when
+    the directory is moved."""
     try:
         record = parse_object((folder / STORAGE).read_text(encoding="utf-8"))
     except OSError:
-        return None
-    url = record.get("url") if record else None
-    if not isinstance(url, str):
-        raise Refusal(f"{folder / STORAGE}: names no database. Give it once more: --storage URL.")
-    if "***" in url:
-        raise Refusal(f"{folder}: its journal is in {url}. Give the URL with its password: --storage URL.")
-    return url
+        return None, None
+    url, name = (record.get("url"), record.get("name")) if record else (None, None)
+    return url if isinstance(url, str) else "", name if isinstance(name, str) else None
 
 
 class JournalDatabase:
@@ -72,9 +75,13 @@ class JournalDatabase:
         self._sql, self._name = sql, name
         try:
             parsed = sql.make_url(url)
-            place = Path(parsed.database or "").absolute().parent
-            if parsed.get_backend_name() == "sqlite" and not place.is_dir():
-                raise Refusal(f"--storage {url}: there is no folder {place}. Type {as_typed('mkdir', '-p', place)}")
+            if parsed.get_backend_name() == "sqlite":
+                if parsed.database in (None, "", ":memory:"):
+                    raise Refusal(f"--storage {url}: is in memory, and gone with this process. Write sqlite:///sweeps.db.")
+                file = Path(str(parsed.database)).absolute()  # the sweep may be continued from another folder
+                if not (place := file.parent).is_dir():
+                    raise Refusal(f"--storage {url}: there is no folder {place}. Type {as_typed('mkdir', '-p', place)}")
+                parsed = parsed.set(database=str(file))
             waits = {"timeout": _LOCK_SECONDS} if parsed.get_backend_name() == "sqlite" else {}
             self._engine = sql.create_engine(parsed, connect_args=waits)
             self.shown_url = parsed.render_as_string(hide_password=True)

@@ -95,6 +95,7 @@ class RecipeTrial:
         self._run = trial_folder(recipe.folder, job.trial)
         self._began, self._attempts, self._is_ending = time.monotonic(), 0, False
         self._watched, self._code = 0.0, 0
+        self._log_start = 0  # of this attempt: earlier ones failed for reasons of their own
         self._process: Process | None = None
         # An earlier process may have been killed after the trial had come to its end, and before that was written down.
         if self._pruned_at() is None and (job.until is None or steps_of(self._run) < job.until):
@@ -117,9 +118,10 @@ class RecipeTrial:
             return None
         seconds = time.monotonic() - self._began
         if code and not is_interrupted:
-            if _is_out_of_space(self._run):
+            printed = self._printed()
+            if _is_out_of_space(self._run, printed):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run))
-            return Outcome(reason=_reason(self._run, code), code=code, seconds=seconds, step=step)
+            return Outcome(reason=_reason(printed, code), code=code, seconds=seconds, step=step)
         outcome = read_outcome(self._run, self._recipe.plan, pruned_at or job.until)
         return replace(outcome, seconds=seconds, pruned=pruned_at is not None)
 
@@ -138,12 +140,20 @@ class RecipeTrial:
     def _start(self) -> Process:
         self._attempts += 1
         self._run.mkdir(parents=True, exist_ok=True)
+        log = self._run / "log.txt"
+        self._log_start = log.stat().st_size if log.exists() else 0
         recipe, job = self._recipe, self._job
         again = ["--resume" if recipe.can_resume else "--overwrite-output-dir"] if holds_a_run(self._run) else []
         rung = ["--stop-at-step", str(job.until)] if job.until is not None else []
         own = [*flags_of(job.settings), "--output-dir", str(self._run), *rung, *again]
         words = [recipe.plan.recipe, *recipe.plan.words, *own, *(changes_of(job.settings) if job.parent else [])]
-        return recipe.spawn(words, self._run / "log.txt", recipe.environments[self._slot])
+        return recipe.spawn(words, log, recipe.environments[self._slot])
+
+    def _printed(self) -> str:
+        """What the newest attempt printed."""
+        with open(self._run / "log.txt", "rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
 
     def _watch(self) -> None:
         """Stop the trial, with a checkpoint, once its curve so far says so."""
@@ -282,10 +292,9 @@ def _of_card(run: Path, name: str) -> Any:
     return card.get(name, model.get(name) if isinstance(model, dict) else None)
 
 
-def _reason(run: Path, code: int) -> str:
-    """Why a trial failed: the line of its log that says so."""
-    text = (run / "log.txt").read_text(encoding="utf-8", errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+def _reason(printed: str, code: int) -> str:
+    """Why a trial failed: the line of what it printed that says so."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
     if code == REFUSED:
         return next((line for line in reversed(lines) if line.startswith("refused:")), "refused")
     if memory := next((line for line in reversed(lines) if _is_out_of_memory(line)), ""):
@@ -295,14 +304,16 @@ def _reason(run: Path, code: int) -> str:
     return lines[-1] if lines else f"exit code {code}"
 
 
-def _is_out_of_space(run: Path) -> bool:
-    """Whether a trial ended because the disk is full: its log says so, or there is no room for a log."""
+def _is_out_of_space(run: Path, printed: str) -> bool:
+    """Whether a trial ended because the disk is full: what it printed says so, or there is no room for a log."""
     words = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), f"[Errno {errno.ENOSPC}]", " GB free, but ")
-    text = (run / "log.txt").read_text(encoding="utf-8", errors="replace")[-20_000:]
-    return any(word in text for word in words) or shutil.disk_usage(run).free < 1 << 20
+    return any(word in printed[-20_000:] for word in words) or shutil.disk_usage(run).free < 1 << 20
 
 
 def _is_out_of_memory(line: str) -> bool:
+    """Said of the end, and not of a micro-batch that was halved, after which the run went on."""
+    if ": continuing with" in line:
+        return False
     return "out of memory" in line.lower() or "MemoryError" in line or "can't allocate memory" in line
 
 

@@ -1,0 +1,151 @@
+"""What a sweep is asked for: read from flags and files, checked on the recipe, and what makes two trials the same."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit as tk
+from toolkit.cli.command_line import read_command_line
+from toolkit.cli.recipe import config_class_of_file
+from toolkit.cli.sweep_plan import Asked, make_plan
+from toolkit.config import Refusal, settings_of
+from toolkit.sweeps.addresses import _NOT_OF_THE_RESULT, address_of, recipe_digest
+from toolkit.sweeps.functions import FunctionTrial
+from toolkit.sweeps.journal import Plan
+from toolkit.sweeps.space import searches_in_file
+
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "accelerated.py")
+RATE = ["learning_rate=log:1e-4..1e-2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "says"),
+    [([], {"search": ["num_hidden_layers=float:1..3"]}, "whole number"), ([], {"search": ["num_hidden_layers=log:1..8"]}, "whole number"),
+     ([], {"search": RATE, "rungs": "3,9"}, "no effect"), ([], {"search": RATE, "reduction": 4}, "no effect"),
+     (["--max-steps", "20"], {"search": RATE, "prune": "median", "rungs": "3,9"}, "no effect"),
+     ([], {"search": ["max_steps=5,10"], "prune": "asha", "rungs": "2,5"}, "length of every trial"),
+     ([], {"search": RATE, "budget_hours": math.nan}, "--budget-hours"), ([], {"search": RATE, "budget_hours": 0.0}, "--budget-hours"),
+     ([], {"search": RATE, "objective": ["eval_nope"]}, "--objective eval_nope"), ([], {"search": ["allow_change=a,b"]}, "decides that one")],
+)  # fmt: skip
+def test_what_cannot_be_meant_of_a_recipe_is_refused(words: list[str], asked: dict[str, Any], says: str) -> None:
+    """Fails when: ends in space.py has no value between, or _check_options or _check_measured in sweep_plan.py is not called."""
+    with pytest.raises(Refusal, match=says):
+        make_plan(RECIPE, words, Asked(**asked))
+
+
+def test_metrics_that_are_measured_may_decide() -> None:
+    """Fails when: _check_measured in sweep_plan.py refuses every objective, or a metric that is no evaluation's."""
+    plan = make_plan(RECIPE, [], Asked(search=RATE, objective=["eval_loss", "eval_accuracy", "parameters:min"]))
+    assert [(each.metric, each.maximize) for each in plan.objectives] == [("eval_loss", False), ("eval_accuracy", True), ("parameters", False)]
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [("a: [1, 2]\na: [3, 4]", "twice"), ("a: [[1, 2], [3]]", "choice"), ("a: ['x,y', z]", "'x,y'"), ("a: [null, 1]", "choice"),
+     ("a: ['p when q=1', z]", "choice"), ("a: &x [*x]", "levels deep"), ("a: null", "no value"), ("a: {min: 1, max: 2}", "has min, max"), ("[]", "expected")],
+)  # fmt: skip
+def test_a_file_that_would_be_read_as_something_else_is_refused(written: str, says: str, tmp_path: Path) -> None:
+    """Fails when: searches_in_file in space.py reads with yaml.safe_load, or _listed joins whatever it is given."""
+    path = tmp_path / "space.yaml"
+    path.write_text(written)
+    with pytest.raises(Refusal, match=says):
+        searches_in_file(path)
+
+
+def test_a_file_is_read_as_the_same_flags(tmp_path: Path) -> None:
+    """Booleans, ranges, an anchor and a condition. Fails when: _listed in space.py writes True for true."""
+    path = tmp_path / "space.yaml"
+    path.write_text("a: &rates [1.5, 2]\nb: *rates\nc: [true, false]\nd: {values: log:1..2, when: {c: true}}\n")
+    assert searches_in_file(path) == ["a=1.5,2", "b=1.5,2", "c=true,false", "d=log:1..2 when c=true"]
+
+
+@pytest.mark.parametrize(
+    ("space", "more", "says"),
+    [({"x": [(1, 2), (3, 4)]}, {}, "short name"), ({"x": 3}, {}, "no range"), ({"x-y": "float:0..1"}, {}, "x-y"),
+     ({"x": "float:0..1"}, {"trials": 0}, "trials=0"), ({"x": "float:0..1"}, {"parallel": 0}, "parallel=0"), ({"x": "float:0..1"}, {"prune": "pbt"}, "prune"),
+     ({"x": "float:0..1"}, {"prune": "asha"}, "rungs"), ({"x": "float:0..1"}, {"prune": "asha", "rungs": [9, 3]}, "rungs"),
+     ({"x": "float:0..1"}, {"rungs": [3, 9]}, "no effect"), ({"x": "float:0..1"}, {"prune": "asha", "rungs": [3, 9], "reduction": 1}, "reduction=1"),
+     ({"x": "float:0..1"}, {"maximize": {}}, "maximize")],
+)  # fmt: skip
+def test_arguments_in_python_are_refused_as_flags_are(space: dict[str, Any], more: dict[str, Any], says: str) -> None:
+    """Fails when: sweep in functions.py does not call _check."""
+    with pytest.raises(Refusal, match=says):
+        tk.sweep(lambda settings: 0.0, space, **more)
+
+
+def test_choices_come_back_as_they_were_given() -> None:
+    """None, a number and a truth, in the function and in what is returned. Fails when: sweep in functions.py returns the journal's texts."""
+    given: list[Any] = []
+
+    def function(settings: dict[str, Any]) -> float:
+        given.append(settings["x"])
+        return float(len(given))
+
+    trials = tk.sweep(function, {"x": [None, 2, True]}, strategy="grid", trials=3)
+    assert given == [trial.settings["x"] for trial in trials] == [None, 2, True]
+
+
+def test_a_value_that_is_not_returned_fails_the_trial_by_name() -> None:
+    """A constraint on what is not returned; a pruned trial has returned nothing yet. Fails when: _call in functions.py compares no names."""
+    trials = tk.sweep(lambda settings: 1.0, {"x": "float:0..1"}, trials=2, constraints=["size<=1"])
+    assert [trial.outcome and trial.outcome.reason for trial in trials] == ["returned no size"] * 2
+
+    def reporting(settings: dict[str, Any], trial: FunctionTrial) -> dict[str, float]:
+        for step in range(1, 4):
+            trial.report(step, settings["x"])
+        return {"value": settings["x"], "size": 1.0}
+
+    trials = tk.sweep(reporting, {"x": "float:0..1"}, trials=12, prune="median", constraints=["size<=1"])
+    pruned = [trial.outcome for trial in trials if trial.outcome]
+    assert any(each.pruned for each in pruned)
+    assert not any(each.reason for each in pruned)
+
+
+def address(*words: str, search: list[str] = RATE) -> str:
+    config_class = config_class_of_file(Path(RECIPE))
+    plan = dataclasses.replace(Plan(RECIPE, "digest", [], search, "random", 0, 1, []))
+    return address_of(read_command_line(config_class, list(words), {}), plan)
+
+
+def test_a_trial_is_known_by_what_decides_its_value() -> None:
+    """How it stops, what fails it and what it measures count; where it logs and saves does not, unless that is searched.
+
+    Fails when: address_of in addresses.py leaves out all settings that a resume may change, or those that are searched.
+    """
+    assert len({address(*words) for words in [(), ("--logging-steps", "7"), ("--run-name", "x"), ("--save-strategy", "no")]}) == 1
+    assert address("--learning-rate", "1e-2") == address("--learning-rate", "0.01")
+    others = [("--early-stopping-patience", "1"), ("--metrics", "f1"), ("--eval-on-start",), ("--learning-rate", "3e-3")]
+    assert len({address(*words) for words in [(), *others]}) == 5
+    searched = ["dataloader_num_workers=0,1"]
+    assert address("--dataloader-num-workers", "1", search=searched) != address("--dataloader-num-workers", "0", search=searched)
+    known = set().union(*(settings_of(config_class_of_file(path)) for path in Path(RECIPE).parent.glob("[gs]*.py")))
+    assert known >= _NOT_OF_THE_RESULT
+
+
+def test_what_a_recipe_imports_is_a_part_of_it(tmp_path: Path) -> None:
+    """A file next to it, one that this imports in a function, and one of a package; another file is none.
+
+    Fails when: _imported in addresses.py looks at the recipe's own text only, or at no package.
+    """
+    files = {"recipe.py": "import losses\nimport torch\n", "losses.py": "def loss():\n    from parts import one\n", "parts/__init__.py": "",
+             "parts/one.py": "from . import two\n", "parts/two.py": "x = 1\n", "other.py": "x = 1\n"}  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    digests = [recipe_digest(tmp_path / "recipe.py")]
+    for name in ("other.py", "losses.py", "parts/__init__.py", "parts/one.py", "parts/two.py"):
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "# changed\n")
+        digests.append(recipe_digest(tmp_path / "recipe.py"))
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 5
+
+
+def test_a_recipe_that_raises_at_import_is_refused_with_its_line(tmp_path: Path) -> None:
+    """Fails when: import_recipe in cli/recipe.py catches ImportError alone."""
+    path = tmp_path / "broken.py"
+    path.write_text("\n\nraise ValueError('boom')\n")
+    with pytest.raises(Refusal, match=r"broken\.py:3: .*ValueError: boom"):
+        make_plan(str(path), [], Asked(search=RATE))

@@ -1,0 +1,70 @@
+"""How a trial of a recipe ended, from what its process left behind."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from toolkit.sweeps.journal import Job, Objective, Outcome, Plan
+from toolkit.sweeps.trials import Recipe, trial_folder
+
+PLAN = Plan("r.py", "digest", [], ["rate=float:0..1"], "random", 0, 10, [Objective("eval_loss")])
+
+
+class Ended:
+    """A process that has ended."""
+
+    pid, returncode = 1 << 30, 1  # no process has this number
+
+    def poll(self) -> int:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Printing(Recipe):
+    """A recipe whose process prints and fails."""
+
+    text = ""
+
+    def spawn(self, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Ended:
+        with open(log, "a") as file:
+            file.write(self.text)
+        return Ended()
+
+
+def outcome(folder: Path, text: str) -> Outcome | None:
+    recipe = type("Now", (Printing,), {"text": text})(folder, PLAN, True, [{}])
+    return recipe.start(Job(0, 0, {"rate": 0.5}), 0, None).poll()
+
+
+@pytest.mark.parametrize("before", ["OSError: [Errno 28] No space left on device\n", "torch.OutOfMemoryError: CUDA out of memory.\n"])
+def test_an_earlier_attempt_does_not_say_why_this_one_failed(before: str, tmp_path: Path) -> None:
+    """A full disk, whose trial goes on when there is room. Fails when: _printed in trials.py reads the log from its beginning."""
+    log = trial_folder(tmp_path, 0) / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text(before)
+    found = outcome(tmp_path, "ValueError: the rate is bad\n")
+    assert found is not None
+    assert found.reason == "ValueError: the rate is bad"
+
+
+def test_a_micro_batch_that_was_halved_is_no_reason(tmp_path: Path) -> None:
+    """After which the run went on. Fails when: _is_out_of_memory in trials.py takes every line with these words."""
+    halved = "out of memory with 16 examples in a micro-batch: continuing with 8, and 2 of them a step\n"
+    found = outcome(tmp_path, halved + "ValueError: the rate is bad\n")
+    assert found is not None
+    assert found.reason == "ValueError: the rate is bad"
+    found = outcome(tmp_path, halved + "torch.OutOfMemoryError: CUDA out of memory.\n")
+    assert found is not None
+    assert found.reason.startswith("out of memory: torch")
+
+
+def test_a_full_disk_fails_no_trial(tmp_path: Path) -> None:
+    """Fails when: poll in trials.py does not ask _is_out_of_space."""
+    with pytest.raises(OSError, match="No space left"):
+        outcome(tmp_path, "OSError: [Errno 28] No space left on device\n")
