@@ -30,7 +30,8 @@ CLIENT = """#!/bin/sh
 import json, os, signal, socket, sys
 words = sys.argv[1:] if os.path.basename(sys.argv[0]) == "python" else [{bin!r} + "/" + os.path.basename(sys.argv[0]), *sys.argv[1:]]
 words = words[1:] if words[:1] == ["-u"] else words
-if not words or not (words[0].endswith(".py") or words[0] in ("-m", "-c") or os.path.isabs(words[0])):
+known = words and (words[0].endswith(".py") or words[0] in ("-m", "-c") or os.path.isabs(words[0]))
+if not known or words[:2] == ["-m", "toolkit.sweeps.zygote"]:  # which is asked through its standard input
     os.execv({python!r}, [{python!r}, *words])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})

@@ -42,6 +42,16 @@ def test_metrics_that_are_measured_may_decide() -> None:
     assert [(each.metric, each.maximize) for each in plan.objectives] == [("eval_loss", False), ("eval_accuracy", True), ("parameters", False)]
 
 
+@pytest.mark.parametrize("recipe", ["accelerated", "grpo"])
+def test_the_last_rung_is_the_length_of_a_run_whose_length_was_not_given(recipe: str) -> None:
+    """Of a recipe with a number of steps of its own, too. Fails when: _with_evaluations in sweep_plan.py compares with a default."""
+    script = Path(RECIPE).with_name(f"{recipe}.py")
+    plan = make_plan(str(script), [], Asked(search=RATE, prune="halving", rungs="1,2"))
+    assert plan.words[:2] == ["--max-steps", "2"]
+    with pytest.raises(Refusal, match="the last one must be --max-steps 3"):
+        make_plan(str(script), ["--max-steps", "3"], Asked(search=RATE, prune="halving", rungs="1,2"))
+
+
 @pytest.mark.parametrize(
     ("written", "says"),
     [("a: [1, 2]\na: [3, 4]", "twice"), ("a: [[1, 2], [3]]", "choice"), ("a: ['x,y', z]", "'x,y'"), ("a: [null, 1]", "choice"),

@@ -166,7 +166,7 @@ def test_a_function_is_swept_and_its_errors_fail_a_trial() -> None:
         return (settings["rate"] - 0.25) ** 2 + layers[settings["layers"]]
 
     found = tk.sweep(loss, {"rate": "float:0..1", "layers": [1, 2, 3]}, trials=40)
-    assert found[0].settings["layers"] == "2"
+    assert found[0].settings["layers"] == 2
     assert abs(float(found[0].settings["rate"]) - 0.25) < 0.1
     failed = [trial.outcome.reason for trial in found if trial.outcome and not trial.outcome.values]
     assert set(failed) == {"MemoryError: too large"}

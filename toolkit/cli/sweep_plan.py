@@ -230,6 +230,8 @@ def _with_evaluations(
         raise Refusal(f"--seeds {asked.seeds}: trials that are pruned are not repeated. Leave out --prune, or --seeds.")
     values = values_of(read_command_line(config_class, [*words, *flags_of(base_of(space))], {}))
     most = values.get("max_steps")
+    if asked.rungs and "max_steps" in values and most == settings_of(config_class)["max_steps"].default:
+        most = None  # the recipe's own length gives way to the last rung
     rungs = _rungs(asked, trials, most) if asked.prune in BY_RUNGS else []
     if rungs and (most is None or most < 0):
         words = [*words, "--max-steps", str(rungs[-1])]

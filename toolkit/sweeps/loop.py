@@ -83,8 +83,9 @@ class Sweep:
             plan = next((plan_of(record) for record in records[::-1] if record.get("kind") == "plan"), None)
             if plan is not None and (others := other_fields(plan, self.plan)):
                 old, new = differing(*(getattr(each, others[0]) for each in (plan, self.plan)))
+                what = {"recipe_digest": "text of its recipe", "words": "set of the recipe's flags"}.get(others[0], others[0])
                 raise Refusal(
-                    f"--sweep-dir: holds a sweep with another {others[0].replace('_', ' ')} ({old}; now {new}). "
+                    f"--sweep-dir: holds a sweep with another {what.replace('_', ' ')} ({old}; now {new}). "
                     "Take another --sweep-dir, or type `toolkit sweep continue DIR` for that one."
                 )
             if plan != self.plan:
