@@ -162,7 +162,7 @@ def pruners(place: Path) -> None:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     kinds: dict[str, Callable[[], Any]] = {
-        "none": optuna.pruners.NopPruner, "median": lambda: optuna.pruners.MedianPruner(5, 1),
+        "none": optuna.pruners.NopPruner, "median": lambda: optuna.pruners.MedianPruner(5, 4),  # not at the first evaluation
         "asha": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=3, reduction_factor=3),
         "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=3, max_resource=27, reduction_factor=3),
     }  # fmt: skip
