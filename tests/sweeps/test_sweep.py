@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,15 @@ def test_a_directory_with_a_database_may_be_moved_and_read_from_anywhere(tmp_pat
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert len(read_journal(open_journal(Path("t"), must_exist=True))[1]) == 3
     assert [path.name for path in Path().iterdir()] == ["t"]
+
+
+def test_workers_that_begin_at_once_name_the_database_one_after_another(tmp_path: Path) -> None:
+    """Eight of them, five times. Fails when: open_journal in storage.py writes storage.json outside of the database's lock."""
+    pytest.importorskip("sqlalchemy")
+    open_journal(tmp_path / "s", url := f"sqlite:///{tmp_path / 'sweeps.db'}")
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: open_journal(tmp_path / "s", url), range(40)))
+    assert len(found) == 40
 
 
 @pytest.mark.parametrize("written", ['{"url": "postgresql://me:***@host/db"}', "damaged"])

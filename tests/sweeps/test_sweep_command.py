@@ -199,15 +199,16 @@ def test_a_sweep_killed_again_and_again_ends_with_the_same_trials(recipe: Path, 
     Fails when: loop.py runs a trial whose end is in the journal.
     """
     words = ["formula.py", "--search", "rate=float:0..1", "--trials", "6", "--wait", "0.4", "--sweep-dir"]
-    assert sweep(*words, "whole", cwd=tmp_path).returncode == 0
+    assert sweep(*words, "alone/whole", cwd=tmp_path).returncode == 0  # not next to the other, which would take its results
     for moment in range(6):
         running = subprocess.Popen(command(*words, "cut"), cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL)
         time.sleep(1.0 + 0.35 * moment)
         os.killpg(running.pid, signal.SIGKILL)
         running.wait()
     assert sweep(*words, "cut", cwd=tmp_path).returncode == 0
-    found = [[(job.trial, job.settings, value_of(job)) for job in jobs_of(tmp_path / each)] for each in ("whole", "cut")]
+    found = [[(job.trial, job.settings, value_of(job)) for job in jobs_of(tmp_path / each)] for each in ("alone/whole", "cut")]
     assert found[0] == found[1]
+    assert len(set((tmp_path / "cut" / "trials" / "started.txt").read_text().split())) == 6
     lines = (tmp_path / "cut" / JOURNAL).read_text().splitlines()
     assert sum('"kind": "end"' in line for line in lines) == 6
 
@@ -254,7 +255,7 @@ def test_two_processes_share_a_sweep_and_one_is_killed(kind: str, recipe: Path, 
     Fails when: _take_over in loop.py hands out only jobs of this process.
     """
     common = ["formula.py", "--search", "rate=float:0..1", "--trials", "12", "--wait", "0.3", "--parallel", "2"]
-    assert sweep(*common, "--sweep-dir", "whole", cwd=tmp_path).returncode == 0
+    assert sweep(*common, "--sweep-dir", "alone/whole", cwd=tmp_path).returncode == 0  # no sweep next to which results are found
     shared = ["--sweep-dir", "shared", "--slots", "1"]
     if kind != "folder":
         url = f"sqlite:///{tmp_path / 'sweeps.db'}" if kind == "sqlite" else request.getfixturevalue("postgresql")
@@ -271,8 +272,9 @@ def test_two_processes_share_a_sweep_and_one_is_killed(kind: str, recipe: Path, 
         steady.kill()
         steady.communicate()
     assert sweep("status", "shared", cwd=tmp_path).stdout.splitlines()[-1].startswith("12 of 12 trials have ended, 12 with a value")
-    found = [[(job.trial, job.settings, value_of(job)) for job in read_journal(open_journal(tmp_path / each))[1]] for each in ("whole", "shared")]
+    found = [[(job.trial, job.settings, value_of(job)) for job in read_journal(open_journal(tmp_path / each))[1]] for each in ("alone/whole", "shared")]
     assert found[0] == found[1]
+    assert len(set((tmp_path / "shared" / "trials" / "started.txt").read_text().split())) == 12
     records = list(open_journal(tmp_path / "shared").records(0))
     assert sorted(record["number"] for record in records if record["kind"] == "end") == list(range(12))
 

@@ -79,7 +79,7 @@ def make_plan(script: str, words: Sequence[str], asked: Asked) -> Plan:
     words, rungs, trials = _with_evaluations(config_class, list(words), space, asked, trials)
     values = values_of(_check_on_recipe(config_class, words, space))
     objectives = _objectives(asked, values)
-    _check_measured(config_class, [*words, *flags_of(base_of(space))], asked.objective and objectives)
+    _check_measured(config_class, [*words, *flags_of(base_of(space))], objectives if asked.objective else [])
     if asked.prune == "pbt":
         _check_population(config_class, space, asked, trials)
     make_strategy(asked.strategy, space, asked.sweep_seed, [each.maximize for each in objectives])

@@ -44,7 +44,8 @@ def open_journal(folder: Path, url: str | None = None, must_exist: bool = False)
     journal = JournalDatabase(url or str(known), name)
     if not must_exist:
         make_folder(place_to_write(folder, "--sweep-dir"))
-        write_atomically(folder / STORAGE, json.dumps({"url": journal.shown_url, "name": name}) + "\n")
+        with journal.exclusive():  # workers that begin at once would write over each other's temporary file
+            write_atomically(folder / STORAGE, json.dumps({"url": journal.shown_url, "name": name}) + "\n")
     return journal
 
 
