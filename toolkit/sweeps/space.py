@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.config import Refusal
-from toolkit.config.parsing import parse_yaml
+from toolkit.config.json_and_yaml import parse_yaml
 
 Value = str | int | float
 Point = Mapping[str, Value]  # one value for each searched setting
