@@ -160,7 +160,7 @@ def of_yaml(chance: random.Random) -> Case:
         ('output_dir: "x\\ud800"\n', ()), ("dataset: https://me:hunter2@host/x\n", ("--dataset",)), ("dataset_text_field: [a]\n", ("dataset_text_field",)),
         ("model_init_kwargs: {1: 2}\n", ("model_init_kwargs",)), ("? [a]\n: b\n", ()), ("? {a: b}\n: c\n", ()), ("\tseed: 1\n", ()),
         (f"seed: 1\n---\nseed: {chance.randint(2, 9)}\n", ()), ("seed: *nothing\n", ()), ("%YAML 9.9\n---\nseed: 1\n", ()), ("seed: !!null\n", ("--seed",)),
-        ("tokenizer: !!float .nan\n", ("--tokenizer",)), ("seed: {\n", ()), ("a" * 5000 + ": 1\n", ("unknown",)), ("chat_template: 7\n", ("--chat-template",)),
+        ("tokenizer: !!float .nan\n", ("--tokenizer",)), ("seed: {\n", ()), ("a" * 5000 + ": 1\n", ("c.yaml:1",)), ("chat_template: 7\n", ("--chat-template",)),
         ("<<: [1]\nseed: 2\n", ()), ("lr_scheduler_kwargs: [[]]\n", ("lr_scheduler_kwargs",)), ("datasets: [{path: [x]}]\n", ("datasets",)),
         ("warmup_ratio: [1]\n", ("--warmup",)), ("report_to: [[wandb]]\n", ("--report-to",)), ("metric_for_best_model: {a: 1}\n", ("--metric",)),
     ]  # fmt: skip

@@ -202,6 +202,10 @@ KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a metrics.jsonl of other things to resume": (resumed("metrics.jsonl", '7\n{"step": "x"}\n[]\n{"step": ' + "9" * 400 + "}\n" + "[" * 99_999 + "\n"), ()),
     "a nested record to resume": (resumed("samples.jsonl", '{"a":' * 900 + "1" + "}" * 900 + "\n"), ()),
     "a broken config.yaml to replay": (command("replay", BASE, **{f"{BASE}__config_DOT_yaml": "model: &a [*a]\n"}), ("config.yaml:1",)),
+    "a model of 2**70 layers": (
+        command("generate", BASE, **{f"{BASE}__model__config_DOT_json": json.dumps({"model_type": "qwen3", "num_hidden_layers": 2**70})}),
+        ("config.json", "num_hidden_layers", "1,024"),
+    ),
     "a broken run.json to replay": (command("replay", BASE, **{f"{BASE}__run_DOT_json": '{"end": 3}'}), ("run.json",)),
 }  # fmt: skip
 

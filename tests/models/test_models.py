@@ -381,6 +381,8 @@ def broken(tmp_path, what):
         config.write_text(config.read_text()[:40])
     elif what == "unknown type":
         config.write_text('{"model_type": "wat"}')
+    elif what == "a digit too many":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 2**70}))
     elif what == "pickled":
         torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
         (directory / "model.safetensors").unlink()
@@ -389,9 +391,9 @@ def broken(tmp_path, what):
     return str(directory)
 
 
-@pytest.mark.parametrize("what", ["no config", "truncated config", "unknown type", "pickled", "truncated weights"])
+@pytest.mark.parametrize("what", ["no config", "truncated config", "unknown type", "a digit too many", "pickled", "truncated weights"])
 def test_a_broken_directory_is_refused_in_one_message_that_names_it(tmp_path, what):
-    """Fails when: the whole error is shown, not its first line."""
+    """Fails when: the whole error is shown, not its first line, or MOST_LAYERS is not asked for (it makes layers until it is killed)."""
     directory = broken(tmp_path, what)
     with pytest.raises(Refusal) as refused:
         load_model(CAUSAL, ModelConfig(model=directory))

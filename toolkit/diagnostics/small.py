@@ -12,6 +12,7 @@ from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.wrappers import HELD_OUT
 from toolkit.models.load import load_model, pretrained_config
+from toolkit.models.shapes import LAYERS
 from toolkit.models.tokenizer import load_tokenizer
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
@@ -34,7 +35,6 @@ _SHORT: dict[str, Any] = {
 _FEW = {"max_train_examples": 512, "max_eval_examples": HELD_OUT}
 _FEW_FILES = {"max_train_examples": 16, "max_eval_examples": 2}
 _NARROW: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
-_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers", "decoder_layers")
 LONGEST = 256  # tokens
 
 
@@ -124,7 +124,7 @@ def _write_small_model(config: Any, folder: Path) -> Path:
 def _smaller(fields: dict[str, Any], narrow: bool) -> dict[str, Any]:
     """The fields of a model's config with two layers and, where it is made narrow, 4 heads of 16 numbers."""
     small = {name: value for name, value in fields.items() if name not in ("quantization_config", "transformers_version")}
-    for name in _LAYERS:
+    for name in LAYERS:
         if isinstance(small.get(name), int):
             small[name] = min(small[name], 2)
     kinds = small.get("layer_types")

@@ -24,6 +24,7 @@ from toolkit.models.adapter_files import (
 )
 from toolkit.models.load import check_finite
 from toolkit.models.quantization import as_trained, keep_gradients
+from toolkit.models.shapes import check_config_files
 from toolkit.models.trained import CLASSES_BY_TASK, class_of_adapter, settings_of_the_task
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def _merge(adapter: Path, dataset: str | None) -> Merged:
 
     base, revision = base_of(adapter)
     check_adapter(adapter)
+    if Path(base).is_dir():
+        check_config_files(Path(base), f"{adapter}: its base {base}")
     with _explained(adapter, f"neither it nor its base {base} has a tokenizer that can be loaded"):
         own = (adapter / "tokenizer_config.json").exists()  # not in every adapter from elsewhere
         tokenizer = AutoTokenizer.from_pretrained(adapter) if own else AutoTokenizer.from_pretrained(base, revision=revision)

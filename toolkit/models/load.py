@@ -14,7 +14,6 @@ from torch import nn
 
 from toolkit.config import AdapterConfig, DataConfig, DeviceConfig, ModelConfig, Refusal, RunConfig
 from toolkit.config.conditions import is_adapter, is_built_in
-from toolkit.config.json_and_yaml import parse_json, read_text_file
 from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import check_no_adapter_inside, settings_of_base
 from toolkit.models.attention.direction import check_bidirectional, make_bidirectional
@@ -25,7 +24,7 @@ from toolkit.models.first_weights import begin_with_words
 from toolkit.models.layers import check_compiler, checkpoint_layers, compile_layers
 from toolkit.models.loaded import Loaded, note_loaded
 from toolkit.models.quantization import in_4_bits, keep_gradients
-from toolkit.models.shapes import DIMENSIONS, built_in_config, check_context, set_dropout
+from toolkit.models.shapes import DIMENSIONS, built_in_config, check_config_files, check_context, set_dropout
 from toolkit.models.tokenizer import UNCASED, commit_in_cache, hub_problem
 from toolkit.models.without_weights import builds_without_weights
 from toolkit.system.console import as_typed, first_of
@@ -146,10 +145,7 @@ def pretrained_config(config: ModelConfig) -> PretrainedConfig:
             raise Refusal(f"--model-revision {config.model_revision}: has no effect on a directory ({directory}). Remove it.")
         if not (directory / "config.json").exists():
             raise Refusal(f"{flag}: the directory holds no config.json. Save a model there (save_pretrained), or name another.")
-        for name in ("config.json", "generation_config.json"):  # transformers (5.23) passes over a broken latter
-            file, where = directory / name, f"{flag}: {name}"
-            if file.exists() and not isinstance(parse_json(read_text_file(file, where), where, is_file=True), dict):
-                raise Refusal(f"{where}: must be one JSON object. Bring the file back from a copy.")
+        check_config_files(directory, flag)
     elif config.trust_remote_code and not _COMMIT.fullmatch(config.model_revision or ""):
         raise Refusal(
             f"--trust-remote-code runs code of {config.model}: pin the commit that you have read with --model-revision (all 40 "

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import ModelConfig, Refusal
+from toolkit.config.json_and_yaml import parse_json, read_text_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -16,6 +18,10 @@ DIMENSIONS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "max_position_embeddings", "hidden_act",
 )  # fmt: skip
+# What the configs of all kinds of models call the number of their layers, and the most that one may say: transformers makes
+# one after another, for years where a digit too many got in.
+LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+MOST_LAYERS = 2**10
 DEFAULT_VOCAB_SIZE = 4096
 SLIDING_WINDOW = 256  # tokens a sliding layer of the gemma3 shapes sees; every fourth layer and the last one see everything
 
@@ -66,6 +72,21 @@ def built_in_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase | No
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
     vocab_size = len(tokenizer) if tokenizer is not None else config.vocab_size or DEFAULT_VOCAB_SIZE
     return _MAKERS[config.model.split("-")[1]]({**dimensions, **special, "vocab_size": vocab_size})
+
+
+def check_config_files(directory: Path, shown: str) -> None:
+    """Refuse a directory with a config.json or generation_config.json that no model can have; `shown` begins the message."""
+    for name in ("config.json", "generation_config.json"):  # transformers (5.23) passes over a broken latter
+        file, where = directory / name, f"{shown}: {name}"
+        if not file.exists():
+            continue
+        content = parse_json(read_text_file(file, where), where, is_file=True)
+        if not isinstance(content, dict):
+            raise Refusal(f"{where}: must be one JSON object. Bring the file back from a copy.")
+        for part in (content, *(value for value in content.values() if isinstance(value, dict))):
+            for key in LAYERS:
+                if isinstance(layers := part.get(key), int) and layers > MOST_LAYERS:
+                    raise Refusal(f"{where}: {key} is {layers}; at most {MOST_LAYERS:,} are made. Correct the file.")
 
 
 def check_context(model_config: PretrainedConfig, max_length: int) -> None:

@@ -13,6 +13,7 @@ from toolkit.config import ModelConfig, Refusal
 from toolkit.config.conditions import is_built_in
 from toolkit.config.json_and_yaml import read_text_file
 from toolkit.models.compat import compile_template
+from toolkit.models.shapes import check_config_files
 from toolkit.system.network import stay_offline_without_network
 
 if TYPE_CHECKING:
@@ -180,6 +181,7 @@ def _pretrained_tokenizer(config: ModelConfig, is_fast: bool) -> PreTrainedToken
                 f"{setting} {name}: the directory holds no tokenizer (none of {', '.join(_TOKENIZER_FILES[:4])} ...). "
                 "Save it there with tokenizer.save_pretrained(...), or name another with --tokenizer"
             )
+        check_config_files(Path(name), f"{setting} {name}")  # transformers reads config.json for a tokenizer too
     elif _is_path(name):
         raise Refusal(f"{setting} {name}: there is no such directory.{_suggest(name)}")
     revision = None if config.tokenizer or is_directory else config.model_revision

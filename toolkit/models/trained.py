@@ -21,7 +21,7 @@ from toolkit.models.adapter_files import (
     read_object,
 )
 from toolkit.models.loaded import loaded
-from toolkit.models.shapes import positions_of
+from toolkit.models.shapes import check_config_files, positions_of
 from toolkit.models.tokenizer import OFFLINE, load_tokenizer
 from toolkit.system.console import as_typed
 
@@ -204,7 +204,9 @@ def published_config(config: ModelConfig) -> PretrainedConfig:
         base, revision = base_of(Path(config.model).expanduser())
         config = dataclasses.replace(config, model=base, model_revision=revision)
     path = Path(config.model).expanduser()
-    if not path.is_dir():
+    if path.is_dir():
+        check_config_files(path, config.model)
+    else:
         stay_offline_without_network()
     try:
         return AutoConfig.from_pretrained(
