@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from toolkit.config import ClassificationConfig, DataConfig, Refusal
+from toolkit.config.reading import forget_reads, settings_read
 from toolkit.data.tokenize import prepare as preparing
 from toolkit.data.tokenize.prepare import read_in_order
 from toolkit.data.tokenize.tasks import prepare
@@ -131,3 +132,14 @@ def test_examples_shorter_than_min_length_are_left_out_and_counted(tokenizer, ta
         assert counts.short == len(whole[split]) - len(kept) > 0
     with pytest.raises(Refusal, match=r"each of its .* examples has fewer tokens than --min-length"):
         prepare(task, rows_for(task), tokenizer, settings(max_length=400, min_length=400))
+
+
+def test_the_settings_that_are_read_do_not_depend_on_what_is_cached(tokenizer, own_cache):
+    """What a run did not read is said to be without effect. Fails when: a setting is read where the cache is built, and there alone."""
+    read = []
+    for _ in ("built", "found"):
+        forget_reads(config := DataConfig(max_length=48, preprocessing_num_workers=1))
+        prepare("sft", rows_for("sft"), tokenizer, config)
+        read.append(settings_read(config))
+    assert read[0] == read[1]
+    assert "preprocessing_num_workers" in read[1]

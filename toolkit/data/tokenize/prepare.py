@@ -59,7 +59,9 @@ def tokenize_splits(
     kept = [FORMAT_VERSION, *(each.name for each in fields(SplitCounts))]  # another version may share the cache, and count more
     content = json.dumps([kept, rows, tokenizer_digest(tokenizer), settings], sort_keys=True)
     key = f"tokenized-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
-    folder = cache_folder(key, partial(_write, form=form, splits=full, plans=plans, tokenizer=tokenizer, config=config))
+    processes = config.preprocessing_num_workers or 1  # read here: where all is cached, nobody builds
+    build = partial(_write, form=form, splits=full, plans=plans, tokenizer=tokenizer, config=config, processes=processes)
+    folder = cache_folder(key, build)
     found = json.loads((folder / "counts.json").read_text())
     tokenized = open_splits(folder)
     for name, digest in found["digests"].items():
@@ -129,7 +131,7 @@ def build_reader(form: Format, name: str, plan: Plan, tokenizer: PreTrainedToken
 
 def _write(
     folder: Path, form: Format, splits: Mapping[str, Dataset], plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase,
-    config: DataConfig,
+    config: DataConfig, processes: int,
 ) -> None:  # fmt: skip
     """Write each split as an Arrow file, with the counts of all next to them."""
     counts, digests, train_rows, numbers = [], dict[str, str](), set[int](), count()  # pairs are numbered through all splits
@@ -137,7 +139,7 @@ def _write(
         reader = build_reader(form, name, plans[name], tokenizer, config)
         measures, digest = list[Measures](), hashlib.blake2b(digest_size=12)
         schema = _schema(reader, tokenizer)
-        tables = _tables(split, reader, schema, measures, digest, numbers, config.preprocessing_num_workers or 1)
+        tables = _tables(split, reader, schema, measures, digest, numbers, processes)
         write_tables(folder / f"{name}.arrow", schema, tables)
         counts.append(vars(reader.summarize(measures, form.longest(config), train_rows)))
         digests[name] = f"tokens-{digest.hexdigest()}-{name}"
