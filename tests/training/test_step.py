@@ -198,12 +198,13 @@ def test_an_open_inner_loop_of_its_functions_gives_the_bits_of_train_step(accele
         assert torch.allclose(a.grad, b.grad, rtol=1e-10, atol=1e-14)
 
 
-def test_rates_of_another_number_than_groups_are_refused_before_a_gradient_is_left(accelerator: Accelerator) -> None:
-    """A notebook's next cell would add to it. Fails when: `train_step` leaves the check to `clip_and_update`."""
+@pytest.mark.parametrize("rates", [[1e-2, 1e-2], 1e-2])
+def test_rates_of_another_number_than_groups_are_refused_before_a_gradient_is_left(accelerator: Accelerator, rates: Any) -> None:
+    """A notebook's next cell would add to it. Fails when: `train_step` leaves the check to `clip_and_update`, or a number has no length."""
     model = small_model(torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with pytest.raises(ValueError, match="1 parameter groups need as many learning rates, not 2"):
-        train_step(accelerator, model, optimizer, batch_of(ragged_examples(), 4), token_loss, [1e-2, 1e-2])
+    with pytest.raises(ValueError, match="a learning rate for each parameter group, 1 in all, not"):
+        train_step(accelerator, model, optimizer, batch_of(ragged_examples(), 4), token_loss, rates)
     assert all(p.grad is None for p in model.parameters())
 
 

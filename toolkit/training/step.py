@@ -112,10 +112,11 @@ def mean_metrics(steps: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Te
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, learning_rates: list[float]) -> None:
     """The rate of each parameter group, in the order of `optimizer.param_groups`."""
-    if len(learning_rates) != len(optimizer.param_groups):
+    groups = len(optimizer.param_groups)
+    if not isinstance(learning_rates, Sequence) or len(learning_rates) != groups:
         raise ValueError(
-            f"{len(optimizer.param_groups)} parameter groups need as many learning rates, not {len(learning_rates)}: "
-            "schedule(progress) of build_optimizer returns them"
+            f"learning_rates is a list with a learning rate for each parameter group, {groups} in all, not {learning_rates}: "
+            "schedule(progress) of build_optimizer returns one"
         )
     for group, rate in zip(optimizer.param_groups, learning_rates, strict=True):
         group["lr"] = rate
