@@ -177,6 +177,10 @@ REFUSED = {
     "preferences": ("sft", [{"prompt": "a", "chosen": "b", "rejected": "c"}], {}, r"--rename-columns chosen=completion"),
     "other text": ("lm", [{"content": "a"}], {}, r"--rename-columns content=text"),
     "two layouts": ("sft", [{**GOOD_PAIR, "messages": CHAT}], {}, r"messages and also prompt and completion.*messages=unused"),
+    "empty object": ("lm", [{"text": {}}], {}, r"train.jsonl:1: text is an empty object, and must be text"),
+    "a large object": (
+        "lm", [{"text": {"k" * 3000 + str(i): 1 for i in range(30)}}], {}, r"jsonl:1: text is an object with (k{40}\.\.\., ){3}27 more, and must",
+    ),
     "empty text": ("lm", [{"text": "a"}, {"text": ""}], {}, r"train.jsonl:2: text is empty"),
     "white space": ("lm", [{"text": "a"}, {"text": " \n"}], {}, r"train.jsonl:2: text is nothing but white space"),
     "null text": ("lm", [{"text": "a"}, {"text": None}], {}, r"train.jsonl:2: text is missing \(null\), and must be text"),

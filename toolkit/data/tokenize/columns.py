@@ -200,7 +200,11 @@ def describe(value: object) -> str:
         return f"the text {quoted(value[:40])}{'...' if len(value) > 40 else ''}" if value else "an empty text"
     if isinstance(value, (list, tuple)):
         return f"a list of {len(value)}" if value else "an empty list"
-    return "an object with " + ", ".join(map(str, value)) if isinstance(value, dict) else f"a {type(value).__name__}"
+    if not isinstance(value, dict):
+        return f"a {type(value).__name__}"
+    names = [name if len(name) <= 40 else name[:40] + "..." for name in map(str, value)]
+    more = [f"{len(names) - 3:,} more"] if len(names) > 4 else []
+    return f"an object with {', '.join([*names[:3], *more] if more else names)}" if names else "an empty object"
 
 
 def wrong_columns(columns: list[str], split: str, needed: str, layouts: Iterable[tuple[str, ...]]) -> str:
