@@ -16,6 +16,7 @@ SHARED = [
     "--per-device-train-batch-size", "2", "--gradient-accumulation-steps", "3", "--use-cpu",
 ]  # fmt: skip
 LANGUAGE = ["--model", "tiny-llama", "--num-samples", "1", "--sample-max-new-tokens", "4"]
+ROLLOUTS = [*LANGUAGE, "--num-generations", "2", "--max-completion-length", "8", "--reward-funcs", "regex", "--reward-pattern", "[a-m]"]
 RECIPES = {
     "embedding": [],
     "pretrain": LANGUAGE,
@@ -26,6 +27,8 @@ RECIPES = {
     "dpo": [*LANGUAGE, "--pair-layout", "auto"],
     "kto": LANGUAGE,
     "reward": ["--model", "tiny-llama"],
+    "grpo": [*ROLLOUTS, "--beta", "0.05"],
+    "ppo": ROLLOUTS,
     "reranker": [],
     "multiple_choice": [],
     "masked_lm": ["--mlm-probability-end", "0.1"],
@@ -66,6 +69,8 @@ def _rows(recipe: str) -> list[dict]:
             rows.append({"anchor": asked, "positive": said, "negatives": [other] * (i % 2)})
         elif recipe == "kto":
             rows.append({"prompt": asked, "completion": said, "label": i % 2 == 0})
+        elif recipe in ("grpo", "ppo"):
+            rows.append({"prompt": asked})
         elif recipe == "seq2seq":
             rows.append({"source": asked, "target": said})
         else:
@@ -74,10 +79,10 @@ def _rows(recipe: str) -> list[dict]:
 
 
 def _outcome(folder: Path) -> tuple:
-    weights = {path.name: path.read_bytes() for path in sorted((folder / "model").glob("*.safetensors"))}
+    files = {path.name: path.read_bytes() for path in [*folder.glob("model/*.safetensors"), *folder.glob("rollouts/*")]}
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [(event["step"], event.get("loss"), event.get("grad_norm"), event.get("eval_loss")) for event in events]
-    return weights, losses
+    return files, losses
 
 
 @pytest.mark.slow
