@@ -48,8 +48,9 @@ def main(config: Config) -> tk.Summary:
     tk.check_batches(train.global_batch_size, train.examples_to_consume, config.embedding_loss)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     embed = partial(tk.embed_texts, pooling=style.pooling)
+    width = model.config.get_text_config().hidden_size
     loss, metrics = tk.embedding_task(
-        splits, embed, train.global_batch_size, loss_type=config.embedding_loss, temperature=config.temperature,
+        splits, embed, train.global_batch_size, width, loss_type=config.embedding_loss, temperature=config.temperature,
         two_way=config.two_way, false_negative_margin=config.false_negative_margin, matryoshka_dims=config.matryoshka_dims,
     )  # fmt: skip
     files = tk.sentence_files(model, style, config.max_length)

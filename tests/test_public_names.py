@@ -841,7 +841,7 @@ def embeddings() -> None:
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator())
     tk.check_batches(train.global_batch_size, train.examples_to_consume)
     embed = functools.partial(tk.embed_texts, pooling=style.pooling)
-    loss, metrics = tk.embedding_task(splits, embed, train.global_batch_size, two_way=True)
+    loss, metrics = tk.embedding_task(splits, embed, train.global_batch_size, model.config.hidden_size, two_way=True)
     batch = next(iter(train.batches()))
     assert tk.trial_loss(embed)(model, batch.micro_batches[0], batch.totals)[0].requires_grad
     batch = tk.cache_gradients(accelerator(), model, batch, embed, loss)

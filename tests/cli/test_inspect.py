@@ -309,3 +309,22 @@ def test_a_run_in_place_of_data_is_refused_with_what_to_type(tmp_path: Path) -> 
     code, output = inspect(tmp_path / "run")
     assert code == 2
     assert f"is a run, and inspect takes data. The data of that run: toolkit inspect --config {tmp_path}/run/config.yaml" in output
+
+
+@pytest.mark.parametrize(
+    ("row", "flag", "value"),
+    [
+        ({"sentence1": "a", "sentence2": "b", "score": 4.5}, "--score-scale", "5"),
+        ({"query": "a", "documents": ["b", "c"], "labels": [300, 2]}, "--ranking-loss", "ranknet"),
+        ({"tokens": ["Ada", "ran"], "tags": ["B-PER", "X"]}, "--tag-scheme", "plain"),
+    ],
+)  # fmt: skip
+def test_the_flag_that_a_problem_names_can_be_typed(row: dict[str, Any], flag: str, value: str, tmp_path: Path) -> None:
+    """Fails when: the flag's option is taken out of inspect."""
+    good = row | {"tags": ["B-PER", "O"]} if "tags" in row else row
+    path = write(tmp_path / "rows.jsonl", [good, row] * 4)
+    code, output = inspect(path, "--eval-fraction", "0", "--examples", "0")
+    assert code in (1, 2)
+    assert flag in output
+    code, output = inspect(path, "--eval-fraction", "0", "--examples", "0", flag, value)
+    assert code == 0, output

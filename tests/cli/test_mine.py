@@ -102,3 +102,14 @@ def test_evaluate_knows_the_model_and_its_rows(model: Path, tmp_path: Path) -> N
     assert {record["task"] for record in records} == {"embedding"}
     assert records[0]["metrics"]["recall_at_10"] == 1.0
     assert records[0]["metrics"] == pytest.approx(records[1]["metrics"], rel=1e-5)
+
+
+def test_scores_of_other_data_are_divided_by_what_evaluate_is_given(model: Path, tmp_path: Path) -> None:
+    """Fails when: `score_scale` is no option of evaluate: a run's own is not read for other data, and the refusal names it."""
+    rows = [{"sentence1": row["query"], "sentence2": row["positive"], "score": number} for number, row in enumerate(ROWS)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("evaluate", model, "--dataset", tmp_path / "rows.jsonl", "--device", "cpu")
+    code, output = run(*words)
+    assert (code, "--score-scale" in output) == (2, True), output
+    code, output = run(*words, "--score-scale", "5")
+    assert (code, "spearman" in output) == (0, True), output

@@ -22,7 +22,16 @@ from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate_texts import collate_text_groups
 from toolkit.data.loading.loaders import build_dataloaders
 from toolkit.data.loading.order import cut_step, hash_numbers, seed_micro_batch
-from toolkit.losses.contrastive import ContrastiveLoss, Texts, check_batches, cosent, cosine_regression, info_nce, matryoshka
+from toolkit.losses.contrastive import (
+    ContrastiveLoss,
+    Texts,
+    check_batches,
+    cosent,
+    cosine_regression,
+    embedding_task,
+    info_nce,
+    matryoshka,
+)
 from toolkit.models.pooling import embed_texts
 from toolkit.training.contrastive import cache_gradients, cached_gradient_loss, trial_loss
 from toolkit.training.memory import fit_micro_batch
@@ -253,6 +262,14 @@ def test_a_global_batch_of_one_example_is_refused(size: int, examples: int, whol
     with pytest.raises(Refusal, match=whole):
         check_batches(size, examples, "info_nce")
     check_batches(8, 18, "info_nce")
+
+
+def test_embeddings_cut_to_more_numbers_than_they_have_are_refused() -> None:
+    """Fails when: the check of `matryoshka_dims` is taken out: a cut beyond the end cuts nothing, and says so nowhere."""
+    rows = {"train": Dataset.from_dict({"text_tokens": [[1, 1]]})}
+    with pytest.raises(Refusal, match=r"--matryoshka-dims 64: .* 32 numbers"):
+        embedding_task(rows, embed_texts, 8, 32, matryoshka_dims=[64, 8])
+    embedding_task(rows, embed_texts, 8, 32, matryoshka_dims=[32, 8])
 
 
 def test_false_negatives_are_counted() -> None:

@@ -110,6 +110,8 @@ def evaluate(
     doc_stride: Annotated[str | None, option(QuestionAnsweringConfig, "doc_stride")] = None,
     max_answer_length: Annotated[str | None, option(QuestionAnsweringConfig, "max_answer_length")] = None,
     null_score_diff_threshold: Annotated[str | None, option(QuestionAnsweringConfig, "null_score_diff_threshold")] = None,
+    ranking_loss: Annotated[str | None, option(RankingConfig, "ranking_loss")] = None,
+    score_scale: Annotated[str | None, option(EmbeddingConfig, "score_scale")] = None,
     rename_columns: Annotated[str | None, option(DataConfig, "rename_columns", "OLD=NEW,...")] = None,
     sample_by: Annotated[str | None, option(DataConfig, "sample_by")] = None,
     tokenizer: Tokenizer = None,

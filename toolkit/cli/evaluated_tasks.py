@@ -247,8 +247,9 @@ def _embeddings_metrics(loaded: Loaded) -> Metrics:
     accumulated = config.per_device_train_batch_size * config.gradient_accumulation_steps
     return embedding_task(
         {"validation": loaded.tokenized}, partial(embed_texts, pooling=style.pooling),
-        config.global_batch_size or accumulated, loss_type=config.embedding_loss, temperature=config.temperature,
-        two_way=config.two_way, false_negative_margin=config.false_negative_margin, matryoshka_dims=config.matryoshka_dims,
+        config.global_batch_size or accumulated, loaded.model.config.get_text_config().hidden_size,
+        loss_type=config.embedding_loss, temperature=config.temperature, two_way=config.two_way,
+        false_negative_margin=config.false_negative_margin, matryoshka_dims=config.matryoshka_dims,
     )[1]  # fmt: skip
 
 

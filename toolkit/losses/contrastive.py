@@ -154,7 +154,7 @@ def matryoshka(loss: ContrastiveLoss, dimensions: Sequence[int]) -> ContrastiveL
 
 
 def embedding_task(
-    splits: Mapping[str, Dataset | IterableDataset], embed: Embed, global_batch_size: int, *,
+    splits: Mapping[str, Dataset | IterableDataset], embed: Embed, global_batch_size: int, width: int, *,
     loss_type: str = "auto", temperature: float = 0.05, two_way: bool = False, false_negative_margin: float | None = None,
     matryoshka_dims: Sequence[int] = (),
 ) -> tuple[ContrastiveLoss, Metrics]:  # fmt: skip
@@ -164,12 +164,14 @@ def embedding_task(
     they can be, so that it compares with that of training.
 
     Args:
-        embed: embeddings `[texts, d]` of (model, micro-batch).
+        embed: embeddings `[texts, width]` of (model, micro-batch).
         loss_type: info_nce, cosent or cosine; auto: cosent where rows have scores, else info_nce.
 
     Raises:
-        Refusal: a loss without the scores that it needs.
+        Refusal: a loss without the scores that it needs, embeddings cut to more numbers than they have.
     """
+    if matryoshka_dims and max(matryoshka_dims) > width:
+        raise Refusal(f"--matryoshka-dims {max(matryoshka_dims)}: this model's embeddings have {width} numbers. Take fewer.")
     held_out = splits.get("validation", splits.get("train"))
     assert held_out is not None
     has_scores = "score" in next(iter(held_out))
@@ -187,7 +189,7 @@ def embedding_task(
     }  # fmt: skip
     loss = matryoshka(losses[kind], matryoshka_dims) if matryoshka_dims else losses[kind]
     if has_scores:
-        return loss, similarity_metrics(embed, partial(_loss_of_scored, loss))
+        return loss, similarity_metrics(embed, matryoshka_dims, partial(_loss_of_scored, loss))
     evaluated = splits["validation"].select_columns(["text_tokens"]) if "validation" in splits else ()
     most_texts = max((len(row["text_tokens"]) for row in evaluated), default=2)
     of_batches = partial(_loss_of_batches, loss, global_batch_size)

@@ -42,21 +42,32 @@ def retrieval_metrics(
     return Metrics(update=None, finalize=finalize, gather=_rows_of(embed, most_texts))
 
 
-def similarity_metrics(embed: Embed, loss_of: Callable[..., float] | None = None) -> Metrics:
-    """Correlation of cosines with the scores of pairs: `spearman`, `pearson`; and `loss`, by `loss_of(vectors, scores)`."""
+def similarity_metrics(
+    embed: Embed, matryoshka_dims: Sequence[int] = (), loss_of: Callable[..., float] | None = None
+) -> Metrics:
+    """Correlation of cosines with the scores of pairs: `spearman`, `pearson`, for each of `matryoshka_dims` also of embeddings
+    cut to it, such as `spearman_dim_64`; and `loss`, by `loss_of(vectors, scores)`."""
     of_texts = _rows_of(embed, 2)
 
     def gather(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {**of_texts(model, micro_batch), "scores": micro_batch["score"][micro_batch["role"] == 0]}
 
     def finalize(rows: dict[str, np.ndarray]) -> dict[str, float]:
-        vectors, scores = _unit(rows["vectors"]), rows["scores"].astype(np.float64)
-        cosines = (vectors[:, 0] * vectors[:, 1]).sum(-1)
-        result = {"loss": loss_of(rows["vectors"], rows["scores"])} if loss_of else {}
-        together = np.corrcoef(cosines, scores)[0, 1] if len(set(scores)) > 1 and len(set(cosines)) > 1 else float("nan")
-        return {**result, "spearman": spearman(cosines, scores), "pearson": float(together)}
+        vectors, scores = rows["vectors"], rows["scores"].astype(np.float64)
+        result = {"loss": loss_of(vectors, rows["scores"])} if loss_of else {}
+        result |= _similarity(vectors, scores)
+        for size in sorted(matryoshka_dims):
+            result |= {f"{name}_dim_{size}": value for name, value in _similarity(vectors[..., :size], scores).items()}
+        return result
 
     return Metrics(update=None, finalize=finalize, gather=gather)
+
+
+def _similarity(vectors: np.ndarray, scores: np.ndarray) -> dict[str, float]:
+    units = _unit(vectors)
+    cosines = (units[:, 0] * units[:, 1]).sum(-1)
+    together = np.corrcoef(cosines, scores)[0, 1] if len(set(scores)) > 1 and len(set(cosines)) > 1 else float("nan")
+    return {"spearman": spearman(cosines, scores), "pearson": float(together)}
 
 
 def _rows_of(embed: Embed, most_texts: int) -> Callable[[nn.Module, dict[str, Any]], dict[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe
 from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents
 from toolkit.data.tokenize.format import Format, Splits
-from toolkit.data.tokenize.multilingual import set_languages, tokens_around
+from toolkit.data.tokenize.multilingual import has_languages, set_languages, tokens_around
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,6 +35,8 @@ def seq2seq_format(config: DataConfig) -> Format:
 
     def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> SourcesAndTargets:
         tokenizer = encoder.tokenizer
+        if plan.layout != TRANSLATION and not has_languages(tokenizer):
+            _check_languages_unused(config.given or (), plan)
         set_languages(tokenizer, texts.source_lang, texts.target_lang)
         around = (tokens_around(tokenizer, target=False), tokens_around(tokenizer, target=True))
         limits = (config.max_length, texts.max_target_length)
@@ -93,6 +95,16 @@ def _language_keys(texts: Seq2SeqConfig) -> tuple[list[str], list[str]]:
     """Under which keys of a translation the source and the target may be: en_XX, or en."""
     names = (texts.source_lang or "", texts.target_lang or "")
     return tuple([name, name.partition("_")[0]] for name in names)  # type: ignore[return-value]  # two of them
+
+
+def _check_languages_unused(given: Sequence[str], plan: Plan) -> None:
+    """Refuse languages that were asked for where neither the rows nor the tokenizer has any."""
+    flags = ["--" + name.replace("_", "-") for name in ("source_lang", "target_lang") if name in given]
+    if flags:
+        raise Refusal(
+            f"{' and '.join(flags)}: without effect. Rows of {plan.columns[0]} and {plan.columns[1]} name no languages, and "
+            "the tokenizer has none. Remove it; what a T5 should do is said with --source-prefix."
+        )
 
 
 def _check_room(around: tuple[tuple[list[int], list[int]], ...], limits: tuple[int, int]) -> None:
