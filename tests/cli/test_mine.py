@@ -87,6 +87,26 @@ def test_the_file_holds_each_row_with_the_nearest_wrong_documents(model: Path, t
     assert run("mine", model, "--dataset", tmp_path / "rows.jsonl", "--into", into)[0] == 2
 
 
+def test_what_is_mined_is_for_embeddings_and_for_rerankers(model: Path, tmp_path: Path) -> None:
+    """Rows of anchors, into a folder that is not there yet; with a margin of 2 nothing is a negative.
+
+    Fails when: the folder is not made; a list of negatives that is empty is refused.
+    """
+    rows = [{"anchor": row["query"], "positive": row["positive"]} for row in ROWS]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = tk.load_tokenizer(tk.ModelConfig(model=str(model)))
+    for margin, number in ((0, 3), (2, 0)):
+        into = tmp_path / f"mined/{margin}.jsonl"
+        words = ("--dataset", tmp_path / "rows.jsonl", "--negatives", 3, "--margin", margin, "--device", "cpu")
+        assert run("mine", model, *words, "--into", into)[0] == 0
+        raw = tk.load_splits(tk.DataConfig(dataset=str(into), eval_fraction=0.0))
+        lists = tk.tokenize_for_ranking(raw, tokenizer, tk.DataConfig(dataset=str(into)))["train"]
+        assert max(lists["documents"][:]) == 1 + number
+        assert len(tk.tokenize_for_embedding(raw, tokenizer, tk.DataConfig(dataset=str(into)))["train"]) == len(ROWS)
+    (tmp_path / "file").write_text("")
+    assert run("mine", model, *words, "--into", tmp_path / "file/mined.jsonl")[0] == 2
+
+
 def test_evaluate_knows_the_model_and_its_rows(model: Path, tmp_path: Path) -> None:
     """Recall among six documents is 1 at ten, and mrr is that of a plain search.
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import toolkit as tk
+
 pytestmark = pytest.mark.warm
 
 SMALL = [
@@ -85,6 +87,17 @@ def test_a_run_is_evaluated_on_other_data_in_its_own_windows(run_recipe: Any, tm
     assert record["rows"] == 14  # questions, not windows
     found = record["metrics"]
     assert found == pytest.approx({name: run.summary[f"eval_{name}"] for name in found}, rel=1e-5)
+
+
+def test_a_model_with_another_number_of_labels_gets_a_head_of_two(run_recipe: Any, tmp_path: Path, data: list[str]) -> None:
+    """A tagger's config has as many labels as there are tags. Fails when: the recipe leaves `num_labels` to the config."""
+    config = tk.ModelConfig(model="tiny-bert", hidden_size=32, num_hidden_layers=1)
+    tokenizer = tk.load_tokenizer(config)
+    tagger = tk.load_model("AutoModelForTokenClassification", config, tokenizer, num_labels=5)
+    tk.save_model(None, tagger, tokenizer, tmp_path / "tagger")
+    run = run_recipe("question_answering", *SMALL[4:], *data, "--model", "tagger/model")
+    assert run.code == 0, run.out + run.err
+    assert run.weights()["qa_outputs.weight"].shape == (2, 32)
 
 
 @pytest.mark.slow

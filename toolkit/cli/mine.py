@@ -56,7 +56,7 @@ def mine(
     its positive is left out, since it may be an answer too; --margin leaves out more. The file is for recipes/embedding.py and
     recipes/reranker.py.
     """
-    into = place_to_write(into, "--into")
+    into = place_to_write(into, "--into", is_file=True)
     if into.exists() and not overwrite:
         raise typer.BadParameter(f"{into}: is there. Name another, or add --overwrite.", param_hint="--into")
     typed = {
@@ -95,6 +95,7 @@ def mine(
         found += len(added)
         kept = {anchor: row[anchor], "positive": row["positive"], "negatives": [*given, *(texts[key] for key in added)]}
         lines.append(json.dumps(kept, ensure_ascii=False) + "\n")
+    into.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(into, "".join(lines))
     say(f"{into}: {len(lines):,} rows with {found:,} mined negatives, among {len(documents):,} documents")
 

@@ -81,7 +81,7 @@ def test_a_query_that_takes_more_than_half_of_the_room_is_cut_too_and_counted(en
 
 
 def test_three_layouts_of_one_content_give_one_tokenized_dataset(encoder: Any) -> None:
-    """Rows of one document need not be next to each other. Fails when: a query's later rows start another list."""
+    """Rows of one document need not be next to each other. Fails when: a query's later rows start another list; anchors are none."""
     contrasts = [
         {"query": text(0, 4), "positive": text(5, 3), "negative_1": text(9, 9), "negative_2": text(20, 4)},
         {"query": text(50, 7), "positive": text(55, 12), "negative_1": text(70, 6), "negative_2": text(80, 2)},
@@ -93,7 +93,9 @@ def test_three_layouts_of_one_content_give_one_tokenized_dataset(encoder: Any) -
         {"query": contrasts[i]["query"], "document": documents[i][j], "label": str(int(j == 0))} for j in range(3) for i in range(2)
     ]
     columns = ("input_ids", "token_type_ids", "document_tokens", "labels", "documents", "comparisons", "query_tokens")
-    read = [tk.tokenize_for_ranking(splits_of(rows), encoder, Config())["train"] for rows in (lists, of_lists, contrasts, single)]
+    anchors = [{"anchor": row.pop("query"), **row} for row in map(dict, of_lists)]
+    layouts = (lists, of_lists, contrasts, single, anchors)
+    read = [tk.tokenize_for_ranking(splits_of(rows), encoder, Config())["train"] for rows in layouts]
     for other in read[1:]:
         assert [[row[name] for name in columns] for row in other] == [[row[name] for name in columns] for row in read[0]]
     assert read[3]["origin"][:] == ["judged.jsonl:1", "judged.jsonl:2"]

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LAYOUTS = (("query", "documents", "labels"), ("query", "document", "label"), ("query", "positive", "negative"))
-_NEEDED = "query, documents (a list) and labels; or query, document and label; or query, positive and negative (or negatives)"
+_NEEDED = (
+    "query, documents (a list) and labels; or query, document and label; or query (or anchor), positive and negative (or "
+    "negatives)"
+)
 _LARGEST_GRADE = 30.0  # of the lambda loss: its gain is 2^label
 _RANGES = {"bce": (0.0, 1.0), "lambda": (-math.inf, _LARGEST_GRADE)}
 
@@ -126,12 +129,17 @@ def _plan(splits: Splits, config: DataConfig) -> tuple[dict[str, Plan], list[str
         if {"query", "documents"} <= set(present) and labels:
             layout = labels
             columns: tuple[str, ...] = ("query", "documents", labels, "origins", "origin")
-        elif {"query", "positive"} <= set(present) and (negatives := _negatives(present)):
-            layout, columns = "positive, negative", ("query", "positive", *negatives, "origin")
+        elif (query := query_column(present)) and "positive" in present and (negatives := _negatives(present)):
+            layout, columns = "positive, negative", (query, "positive", *negatives, "origin")
         else:
             raise Refusal(wrong_columns(present, name, _NEEDED, _LAYOUTS))
         plans[name] = Plan(layout, "class", tuple(column for column in columns if column in present))
     return plans, ["median, 95 % and longest are of the longest document of a list, with its query"]
+
+
+def query_column(columns: Sequence[str]) -> str | None:
+    """The column of queries, which files for embeddings call anchor."""
+    return next((name for name in ("query", "anchor") if name in columns), None)
 
 
 def _negatives(columns: Sequence[str]) -> list[str]:
@@ -242,19 +250,20 @@ def pieces_of(flat: list[int], lengths: list[int]) -> Iterator[list[int]]:
 
 
 def _read_list(row: dict[str, Any], origin: str, *, layout: str, loss: str) -> QueryList:
-    check_texts([row["query"]], "query", [origin])
+    named = query_column(list(row)) or "query"
+    query = row[named]
+    check_texts([query], named, [origin])
     if layout == "positive, negative":
         positives = row["positive"] if isinstance(row["positive"], list) else [row["positive"]]
         negatives = list[str]()
         for name in _negatives(list(row)):
             negatives += row[name] if isinstance(row[name], list) else [row[name]]
-        if not positives or not negatives:
-            what = "positive" if not positives else "negatives"
-            raise Refusal(f"{origin}: {what} is an empty list: there is nothing to compare with. Fill it in or remove the row.")
+        if not positives:
+            raise Refusal(f"{origin}: positive is an empty list: there is nothing to find. Fill it in or remove the row.")
         check_texts(positives, "positive", [origin] * len(positives))
         check_texts(negatives, "negative", [origin] * len(negatives))
         labels = [1.0] * len(positives) + [0.0] * len(negatives)
-        return QueryList(row["query"], positives + negatives, labels, [origin] * len(labels))
+        return QueryList(query, positives + negatives, labels, [origin] * len(labels))
     documents, given = row["documents"], row[layout]
     for name, values in (("documents", documents), (layout, given)):
         if not isinstance(values, list):
@@ -277,7 +286,7 @@ def _read_list(row: dict[str, Any], origin: str, *, layout: str, loss: str) -> Q
                 f"{where}: the label {grade:g} of document {number + 1} is outside of what --ranking-loss {loss} takes: "
                 f"numbers {low}to {most:g}. Rescale the labels, or choose --ranking-loss ranknet or listnet."
             )
-    return QueryList(row["query"], documents, grades, origins)
+    return QueryList(query, documents, grades, origins)
 
 
 def _grade(value: Any, name: str, origin: str) -> float:
