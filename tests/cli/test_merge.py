@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.export import merge as merging
+from toolkit.models.trained import load_trained
 
 pytestmark = pytest.mark.warm
 
@@ -233,6 +234,55 @@ def test_a_classifier_is_merged_with_its_own_head(tmp_path: Path) -> None:
     (tmp_path / "classes/model/model_config.json").unlink()  # as an adapter that was made elsewhere
     done = merge(tmp_path / "classes/model", "--into", tmp_path / "again", "--dataset", tmp_path / "rows.jsonl")
     assert done.exit_code == 0, done.output
+
+
+def make_another_adapter(folder: Path, auto_class: str, shape: str, **settings: Any) -> tuple[Path, Any]:
+    """An adapter that changes what a model of a built-in shape computes, in folder/run/model, on a base in folder/base."""
+    tokenizer = tk.train_tokenizer(["one two three four"] * 9, 300, encoder=True)
+    built = Config(model=shape, use_peft=False, max_length=64, **SHAPE)
+    tk.load_model(auto_class, built, tokenizer).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    config = Config(model=str(folder / "base"), output_dir=str(folder / "run"), max_length=64)
+    base = tk.load_model(auto_class, config)
+    for name, value in settings.items():
+        setattr(base.generation_config, name, value)
+    model = tk.add_adapter(base, config, tokenizer)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    files = tk.sentence_files(model, tk.EmbeddingStyle("mean", "q: "), 24) if auto_class == "AutoModel" else None
+    tk.save_model(None, model, tokenizer, config.output_dir, files=files)
+    rows = [json.dumps({"source": f"one two {i}", "target": "three four"}) for i in range(9)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    return folder / "run/model", model.eval()
+
+
+def test_an_encoder_decoder_is_merged_and_begins_its_targets_as_the_adapted_one(tmp_path: Path) -> None:
+    """As an NLLB begins them with the language that was trained. Fails when: the decoder is given nothing to read, or the adapter's
+    generation_config is left behind: then so it is in `toolkit evaluate` and `generate`."""
+    adapter, model = make_another_adapter(tmp_path, "AutoModelForSeq2SeqLM", "tiny-t5", forced_bos_token_id=7)
+    done = merge(adapter, "--into", tmp_path / "merged", "--dataset", tmp_path / "rows.jsonl")
+    assert done.exit_code == 0, done.output
+    merged = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        found, wanted = (each(input_ids=IDS, decoder_input_ids=IDS).logits for each in (merged, model))
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    assert merged.generation_config.forced_bos_token_id == 7
+    loaded, _ = load_trained("AutoModelForSeq2SeqLM", tk.ModelConfig(model=str(adapter)), torch.device("cpu"))
+    assert loaded.generation_config.forced_bos_token_id == 7
+
+
+def test_an_encoder_of_embeddings_is_merged_with_what_sentence_transformers_reads(tmp_path: Path) -> None:
+    """Fails when: a model without logits is none, or pooling and prompts stay in the adapter's directory."""
+    adapter, model = make_another_adapter(tmp_path, "AutoModel", "tiny-bert")
+    done = merge(adapter, "--into", tmp_path / "merged", "--dataset", tmp_path / "rows.jsonl")
+    assert done.exit_code == 0, done.output
+    merged = transformers.AutoModel.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        found, wanted = (each(input_ids=IDS).last_hidden_state for each in (merged, model))
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    assert tk.embedding_style(tk.ModelConfig(model=str(tmp_path / "merged"))) == tk.EmbeddingStyle("mean", "q: ")
 
 
 def test_a_damaged_adapter_is_refused(tmp_path: Path) -> None:

@@ -42,17 +42,19 @@ def merge(
     from toolkit.distributed.engines.pieces import whole_state_dict
     from toolkit.export.merge import NotTheSame, merge_adapter
     from toolkit.export.model_directory import BadModel, write_model
+    from toolkit.models.sentence_files import read_sentence_files
 
     try:
         merged = merge_adapter(adapter, dataset)
         into = into.absolute()
         dtype = str(merged.dtype).removeprefix("torch.")
         state = whole_state_dict(None, merged.model) or {}
-        write_model(into, merged.model, state, merged.tokenizer, _card(adapter, merged, into.name), dtype)
+        files = read_sentence_files(adapter)
+        write_model(into, merged.model, state, merged.tokenizer, _card(adapter, merged, into.name), dtype, files)
     except (NotTheSame, BadModel) as error:
         say(str(error), error=True)
         raise typer.Exit(1) from error
-    say(f"{into}: a model in {dtype}; its logits are {merged.difference:.1e} of the largest away from the adapted one's")
+    say(f"{into}: a model in {dtype}; what it computes is {merged.difference:.1e} of the largest away from the adapted one's")
 
 
 def _card(adapter: Path, merged: Any, name: str) -> str:

@@ -162,9 +162,13 @@ def _text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
 
 @torch.no_grad()
 def _logits(model: nn.Module, rows: list[BatchEncoding]) -> list[torch.Tensor]:
-    outputs = [model.eval()(input_ids=row["input_ids"], attention_mask=row["attention_mask"]) for row in rows]
-    of_spans = ("start_logits", "end_logits")
-    return [torch.stack([output[name] for name in of_spans]) if of_spans[0] in output else output.logits for output in outputs]
+    """What the model computes for each row: logits, those of both ends of a span, or the states of a model without a head."""
+    decoded = {"decoder_input_ids": "input_ids"} if cast(Any, model).config.is_encoder_decoder else {}
+    read = {"input_ids": "input_ids", "attention_mask": "attention_mask", **decoded}
+    outputs = [model.eval()(**{name: row[column] for name, column in read.items()}) for row in rows]
+    heads = (("start_logits", "end_logits"), ("logits",), ("last_hidden_state",))
+    named = [next(names for names in heads if names[0] in output) for output in outputs]
+    return [torch.stack([output[name] for name in names]) for names, output in zip(named, outputs, strict=True)]
 
 
 @contextlib.contextmanager

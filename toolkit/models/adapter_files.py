@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 BASE = "base"  # the folder for a base that was made here
 # The settings of the adapted model, under a name of its own: with a config.json a directory is taken for a whole model.
 MODEL_CONFIG = "model_config.json"
+# Of an encoder-decoder, whose targets may begin with a language that its base knows nothing of.
+GENERATION_CONFIG = "generation_config.json"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 # peft imports bitsandbytes where that is installed, and on a CPU that one recommends a package for inference, of no use here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -144,6 +146,10 @@ def put_adapter(model: PreTrainedModel, directory: str | Path, *, is_trainable: 
     from peft import PeftModel, get_peft_model_state_dict
 
     directory = Path(directory).expanduser()
+    if model.config.is_encoder_decoder and (directory / GENERATION_CONFIG).exists():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(directory)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # peft 0.21.2 and transformers 5.23
         warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below

@@ -32,12 +32,14 @@ def save_adapter(model: PeftModel, directory: Path, state: Mapping[str, torch.Te
     state = {**state, **_tied(model, state)}
     model.save_pretrained(str(directory), state_dict=dict(state), save_embedding_layers=False)
     model.config.to_json_file(directory / MODEL_CONFIG)
+    base: Any = model.get_base_model()
+    if base.config.is_encoder_decoder and base.can_generate():
+        base.generation_config.save_pretrained(directory)
     _in_one_order(directory, model.peft_config["default"])
     initial = loaded(model).initial_adapter
     if initial:
         _add_initial(directory, initial)
     if not model.peft_config["default"].base_model_name_or_path:
-        base: Any = model.get_base_model()
         base.save_pretrained(directory / BASE, state_dict=_base_state(model, state, initial))
 
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 _MODES = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "last": "pooling_mode_lasttoken"}
 _NEW_MODES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 _READ = ("Transformer", "Pooling", "Normalize")
+_WRITTEN = (
+    "modules.json", "1_Pooling/config.json", "2_Normalize/config.json", "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+)  # fmt: skip
 QUERY, DOCUMENT = ("query", "anchor", "search_query"), ("document", "passage", "positive", "search_document")
 
 
@@ -56,14 +60,17 @@ def sentence_files(model: PreTrainedModel, style: EmbeddingStyle, max_length: in
     width = model.config.get_text_config().hidden_size
     pooling = {"word_embedding_dimension": width, **{key: mode == style.pooling for mode, key in _MODES.items()}}
     prompts = {"query": style.query_prompt, "document": style.document_prompt}
-    contents: dict[str, Any] = {
-        "modules.json": modules,
-        "1_Pooling/config.json": pooling | {"include_prompt": True},
-        "2_Normalize/config.json": {},
-        "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
-        "config_sentence_transformers.json": {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"},
-    }
-    return {path: json.dumps(content, indent=2) + "\n" for path, content in contents.items()}
+    contents: tuple[Any, ...] = (
+        modules, pooling | {"include_prompt": True}, {}, {"max_seq_length": max_length, "do_lower_case": False},
+        {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"},
+    )  # fmt: skip
+    return {path: json.dumps(content, indent=2) + "\n" for path, content in zip(_WRITTEN, contents, strict=True)}
+
+
+def read_sentence_files(directory: Path) -> dict[str, str]:
+    """Those files of a directory that `sentence_files` wrote; none where it holds no such model."""
+    paths = [directory / path for path in _WRITTEN]
+    return {path: each.read_text(encoding="utf-8") for path, each in zip(_WRITTEN, paths, strict=True) if each.exists()}
 
 
 def _style_of_files(config: ModelConfig, pooling: str) -> EmbeddingStyle:
