@@ -43,7 +43,7 @@ OUR_SETTINGS: dict[str, dict[str, Any]] = {
     "question_answering": {"doc_stride": Job.doc_stride},
     "seq2seq": {"max_target_length": Job.max_target_length},
     "masked_lm": {"mlm_probability": Job.mlm_probability},
-    "embedding": {"per_device_train_batch_size": 16, "global_batch_size": BATCHES["embedding"]},
+    "embedding": {"per_device_train_batch_size": 16, "global_batch_size": BATCHES["embedding"], "temperature": 0.05},
 }
 OURS_IN_A_CHECK: dict[str, dict[str, Any]] = {
     "masked_lm": {"packing": False, "mlm_probability": 1 - 1e-9, "mask_replace_prob": 1.0, "random_replace_prob": 0.0},
@@ -136,7 +136,8 @@ def _compare(task: str, settings: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         shared = Path(temporary, "shared")
         shared.mkdir()
-        write_inputs(task, shared, steps * ROWS_A_STEP.get(task, BATCHES[task]))
+        # of the warm-up too: a batch that lies across two epochs has rows of any length, with their padding
+        write_inputs(task, shared, (steps + settings.warm_up) * ROWS_A_STEP.get(task, BATCHES[task]))
         lines = (shared / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         (shared / "check.jsonl").write_text("".join(lines[:CHECKED_ROWS]), encoding="utf-8")
         if settings.check or not (settings.flags or settings.sides):

@@ -25,7 +25,8 @@ class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.EmbeddingConfig
     per_device_train_batch_size: int = 32
     gradient_accumulation_steps: int = 4
     per_device_eval_batch_size: int = 32
-    num_train_epochs: float = 3.0
+    num_train_epochs: float = 4.0
+    temperature: float = 0.1
     output_dir: str = "runs/embedding"
 
 
