@@ -42,7 +42,7 @@ def main(config: Config) -> tk.Summary:
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_question_answering(raw, tokenizer, config)
     tk.print_data_report(splits.report)
-    model = tk.load_model("AutoModelForQuestionAnswering", config, tokenizer)  # a start and an end
+    model = tk.load_model("AutoModelForQuestionAnswering", config, tokenizer, num_labels=2)  # a start and an end
     model = tk.add_adapter(model, config, tokenizer)
 
     collate = partial(tk.collate_windows, pad_token_id=tokenizer.pad_token_id)
