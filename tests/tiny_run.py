@@ -5,7 +5,7 @@
 The rows are made on the spot. Everything that a resume must bring back goes into result.json at the end: a digest of the
 weights, the examples of each step and a digest of every token the model saw. The variable TINY_RUN (JSON) makes it slow or
 ill: `step_seconds` (after `fast_steps`), `eval_seconds`, `eval_losses`, `nonfinite` ("loss", "constant", "gradient",
-"gradients" or "row") at the steps (or rows) `at`, or another by step in `kinds`, on all or some `ranks`; `out_of_memory_above`
+"gradients", "spike" or "row") at the steps (or rows) `at`, or another by step in `kinds`, on all or some `ranks`; `out_of_memory_above`
 N examples, `long_rows`; and `mistake` plants one of MISTAKES.
 """
 
@@ -113,6 +113,8 @@ def ill(loss_fn: Any, current: dict[str, int]) -> Any:
             value = value * float("nan")
         elif kind == "constant" and now:
             value = value + float("inf")
+        elif kind == "spike" and now:
+            value = value * 30
         elif kind == "gradients" and now:
             value = _InfiniteGradients.apply(value)
         elif kind == "gradient" and now:

@@ -308,6 +308,7 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("metrics", "--no-predict-with-generate", {"metrics": ["bleu"], "predict_with_generate": False}, {"predict_with_generate": True}),
     ("", "--bf16 and --fp16", {"bf16": True, "fp16": True}, {"fp16": False}),
     ("", "--dtype float16", {"fp16": True, "dtype": "float16"}, {"dtype": "float32"}),
+    ("", "--loss-spike rollback goes back", {"loss_spike": "rollback", "save_strategy": "no"}, {"save_strategy": "steps"}),
     ("", "--resume-from runs/a names another", {"resume": True, "resume_from": "runs/a"}, {"resume": False}),
     ("", "that --resume continues", {"resume": True, "overwrite_output_dir": True}, {"resume": False}),
     ("", "throw away --resume-from runs/x/checkpoints/step-4",

@@ -177,7 +177,7 @@ def test_a_run_is_equal_to_its_copy_elsewhere(run: Path, tmp_path: Path) -> None
     other = tmp_path / "elsewhere"
     shutil.copytree(run, other)
     settings("output_dir: a", "output_dir: elsewhere")(other)
-    lines(lambda events: [{**e, "time": 99.0, "tokens_per_second": 1.0} for e in events])(other)
+    lines(lambda events: [{**e, "time": 99.0, "tokens_per_second": 1.0, "data_wait": 0.9} for e in events])(other)
     found = compared(run, other)
     assert found["equal"]
     assert (found["steps"], found["differences"]) == (12, [])

@@ -22,6 +22,7 @@ from torch import nn
 
 import toolkit as tk
 from toolkit import checkpoint as ckpt
+from toolkit.data.loading.loaders import TrainLoader
 from toolkit.system.console import own_ends
 from toolkit.system.interruptions import Interrupted
 from toolkit.system.json_lines import read_lines
@@ -196,6 +197,22 @@ def test_rates_are_those_of_the_steps_without_what_happens_between_them(tmp_path
     train(Config(output_dir=str(tmp_path / "run"), max_steps=3), lambda run: time.sleep(0.5))
     events = read_lines(tmp_path / "run/metrics.jsonl")
     assert all(e["examples_per_second"] > 6 / 0.4 for e in events[1:])
+
+
+def test_the_share_of_time_that_waits_for_data_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that take 50 ms to make, under steps that take 50 ms more. Fails when: the clock of `wait_for` is stopped early, or
+    what was waited before an event counts in the next one."""
+    batches = TrainLoader.batches
+
+    def slow(self: Any, position: int = 0) -> Any:
+        for batch in batches(self, position):
+            time.sleep(0.05)
+            yield batch
+
+    monkeypatch.setattr(TrainLoader, "batches", slow)
+    train(Config(output_dir=str(tmp_path / "run"), max_steps=6, logging_steps=3), before_step=lambda run: time.sleep(0.05))
+    shares = [event["data_wait"] for event in read_lines(tmp_path / "run/metrics.jsonl")]
+    assert all(0.3 < share < 0.6 for share in shares), shares
 
 
 def test_two_runs_with_the_same_settings_end_with_the_same_bits(tmp_path: Path) -> None:
@@ -386,7 +403,8 @@ def test_metrics_that_are_logged_in_several_calls_at_one_step_are_one_evaluation
 def test_as_many_of_the_best_checkpoints_are_kept_as_asked_for(tmp_path: Path, background: bool, stop_at: int | None) -> None:
     """Against a sort of all evaluations, after every save; an older one of equal value wins. With a stop and a resume, too.
 
-    Fails when: the second best is pruned once it is old, one that dropped out is kept, or the ranking is not in the checkpoint.
+    Fails when: the second best is pruned once it is old, one that dropped out is kept, or the ranking is not in the checkpoint;
+    the summary gives the metrics of the last evaluation for each.
     """
     metrics = {1: 5.0, 2: 2.0, 3: 4.0, 4: 1.0, 5: 2.0, 6: 9.0, 7: 3.0, 8: 8.0}
     config = Config(
@@ -395,18 +413,20 @@ def test_as_many_of_the_best_checkpoints_are_kept_as_asked_for(tmp_path: Path, b
     )  # fmt: skip
 
     def evaluate(run: tk.Run) -> bool:
-        run.log({"eval_loss": metrics[run.step]})
+        run.log({"eval_loss": metrics[run.step], "eval_f1": 0.1 * run.step})
         return run.step == stop_at
 
-    train(config, evaluate)
+    _, run = train(config, evaluate)
     if stop_at is not None:
-        train(replace(config, resume=True), lambda run: run.log({"eval_loss": metrics[run.step]}))
+        _, run = train(replace(config, resume=True), lambda run: run.log({"eval_loss": metrics[run.step], "eval_f1": 0.1 * run.step}))
     best = sorted(metrics, key=lambda step: (metrics[step], step))[:3]
     assert best == [4, 2, 5]
     assert {path.name for path in ckpt.list_checkpoints(tmp_path / "run/checkpoints")} == {f"step-{step}" for step in (*best, 8)}
     pointer = ckpt.read_pointer(tmp_path / "run/checkpoints", "best")
     assert pointer is not None
     assert pointer.name == "step-4"
+    listed = [{"step": step, "eval_loss": metrics[step], "eval_f1": 0.1 * step} for step in best]
+    assert run.summary.metrics["best_checkpoints"] == listed
 
 
 def test_steps_that_are_not_finite_are_skipped_named_and_end_the_run_in_a_row(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

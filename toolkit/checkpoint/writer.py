@@ -39,22 +39,22 @@ class CheckpointWriter:
         self._outcomes: list[Outcome] = []
 
     def save(
-        self, step: int, state: State, *, best: bool = False, best_steps: frozenset[int] = frozenset(),
+        self, step: int, state: State, *, best: bool = False, keep_steps: frozenset[int] = frozenset(),
         also_synced: Sequence[Path] = (),
     ) -> None:  # fmt: skip
         """Write a checkpoint of `state`; with `best` the pointer of that name will show it.
 
-        Checkpoints of `best_steps` are kept, however old, from when this one is whole. The files `also_synced`,
+        Checkpoints of `keep_steps` are kept, however old, from when this one is whole. The files `also_synced`,
         where they are there, are on the disk before the checkpoint is.
         """
         began = time.monotonic()
         self._join()
         if not self.background:
-            self._write(step, state, best, best_steps, also_synced, lambda: time.monotonic() - began)
+            self._write(step, state, best, keep_steps, also_synced, lambda: time.monotonic() - began)
             return
         state = copy_state(state, self._copies)
         blocked = time.monotonic() - began
-        arguments = (step, state, best, best_steps, also_synced, lambda: blocked)
+        arguments = (step, state, best, keep_steps, also_synced, lambda: blocked)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
 
@@ -68,10 +68,10 @@ class CheckpointWriter:
         self._join()
         return self.finished()
 
-    def prune(self, best_steps: frozenset[int] = frozenset()) -> None:
-        """Remove the checkpoints that are too many; not those that the pointers show, nor those of `best_steps`."""
+    def prune(self, keep_steps: frozenset[int] = frozenset()) -> None:
+        """Remove the checkpoints that are too many; not those that the pointers show, nor those of `keep_steps`."""
         pointed = [read_pointer(self.root, name) for name in ("best", "last")]
-        pointed += [self.root / f"step-{step}" for step in best_steps]
+        pointed += [self.root / f"step-{step}" for step in keep_steps]
         waiting = waits_for_s3(list_checkpoints(self.root))
         prune_checkpoints(self.root, self.keep, [path for path in [*pointed, *waiting] if path])
 
@@ -81,7 +81,7 @@ class CheckpointWriter:
             self._thread = None
 
     def _write(
-        self, step: int, state: State, best: bool, best_steps: frozenset[int], also_synced: Sequence[Path],
+        self, step: int, state: State, best: bool, keep_steps: frozenset[int], also_synced: Sequence[Path],
         blocked: Callable[[], float],
     ) -> None:  # fmt: skip
         began = time.monotonic()
@@ -95,7 +95,7 @@ class CheckpointWriter:
             if best:
                 write_pointer(self.root, "best", path)
             write_pointer(self.root, "last", path)
-            self.prune(best_steps)
+            self.prune(keep_steps)
         except Exception as problem:  # in the background nobody else would see it
             error = problem
         self.seconds = time.monotonic() - began

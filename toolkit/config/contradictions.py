@@ -36,6 +36,10 @@ CONTRADICTIONS = (
     ),
     # Runs
     Contradiction(
+        lambda loss_spike, save_strategy: loss_spike == "rollback" and save_strategy == "no",
+        "--loss-spike {loss_spike} goes back to a checkpoint, and --save-strategy {save_strategy} writes none: take steps.",
+    ),
+    Contradiction(
         lambda resume, resume_from: resume and resume_from,
         "--resume takes the newest checkpoint of --output-dir and {resume_from} names another: give one of the two.",
     ),

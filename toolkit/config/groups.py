@@ -359,6 +359,12 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, SeedConfig):
         "continue", "When a checkpoint can't be written: continue with a warning, or stop.", choices=("continue", "stop"),
         on_resume="free",
     )
+    loss_spike: str = setting(
+        "warn",
+        "When the loss jumps far above those before: warn, or go back to the weights of the last checkpoint and pass over the "
+        "rows of the steps since (rollback; on a GPU each step is then waited for).",
+        choices=("warn", "rollback"), on_resume="free",
+    )
     async_save: bool = setting(False, "Write checkpoints in the background, from a copy in memory.", on_resume="free")
     stop_deadline: float | None = setting(
         None, "Seconds from a stop signal to the end of the process. Default: 120 in a SageMaker job, else no limit.",

@@ -41,7 +41,7 @@ _ALONE: dict[str, Any] = {
     "use_cpu": True, "torch_compile": False, "dataloader_num_workers": 0, "auto_find_batch_size": False, "stop_at_step": None,
     "stop_deadline": None, "early_stopping_patience": None, "load_best_model_at_end": False, "num_samples": 0, "metrics": [],
     "predict_with_generate": False, "logging_strategy": "no", "save_strategy": "no", "eval_strategy": "no",
-    "eval_on_start": False, "divergence": "warn", "nonfinite": "skip", "async_save": False,
+    "eval_on_start": False, "divergence": "warn", "loss_spike": "warn", "nonfinite": "skip", "async_save": False,
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ QUIET: dict[str, Any] = {
     "overwrite_output_dir": True, "resume": False, "resume_from": None, "report_to": ["none"], "push_to_hub": False,
     "stop_at_step": None, "stop_deadline": None, "early_stopping_patience": None, "load_best_model_at_end": False,
     "num_samples": 0, "metrics": [], "predict_with_generate": False, "logging_strategy": "steps", "logging_steps": 1,
-    "save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "async_save": False,
+    "save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "async_save": False, "loss_spike": "warn",
 }  # fmt: skip
 _SPLIT = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": GLOBAL_BATCH}
 

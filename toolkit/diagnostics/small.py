@@ -26,7 +26,7 @@ _QUIET: dict[str, Any] = {
     "dataloader_num_workers": 0, "async_save": False, "auto_find_batch_size": False, "rollout_server": None,
     "early_stopping_patience": None, "load_best_model_at_end": False, "num_samples": 0, "metrics": [],
     "predict_with_generate": False, "global_batch_size": None, "stop_at_step": None, "stop_deadline": None, "eval_delay": 0.0,
-    "divergence": "warn", "nonfinite": "skip", "rollouts_from": None,
+    "divergence": "warn", "loss_spike": "warn", "nonfinite": "skip", "rollouts_from": None,
 }  # fmt: skip
 _SHORT: dict[str, Any] = {
     "logging_strategy": "steps", "logging_steps": 1, "save_strategy": "no",

@@ -23,11 +23,12 @@ TITLES = {
     "matthews_correlation": "Matthews correlation",
     "learning_rate": "Learning rate", "grad_norm": "Gradient norm", "tokens_per_second": "Supervised tokens per second",
     "examples_per_second": "Examples per second", "mfu": "Model FLOPs utilization",
+    "data_wait": "Share of the time that waited for data",
 }
 # A run is judged by the first of these that it has.
 MAIN_METRICS = ("bits_per_byte", "accuracy", "f1", "matthews_correlation", "loss")
 MOST_DIFFERENCES = 60
-FROM_ZERO = ("learning_rate", "grad_norm", "tokens_per_second", "examples_per_second", "mfu")
+FROM_ZERO = ("learning_rate", "grad_norm", "tokens_per_second", "examples_per_second", "mfu", "data_wait")
 
 
 def write_report(run_dirs: Sequence[str | Path], path: str | Path) -> Path:

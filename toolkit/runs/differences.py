@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from toolkit.checkpoint import State
 
 # Logged with each event, and different in two runs that are the same: what a clock or the operating system measured.
-_MEASURED = frozenset({"time", "seconds", "mfu", "peak_memory_gb"})
+_MEASURED = frozenset({"time", "seconds", "mfu", "data_wait", "peak_memory_gb"})
 _PLACE = frozenset({"step"})  # of an event, by which its metrics are compared
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ class Window:
     unread: list[StepMetrics] = field(default_factory=list)
     steps: list[StepMetrics] = field(default_factory=list)
     seconds: float = 0.0  # in training steps: evaluating, sampling and saving are not part of any rate
+    waiting: float = 0.0  # of these, for data
     since: float = field(default_factory=time.monotonic)
 
     def resume_clock(self) -> None:
@@ -49,6 +50,13 @@ class Window:
     def stop_clock(self) -> None:
         """A step has ended."""
         self.seconds += time.monotonic() - self.since
+
+    def wait_for(self, batches: Iterator[Batch]) -> Batch | None:
+        """The next batch, None after the last one; the time until it is there counts as waiting."""
+        began = time.monotonic()
+        batch = next(batches, None)
+        self.waiting += time.monotonic() - began
+        return batch
 
     def add(self, step: int, batch: Batch, metrics: Mapping[str, torch.Tensor]) -> None:
         """Take the metrics that a step returned."""
@@ -73,10 +81,11 @@ class Window:
     def event(self, optimizer: torch.optim.Optimizer, model: PreTrainedModel, accelerator: Accelerator) -> dict[str, float]:
         """One logging event for the read steps: means over those that count (maxima of `*_max`), and rates. Empties the window.
 
+        `data_wait` is the share of the time that this rank waited for batches.
         A step that was not finite is counted in `nonfinite_steps` and enters no mean. Nor does a metric that is not a number,
         as that of desirable answers is in a step that has none.
         """
-        seconds, self.seconds = self.seconds, 0.0
+        seconds, waiting, self.seconds, self.waiting = self.seconds, self.waiting, 0.0, 0.0
         steps, self.steps = self.steps, []
         good = [step.values for step in steps if not step.values.get("nonfinite")]
         event = {}
@@ -88,6 +97,7 @@ class Window:
         event["examples_per_second"] = sum(step.totals["examples"] for step in steps) / seconds
         if "tokens" in steps[0].totals:
             event["tokens_per_second"] = sum(step.totals["tokens"] for step in steps) / seconds
+        event["data_wait"] = waiting / seconds
         peak = peak_flops(accelerator.device)
         if peak:
             work = (sum(step.totals[name] for step in steps) for name in WORK)

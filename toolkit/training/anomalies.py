@@ -27,6 +27,7 @@ WITHOUT_GRADIENT = 5  # steps in a row
 NOISE = 0.2  # share of a metric's first value by which the last one may be worse: losses of short runs vary by less
 RECENT = 20  # the last steps, most of which must not have been skipped
 FEWEST_STEPS = 8  # of a run that is warned of because most of its steps were skipped
+MOST_ROLLBACKS = 3  # to one checkpoint
 SPIKE_STEPS, SPIKE_SPREADS = 50, 8.0  # a spike is above the median of the last 50 steps by 8 of their usual distances from it
 
 LOWER = "Try a lower --learning-rate,"
@@ -184,6 +185,20 @@ def report_incident(
         record = {"step": step.step, "position": step.position, "loss": loss, "median": spike_above}
         _write_incident(file, record, step.examples, train, say)
         say(f"WARNING: step {step.step}: loss {loss:.4g}, the median before it {spike_above:.4g}. Its rows are in {file}")
+
+
+def report_rollback(output_dir: Path, record: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Report that the weights of an earlier step were put back (`RunState.go_back`), in incidents/rollbacks.jsonl too."""
+    step, back, first, end = (record[name] for name in ("step", "weights_of_step", "first_example", "end_example"))
+    say(
+        f"WARNING: step {step}: back to the weights of step {back}. The {step - back} steps since count as not applied, and "
+        f"their rows, examples {first} to {end - 1} of the order, are passed over"
+    )
+    file = output_dir / "incidents" / "rollbacks.jsonl"
+    try:
+        append_line(file, record)
+    except OSError as error:
+        say(f"WARNING: {file}: {error}")
 
 
 def _write_incident(

@@ -153,9 +153,10 @@ def _begin(
         on_main(accelerator, describe)
     trackers = open_trackers(accelerator, config, state.trackers, state.step, say)
     trackers.catch_up(events)
+    window = Window(steps=state.window, seconds=state.window_seconds, waiting=state.window_waiting)
     return Run(
         accelerator, config, saver.model, saver.optimizer, train, state, saver, Records(saver.output_dir, display, trackers),
-        saver.stop, heartbeat, kept, events, Window(steps=state.window, seconds=state.window_seconds),
+        saver.stop, heartbeat, kept, events, window,
     )  # fmt: skip
 
 

@@ -22,9 +22,10 @@ from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.overview import unread_after_a_step
 from toolkit.runs.summary import read_settings
 from toolkit.tracking.console import show_metrics
+from toolkit.tracking.resources import ResourceWatch, memory_in_use
 from toolkit.tracking.step_metrics import Window
 from toolkit.tracking.throughput import peak_memory_gb
-from toolkit.training.anomalies import Diverged, report_incident, too_many_nonfinite
+from toolkit.training.anomalies import Diverged, report_incident, report_rollback, too_many_nonfinite
 from toolkit.training.run_state import RunState, summarize
 from toolkit.training.stopping import how_to_continue, interruption, stopped_at
 
@@ -64,6 +65,7 @@ class Run:
     kept: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)  # the lines of metrics.jsonl
     window: Window = field(default_factory=Window)
+    resources: ResourceWatch = field(default_factory=ResourceWatch)
     status: str = "running"
     on_model_saved: list[Callable[[], None]] = field(default_factory=list)  # called by `save_to_hub`
     between_steps: bool = True  # whether the weights are those of a whole step
@@ -81,7 +83,7 @@ class Run:
         if self._stops_here():  # it was resumed at that step, or after it
             raise stopped_at(self.step)
         batches = self.train.batches(self.position)
-        while batch := next(batches, None):
+        while batch := self.window.wait_for(batches):
             self._batch, self._position_before = batch, batch.position
             self.state.begin_step(batch)
             self.between_steps = False
@@ -177,8 +179,8 @@ class Run:
         """The state as of now, with what live objects hold of it."""
         return replace(
             self.state, epoch=self.epoch, seconds=self.seconds, source=self.train.state(), window=self.window.steps,
-            window_seconds=self.window.seconds, settings_read=sorted(settings_read(self.config)),
-            trackers=dict(self.records.trackers.ids),
+            window_seconds=self.window.seconds, window_waiting=self.window.waiting,
+            settings_read=sorted(settings_read(self.config)), trackers=dict(self.records.trackers.ids),
         )  # fmt: skip
 
     def due(self, what: str) -> bool:
@@ -208,16 +210,21 @@ class Run:
             return
         self.window.add(self.step, self._batch, metrics)
         log_is_due = self.due("log") or (self.finished and self.config.logging_strategy == "no")
-        if log_is_due or self.accelerator.device.type == "cpu":  # reading is free on the CPU: a bad step is seen at once
+        at_once = self.accelerator.device.type == "cpu" or self.config.loss_spike == "rollback"  # reading is free on the CPU
+        if log_is_due or at_once:
             self.read_window()
         self.window.stop_clock()
         self.between_steps = True  # the update is done: evaluation and samples change nothing
         if log_is_due:
+            seconds = self.window.seconds
             event = self.window.event(self.optimizer, self.model, self.accelerator)
             if "tokens_per_second" in event:
                 event["supervised_tokens"] = self.state.tokens
             self.records.display.logged(self.step, event)
             self._record(event)
+            memory = memory_in_use(self.accelerator.device)
+            for warning in self.resources.after_event(self.step, seconds, event["data_wait"], memory):
+                self.say(f"WARNING: {warning}")
 
     def history(self, name: str) -> list[float]:
         """Every value of a metric that was logged so far, in order; `loss` is that of evaluations, where there are any."""
@@ -251,6 +258,8 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of this moment. When it fails, that costs a warning, or the run where `save_error` is stop."""
         self.read_window()
+        if self.due("save"):  # not for a signal: what a rollback goes back to must not depend on when one came
+            self.state.last_due_save = self.step
         self.saver.save(self.snapshot(), self.kept)
         self._best_is_unsaved = False
 
@@ -272,6 +281,8 @@ class Run:
                 self._warn([diverged] if diverged else [], stops=False)
                 raise too_many_nonfinite(self.state.nonfinite_in_row, step.step, diverged)
             self._warn(warnings)
+            if spike_above is not None and self.config.loss_spike == "rollback":
+                self._roll_back()
 
     def check_decided(self) -> None:
         """Refuse a step that was evaluated when the deciding metric was never logged, where something depends on it."""
@@ -287,6 +298,18 @@ class Run:
             values = [*values[:-1], self.summary.metrics.get(name, values[-1])]
         watch = self.state.divergence
         self._warn([*watch.after_last_step(), *watch.of_metric(name, values, self.config.greater_is_better)])
+
+    def _roll_back(self) -> None:
+        """After a spike: the weights of the last good checkpoint, and training goes on behind the rows of the steps since."""
+        saved = self.saver.roll_back(self.state, self.kept)
+        if saved is None:
+            self.say("WARNING: --loss-spike rollback: there is no checkpoint to go back to yet; training goes on")
+            return
+        record = self.state.go_back(RunState.from_record(saved.run))
+        if self.accelerator.is_main_process:
+            report_rollback(self.output_dir, record, self.say)
+        if (problem := self.state.rolls_back_in_vain()) and not self.stop.closed:
+            raise Diverged(problem)
 
     def _stops_here(self) -> bool:
         at = self.config.stop_at_step

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.runs.summary import Summary, evaluations_by_step
 from toolkit.tracking.step_metrics import StepMetrics
-from toolkit.training.anomalies import SPIKE_STEPS, Divergence, spike_above
+from toolkit.training.anomalies import MOST_ROLLBACKS, SPIKE_STEPS, Divergence, spike_above
 
 if TYPE_CHECKING:
     from toolkit.data.loading.batch import Batch
@@ -47,10 +47,13 @@ class RunState:
     nonfinite_in_row: int = 0
     recent_losses: list[float] = field(default_factory=list)
     loss_spikes: int = 0
+    last_due_save: int = 0  # the last step whose checkpoint the settings asked for, and no signal
+    rollbacks: list[list[int]] = field(default_factory=list)  # [step of the spike, step of the weights after it]
     divergence: Divergence = field(default_factory=Divergence)
     warnings: list[str] = field(default_factory=list)
     window: list[StepMetrics] = field(default_factory=list)  # read and not logged yet, as of the last save
     window_seconds: float = 0.0
+    window_waiting: float = 0.0  # for data
 
     # the recipe's own
     memory: dict[str, Any] = field(default_factory=dict)
@@ -120,6 +123,29 @@ class RunState:
             self.loss_spikes += median is not None
         return median, self.divergence.after_step(loss, step.values["grad_norm"], applied)
 
+    def go_back(self, earlier: RunState) -> dict[str, Any]:
+        """The weights are those of an earlier step, and the rows since stay consumed: those steps count as not applied.
+
+        Returns what is recorded of it. Learning rates go on by the position, and evaluations stay what they were.
+        """
+        self.applied, self.recent_losses = earlier.applied, earlier.recent_losses
+        self.memory.clear()  # a recipe may hold it
+        self.memory.update(earlier.memory)
+        self.rollbacks.append([self.step, earlier.step])
+        passed = {"first_example": earlier.position, "end_example": self.position}
+        return {"step": self.step, "weights_of_step": earlier.step, **passed}
+
+    def rolls_back_in_vain(self) -> str | None:
+        """A message where the same checkpoint was gone back to too often; None before that."""
+        to = self.rollbacks[-1][1]
+        times = sum(target == to for _, target in self.rollbacks)
+        if times <= MOST_ROLLBACKS:
+            return None
+        return (
+            f"stopped after step {self.step}: the loss jumped {times} times on the way from step {to}, whose weights were put "
+            "back each time. Lower --learning-rate, or look at the rows in incidents/loss_spikes.jsonl."
+        )
+
     def add_evaluation(self, name: str, value: float, sign: int, most: int) -> bool:
         """Take the deciding metric of an evaluation: is it one of the best `most` so far? `sign` is 1 where more is better."""
         if self.step > 0:  # Trainer doesn't count the evaluation before training either
@@ -174,10 +200,12 @@ def summarize(
     first = {f"first_{name}": value for name, value in next(iter(evaluated.values())).items()} if len(evaluated) > 1 else {}
     of_model = [metrics for step, metrics in evaluated.items() if model_step in (None, step)]
     losses = [event["loss"] for event in events if event.get("loss") is not None]
+    ranked = [{"step": int(step), **evaluated.get(int(step), {})} for _, step in state.ranked]
     return Summary({
         "status": status, "steps": state.step, "applied_steps": state.applied, "examples": state.position,
         "epoch": state.epoch, "supervised_tokens": state.tokens, "seconds": state.seconds, "peak_memory_gb": memory_gb,
         **({"train_loss": losses[-1]} if losses else {}), **first, **(of_model[-1] if of_model else {}),
-        "warnings": state.warnings, "best": state.best, "baselines": state.baselines,
-        "failed_saves": failed_saves, "loss_spikes": state.loss_spikes,
+        "warnings": state.warnings, "best": state.best, **({"best_checkpoints": ranked} if len(ranked) > 1 else {}),
+        "baselines": state.baselines,
+        "failed_saves": failed_saves, "loss_spikes": state.loss_spikes, "rollbacks": len(state.rollbacks),
     })  # fmt: skip

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from toolkit import checkpoint as ckpt
 from toolkit.checkpoint.state import wrong_part
 from toolkit.config import Refusal
 from toolkit.distributed.engines import element_count, engine_of
-from toolkit.distributed.ranks import largest, on_all
+from toolkit.distributed.ranks import largest, on_all, on_main
 from toolkit.runs import directory as output
 from toolkit.system.json_lines import append_line, truncate_lines
 from toolkit.tracking.records import FILES
@@ -20,7 +22,6 @@ from toolkit.training.resume import changes_since, keeps_its_length, other_refer
 from toolkit.training.run_state import RunState
 
 if TYPE_CHECKING:
-    import torch
     from accelerate import Accelerator
     from torch import nn
     from transformers import PreTrainedModel
@@ -122,9 +123,36 @@ class Saver:
             on_all(self.accelerator, lambda: ckpt.apply_state(saved, self.model, None))
         self.model_step = step
 
-    def best_steps(self, state: RunState) -> frozenset[int]:
-        """The steps of the best evaluations, whose checkpoints are kept."""
-        return frozenset(int(step) for _, step in state.ranked) if self.config.load_best_model_at_end else frozenset()
+    def roll_back(self, state: RunState, kept: Mapping[str, Any]) -> ckpt.State | None:
+        """Put the last good checkpoint that was due into model, optimizer and kept tensors. All ranks call it.
+
+        Returns the checkpoint; None where there is none.
+        """
+        self.report(wait=True)  # of one that is still being written
+
+        def find() -> Path | None:
+            due = [path for path in ckpt.list_checkpoints(self.writer.root) if int(path.name[5:]) <= state.last_due_save]
+            return next((path for path in reversed(due) if not ckpt.verify_checkpoint(path)), None)
+
+        path = on_main(self.accelerator, find)
+        if path is None:
+            return None
+        saved = on_all(self.accelerator, lambda: ckpt.load_checkpoint(path))
+        if self.shards:
+            ckpt.apply_sharded_state(self.accelerator, saved, self.model, self.optimizer)
+        else:
+            scaler = self.accelerator.scaler
+            on_all(self.accelerator, lambda: ckpt.apply_state(saved, self.model, self.optimizer, scaler))
+        live, stored = ckpt.flatten(dict(kept))[0], ckpt.flatten(saved.kept)[0]
+        with torch.no_grad():
+            for name in live.keys() & stored.keys():
+                live[name].copy_(stored[name])
+        return saved
+
+    def steps_to_keep(self, state: RunState) -> frozenset[int]:
+        """The steps whose checkpoints are kept, however old: of the best evaluations, and what a rollback goes back to."""
+        best = frozenset(int(step) for _, step in state.ranked) if self.config.load_best_model_at_end else frozenset()
+        return best | ({state.last_due_save} if self.config.loss_spike == "rollback" else set())
 
     def _is_frozen_in_part(self) -> bool:
         return any(not parameter.requires_grad for parameter in self.model.parameters())
@@ -135,7 +163,7 @@ class Saver:
             return
         self._seconds = state.seconds
         is_best, files = state.best.get("step") == state.step, [self.output_dir / name for name in FILES]
-        self.writer.save(state.step, saved, best=is_best, best_steps=self.best_steps(state), also_synced=files)
+        self.writer.save(state.step, saved, best=is_best, keep_steps=self.steps_to_keep(state), also_synced=files)
 
 
 def put_back(
@@ -189,7 +217,7 @@ def settle_directory(path: Path, saver: Saver, state: RunState) -> None:
         (root / "best.json").unlink(missing_ok=True)
     if own:
         ckpt.write_pointer(root, "last", path)
-    saver.writer.prune(saver.best_steps(state))
+    saver.writer.prune(saver.steps_to_keep(state))
 
 
 def is_own(path: Path, checkpoints: Path) -> bool:
