@@ -120,6 +120,10 @@ MISTAKES: dict[str, Mistake] = {
 
 ''')], [], "start", "loss, values = right(",
     ),
+    "a spread that one example has not": (
+        "sft", [(_SFT_LOSS, own_loss(normalized='loss / totals["tokens"] + 0 * logits.mean((1, 2)).std()'))], ["--no-packing"],
+        "finite", "logits = model(",
+    ),
     # optimizer and schedule
     "an optimizer without the head": (
         "basic", [(_BASIC_OPTIMIZER, _BASIC_OPTIMIZER + "    optimizer = torch.optim.AdamW(model.bert.parameters(), lr=config.learning_rate)\n"),

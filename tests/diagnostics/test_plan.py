@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from toolkit.cli.main import app
+from toolkit.cli.plan import _without
 from toolkit.config import Refusal
 from toolkit.diagnostics.devices import GIB, find_device
 from toolkit.diagnostics.ledger import FAKE, Ledger
@@ -93,6 +94,13 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
     assert (found > 1, codes) == (True, [0, 1])
 
 
+def test_a_command_that_fits_names_no_flag_twice() -> None:
+    """Fails when: what was typed stands before what replaces it."""
+    words = ["--learning-rate", "1", "--per_device_train_batch_size=8", "--bf16", "--max-length", "9"]
+    kept = _without(words, {"per_device_train_batch_size": 2, "max_length": 4, "bf16": True})
+    assert kept == ["--learning-rate", "1"]
+
+
 def test_time_and_cost_are_of_all_steps() -> None:
     """Fails when: the cost is of one step, or of seconds."""
     found = plan("accelerated", "--max-steps", "1800", "--step-seconds", "2", "--price", "40").stdout
@@ -108,6 +116,9 @@ def test_time_and_cost_are_of_all_steps() -> None:
         (["distill"], "teacher"),
         (["sft", "--device", "h1000"], "Did you mean h100?"),
         (["sft", "--device", "abacus"], "--device abacus"),
+        (["sft", "--device", "0gb"], "--device 0gb"),
+        (["sft", "--step-seconds", "nan"], "--step-seconds"),
+        (["sft", "--step-seconds", "1", "--price", "-1"], "--price"),
         (["sft", "--learning-rate", "-1"], "--learning-rate"),
         (["sft", "--model", "nowhere/at-all"], "nowhere/at-all"),
         (["nowhere.py"], "nowhere.py"),

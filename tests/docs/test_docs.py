@@ -2,7 +2,7 @@
 
     <!-- not run: REASON -->
 
-The blocks of a page run one after another in one empty folder, in which `recipes/` and `.venv/` are as in a checkout. Recipes
+What a block must print may stand there too: `<!-- shows: SOME WORDS || OTHERS -->`. The blocks of a page run one after another in one empty folder, in which `recipes/` and `.venv/` are as in a checkout. Recipes
 train two steps of a tiny model: `as_a_reader.py` says how. Blocks of other languages, and indented ones in which no line begins
 with a command, are not code to run.
 
@@ -23,6 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKER = re.compile(r"\s*<!-- not run: (.+) -->\s*")
+SHOWS = re.compile(r"\s*<!-- shows: (.+) -->\s*")
 FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
 # The files of CONTRIBUTING.md's examples.
 TO_BE_WRITTEN = ("toolkit/losses/focal.py", "tests/losses/test_focal.py", "toolkit/metrics/calibration.py", "recipes/focal.py")
@@ -36,13 +37,14 @@ COMMANDS = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """`reason`: why it is not run, from the marker above it."""
+    """`reason`: why it is not run, from the marker above it; `shows`: what it must print, from there too."""
 
     page: str
     line: int
     language: str  # "shell", "python" or "" for anything else
     text: str
     reason: str | None
+    shows: tuple[str, ...] = ()
 
 
 def find_blocks(text: str, page: str = "page.md") -> list[Block]:
@@ -63,9 +65,9 @@ def find_blocks(text: str, page: str = "page.md") -> list[Block]:
             start += 1
             continue
         above = next((lines[n] for n in range(start - 1, -1, -1) if lines[n].strip()), "")
-        marker = MARKER.fullmatch(above)
+        marker, shows = MARKER.fullmatch(above), SHOWS.fullmatch(above)
         code = "\n".join(line[indent:] for line in body).strip("\n") + "\n"
-        blocks.append(Block(page, start + 1, _language(named, code), code, marker[1] if marker else None))
+        blocks.append(Block(page, start + 1, _language(named, code), code, marker[1] if marker else None, tuple(shows[1].split(" || ")) if shows else ()))
         start = after
     return blocks
 
@@ -86,13 +88,14 @@ TO_RUN = {page: [block for block in blocks if block.language and not block.reaso
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="output goes to the shell through /proc, which is Linux's")
 @pytest.mark.parametrize("page", [page for page, blocks in TO_RUN.items() if blocks])
 def test_every_block_that_is_not_marked_runs(reader: Callable[..., Any], tmp_path: Path, page: str) -> None:
-    """Fails when: a function that a page calls is renamed, as `preference_loss` of the recipe that docs/how-to/preferences.md starts."""
+    """And prints what it is to show. Fails when: a function that a page calls is renamed, as `preference_loss` of the recipe that docs/how-to/preferences.md starts."""
     for block in TO_RUN[page]:
         (tmp_path / "block.py").write_text(block.text)
         shell = block.text if block.language == "shell" else "python block.py"
         done = reader(shell, tmp_path)
         print(f"$ {block.text}\n{done.stdout}")  # shown by pytest -rP
         assert done.returncode == 0, f"{page}:{block.line} ended with {done.returncode}; mend it or mark it\n{block.text}\n{done.stdout}"
+        assert [words for words in block.shows if words not in done.stdout] == [], f"{page}:{block.line}\n{done.stdout}"
 
 
 @pytest.mark.parametrize("page", BLOCKS)

@@ -44,6 +44,9 @@ def plan(
     Ends with 0 when the run fits on the first device, with 1 when it doesn't, with 2 when there is no plan.
     """
     words, values = split_options(context, flags or [])
+    for name in ("step_seconds", "price"):
+        if values[name] is not None and not 0 < values[name] < float("inf"):  # NaN is not either
+            raise typer.BadParameter(f"{values[name]:g}: must be above 0.", param_hint=f"--{name.replace('_', '-')}")
     script = find_recipe(recipe, context.command_path)
     if {"-h", "--help"} & set(words):
         raise typer.Exit(launch([sys.executable, script, "--help"]))
@@ -126,9 +129,21 @@ def _show_alternatives(config: "Settings", device: "Device", make: Any, script: 
         none = False
         flags = [word for name, value in changes.items() for word in _as_flag(name, value)]
         say(f"  {_gib(needed(plan, device))} with {' '.join(flags)}")
-        say(f"    {as_typed('toolkit', 'train', script, *words, *flags)}")
+        say(f"    {as_typed('toolkit', 'train', script, *_without(words, changes), *flags)}")
     if none:
         say("  nothing that was tried fits: take a smaller model, a shorter --max-length or a larger device, or shard it.")
+
+
+def _without(words: list[str], changes: dict[str, Any]) -> list[str]:
+    """A command line without the flags that are changed, whose values follow them or stand behind an equals sign."""
+    kept, is_value = list[str](), False
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        is_changed = word.startswith("--") and flag[2:].replace("-", "_") in changes
+        if not is_changed and not is_value:
+            kept.append(word)
+        is_value = is_changed and not equals and changes[flag[2:].replace("-", "_")] is not True
+    return kept
 
 
 def _as_flag(name: str, value: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,27 @@ _NO_METRIC = ("second", "time", "memory", "examples")
 _LEARNED = 0.7  # of the first loss, that is left after sixty steps on eight examples
 _LEARNED_OF_MASKS = 0.9  # likewise, where other tokens are hidden in each step
 _OF_CLASSES = ("classification", "token_classification")
+
+
+_OF_RUNS = {"split": "1 example a micro-batch", "whole": "8 examples a micro-batch", "overfit": "8 examples, again and again"}
+
+
+def check_finite(records: Mapping[str, Record]) -> Outcome:
+    """No run skipped a step because its loss or its gradient was not finite."""
+    steps, findings = 0, list[Finding | None]()
+    for name, record in records.items():
+        trained = [event for event in record.events if "learning_rate" in event]
+        skips = sum(int(event.get("nonfinite_steps") or 0) for event in trained)
+        steps += len(trained)
+        if skips:
+            how = f" with {_OF_RUNS[name]}" if name in _OF_RUNS else ""
+            what = f"In {skips} of {len(trained)} steps{how} the loss or the gradient was not finite; they changed nothing."
+            change = (
+                "Look for a division by a count that can be 0, a logarithm or root of 0, an exponential without bound: add up "
+                "sums and divide by batch.totals, clamp what goes into them."
+            )
+            findings.append(Finding("finite", what, change, loss_place(record)))
+    return found(f"{steps} steps", findings[:1]) if steps else skipped("no metrics of a step were logged")
 
 
 def check_evaluation(split: Record, whole: Record, weights: dict[str, Gradients]) -> Outcome:

@@ -56,14 +56,14 @@ def find_device(name: str) -> Device:
     if low in _GPUS:
         return Device(low, "cuda", round(_GPUS[low] * GIB))
     sized = re.fullmatch(r"(?:(mac|cpu)-)?(\d+(?:\.\d+)?)gb", low)
-    if sized:
+    if sized and float(sized[2]):
         size = float(sized[2])
         if sized[1] == "mac":  # Metal recommends to hold so much at most
             return Device(low, "mps", round(size * GIB * (2 / 3 if size <= 36 else 0.75)))
         return Device(low, sized[1] or "cuda", round(size * GIB))
     known = [*_GPUS, *_INSTANCES]
     near = nearest(low, known)
-    meant = f"Did you mean {near}?" if near else f"There are {', '.join(_GPUS)}, SageMaker's instances such as ml.g5.xlarge,"
+    meant = f"Did you mean {near}?" if near else f"There are {', '.join(_GPUS)}, SageMaker's instances such as ml.g5.xlarge."
     raise Refusal(f"--device {name}: not known. {meant} Or give its memory: 24gb (a GPU), mac-32gb, cpu-64gb.")
 
 

@@ -13,6 +13,7 @@ from toolkit.diagnostics.checks_of_data import check_leak, check_padding, check_
 from toolkit.diagnostics.checks_of_labels import check_ends, check_masks, check_shift, check_stops
 from toolkit.diagnostics.checks_of_runs import (
     check_evaluation,
+    check_finite,
     check_overfit,
     check_resume,
     check_saved,
@@ -68,6 +69,7 @@ def _outcomes(runs: Runs, config: Settings, folder: Path) -> dict[str, Outcome]:
     after = runs.weights.get("as_is", {})
     checks: dict[str, Callable[[], Outcome]] = {
         "runs": lambda: found(f"{len(record.updates)} updates", [_no_update(record)]),
+        "finite": lambda: check_finite(runs.records),
         "split": lambda: check_split(split, whole, config),
         "alone": lambda: check_alone(whole, config),
         "masks": lambda: check_masks(record, config),

@@ -9,6 +9,7 @@ from typing import Any
 # In the order in which they are shown.
 CHECKS = {
     "runs": "the recipe runs",
+    "finite": "losses and gradients are finite",
     "split": "the gradient is the same for every split of the global batch",
     "alone": "an example has the gradient together with others that it has alone",
     "masks": "supervised are the tokens that the data say",
