@@ -15,7 +15,8 @@ import toolkit as tk
 
 @dataclass(frozen=True)
 class Config(
-    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.RankedAnswersConfig, tk.RewardConfig, tk.OptimConfig, tk.RunConfig
+    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.RankedAnswersConfig, tk.PairsConfig, tk.RewardConfig, tk.OptimConfig,
+    tk.RunConfig,
 ):  # fmt: skip
     model: str = tk.trained_model("runs/demo/sft/model", otherwise="tiny-llama")
     dataset: str = "stdlib:dpo"
@@ -37,10 +38,11 @@ def main(config: Config) -> tk.Summary:
         max_pairs_per_prompt=config.max_pairs_per_prompt,
     )  # fmt: skip
     tk.print_data_report(splits.report)
-    model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, num_labels=1)
+    model = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, packed=None, num_labels=1)
     model = tk.add_adapter(model, config, tokenizer)
 
-    collate = partial(tk.collate_pairs, layout="padded", pad_token_id=tokenizer.pad_token_id)
+    layout = tk.choose_scored_pair_layout(model, config.pair_layout)
+    collate = partial(tk.collate_scored_pairs, layout=layout, pad_token_id=tokenizer.pad_token_id)
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     center, margin = config.center_rewards_coefficient, config.margin_coefficient

@@ -11,7 +11,9 @@ import toolkit as tk
 
 
 @dataclass(frozen=True)
-class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.TokenClassificationConfig, tk.RunConfig):
+class Config(
+    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.TokenClassificationConfig, tk.RowsConfig, tk.RunConfig
+):  # fmt: skip
     model: str = "tiny-bert"
     dataset: str = "stdlib:tag"
     max_length: int = 256
@@ -33,10 +35,11 @@ def main(config: Config) -> tk.Summary:
     tags = tk.find_tags(raw, config)
     splits = tk.tokenize_for_token_classification(raw, tokenizer, config)
     tk.print_data_report(splits.report)
-    model = tk.load_model("AutoModelForTokenClassification", config, tokenizer, **tags.settings)
+    model = tk.load_model("AutoModelForTokenClassification", config, tokenizer, packed=None, **tags.settings)
     model = tk.add_adapter(model, config, tokenizer)
 
-    collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id, aligned=True)
+    layout = tk.choose_row_layout(model, config.row_layout)
+    collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id, aligned=True, layout=layout)
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     loss_fn = partial(tk.token_classification_loss, label_smoothing_factor=config.label_smoothing_factor)

@@ -121,6 +121,7 @@ def settings() -> None:
 @shows(
     "AdapterConfig", "AnswerConfig", "CausalLMConfig", "LossConfig", "ClassificationConfig", "PairsConfig", "PreferenceConfig", "RankedAnswersConfig",
     "RankingConfig", "ReferenceConfig", "RewardConfig", "RewardFunctionsConfig", "SampleConfig", "TokenClassificationConfig", "UnpairedConfig", "MaskedLMConfig",
+    "RowsConfig",
 )  # fmt: skip
 def settings_of_methods() -> None:
     assert tk.AdapterConfig().lora_r > 0
@@ -132,6 +133,7 @@ def settings_of_methods() -> None:
     assert tk.PairsConfig().pair_layout == "auto"
     assert tk.PreferenceConfig(loss_type=["simpo"]).loss_type == ["simpo"]
     assert tk.RankedAnswersConfig().pairs_per_prompt
+    assert tk.RowsConfig().row_layout == "auto"
     assert tk.ReferenceConfig().reference == "auto"
     assert tk.RankingConfig().ranking_loss
     assert tk.RewardConfig()
@@ -308,7 +310,7 @@ def a_step() -> None:
 
 @shows(
     "tokenize_for_classification", "label_settings", "class_baselines", "classification_task", "classification_loss",
-    "classification_metrics",
+    "classification_metrics", "choose_row_layout",
 )  # fmt: skip
 def classification() -> None:
     assert tk.label_settings(classes(), tk.ClassificationConfig())["num_labels"] == 2
@@ -321,6 +323,7 @@ def classification() -> None:
     _, evaluation = tk.build_dataloaders(splits, tk.collate_padded, tk.DataConfig())
     assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_loss"] > 0
     assert "eval_f1" in tk.eval_with_gather(accelerator(), model, evaluation, tk.classification_metrics(["f1"], num_labels=2))
+    assert tk.choose_row_layout(model) == "padded"  # loaded for padded rows
 
 
 @shows(
@@ -521,10 +524,11 @@ def pairs() -> None:
     assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_reward_margin"] == 0
 
 
-@shows("reward_loss", "reward_metrics", "pair_rewards", "answer_rewards")
+@shows("reward_loss", "reward_metrics", "pair_rewards", "answer_rewards", "collate_scored_pairs", "choose_scored_pair_layout")
 def rewards() -> None:
     splits, model = tk.tokenize_for_preference(preferences(), tokenizer(), tk.DataConfig(max_length=64)), classifier(1)
-    collate = functools.partial(tk.collate_pairs, layout="padded", pad_token_id=tokenizer().pad_token_id)
+    layout = tk.choose_scored_pair_layout(model)
+    collate = functools.partial(tk.collate_scored_pairs, layout=layout, pad_token_id=tokenizer().pad_token_id)
     chosen, rejected = tk.pair_rewards(model, collate(documents(splits)))
     assert chosen.shape == rejected.shape == (3,)
     loss, _ = tk.reward_loss(model, collate(documents(splits)), {"pairs": 3.0}, margin_coefficient=0.0)

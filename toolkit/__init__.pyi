@@ -46,6 +46,7 @@ from .config.tasks import (
     MaskedLMConfig as MaskedLMConfig,
     QuestionAnsweringConfig as QuestionAnsweringConfig,
     RankingConfig as RankingConfig,
+    RowsConfig as RowsConfig,
     SampleConfig as SampleConfig,
     Seq2SeqConfig as Seq2SeqConfig,
     TokenClassificationConfig as TokenClassificationConfig,
@@ -54,7 +55,7 @@ from .data.loading.batch import Batch as Batch
 from .data.loading.collate import collate_packed as collate_packed, collate_padded as collate_padded
 from .data.loading.collate_answers import collate_answers as collate_answers
 from .data.loading.collate_lists import collate_lists as collate_lists
-from .data.loading.collate_pairs import collate_pairs as collate_pairs
+from .data.loading.collate_pairs import collate_pairs as collate_pairs, collate_scored_pairs as collate_scored_pairs
 from .data.loading.collate_prompts import collate_prompts as collate_prompts
 from .data.loading.collate_seq2seq import collate_seq2seq as collate_seq2seq
 from .data.loading.collate_texts import collate_text_groups as collate_text_groups
@@ -241,6 +242,10 @@ from .models.sentence_files import (
     sentence_files as sentence_files,
 )
 from .models.tokenizer import load_tokenizer as load_tokenizer, train_tokenizer as train_tokenizer
+from .models.unpadded import (
+    choose_row_layout as choose_row_layout,
+    choose_scored_pair_layout as choose_scored_pair_layout,
+)
 from .models.value_head import add_value_head as add_value_head
 from .models.word_tokenizer import space_before_words as space_before_words
 from .optim.optimizers import build_optimizer as build_optimizer

@@ -93,15 +93,15 @@ MISTAKES: dict[str, Mistake] = {
         micro_batch = {name: value for name, value in micro_batch.items() if name != "attention_mask"}
         return right(model, micro_batch, totals)
 
-''')], [], "padding", "return right(",
+''')], ["--row-layout", "padded"], "padding", "return right(",
     ),
     "padding on the left": (
-        "accelerated", [("    collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id)\n", '''
+        "accelerated", [("    collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id, layout=layout)\n", '''
     def collate(documents):
         micro_batch = tk.collate_padded(documents, pad_token_id=tokenizer.pad_token_id)
         return {name: value.flip(1) if value.dim() == 2 else value for name, value in micro_batch.items()}
 
-''')], [], "padding", "def collate",
+''')], ["--row-layout", "padded"], "padding", "def collate",
     ),
     # the mean
     "a loss divided by the number of micro-batches": (

@@ -64,6 +64,17 @@ class ClassificationConfig(LossConfig):
 
 
 @dataclass(frozen=True)
+class RowsConfig(Settings):
+    """Rows"""
+
+    row_layout: str = setting(
+        "auto", "packed: examples of a micro-batch are computed one behind the other, without their padding. padded: each in "
+        "a row of its own. auto: packed where that is exact. Dropout masks differ between the two, nothing else.",
+        choices=("auto", "packed", "padded"), on_resume="fixed",
+    )
+
+
+@dataclass(frozen=True)
 class QuestionAnsweringConfig(Settings):
     """Question answering"""
 

@@ -117,6 +117,7 @@ def _suggestion(name: str, settings: Mapping[str, Setting], shown: Callable[[str
 RECIPES_WITH = {
     "EmbeddingConfig": "embedding",
     "RunConfig": "accelerated", "CausalLMConfig": "sft", "AdapterConfig": "lora", "ClassificationConfig": "accelerated",
+    "RowsConfig": "accelerated",
     "SampleConfig": "sft", "AnswerConfig": "sft", "PreferenceConfig": "dpo", "PairsConfig": "dpo", "ReferenceConfig": "dpo",
     "RankedAnswersConfig": "dpo", "UnpairedConfig": "kto", "RewardConfig": "reward", "RankingConfig": "reranker",
     "QuestionAnsweringConfig": "question_answering",

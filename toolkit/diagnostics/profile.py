@@ -199,7 +199,8 @@ def _batches(timer: _Timer, original: Callable[..., Iterator[Batch]], *values: A
 
 
 def _padding(batch: Batch) -> float:
-    masks = [each["attention_mask"] for each in batch.micro_batches if isinstance(each.get("attention_mask"), torch.Tensor)]
+    padded = [each for each in batch.micro_batches if "token_places" not in each]  # of others the padding is not computed
+    masks = [each["attention_mask"] for each in padded if isinstance(each.get("attention_mask"), torch.Tensor)]
     positions = sum(mask.numel() for mask in masks)
     return 1 - sum(int(mask.sum()) for mask in masks) / positions if positions else 0.0
 

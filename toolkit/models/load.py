@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_HEADS_OF_ROWS = re.compile("Classification|QuestionAnswering|MultipleChoice")
 
 
 def load_model(
@@ -54,7 +55,7 @@ def load_model(
             embedding enlarges the embedding.
         packed: whether the model will see packed rows; then it is made sure that each document gets what it has alone. None:
             it gets the attention for packed rows where they are exact for it, and its user decides (see
-            `choose_pair_layout`).
+            `choose_pair_layout`, `choose_row_layout`).
         head_settings: fields of the model's config that the task decides: num_labels, id2label, problem_type ...; is_causal,
             false, lets a causal architecture see both sides.
 
@@ -101,7 +102,8 @@ def load_model(
             f"WARNING: {config.model}: its auxiliary loss of the router (output_router_logits) is not part of the loss here."
         )
     without = builds_without_weights()
-    if packed and not without and model_config.model_type not in PROVEN and attention != "flash_attention_2":
+    is_tried = is_undecided and _HEADS_OF_ROWS.search(auto_class)  # by choose_row_layout, with its head
+    if packed and not (without or is_tried) and model_config.model_type not in PROVEN and attention != "flash_attention_2":
         try:
             check_no_contamination(model)
         except NotPackable as problem:

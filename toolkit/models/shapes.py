@@ -12,7 +12,7 @@ from toolkit.config import ModelConfig, Refusal
 from toolkit.config.json_and_yaml import parse_json, read_text_file
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DIMENSIONS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
@@ -127,6 +127,17 @@ def dropout_fields(model_config: Iterable[str]) -> list[str]:
     return [name for name in model_config if _DROPOUT_FIELD.search(name)]
 
 
+def highest_dropout(model: PreTrainedModel) -> float:
+    """Of its modules, and of its config, where some models (OPT) keep the rate that they call the function with."""
+    from torch.nn import Dropout
+
+    rates = [module.p for module in model.modules() if isinstance(module, Dropout)]
+    fields = model.config.get_text_config().to_dict()
+    rates += [fields[name] or 0.0 for name in dropout_fields(fields) if not _OF_A_HEAD.search(name)]
+    return float(max(rates, default=0.0))
+
+
+_OF_A_HEAD = re.compile("classif|summary|qa_")  # a head's dropout is a module where the model has that head
 _DROPOUT_FIELD = re.compile(r"(^|_)(dropout|pdrop)(_|$)")
 _ATTENTION_DROPOUT_FIELD = re.compile(r"^att(n|ention)_(\w+_)?(dropout|pdrop)(_|$)")
 # Learned positions that begin after the padding index (fairseq's way), so that a few of the table are never used.

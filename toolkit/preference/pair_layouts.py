@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +16,11 @@ from toolkit.models.attention.interface import DOCUMENTS, FLEX
 from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable
 from toolkit.models.compat import attention_of
 from toolkit.models.layers import uncompiled
-from toolkit.models.shapes import dropout_fields
+from toolkit.models.shapes import highest_dropout
 from toolkit.training.step import to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_OF_A_HEAD = re.compile("classif|summary|qa_")  # a head's dropout is a module where the model has that head
 
 
 def choose_pair_layout(model: PreTrainedModel, pair_layout: str = "auto") -> str:
@@ -80,20 +77,12 @@ def _problem(model: PreTrainedModel, layout: str) -> str | None:
             return f"{refusal.who} {refusal.reason}"
     if layout == "packed":
         return None
-    rate = _highest_dropout(model)
+    rate = highest_dropout(model)
     if rate:
         return f"with a dropout of {rate:g} a prompt has another mask for each of its answers"
     if model.config.model_type not in PROVEN and not _shares_exactly(model):
         return f"model type {model.config.model_type!r} gives an answer another result behind a shared prompt"
     return None
-
-
-def _highest_dropout(model: PreTrainedModel) -> float:
-    """Of its modules, and of its config, where some models (OPT) keep the rate that they call the function with."""
-    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    fields = model.config.get_text_config().to_dict()
-    rates += [fields[name] or 0.0 for name in dropout_fields(fields) if not _OF_A_HEAD.search(name)]
-    return float(max(rates, default=0.0))
 
 
 def _shares_exactly(model: PreTrainedModel) -> bool:

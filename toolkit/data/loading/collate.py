@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from toolkit.data.loading.layouts import without_padding
+
 IGNORED = -100  # a label that counts nowhere, as everywhere in transformers
 
 
@@ -41,7 +43,9 @@ def collate_packed(documents: list[dict[str, Any]], *, aligned: bool = False) ->
     }  # fmt: skip
 
 
-def collate_padded(documents: list[dict[str, Any]], pad_token_id: int = 0, *, aligned: bool = False) -> dict[str, Any]:
+def collate_padded(
+    documents: list[dict[str, Any]], pad_token_id: int = 0, *, aligned: bool = False, layout: str = "padded"
+) -> dict[str, Any]:
     """Put one example in each row, padded on the right to the longest.
 
     Returns `input_ids` and `attention_mask` `[examples, longest]` and `labels`: for token labels of the same shape, with
@@ -49,6 +53,9 @@ def collate_padded(documents: list[dict[str, Any]], pad_token_id: int = 0, *, al
     `[examples]` or `[examples, classes]`. `token_type_ids`, `word_labels` and `weight` are there when the rows have
     them; so are, here and in packed rows, `token_weights` `[P]` of the supervised positions. The
     attention mask tells padding apart, never the id: a pad id that is also an end of text is supervised where the text ends.
+
+    In the layout `packed` there is also what `without_padding` says: the model's body computes no padding (see
+    `choose_row_layout`), and all else stays as it is.
     """
     lengths = [len(document["input_ids"]) for document in documents]
     shape = (len(documents), max(lengths))
@@ -75,7 +82,7 @@ def collate_padded(documents: list[dict[str, Any]], pad_token_id: int = 0, *, al
     batch |= _of_noise(documents)
     if "weight" in documents[0]:
         batch["weight"] = torch.tensor([float(document["weight"]) for document in documents])
-    return batch
+    return batch | (without_padding(np.array(lengths)) if layout == "packed" else {})
 
 
 def _of_noise(documents: list[dict[str, Any]]) -> dict[str, Any]:

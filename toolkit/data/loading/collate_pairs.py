@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.data.loading.layouts import LAYOUTS as PAIR_LAYOUTS, NOT_FOR_THE_MODEL as _OF_ANSWERS, lay_out
+from toolkit.data.loading.layouts import LAYOUTS as PAIR_LAYOUTS, NOT_FOR_THE_MODEL as _OF_ANSWERS, lay_out, without_padding
 
-__all__ = ["NOT_FOR_THE_MODEL", "PAIR_LAYOUTS", "collate_pairs"]
+__all__ = ["NOT_FOR_THE_MODEL", "PAIR_LAYOUTS", "collate_pairs", "collate_scored_pairs"]
 
 NOT_FOR_THE_MODEL = (*_OF_ANSWERS, "chosen_tokens", "rejected_tokens", "pair", "margin", "desirable", "answer")
 
@@ -35,3 +35,27 @@ def collate_pairs(documents: list[dict[str, Any]], *, layout: str = "packed", pa
     if "margin" in documents[0]:
         batch["margin"] = torch.tensor([float(document["margin"]) for document in documents])
     return batch
+
+
+def collate_scored_pairs(documents: list[dict[str, Any]], *, layout: str = "padded", pad_token_id: int = 0) -> dict[str, Any]:
+    """The same pairs for a model that gives each answer a score: padded rows `[2 pairs, longest]`, the chosen ones first.
+
+    In the layouts `shared` and `packed` the rows come with what the model's body needs to compute them without padding, or a
+    prompt once for both answers (`without_padding`; see `choose_scored_pair_layout`).
+    """
+    batch = collate_pairs(documents, layout="padded", pad_token_id=pad_token_id)
+    if layout == "padded":
+        return batch
+    longest, pairs = batch["input_ids"].shape[1], len(documents)
+    prompts, chosen, rejected = (
+        np.array([document[f"{part}_tokens"] for document in documents]) for part in ("prompt", "chosen", "rejected")
+    )
+    prompt_of, own = np.tile(np.arange(pairs), 2), np.concatenate([chosen, rejected])
+    if layout == "packed":
+        return batch | without_padding(prompts[prompt_of] + own)
+    # Laid out are places in the padded rows, in place of tokens; those of a prompt are in the row of its chosen answer.
+    asked = [row * longest + np.arange(size) for row, size in enumerate(prompts)]
+    answers = [row * longest + prompts[row % pairs] + np.arange(size) for row, size in enumerate(own)]
+    laid = lay_out(asked, answers, prompt_of, layout)
+    row = {name: value for name, value in laid.items() if name not in _OF_ANSWERS}
+    return batch | {"token_places": row.pop("input_ids")[0], **row}

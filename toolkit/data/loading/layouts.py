@@ -112,6 +112,20 @@ def _documents(new: np.ndarray, seen: np.ndarray) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def without_padding(lengths: np.ndarray) -> dict[str, Any]:
+    """What a model's body needs to compute padded rows `[rows, longest]` of these lengths without their padding.
+
+    `token_places` `[tokens]`, the flat index of each token in the rows; `position_ids` `[1, tokens]`; and the bounds of the
+    rows' tokens, one behind the other. A model that `choose_row_layout` has prepared takes them next to its padded rows.
+    """
+    within = places_within(lengths)
+    return {
+        "token_places": torch.from_numpy(np.repeat(np.arange(len(lengths)) * lengths.max(), lengths) + within),
+        "position_ids": torch.from_numpy(within)[None],
+        **_documents(lengths, lengths),
+    }
+
+
 def bounds_of(lengths: np.ndarray) -> torch.Tensor:
     """0 and the end of each run, int32 `[runs + 1]`."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))

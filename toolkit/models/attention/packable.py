@@ -24,7 +24,7 @@ _LAYERS = {
 }  # fmt: skip
 _RECURRENT_TYPES = re.compile(r"mamba|rwkv|jamba|bamba|zamba|xlstm|recurrent|falcon_h1|nemotron_h|granitemoehybrid|kimi_linear")
 _SINKS = {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class NotPackable(Refusal):
@@ -91,7 +91,7 @@ def check_no_contamination(model: PreTrainedModel) -> None:
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     tokens = torch.randint(0, vocabulary, (4, 9), generator=torch.Generator().manual_seed(0)).to(device)
     first, other_first, second, other_second = tokens[0, :8], tokens[1, :8], tokens[2], tokens[3]
-    mixed_batches = any(getattr(model.config.get_text_config(), name, None) for name in _EXPERTS)
+    mixed_batches = any(getattr(model.config.get_text_config(), name, None) for name in EXPERTS)
     rounding = 0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-4
     was_training = model.training
     model.eval()
