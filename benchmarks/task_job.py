@@ -8,11 +8,11 @@ from side_by_side import Stopwatch, first_step_callback, peak_memory
 
 BATCHES = {
     "token_classification": 32, "question_answering": 8, "seq2seq": 16, "masked_lm": 8, "embedding": 64, "reranker": 8,
-    "multiple_choice": 16,
+    "multiple_choice": 16, "classification": 32, "classification_of_documents": 16,
 }  # fmt: skip
 MAX_LENGTHS = {
     "token_classification": 128, "question_answering": 384, "seq2seq": 256, "masked_lm": 256, "embedding": 128, "reranker": 128,
-    "multiple_choice": 128,
+    "multiple_choice": 128, "classification": 128, "classification_of_documents": 512,
 }  # fmt: skip
 CHECKED_ROWS = 8
 

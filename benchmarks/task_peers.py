@@ -1,6 +1,7 @@
 """The other side of `benchmarks/tasks.py`: what transformers' example scripts and sentence-transformers' documentation do.
 
-Tokenizing and collators are those of run_ner.py, run_qa.py, run_summarization.py, run_mlm.py and run_swag.py; embeddings have
+Tokenizing and collators are those of run_ner.py, run_qa.py, run_summarization.py, run_mlm.py, run_swag.py and
+run_classification.py, which pads to the longest of a batch here; embeddings have
 `CachedMultipleNegativesRankingLoss`, rerankers `LambdaLoss`. Whatever is not named here is the library's default.
 """
 
@@ -147,9 +148,24 @@ def multiple_choice(job: Job, **flags: Any) -> None:
     _train(job, _trainer("Trainer", job, model, train, DataCollatorForMultipleChoice(tokenizer), flags))
 
 
+def classification(job: Job, **flags: Any) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+    if "per_device_train_batch_size" in flags:
+        flags["gradient_accumulation_steps"] = job.batch // flags["per_device_train_batch_size"]
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    model = AutoModelForSequenceClassification.from_pretrained(job.model, **_of_model(flags))
+
+    def tokenized(rows: dict[str, list[Any]]) -> dict[str, Any]:
+        return {**tokenizer(rows["text"], truncation=True, max_length=job.max_length), "labels": rows["label"]}
+
+    _train(job, _trainer("Trainer", job, model, _map(job, tokenized), DataCollatorWithPadding(tokenizer), flags))
+
+
 PEERS: dict[str, Callable[..., None]] = {
     "token_classification": token_classification, "question_answering": question_answering, "seq2seq": seq2seq,
     "masked_lm": masked_lm, "embedding": embedding, "reranker": reranker, "multiple_choice": multiple_choice,
+    "classification": classification, "classification_of_documents": classification,
 }  # fmt: skip
 
 

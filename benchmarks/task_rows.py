@@ -1,7 +1,8 @@
 """What both sides of `benchmarks/tasks.py` get: a model with random weights and its head, a tokenizer, rows of random words.
 
-Encoders have the shape of MiniLM-L6 (6 layers, 384 wide, 30,522 tokens), the encoder-decoder that of a T5 1.1 with four layers
-a side. A word is a token. Lengths are lognormal, with the median and the longest that each function names.
+Encoders have the shape of MiniLM-L6 (6 layers, 384 wide, 30,522 tokens), that of documents is a ModernBERT of the same width
+with eight layers; the encoder-decoder has the shape of a T5 1.1 with four layers a side. A word is a token. Lengths are
+lognormal, with the median and the longest that each function names.
 """
 
 import json
@@ -13,7 +14,7 @@ import numpy as np
 
 Row = dict[str, Any]
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]")
-VOCABULARY = {"bert": 30_522, "t5": 32_128}
+VOCABULARY = {"bert": 30_522, "modernbert": 30_522, "t5": 32_128}
 TAGS = ["O", "B-LOC", "I-LOC", "B-PER", "I-PER"]
 SPREAD = 0.6  # of the logarithms of lengths
 
@@ -51,6 +52,17 @@ def _bert(**settings: Any) -> Any:
     )  # fmt: skip
 
 
+def _modernbert(**settings: Any) -> Any:
+    from transformers import ModernBertConfig
+
+    special = {f"{name}_token_id": SPECIAL.index(f"[{name.upper()}]") for name in ("pad", "cls", "sep")}
+    return ModernBertConfig(
+        vocab_size=VOCABULARY["modernbert"], hidden_size=384, num_hidden_layers=8, num_attention_heads=6, intermediate_size=576,
+        max_position_embeddings=512, bos_token_id=special["cls_token_id"], eos_token_id=special["sep_token_id"], **special,
+        **settings,
+    )  # fmt: skip
+
+
 def _t5(**settings: Any) -> Any:
     from transformers import T5Config
 
@@ -69,11 +81,11 @@ def _tokenizer(architecture: str) -> Any:
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     ids = [(name, SPECIAL.index(name)) for name in ("[CLS]", "[SEP]")]
-    if architecture == "bert":
+    if architecture in ("bert", "modernbert"):
         pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
         made.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, ids)
         named = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-        inputs = ["input_ids", "token_type_ids", "attention_mask"]
+        inputs = ["input_ids", *(["token_type_ids"] if architecture == "bert" else []), "attention_mask"]
     else:
         made.post_processor = processors.TemplateProcessing("$A [SEP]", None, ids)
         named, inputs = {"eos_token": "[SEP]"}, ["input_ids", "attention_mask"]
@@ -97,6 +109,16 @@ def _texts(count: int, median: int, longest: int, numbers: np.random.Generator) 
 def _tagged_sentences(count: int, numbers: np.random.Generator) -> list[Row]:
     """Sentences of 20 words, as in news."""
     return [{"tokens": words, "tags": (TAGS * len(words))[: len(words)]} for words in _texts(count, 20, 120, numbers)]
+
+
+def _sentences_of_classes(count: int, numbers: np.random.Generator) -> list[Row]:
+    """Sentences of 20 words."""
+    return [{"text": " ".join(words), "label": i % 4} for i, words in enumerate(_texts(count, 20, 120, numbers))]
+
+
+def _documents_of_classes(count: int, numbers: np.random.Generator) -> list[Row]:
+    """Texts of 120 words."""
+    return [{"text": " ".join(words), "label": i % 4} for i, words in enumerate(_texts(count, 120, 500, numbers))]
 
 
 def _questions(count: int, numbers: np.random.Generator) -> list[Row]:
@@ -151,7 +173,7 @@ def _questions_with_choices(count: int, numbers: np.random.Generator) -> list[Ro
     ]  # fmt: skip
 
 
-_CONFIGS: dict[str, Callable[..., Any]] = {"bert": _bert, "t5": _t5}
+_CONFIGS: dict[str, Callable[..., Any]] = {"bert": _bert, "modernbert": _modernbert, "t5": _t5}
 _LABELS = {"id2label": dict(enumerate(TAGS)), "label2id": {tag: i for i, tag in enumerate(TAGS)}}
 _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "token_classification": ("bert", "BertForTokenClassification", _LABELS),
@@ -161,8 +183,11 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "embedding": ("bert", "BertModel", {}),
     "reranker": ("bert", "BertForSequenceClassification", {"num_labels": 1}),
     "multiple_choice": ("bert", "BertForMultipleChoice", {}),
+    "classification": ("bert", "BertForSequenceClassification", {"num_labels": 4}),
+    "classification_of_documents": ("modernbert", "ModernBertForSequenceClassification", {"num_labels": 4}),
 }
 _ROWS: dict[str, Callable[[int, np.random.Generator], list[Row]]] = {
     "token_classification": _tagged_sentences, "question_answering": _questions, "seq2seq": _sources_and_targets,
     "masked_lm": _documents, "embedding": _pairs, "reranker": _lists, "multiple_choice": _questions_with_choices,
+    "classification": _sentences_of_classes, "classification_of_documents": _documents_of_classes,
 }  # fmt: skip

@@ -36,7 +36,7 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 DEFAULTS, BEST = "peer, its defaults", "peer, best flags"
 STEPS = {
     "token_classification": 12, "question_answering": 8, "seq2seq": 6, "masked_lm": 6, "embedding": 4, "reranker": 4,
-    "multiple_choice": 6,
+    "multiple_choice": 6, "classification": 12, "classification_of_documents": 6,
 }  # fmt: skip
 ROWS_A_STEP = {"masked_lm": 22}  # texts of which a batch of packed rows is made; of all others as many as the batch
 OUR_SETTINGS: dict[str, dict[str, Any]] = {
@@ -48,6 +48,10 @@ OUR_SETTINGS: dict[str, dict[str, Any]] = {
 OURS_IN_A_CHECK: dict[str, dict[str, Any]] = {
     "masked_lm": {"packing": False, "mlm_probability": 1 - 1e-9, "mask_replace_prob": 1.0, "random_replace_prob": 0.0},
 }
+RECIPE_OF = {"classification": "accelerated", "classification_of_documents": "accelerated"}  # where it has another name
+ACCUMULATED = {
+    "one example at a time": {"per_device_train_batch_size": 1}, "four examples at a time": {"per_device_train_batch_size": 4},
+}  # fmt: skip
 BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
 EVERYWHERE: dict[str, dict[str, Any]] = {
     "eager attention": {"attn_implementation": "eager"}, "two loader processes": {"dataloader_num_workers": 2},
@@ -63,11 +67,13 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "embedding": {f"mini-batches of {size}": {"mini_batch_size": size} for size in (8, 16, 64)},
     "reranker": {f"mini-batches of {size}": {"mini_batch_size": size} for size in (4, 16, 64)},
     "multiple_choice": {},
+    "classification": {"lengths grouped": BY_LENGTH, **ACCUMULATED},
+    "classification_of_documents": {"lengths grouped": BY_LENGTH, **ACCUMULATED},
 }
 HELPFUL = {
     "token_classification": "lengths grouped", "question_answering": "padded to the longest, lengths grouped",
     "seq2seq": "lengths grouped", "masked_lm": None, "embedding": "mini-batches of 16", "reranker": "mini-batches of 4",
-    "multiple_choice": None,
+    "multiple_choice": None, "classification": "lengths grouped", "classification_of_documents": "lengths grouped",
 }  # fmt: skip
 
 
@@ -75,7 +81,7 @@ def ours(job: Job) -> None:
     """The recipe's `main`, with a look at the clock after each step."""
     import toolkit as tk
 
-    spec = importlib.util.spec_from_file_location(job.task, RECIPES / f"{job.task}.py")
+    spec = importlib.util.spec_from_file_location(job.task, RECIPES / f"{RECIPE_OF.get(job.task, job.task)}.py")
     assert spec is not None
     assert spec.loader is not None
     recipe = importlib.util.module_from_spec(spec)
