@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from toolkit.losses.token_losses import TokenLogps, token_losses
 from toolkit.metrics.metric import precise_sum
 from toolkit.system.devices import chosen_type
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 Sums = tuple[torch.Tensor, torch.Tensor]
+SumsAndGradients = tuple[torch.Tensor, Sequence[Any]]  # tensors, and None for what is not in the graph
+GradientsOf = Callable[[slice, torch.Tensor, Sequence[torch.Tensor]], SumsAndGradients]  # of a piece, its rows, what is wanted
 Values = Callable[[slice, torch.Tensor], torch.Tensor]  # of a piece of the positions and its rows or logits
 
 
@@ -48,11 +52,20 @@ def sums_in_chunks(
     `weights` `[P]`, what each position counts in both sums. The gradient reaches rows and parameters.
     """
 
-    def sums_of(piece: slice, logits: torch.Tensor) -> torch.Tensor:
-        of_piece = None if weights is None else weights[piece]
-        return _token_sums(logits, targets[piece], label_smoothing_factor, z_loss, of_piece)
+    def sums_of(piece: slice, logits: torch.Tensor, gradient: torch.Tensor | None = None) -> torch.Tensor:
+        of_piece, correct = None if weights is None else weights[piece], torch.empty_like(targets[piece], dtype=torch.bool)
+        losses = token_losses(logits, targets[piece], label_smoothing_factor, z_loss, of_piece, gradient, correct)
+        return torch.stack([precise_sum(losses), precise_sum(correct if of_piece is None else correct * of_piece)])
 
-    loss, correct = added_in_chunks(sums_of, logits_of, parameters, rows, vocabulary)
+    def gradients_of(piece: slice, chunk: torch.Tensor, wanted: Sequence[torch.Tensor]) -> SumsAndGradients:
+        logits, gradient = _logits_and_room(logits_of, chunk)
+        sums = sums_of(piece, logits.detach(), gradient)
+        return sums, _gradients(logits, wanted, gradient)
+
+    pieces = _pieces(rows, vocabulary)
+    if torch.is_grad_enabled() and (rows.requires_grad or parameters):
+        return _SumsWithGradients.apply(gradients_of, pieces, rows, *parameters)
+    loss, correct = torch.stack([sums_of(piece, logits_of(rows[piece])) for piece in pieces]).sum(0)
     return loss, correct
 
 
@@ -65,30 +78,48 @@ def added_in_chunks(
     `logits_of` makes logits `[P, vocabulary]`, a chunk at a time; the gradient is taken while a chunk's logits are there.
     """
 
-    def of_chunk(piece: slice, chunk: torch.Tensor) -> torch.Tensor:
-        return sums_of(piece, logits_of(chunk))
+    def gradients_of(piece: slice, chunk: torch.Tensor, wanted: Sequence[torch.Tensor]) -> SumsAndGradients:
+        with torch.enable_grad():
+            sums = sums_of(piece, logits_of(chunk))
+            loss = sums[0]
+        return sums.detach(), _gradients(loss, wanted)
 
-    size = rows_in_a_chunk(vocabulary, rows.device)
-    # one chunk, empty, where there is no row: the sums are zeros then, and so are the gradients
-    pieces = [slice(start, start + size) for start in range(0, max(len(rows), 1), size)]
+    pieces = _pieces(rows, vocabulary)
     if torch.is_grad_enabled() and (rows.requires_grad or parameters):
-        loss, others = _SumsWithGradients.apply(of_chunk, pieces, rows, *parameters)
-        return torch.cat([loss[None], others])
-    return torch.stack([of_chunk(piece, rows[piece]) for piece in pieces]).sum(0)
+        loss, *others = _SumsWithGradients.apply(gradients_of, pieces, rows, *parameters)
+        return torch.stack([loss, *others])
+    return torch.stack([sums_of(piece, logits_of(rows[piece])) for piece in pieces]).sum(0)
 
 
-def _token_sums(
-    logits: torch.Tensor, targets: torch.Tensor, label_smoothing_factor: float, z_loss: float, weights: torch.Tensor | None
-) -> torch.Tensor:
-    """Loss (formula at `causal_lm_loss`) and correct predictions, `[2]`: logits `[rows, V]`, targets and weights `[rows]`."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = nn.functional.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing_factor)
-    if z_loss:
-        loss = loss + z_loss * logits.logsumexp(-1).square()
-    correct = logits.detach().argmax(-1) == targets
-    if weights is not None:
-        loss, correct = loss * weights, correct * weights
-    return torch.stack([precise_sum(loss), precise_sum(correct)])
+def _pieces(rows: torch.Tensor, vocabulary: int) -> list[slice]:
+    """Chunks of the positions: one, empty, where there are none, so that sums and gradients are zeros."""
+    size = rows_in_a_chunk(vocabulary, rows.device)
+    return [slice(start, start + size) for start in range(0, max(len(rows), 1), size)]
+
+
+def _logits_and_room(logits_of: Logits, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of rows, and memory for their gradient: their own, unless something else needs them.
+
+    That is a head whose backward does (one with a soft-cap in it), or logits that are the rows. A linear head's does not.
+    """
+    needed = {StorageWeakRef(rows.untyped_storage())}
+
+    def see(tensor: torch.Tensor) -> torch.Tensor:
+        needed.add(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+        logits = logits_of(rows)
+    is_free = StorageWeakRef(logits.untyped_storage()) not in needed
+    return logits, logits.detach() if is_free else torch.empty_like(logits)
+
+
+def _gradients(
+    of: torch.Tensor, wanted: Sequence[torch.Tensor], gradient: torch.Tensor | None = None
+) -> tuple[torch.Tensor | None, ...]:
+    """Backward in the types of forward, not in those that autocast would choose for its operations."""
+    with torch.autocast(of.device.type, enabled=False):
+        return torch.autograd.grad(of, wanted, gradient, allow_unused=True)
 
 
 class _SumsWithGradients(torch.autograd.Function):
@@ -102,32 +133,26 @@ class _SumsWithGradients(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        sums_of: Values,
+        gradients_of: GradientsOf,
         pieces: list[slice],
         rows: torch.Tensor,
         *parameters: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         of_rows = torch.empty_like(rows) if rows.requires_grad else None
         of_parameters: list[torch.Tensor | None] = [None] * len(parameters)
         sums = []
         for piece in pieces:
             chunk = rows[piece].detach().requires_grad_(rows.requires_grad)
-            with torch.enable_grad():
-                each = sums_of(piece, chunk)
-                loss = each[0]
-            # backward runs in the types of forward, not in those that autocast would choose for its operations
-            with torch.autocast(rows.device.type, enabled=False):
-                wanted = (chunk, *parameters) if chunk.requires_grad else parameters
-                gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+            wanted = (chunk, *parameters) if chunk.requires_grad else parameters
+            each, gradients = gradients_of(piece, chunk, wanted)
             if of_rows is not None:
                 of_rows[piece] = gradients[0]
             _add(of_parameters, gradients[len(wanted) - len(parameters) :])
-            sums.append(each.detach())
+            sums.append(each)
         ctx.gradients = [of_rows, *(g if g is None else g.to(p.dtype) for g, p in zip(of_parameters, parameters, strict=True))]
-        total = torch.stack(sums).sum(0)
-        loss, others = total[0].clone(), total[1:].clone()
-        ctx.mark_non_differentiable(others)
-        return loss, others
+        loss, *others = (total.clone() for total in torch.stack(sums).sum(0))
+        ctx.mark_non_differentiable(*others)
+        return loss, *others
 
     @staticmethod
     def backward(ctx: Any, *of_sums: torch.Tensor) -> Any:
@@ -158,10 +183,13 @@ def logps_in_chunks(
 ) -> torch.Tensor:
     """Log-probability of the target at each position `[P]`, float32 or wider: `values_in_chunks` of cross-entropy."""
 
-    def logps(piece: slice, logits: torch.Tensor) -> torch.Tensor:
-        return -nn.functional.cross_entropy(logits, targets[piece], reduction="none")
+    def logps(piece: slice, chunk: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return -token_losses(logits_of(chunk), targets[piece])
+        logits, gradient = _logits_and_room(logits_of, chunk)
+        return TokenLogps.apply(logits, targets[piece], gradient)
 
-    return values_in_chunks(logps, logits_of, parameters, rows, vocabulary)
+    return _values(logps, parameters, rows, vocabulary)
 
 
 def values_in_chunks(
@@ -178,8 +206,11 @@ def values_in_chunks(
         logits = logits_of(chunk)
         return values_of(piece, logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
-    size = rows_in_a_chunk(vocabulary, rows.device)
-    pieces = [slice(start, start + size) for start in range(0, max(len(rows), 1), size)]
+    return _values(of_chunk, parameters, rows, vocabulary)
+
+
+def _values(of_chunk: Values, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    pieces = _pieces(rows, vocabulary)
     if len(pieces) == 1:
         return of_chunk(pieces[0], rows)
     if torch.is_grad_enabled() and (rows.requires_grad or parameters):
