@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import subprocess
 import sys
@@ -313,6 +314,25 @@ def test_smoothed_curve_lags_behind_nothing_and_one_spike_does_not_bend_it():
     assert [value for _, value in smooth(line)][:380] == pytest.approx(expected[:380])
     spiked = [(step, 1e6 if step == 200 else value) for step, value in line]
     assert [value for _, value in smooth(spiked)][:380] == pytest.approx(expected[:380], abs=3.1)
+
+
+def test_a_long_smoothed_curve_is_that_of_each_window_by_itself_and_takes_no_longer_a_point():
+    """Half of the values are ties, some are missing. Reference: a sorted window around each point.
+
+    Fails when: what leaves the window is not taken out of it; or every point of a long curve is drawn.
+    """
+    draw = random.Random(0).choice
+    points = [(float(k), draw([1.0, 2.0, None, math.sin(k), math.cos(k)])) for k in range(6000)]
+    finite = [(step, value) for step, value in points if value is not None]
+    reach, smoothed = len(finite) // 40, smooth(points)
+    place = {step: index for index, (step, _) in enumerate(finite)}
+    assert 1000 < len(smoothed) <= 2001
+    assert smoothed[-1][0] == finite[-1][0]
+    for step, value in smoothed:
+        side = min(reach, place[step])
+        window = sorted(each for _, each in finite[place[step] - side : place[step] + side + 1])
+        middle = window[len(window) // 4 : len(window) - len(window) // 4]
+        assert value == sum(middle) / len(middle)
 
 
 def test_long_curve_is_thinned_without_losing_a_peak(tmp_path):

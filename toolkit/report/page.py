@@ -181,7 +181,7 @@ def _head(run: RunRecord) -> str:
 def _headline(run: RunRecord) -> str:
     """The metrics that show how it went, and the baselines to beat."""
     main = _main_metric(run)
-    names = [name for name in metric_names(run) if any(f"eval_{name}" in event for event in run.events)]
+    names = [name for name in metric_names(run) if f"eval_{name}" in run.series]
     ranks = {name: rank for rank, name in enumerate(MAIN_METRICS)}
     names = sorted(names, key=lambda name: (name != main, ranks.get(name, len(ranks))))
     tiles = []
@@ -244,7 +244,7 @@ def _curves(run: RunRecord) -> str:
         names = [name for name in names if name != "examples_per_second"]
     main = _main_metric(run)
     first = [name for name in dict.fromkeys(("loss", main)) if name in names]
-    held_out = [name for name in names if any(f"eval_{name}" in event for event in run.events)]
+    held_out = [name for name in names if f"eval_{name}" in run.series]
     ordered = list(dict.fromkeys([*first, *held_out, *(name for name in TITLES if name in names), *names]))
     skipped = sum(event.get("nonfinite_steps") or 0 for event in run.events if isinstance(event.get("nonfinite_steps"), int))
     drawn = []
@@ -266,7 +266,7 @@ def _curves(run: RunRecord) -> str:
 
 
 def _main_metric(run: RunRecord) -> str | None:
-    names = [name for name in metric_names(run) if any(f"eval_{name}" in event for event in run.events)]
+    names = [name for name in metric_names(run) if f"eval_{name}" in run.series]
     of_baselines = str(_inside(run.summary, "baselines", "figure")).removeprefix("eval_")
     return next((name for name in (of_baselines, *MAIN_METRICS, *names) if name in names), None)
 

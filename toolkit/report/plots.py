@@ -4,6 +4,7 @@ A wide SVG scaled down to a phone would shrink its text beyond reading. So the S
 width, and a dot is a line of no length with round ends), and every label is HTML, placed by percentage.
 """
 
+import bisect
 import html
 import math
 from collections.abc import Iterable
@@ -76,17 +77,26 @@ def smooth(points: Points) -> Points:
     """The mean of the middle half of a window around each point: it lags behind nothing, and one spike does not bend it.
 
     The window holds about a twentieth of the points. Where a run begins it stays symmetrical, since a loss is steep there;
-    where it ends, a last value is no better known than the others, and half a window remains.
+    where it ends, a last value is no better known than the others, and half a window remains. Of a long curve every n-th
+    point, as many as are drawn; the window moves with each, so that the time grows with the points, not with their square.
     """
     finite = [(step, value) for step, value in points if value is not None]
-    reach = max(2, len(finite) // 40)
+    reach, stride = max(2, len(finite) // 40), math.ceil(len(finite) / MOST_POINTS)
+    window: list[float] = []  # in order
+    start = end = 0
     smoothed: Points = []
     for index, (step, _) in enumerate(finite):
         side = min(reach, index)
-        window = sorted(value for _, value in finite[index - side : index + side + 1])
-        quarter = len(window) // 4
-        middle = window[quarter : len(window) - quarter]
-        smoothed.append((step, sum(middle) / len(middle)))
+        while end < min(index + side + 1, len(finite)):
+            bisect.insort(window, finite[end][1])
+            end += 1
+        while start < index - side:
+            del window[bisect.bisect_left(window, finite[start][1])]
+            start += 1
+        if index % stride == 0 or index == len(finite) - 1:
+            quarter = len(window) // 4
+            middle = window[quarter : len(window) - quarter]
+            smoothed.append((step, sum(middle) / len(middle)))
     return smoothed
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ class RunRecord:
     settings: list[SettingLine] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)  # what could not be read
 
+    @cached_property
+    def series(self) -> dict[str, Points]:
+        """What `events` hold of each name, in order of appearance: read once, however many plots and tiles show it."""
+        found: dict[str, Points] = {}
+        for event in self.events:
+            step = float(event["step"])
+            for name, value in event.items():
+                if _is_number(value):
+                    found.setdefault(name, []).append((step, _number(value)))
+        return found
+
     def setting(self, name: str) -> str | None:
         """The value of a setting as text."""
         return next((line.value for line in self.settings if line.name == name), None)
@@ -77,17 +89,12 @@ def read_run(directory: Path) -> RunRecord:
 
 def series_of(run: RunRecord, name: str) -> Points:
     """Every logged value of a metric by step."""
-    return [(float(event["step"]), _number(event[name])) for event in run.events if _is_number(event.get(name, ""))]
+    return run.series.get(name, [])
 
 
 def metric_names(run: RunRecord) -> list[str]:
     """Names of all metrics in metrics.jsonl in order of appearance, without `eval_`; a name is for both."""
-    names: dict[str, None] = {}
-    for event in run.events:
-        for name, value in event.items():
-            if name not in NOT_METRICS and _is_number(value):
-                names.setdefault(name.removeprefix("eval_"))
-    return list(names)
+    return list(dict.fromkeys(name.removeprefix("eval_") for name in run.series if name not in NOT_METRICS))
 
 
 def first_and_last(run: RunRecord, name: str) -> tuple[float | None, float | None]:
@@ -114,6 +121,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
+    if type(value) is float:  # nearly all of them
+        return value if math.isfinite(value) else None
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
