@@ -64,7 +64,9 @@ def main(config: Config) -> tk.Summary:
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_sft(raw, tokenizer, config)
     tk.print_data_report(splits.report)
-    name = config.teacher or train_teacher(accelerator, tokenizer, splits, config)
+    name = config.teacher
+    if name is None and config.self_distillation is None:
+        name = train_teacher(accelerator, tokenizer, splits, config)
     model = tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing)
     model = tk.add_adapter(model, config, tokenizer)
 
@@ -88,6 +90,7 @@ def main(config: Config) -> tk.Summary:
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 
     with tk.open_run(accelerator, config, model, optimizer, train, reference_made_of=teacher.made_of) as run:
+        tk.keep_teacher(run, teacher)
         run.compare_with("eval_loss", lambda: tk.answer_baselines(splits, len(tokenizer)))
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
@@ -95,7 +98,9 @@ def main(config: Config) -> tk.Summary:
         for batch in run:
             batch = tk.with_own_answers(accelerator, model, tokenizer, train, batch, config)
             rates = schedule(run.progress, run.objective)
-            run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm))
+            values = tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm)
+            tk.update_teacher(teacher, model)
+            run.log(values)
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
                 run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -747,7 +748,7 @@ class Distilling(Config, tk.DistillationConfig):
 
 @shows(
     "Teacher", "TeacherLogps", "build_teacher", "load_student_tokenizer", "distillation_loss", "distillation_metrics", "divergence_of_tokens",
-    "DistillationConfig", "say_once", "with_own_answers",
+    "DistillationConfig", "say_once", "with_own_answers", "keep_teacher", "update_teacher",
 )  # fmt: skip
 def a_teacher() -> None:
     assert tk.DistillationConfig().distillation_loss == "forward_kl"
@@ -768,6 +769,13 @@ def a_teacher() -> None:
     assert loss.item() == pytest.approx(0, abs=1e-6)  # they are the same model
     assert metrics["divergence"] == loss
     assert tk.eval_with_gather(accelerator(), student, evaluation, tk.distillation_metrics(teacher))["eval_kl"] < 1e-6
+    ema = replace(config, self_distillation="ema", ema_decay=0.0)
+    itself, _, _ = tk.build_teacher(accelerator(), student, tokenizer(), ema, *loaders, teacher=None, max_length=64, packed=False)
+    kept: dict[str, Any] = {}
+    tk.keep_teacher(SimpleNamespace(kept={}, keep=kept.__setitem__), itself)
+    student.model.norm.weight.data.add_(1.0)
+    tk.update_teacher(itself, student)
+    assert torch.equal(kept["teacher"]["model.norm.weight"], student.model.norm.weight)
     logps = tk.TeacherLogps(torch.tensor([[0.5, 0.5]]).log()).logps
     assert tk.divergence_of_tokens(logps, torch.tensor([[0.25, 0.75]]).log(), "forward_kl").item() == pytest.approx(0.1438, abs=1e-4)
     tk.say_once("a line of the first rank")

@@ -111,7 +111,9 @@ from .distillation.on_policy import with_own_answers as with_own_answers
 from .distillation.teacher import (
     Teacher as Teacher,
     build_teacher as build_teacher,
+    keep_teacher as keep_teacher,
     load_student_tokenizer as load_student_tokenizer,
+    update_teacher as update_teacher,
 )
 from .distributed.ranks import say_once as say_once
 from .export.model_directory import save_model as save_model

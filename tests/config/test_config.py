@@ -80,7 +80,7 @@ class PPO(tk.PPOConfig, tk.RolloutConfig):
 
 
 @dataclass(frozen=True)
-class Distilling(tk.DistillationConfig, tk.DataConfig, tk.DevicesConfig):
+class Distilling(tk.AdapterConfig, tk.DistillationConfig, tk.DataConfig, tk.DevicesConfig):
     """Has another beta than Everything."""
 
 
@@ -491,6 +491,12 @@ DISTILLATION_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] =
     ("", "asked beforehand", {"streaming": True, "max_steps": 5, "teacher_top_k": 8}, {"teacher_top_k": None}),
     ("", "doesn't keep", {"streaming": True, "max_steps": 5, "on_policy_share": 0.5}, {"on_policy_share": 0.0}),
     ("", "as if it were data", {"on_policy_share": 0.5, "cross_entropy_share": 0.1}, {"cross_entropy_share": 0.0}),
+    ("", "two teachers", {"self_distillation": "ema", "cross_entropy_share": 0.5, "teacher": "org/m"}, {"teacher": None}),
+    ("", "there is none", {"self_distillation": "base", "cross_entropy_share": 0.5}, {"use_peft": True}),
+    ("", "begin as one model", {"self_distillation": "ema"}, {"cross_entropy_share": 0.5}),
+    ("", "asked beforehand", {"self_distillation": "ema", "cross_entropy_share": 0.5, "teacher_top_k": 8}, {"teacher_top_k": None}),
+    ("", "whole models", {"self_distillation": "ema", "cross_entropy_share": 0.5, "fsdp": True}, {"fsdp": False}),
+    ("ema_decay", "take ema", {"self_distillation": "base", "use_peft": True, "cross_entropy_share": 0.5, "ema_decay": 0.9}, {"self_distillation": "ema"}),
     ("max_new_tokens", "without --on-policy-share", {"max_new_tokens": 8}, {"on_policy_share": 0.5}),
     ("beta", "take jsd", {"beta": 0.1}, {"distillation_loss": "jsd"}),
     ("skew_alpha", "take skewed_forward_kl or", {"skew_alpha": 0.2}, {"distillation_loss": "skewed_reverse_kl"}),

@@ -198,3 +198,23 @@ def test_a_resumed_adapter_has_the_same_bits_and_another_teacher_is_refused(
     assert refused.code == 2, refused.err
     assert "which the teacher is made of, are not those that the run began with" in refused.err
     assert run_recipe("distill", *flags, "--resume", "--allow-change", "teacher").code == 0
+
+
+@pytest.mark.parametrize("kind", [["ema", "--ema-decay", "0.8"], ["base"]])
+def test_a_resumed_student_that_teaches_itself_has_the_same_bits(
+    run_recipe: Any, rows: None, tmp_path: Path, taught: PreTrainedTokenizerFast, kind: list[str]
+) -> None:
+    """Fails when: the average isn't in the checkpoint, or moves after the step was logged."""
+    make_teacher(tmp_path / "student", taught, seed=2)
+    flags = ["--model", "student", "--dataset", "rows.jsonl", "--max-length", "48", "--num-samples", "0", "--max-steps", "4", "--save-steps", "2"]
+    flags += ["--use-peft", "--lora-target-modules", "q_proj,v_proj", "--lora-dropout", "0.2", "--cross-entropy-share", "0.5", "--optim", "adamw_torch"]
+    flags += ["--self-distillation", *kind, "--logging-steps", "1"]
+    whole = run_recipe("distill", *flags)
+    assert whole.code == 0, whole.err
+    weights, divergence = whole.weights(), [event["divergence"] for event in whole.metrics if "divergence" in event]
+    assert divergence[-1] > 0
+    shutil.rmtree(tmp_path / "out/checkpoints/step-4")
+    resumed = run_recipe("distill", *flags, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert all(torch.equal(weights[name], found) for name, found in resumed.weights().items())
+    assert [event["divergence"] for event in resumed.metrics if "divergence" in event] == divergence

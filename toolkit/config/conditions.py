@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from toolkit.config.groups import OptimConfig, RunConfig
@@ -53,6 +53,11 @@ def is_built_in(model: str) -> bool:
 
 def is_on_the_hub(model: str) -> bool:
     return not is_built_in(model) and not os.path.isdir(model)
+
+
+def trains_a_teacher(values: Mapping[str, Any]) -> bool:
+    """Whether a recipe with these settings trains a teacher before its own first step, because none is named."""
+    return "teacher" in values and values["teacher"] is None and values["self_distillation"] is None
 
 
 def lies_in(path: str, directory: str) -> bool:

@@ -206,7 +206,33 @@ CONTRADICTIONS = (
         "{on_policy_share}: reads the rows of a step again, which a stream doesn't keep. Leave it or --streaming out.",
     ),
     Contradiction(
-        lambda teacher, zero_stage, fsdp, deepspeed: teacher is None and (zero_stage or fsdp or deepspeed),
+        lambda self_distillation, teacher: self_distillation is not None and teacher is not None,
+        "{self_distillation} and {teacher} are two teachers: leave one of them out.",
+    ),
+    Contradiction(
+        lambda self_distillation, use_peft: self_distillation == "base" and not use_peft,
+        "{self_distillation} turns the adapter off, and there is none: add --use-peft, or take --self-distillation ema.",
+    ),
+    Contradiction(
+        lambda self_distillation, cross_entropy_share: self_distillation is not None and cross_entropy_share == 0,
+        "{self_distillation}: student and teacher begin as one model, and without a share of the data's cross-entropy they "
+        "stay that: add --cross-entropy-share 0.5.",
+    ),
+    Contradiction(
+        lambda self_distillation, teacher_top_k: self_distillation is not None and teacher_top_k is not None,
+        "{teacher_top_k}: a teacher that is the student can't be asked beforehand. Leave it out, or name the base with "
+        "--teacher.",
+    ),
+    Contradiction(
+        lambda self_distillation, zero_stage, fsdp, deepspeed: (
+            self_distillation is not None and (zero_stage == 3 or fsdp or deepspeed)
+        ),
+        "{self_distillation} needs whole models on each device, and here they would be sharded: take --zero-stage 2, or DDP.",
+    ),
+    Contradiction(
+        lambda teacher, self_distillation, zero_stage, fsdp, deepspeed: (
+            teacher is None and self_distillation is None and (zero_stage or fsdp or deepspeed)
+        ),
         "Without --teacher one is trained here first, which a sharded run does not do: name one, as with "
         "--teacher runs/teacher.",
     ),

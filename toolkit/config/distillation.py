@@ -22,6 +22,13 @@ class DistillationConfig(Settings):
         "auto", "Type in which the teacher is held and computes. auto: that of its files.",
         choices=("auto", "float32", "bfloat16", "float16"), on_resume="fixed",
     )
+    self_distillation: str | None = setting(
+        None, "The student is its own teacher. ema: the average of its weights so far. base: the model with its adapter off.",
+        choices=("ema", "base"), on_resume="fixed",
+    )
+    ema_decay: float = setting(
+        0.999, "ema: how much of the average stays at each step.", least=0.0, below=1.0, on_resume="fixed"
+    )
     teacher_top_k: int | None = setting(
         None, "Ask the teacher once, before the first step, and keep the log-probabilities of its k likeliest tokens at each "
         "supervised position on disk, for this run and others. Default: it is asked in each step.",

@@ -83,9 +83,10 @@ NO_EFFECT = (
         ("max_new_tokens",), lambda on_policy_share: on_policy_share == 0,
         "without --on-policy-share, where the student writes nothing: leave it out.",
     ),
+    needs("ema_decay", "self_distillation", "ema"),
     NoEffect(
         ("teacher_revision", "teacher_dtype"), lambda teacher: teacher is None,
-        "without --teacher, where one is trained here: leave it out, or name a teacher.",
+        "without --teacher: leave it out, or name a teacher.",
     ),
     # Embeddings
     NoEffect(

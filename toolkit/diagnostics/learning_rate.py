@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import Refusal, Settings
+from toolkit.config.conditions import trains_a_teacher
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.short_runs import QUIET, forget_accelerator
@@ -54,7 +55,7 @@ def find_learning_rate(main: Callable[[Any], Any], config: Settings, steps: int 
     values = values_of(config)
     if "num_generations" in values:
         raise Refusal("no range test of a recipe that samples: its loss doesn't say how much it learns.")
-    if values.get("teacher", "") is None:
+    if trains_a_teacher(values):
         raise Refusal("--teacher: name one. Without it the recipe trains a teacher first.")
     highest = values["learning_rate"]
     printed, problem = io.StringIO(), None

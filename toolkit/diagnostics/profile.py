@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import toolkit as tk
 from toolkit.config import Refusal, Settings
+from toolkit.config.conditions import trains_a_teacher
 from toolkit.config.reading import values_of
 from toolkit.data.loading.batch import Batch
 from toolkit.diagnostics.replacements import Replacements
@@ -70,7 +71,7 @@ def profile(
     Raises:
         Refusal: the recipe refuses its settings or data, or its data end before that many steps.
     """
-    if values_of(config).get("teacher", "") is None:
+    if trains_a_teacher(values_of(config)):
         raise Refusal("--teacher: name one. Without it the recipe trains a teacher first, whose steps would be timed.")
     timer, printed = _Timer(steps, trace, memory), io.StringIO()
     forget_accelerator()

@@ -80,7 +80,7 @@ def with_small_model(config: AnyConfig, folder: Path) -> AnyConfig:
 def with_small_teacher(config: AnyConfig, folder: Path) -> AnyConfig:
     """The config with a random small teacher, of a recipe that has one: of the kind it names, or of the student's tokens."""
     values: Any = values_of(config)
-    if "teacher" not in values:
+    if "teacher" not in values or values["self_distillation"] is not None:
         return config
     if values["teacher"] is not None:
         named: dict[str, Any] = {"model": values["teacher"], "model_revision": values["teacher_revision"], "tokenizer": None}

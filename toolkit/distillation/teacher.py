@@ -16,6 +16,7 @@ from toolkit.config.conditions import is_built_in
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.distillation.on_policy import check_prompts
+from toolkit.distillation.own_teacher import Average, ask_without_adapter
 from toolkit.distillation.storing import ask_stored, store_teacher
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of, unwrapped
@@ -24,6 +25,7 @@ from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, supervised
 from toolkit.losses.chunked import Logits
 from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
 from toolkit.losses.selective_head import at_positions
+from toolkit.models.adapter_files import is_adapted
 from toolkit.models.compat import commit_of
 from toolkit.models.shapes import positions_of
 from toolkit.models.tokenizer import load_tokenizer
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    from toolkit.training.run import Run
 
 AnyTrain = TypeVar("AnyTrain", bound=TrainLoader | StreamLoader)
 
@@ -48,11 +52,13 @@ class _TeacherModel(ModelConfig, DeviceConfig):
 class Teacher:
     """`teacher(micro_batch, temperature, body)`, as `distillation_loss` calls it, without a gradient.
 
-    `made_of`: commit and digests of the files that it is made of, for `open_run`.
+    `made_of`: commit and digests of the files that it is made of, for `open_run`; None of one that the student itself is.
+    `average`: the weights of the one that follows the student.
     """
 
     ask: TeacherFn
-    made_of: dict[str, Any]
+    made_of: dict[str, Any] | None
+    average: Average | None = None
 
     def __call__(self, micro_batch: dict[str, Any], temperature: float, body: Body) -> torch.Tensor:
         return self.ask(micro_batch, temperature, body)
@@ -70,7 +76,7 @@ def load_student_tokenizer(config: ModelConfig, teacher: str | None) -> PreTrain
 
 def build_teacher(
     accelerator: Accelerator, student: nn.Module, tokenizer: PreTrainedTokenizerBase, config: DistillationConfig,
-    train: AnyTrain, evaluation: EvalLoader | None, *, teacher: str, max_length: int, packed: bool,
+    train: AnyTrain, evaluation: EvalLoader | None, *, teacher: str | None, max_length: int, packed: bool,
     attn_implementation: str = "auto",
 ) -> tuple[Teacher, AnyTrain, EvalLoader | None]:  # fmt: skip
     """The teacher, frozen, in evaluation mode, sharded where the engine shards weights; and the loaders to train it with.
@@ -81,15 +87,18 @@ def build_teacher(
     Args:
         student: the model that learns, with its adapter; prepared or not.
         tokenizer: the student's. A teacher that has the same tokens under other numbers is asked in its own.
-        teacher: its directory, that of the run that trained it, or its name on the Hub; of an adapter its base is found.
+        teacher: its directory, that of the run that trained it, or its name on the Hub; of an adapter its base is found. None
+            with `config.self_distillation`, where it is made of the student.
         max_length, packed: of the rows, as the student sees them.
 
     Raises:
         Refusal: no such model, not a causal language model, too short a context, another vocabulary; no room to store it.
     """
-    flag = f"--teacher {teacher}"
     if config.on_policy_share:
         check_prompts(train)
+    if teacher is None:
+        return _own_teacher(accelerator, student, tokenizer, config), train, evaluation
+    flag = f"--teacher {teacher}"
     with _named_as_teacher():
         own = _TeacherModel(
             model=find_model(teacher), model_revision=config.teacher_revision, dtype=config.teacher_dtype,
@@ -133,8 +142,45 @@ def build_teacher(
         temperature=config.temperature,
     )  # fmt: skip
     return Teacher(ask_stored(shared.size), made_of), cast(AnyTrain, taught), evaluation
-def ask_model(model: nn.Module, shared: SharedVocabulary) -> TeacherFn:
-    """A teacher in memory: its hidden states at supervised positions, and its logits for a chunk of them at a time."""
+
+
+def keep_teacher(run: Run, teacher: Teacher) -> None:
+    """Put a teacher that follows the student into every checkpoint; after a resume, take it from there. Called once."""
+    if teacher.average is not None:
+        if "teacher" in run.kept:
+            teacher.average.put_back(run.kept["teacher"])
+        run.keep("teacher", teacher.average.means)
+
+
+def update_teacher(teacher: Teacher, student: nn.Module) -> None:
+    """Let a teacher that follows the student take a step; any other stays. Between the student's step and `run.log`."""
+    if teacher.average is not None:
+        teacher.average.follow(student)
+
+
+def _own_teacher(
+    accelerator: Accelerator, student: nn.Module, tokenizer: PreTrainedTokenizerBase, config: DistillationConfig
+) -> Teacher:
+    flag, size = f"--self-distillation {config.self_distillation}", _num_logits(unwrapped(student).config)
+    if engine_of(accelerator).shards_weights(accelerator):
+        raise Refusal(f"{flag}: needs whole models on each device, and here they are sharded. Take --zero-stage 2, or DDP.")
+    shared = shared_vocabulary(tokenizer, tokenizer, size, size, "itself")
+    if config.self_distillation == "ema":
+        average = Average(student, config.ema_decay)
+        own = sum(mean.numel() for mean in average.means.values())
+        say_once(f"{flag}: the teacher is the average of the {own:,} trained parameters")
+        return Teacher(ask_model(average.model, shared, in_students_precision=True), None, average)
+    if not is_adapted(unwrapped(student)):
+        raise Refusal(f"{flag}: the student has no adapter to turn off. Add --use-peft.")
+    say_once(f"{flag}: the teacher is the model with its adapter off")
+    return Teacher(ask_without_adapter(student, shared.size), None)
+
+
+def ask_model(model: nn.Module, shared: SharedVocabulary, *, in_students_precision: bool = False) -> TeacherFn:
+    """A teacher in memory: its hidden states at supervised positions, and its logits for a chunk of them at a time.
+
+    It computes in its own type, or with the autocast that the student is called with.
+    """
 
     def ask(micro_batch: dict[str, Any], temperature: float, body: Body) -> torch.Tensor:
         positions, _ = supervised(micro_batch)
@@ -143,10 +189,11 @@ def ask_model(model: nn.Module, shared: SharedVocabulary) -> TeacherFn:
         kind, found = inputs["input_ids"].device.type, []
         with_gradient, dtype = torch.is_grad_enabled(), torch.get_autocast_dtype(kind)
         autocast = torch.is_autocast_enabled(kind)
+        of_teachers = autocast and in_students_precision
 
         def compute(logits_of: Logits, _: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
             def of_teacher(piece: slice) -> TeacherLogps:
-                with torch.no_grad(), torch.autocast(kind, enabled=False):
+                with torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=of_teachers):
                     logits = shared.logits(logits_of(rows[piece]))
                     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
                     return TeacherLogps((logits / temperature).log_softmax(-1))
@@ -155,7 +202,7 @@ def ask_model(model: nn.Module, shared: SharedVocabulary) -> TeacherFn:
                 found.append(body(of_teacher, shared.size))
             return rows.new_zeros(1)
 
-        with torch.no_grad(), torch.autocast(kind, enabled=False):
+        with torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=of_teachers):
             at_positions(model, inputs, positions, compute)
         return found[0]
 
