@@ -9,8 +9,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from transformers import AutoModel, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import toolkit as tk
+from toolkit.cli.main import app
 from toolkit.config import Refusal
 from toolkit.distillation.vocabulary import shared_vocabulary
 
@@ -218,3 +220,23 @@ def test_a_resumed_student_that_teaches_itself_has_the_same_bits(
     assert resumed.code == 0, resumed.err
     assert all(torch.equal(weights[name], found) for name, found in resumed.weights().items())
     assert [event["divergence"] for event in resumed.metrics if "divergence" in event] == divergence
+
+
+def test_rows_that_the_teacher_wrote_train_a_student_whose_card_says_so(
+    run_recipe: Any, tmp_path: Path, taught: PreTrainedTokenizerFast
+) -> None:
+    """toolkit generate --dataset, then the recipe on its file. Fails when: the card doesn't read the column generated_by."""
+    make_teacher(tmp_path / "teacher", taught)
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps({"prompt": text[:12], "completion": "x"}) + "\n" for text in TEXTS[:20]))
+    words = ["generate", str(tmp_path / "teacher"), "--dataset", str(tmp_path / "asked.jsonl"), "--output", str(tmp_path / "rows.jsonl")]
+    for wrong in ([*words[:4]], [*words, "--prompt", "x"], ["generate", "x", "--prompt", "x", "--overwrite"]):
+        assert CliRunner().invoke(app, wrong).exit_code == 2
+    done = CliRunner().invoke(app, [*words, "--max-new-tokens", "6", "--temperature", "1", "--device", "cpu"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "20 rows" in done.output
+    flags = ["--model", "teacher", "--teacher", "teacher", "--dataset", "rows.jsonl", "--max-length", "48", "--num-samples", "0", "--max-steps", "1"]
+    run = run_recipe("distill", *flags, "--save-strategy", "no", "--eval-strategy", "no", "--eval-fraction", "0")
+    assert run.code == 0, run.err
+    (writer,) = json.loads((tmp_path / "out/run.json").read_text())["data"]["written_by"]
+    assert writer.startswith("teacher@")
+    assert f"with answers that were written by `{writer}`" in (tmp_path / "out/model/README.md").read_text()

@@ -93,7 +93,7 @@ def test_columns_that_json_has_no_word_for_are_kept_as_text(accelerator: Acceler
 
 
 def test_a_changed_digit_is_noticed(accelerator: Accelerator, model: nn.Module, tmp_path: Path) -> None:
-    """Fails when: `_intact` does not compare the digest."""
+    """Fails when: `intact_records` does not compare the digest."""
     phase = open_(accelerator, model, tmp_path)
     tk.save_rollouts(accelerator, phase, [rollout for group in groups() for rollout in group])
     path = tmp_path / "rollouts/step-000001.jsonl"

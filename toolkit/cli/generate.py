@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.cli.generate_rows import write_dataset
 from toolkit.cli.refusals import print_refusal
 from toolkit.cli.setting_options import (
     ChatTemplate,
@@ -23,7 +24,7 @@ from toolkit.cli.setting_options import (
     option,
     read_options,
 )
-from toolkit.config import DiffusionConfig, ModelConfig, Refusal, Seq2SeqConfig, read_config_file
+from toolkit.config import DataConfig, DiffusionConfig, ModelConfig, Refusal, Seq2SeqConfig, read_config_file
 from toolkit.config.json_and_yaml import read_text_file
 from toolkit.system.console import DIM, as_typed, say
 
@@ -81,6 +82,20 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option("--dataset", metavar="DATASET", help="Answer its prompts, into --output.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", metavar="FILE", show_default=False,
+            help="With --dataset: the .jsonl file of rows to train on. A killed start goes on where it was.",
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option("--split", metavar="NAME", help="With --dataset: of it.")] = "train",
+    rename_columns: Annotated[str | None, option(DataConfig, "rename_columns", "OLD=NEW,...")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --dataset: take the place of FILE.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line: prompt and text.")] = False,
     system: _System = None,
@@ -106,16 +121,35 @@ def generate(
     A prompt is a user's turn where the model has a chat template, and a source for an encoder-decoder. A masked-diffusion
     model also fills in what a text leaves out, <|mask|>*16 for 16 tokens. The answer is shown as it is made; several prompts
     are answered at a time. Only the answers go to standard output; with several prompts each is below its prompt.
+
+    With --dataset the answers are rows of a file that recipes/sft.py and recipes/distill.py read (sequence-level distillation).
     """
     from toolkit.generation.answers import answer_prompts, read_prompts, text_prompt
 
-    lines = _prompt_lines(prompt, file)
+    if (dataset is None) != (output is None):
+        given, other = ("--dataset", "--output") if output is None else ("--output", "--dataset")
+        raise typer.BadParameter(f"needs {other}.", param_hint=given)
+    if dataset is None and (rename_columns or overwrite or split != "train"):
+        raise typer.BadParameter("has no effect without --dataset.", param_hint="--overwrite" if overwrite else "--split")
+    if dataset is not None and (prompt or file or as_json or source_prefix is not None):
+        raise typer.BadParameter("leave --prompt, --file, --json and --source-prefix out.", param_hint="--dataset")
+    lines = [] if dataset is not None else _prompt_lines(prompt, file)
     settings = {
         "model_revision": model_revision, "tokenizer": tokenizer, "chat_template": chat_template,
         "trust_remote_code": trust_remote_code, "dtype": dtype,
     }  # fmt: skip
-    loaded, tokens = _load(model, settings, device, ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"))
+    kinds = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+    loaded, tokens = _load(model, settings, device, kinds[:1] if dataset is not None else kinds)
     sampling = _sampling(loaded, max_new_tokens, temperature, top_p, denoising_steps, block_length, seed)
+    if dataset is not None and output is not None:
+        from toolkit.models.trained import find_model
+
+        renames = read_options(DataConfig, _given({"rename_columns": rename_columns})).rename_columns
+        write_dataset(
+            loaded, tokens, dataset, split, output, sampling, name=find_model(model), overwrite=overwrite, raw=raw,
+            system=system, renames=renames,
+        )  # fmt: skip
+        return
     is_source = loaded.config.is_encoder_decoder
     if source_prefix is not None and not is_source:
         raise Refusal(f"--source-prefix {source_prefix}: is for encoder-decoders, and {model} is none. Remove it.")

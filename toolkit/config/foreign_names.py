@@ -46,7 +46,7 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "force_use_ref_model": ((False,), "take reference: model."),
     "ref_model_name_or_path": ((), "leave it out: the reference is the model as it was when training began."),
     # Distillation
-    "seq_kd": ((False,), "write the teacher's texts first (toolkit generate), and train on them with toolkit train sft."),
+    "seq_kd": ((False,), "write the teacher's texts (toolkit generate --dataset), and train on them with toolkit train sft."),
     # Rollouts and policy gradients
     "num_generations_eval": ((1,), "leave it out: an evaluation samples one completion of each prompt."),
     "generation_batch_size": ((), "write global_batch_size, the completions of a step, and steps_per_generation, its updates."),

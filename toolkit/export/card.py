@@ -76,6 +76,8 @@ def model_card(
         of_task = {"task": {"type": task[0], "name": task[1]}, "dataset": data_named, "metrics": results}
         front["model-index"] = [{"name": title, "results": [of_task]}]
     data = f"{_code(shown_path(dataset))}{_fingerprint(of_data)}"
+    if writers := of_data.get("written_by"):
+        data += f", with answers that were written by {', '.join(map(_code, writers))}"
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {_plain(title)}",
         _origin(base, of_model, license, adapter, begun if below else None),
@@ -125,7 +127,7 @@ def shown_path(text: str) -> str:
     return re.sub(r"(?<![\w.:/-])(?:~[\w.-]*|\.{1,2})?/(?:[^/,:]+/)*([^/,:]+)", r"\1", text)
 
 
-def _shown_model(path: str) -> str:
+def shown_model(path: str) -> str:
     """A model's directory as others may see it; of a run's `model` the run's own directory too, which tells it from others."""
     run = Path(path).parent
     return f"{run.name}/{Path(path).name}" if os.path.isabs(path) and (run / "run.json").is_file() else shown_path(path)
@@ -141,7 +143,7 @@ def _origin(base: str, of_model: Mapping[str, Any], license: str | None, adapter
         return f"{what} trained with the toolkit."
     if is_built_in(base):
         return f"{what} of the built-in shape {_code(base)}, trained from random weights."
-    linked = f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else _code(_shown_model(base))
+    linked = f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else _code(shown_model(base))
     if begun:
         of_base = "" if adapter == "inside" else f" of {linked}{at}{stated}"
         return f"{what}{of_base}, trained further from {_code(shown_path(begun))}."

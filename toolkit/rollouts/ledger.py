@@ -9,12 +9,10 @@ run that was killed finds what there is by the same policy, and samples the rest
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -30,7 +28,7 @@ from toolkit.generation.distribution import SamplingSettings
 from toolkit.rollouts.rollout import Rollout, groups_of
 from toolkit.system.console import say
 from toolkit.system.files import make_folder, write_atomically
-from toolkit.system.json_lines import json_line, parse_object, read_lines
+from toolkit.system.json_lines import intact_records, parse_object, plain_json, read_lines, sealed_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -71,7 +69,7 @@ class Phase:
             if self._part is None:
                 make_folder(self.folder)
                 self._part = _opened_part(_part_of(self.folder, self.step, rank), self.header)
-            self._part.write(_line(_record(group)))
+            self._part.write(sealed_line(_record(group)))
             self._part.flush()
             if time.monotonic() - self._synced > SYNCED_EVERY:
                 os.fsync(self._part.fileno())
@@ -102,7 +100,7 @@ def open_phase(
         Refusal: `source` has no rollouts, or has this step of another policy or with other settings.
     """
     header = {"step": step, "policy": policy_version(accelerator, model), "seed": seed, "settings": asdict(settings)}
-    phase = Phase(Path(output_dir) / FOLDER, step, _plain(header))
+    phase = Phase(Path(output_dir) / FOLDER, step, plain_json(header))
     if source is not None:
         phase.known = on_main(accelerator, lambda: _of_source(Path(source), phase.header))
         if phase.known:
@@ -139,7 +137,7 @@ def save_rollouts(accelerator: Accelerator, phase: Phase, rollouts: Sequence[Rol
         try:
             make_folder(phase.folder)
             records = (_record([rollouts[place] for place in group]) for group in groups_of(rollouts))
-            write_atomically(_whole(phase.folder, phase.step), "".join(map(_line, (phase.header, *records))))
+            write_atomically(_whole(phase.folder, phase.step), "".join(map(sealed_line, (phase.header, *records))))
             if limit is not None:
                 for step in steps_of(phase.folder.parent):
                     if step <= phase.step - limit:
@@ -184,7 +182,7 @@ def rollouts_of(output_dir: str | Path, step: int) -> list[Rollout]:
 
 def read_step(path: Path) -> tuple[dict[str, Any] | None, list[list[Rollout]]]:
     """The first line of a file of the ledger, and its groups. Lines that are cut or changed are left out."""
-    lines = list(_intact(read_lines(path)))
+    lines = list(intact_records(read_lines(path)))
     if not lines or "policy" not in lines[0]:
         return None, []
     return lines[0], [_group(record) for record in lines[1:] if "rollouts" in record]
@@ -194,7 +192,7 @@ def damaged_line(path: Path) -> int | None:
     """The number of the first line that was cut or changed, from 1; None where all are as they were written."""
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         record = parse_object(line.decode(errors="replace"))
-        if record is None or not any(_intact([record])):
+        if record is None or not any(intact_records([record])):
             return number
     return None
 
@@ -243,39 +241,10 @@ def _group(record: Mapping[str, Any]) -> list[Rollout]:
     return [replace(each, reward=math.nan) if each.reward is None else each for each in group]
 
 
-def _line(record: Mapping[str, Any]) -> str:
-    """A record as a line, with a CRC-32 of it at its end."""
-    text = _text(record)
-    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
-
-
-def _intact(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for record in records:
-        crc = record.pop("crc32", None)
-        if crc == f"{zlib.crc32(_text(record).encode()):08x}":
-            yield record
-
-
-def _text(record: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(record, allow_nan=False)
-    except (TypeError, ValueError):  # in the columns of a row
-        return json_line(_plain(record))
-
-
-def _plain(value: Any) -> Any:
-    """What JSON gives back: lists for tuples, and the text of what it has no word for, such as a date in a row."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
 def _opened_part(path: Path, header: Mapping[str, Any]) -> IO[str]:
     """A part to append to: what a kill has cut is taken off its end."""
-    intact = [header, *list(_intact(read_lines(path)))[1:]]
-    write_atomically(path, "".join(map(_line, intact)))
+    intact = [header, *list(intact_records(read_lines(path)))[1:]]
+    write_atomically(path, "".join(map(sealed_line, intact)))
     return open(path, "a", encoding="utf-8")
 
 

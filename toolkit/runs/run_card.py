@@ -20,6 +20,7 @@ from toolkit.config.files import mark_not_read
 from toolkit.config.reading import forget_reads, is_made_of_settings, settings_read, values_of
 from toolkit.config.setting import given_settings
 from toolkit.config.shown import public_settings
+from toolkit.data.sources.load import writers_of_sources
 from toolkit.distributed.engines import element_count, engine_of
 from toolkit.distributed.launch import TRAIN_OPTIONS
 from toolkit.models.adapter_files import base_of_adapter
@@ -84,6 +85,7 @@ def write_run_card(
             "dataset": names["dataset"], "fingerprint": train.fingerprint, "epoch_size": train.epoch_size,
             "revision": _revision_of(names["dataset"]),
             "commits": getattr(train, "commits", {}),
+            "written_by": writers_of_sources(names["dataset"]),
         },
         "model": {
             "name": names["model"],

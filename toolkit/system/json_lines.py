@@ -4,6 +4,8 @@ import contextlib
 import json
 import math
 import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,36 @@ def parse_object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and not _is_deeper(found, MOST_LEVELS) else None
+
+
+def sealed_line(record: Mapping[str, Any]) -> str:
+    """A record as a line, with a CRC-32 of it at its end."""
+    text = _text(record)
+    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
+
+
+def intact_records(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Of records that `sealed_line` has written those that nothing has changed since, without the checksum."""
+    for record in records:
+        crc = record.pop("crc32", None)
+        if crc == f"{zlib.crc32(_text(record).encode()):08x}":
+            yield record
+
+
+def plain_json(value: Any) -> Any:
+    """What JSON gives back: lists for tuples, and the text of what it has no word for, such as a date in a row."""
+    if isinstance(value, Mapping):
+        return {str(name): plain_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(record, allow_nan=False)
+    except (TypeError, ValueError):  # in the columns of a row
+        return json_line(plain_json(record))
 
 
 def truncate_lines(path: Path, last_step: int) -> None:

@@ -31,7 +31,9 @@ Splits = dict[str, Rows]
 # Sources that a module makes (`load_corpus(task)`, `describe_corpus(task)`), by the prefix of their names. Imported by name, so
 # that no room of the core depends on one.
 BUILT_IN = {"stdlib": "toolkit.demo_corpus.stdlib", "synthetic": "toolkit.demo_corpus.synthetic"}
+WRITER = "generated_by"  # the column that says which model wrote a row's answer
 _commits_read: dict[str, str] = {}  # of this process, by dataset of the Hub as the settings name it
+_writers_read: dict[str, list[str]] = {}  # likewise, by dataset as the settings name it
 
 
 def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
@@ -106,6 +108,12 @@ def commits_of_sources(config: DataConfig) -> dict[str, str]:
     return {name: _commits_read[name] for name in names if name in _commits_read}
 
 
+def writers_of_sources(dataset: str | None) -> list[str]:
+    """The models that wrote answers of the rows which this process has read from a data set, as the rows say (`WRITER`)."""
+    found = [name for source in _sources(dataset) for name in _writers_read.get(source.dataset, ())] if dataset else []
+    return sorted(set(found))
+
+
 def _sources(dataset: str) -> list[Source]:
     """The weighted sources of a mixture, or the one that is named."""
     may_be_mixed = "," in dataset or dataset.lower().endswith((".yaml", ".yml"))
@@ -118,6 +126,9 @@ def load_source(source: Source, config: DataConfig) -> Splits:
     for split, rows in splits.items():
         if not config.streaming and len(rows) == 0:
             raise Refusal(f"--dataset {source.dataset}: the split {quoted(split)} has no rows.")
+        if not config.streaming and WRITER in rows.column_names:
+            written = {str(name) for name in rows.unique(WRITER) if name}
+            _writers_read[source.dataset] = sorted(written.union(_writers_read.get(source.dataset, ())))
     renames = source.rename_columns or _renames(config.rename_columns)
     return {split: _renamed(rows, renames, source.dataset) for split, rows in splits.items()} if renames else splits
 
