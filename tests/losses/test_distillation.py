@@ -216,6 +216,43 @@ def test_gradients_of_a_divergence_are_its_finite_differences(divergence: str) -
     assert (divergence_of_tokens(teacher, teacher, divergence).abs() < 1e-15).all()
 
 
+@pytest.mark.parametrize(("beta", "settings"), [
+    (0.0, {"divergence": "forward_kl"}), (0.1, {"divergence": "jsd", "beta": 0.1}), (0.5, {"divergence": "jsd", "beta": 0.5}),
+    (0.9, {"divergence": "jsd", "beta": 0.9}), (1.0, {"divergence": "reverse_kl"}),
+])  # fmt: skip
+def test_it_is_trls_gkd_loss_where_that_is_right(beta: float, settings: dict[str, Any]) -> None:
+    """Loss and gradient of TRL 1.16.0's GKDTrainer. Without the number of tokens of the global batch it divides by those of the
+    micro-batch, and at a temperature T it has no T^2: there it is another loss, by just these factors.
+
+    Fails when: the teacher's and the student's share of the mixture are exchanged."""
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+    student, teacher = llama().double(), llama(seed=1, hidden_size=24).double().eval()
+
+    def theirs(micro_batch: dict[str, Any], **more: Any) -> torch.Tensor:
+        inputs = {name: micro_batch[name] for name in ("input_ids", "attention_mask")}
+        with torch.no_grad():
+            of_teacher = teacher(**inputs).logits[:, :-1]
+        return GKDTrainer.generalized_jsd_loss(student(**inputs).logits[:, :-1], of_teacher, micro_batch["labels"][:, 1:], beta=beta, **more)
+
+    whole, (first, *others) = cut(7, collate_padded)[0], cut(2, collate_padded)
+    tokens = len(whole["supervised_positions"])
+    student.zero_grad()
+    wanted = theirs(whole, num_items_in_batch=tokens)
+    wanted.backward()
+    of_wanted = gradients(student)
+    loss, found = ours(student, teacher_of(teacher), [whole], **settings)
+    assert loss == pytest.approx(wanted.item(), rel=1e-10)
+    for name, gradient in of_wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+    at_two, _ = ours(student, teacher_of(teacher), [whole], temperature=2.0, **settings)
+    assert at_two == pytest.approx(4 * theirs(whole, num_items_in_batch=tokens, temperature=2.0).item(), rel=1e-10)
+    of_means = torch.stack([theirs(micro_batch) for micro_batch in (first, *others)]).mean()
+    split, _ = ours(student, teacher_of(teacher), [first, *others], **settings)
+    assert split == pytest.approx(loss, rel=1e-10)
+    assert abs(of_means.item() / loss - 1) > 0.01
+
+
 def test_a_token_that_the_teacher_excludes_counts_as_its_limit() -> None:
     """0 log 0 is 0. Fails when: -inf times zero reaches the sum."""
     teacher = torch.tensor([[math.log(0.5), math.log(0.5), -math.inf]], dtype=torch.float64)
