@@ -157,10 +157,10 @@ def sampling_settings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     if temperature is None:  # --top-p alone draws too
         temperature = (own.temperature or 1.0) if own.do_sample or sampling.top_p is not None else 0.0
     top_p = own.top_p if sampling.top_p is None else sampling.top_p
-    cuts = {"top_p": top_p or 1.0, "top_k": own.top_k or 0, "min_p": own.min_p or 0.0} if temperature else {}
     return SamplingSettings(
-        max_new_tokens=sampling.max_new_tokens or 512, temperature=temperature,
-        repetition_penalty=own.repetition_penalty or 1.0, eos_token_ids=tuple(stop_ids(model, tokenizer)), **cuts,
+        max_new_tokens=sampling.max_new_tokens or 512, temperature=temperature, top_k=own.top_k or 0, top_p=top_p or 1.0,
+        min_p=own.min_p or 0.0, repetition_penalty=own.repetition_penalty or 1.0,
+        eos_token_ids=tuple(stop_ids(model, tokenizer)),
     )  # fmt: skip
 
 
