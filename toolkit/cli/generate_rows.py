@@ -19,7 +19,8 @@ def write_dataset(
     from toolkit.data.sources.load import load_source
     from toolkit.data.sources.mixtures import Source
     from toolkit.export.card import shown_model
-    from toolkit.generation.written_rows import asked_of, sampling_settings, write_rows
+    from toolkit.generation.answers import USUAL_TOKENS, sampling_settings
+    from toolkit.generation.written_rows import asked_of, write_rows
     from toolkit.models.compat import commit_of
     from toolkit.system.digests import digests_of_directories
 
@@ -35,11 +36,12 @@ def write_dataset(
     if overwrite:
         place.unlink(missing_ok=True)
     say(f"{writer} answers {len(asked):,} prompts of {dataset}; what is done is in {output}.part", error=True)
+    longest = sampling.max_new_tokens or USUAL_TOKENS
     written = write_rows(
-        model, tokenizer, asked, place, settings=sampling_settings(model, tokenizer, sampling), seed=sampling.seed,
+        model, tokenizer, asked, place, settings=sampling_settings(model, tokenizer, sampling, longest), seed=sampling.seed,
         writer=writer, made_of={"files": list(digests.values()), "commit": commit, "dtype": str(model.dtype)},
     )  # fmt: skip
     known = f", {written.known:,} of which an earlier start had" if written.known else ""
     say(f"{output}: {written.rows:,} rows{known}", error=True)
     if written.truncated:
-        say(f"{written.truncated:,} answers were cut by --max-new-tokens {sampling.max_new_tokens or 512}", error=True)
+        say(f"{written.truncated:,} answers were cut by --max-new-tokens {longest}", error=True)

@@ -142,7 +142,7 @@ def answer_prompts(
         return [text.whole() for text in texts]
     room = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30) - np.array([*map(len, ids)])
     limits = np.minimum(sampling.max_new_tokens or USUAL_TOKENS, room)
-    settings = _settings(model, tokenizer, sampling, int(limits.max()))
+    settings = sampling_settings(model, tokenizer, sampling, int(limits.max()))
     for start in range(0, len(ids), TOGETHER):
         block = range(start, min(start + TOGETHER, len(ids)))
         keys = np.array([[completion_key(sampling.seed, 0, number, 0)] for number in block], dtype=np.uint64)
@@ -202,7 +202,7 @@ def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
     return ids
 
 
-def _settings(
+def sampling_settings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, max_new_tokens: int
 ) -> SamplingSettings:
     """As the flags say, and where they are silent the model's generation_config."""

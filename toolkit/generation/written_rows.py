@@ -22,8 +22,7 @@ from toolkit.data.sources.load import WRITER
 from toolkit.data.tokenize.columns import alpaca_messages, alpaca_prompt, read_messages, read_options
 from toolkit.data.tokenize.documents import build_encoder
 from toolkit.data.tokenize.masks import read_chat_template
-from toolkit.generation.answers import Sampling, chat_prompt
-from toolkit.generation.continued_texts import stop_ids
+from toolkit.generation.answers import chat_prompt
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.random_numbers import completion_key
 from toolkit.generation.sampler import Completion, sample_groups
@@ -141,27 +140,13 @@ def write_rows(
                 file.write(sealed_line(found[missing[place]]))
                 file.flush()
 
-            sample_groups(model, [ids[number] for number in missing], keys, settings, on_group=keep, limits=limits)
+            sample_groups(model, [ids[number] for number in missing], keys, settings, tokenizer, on_group=keep, limits=limits)
             os.fsync(file.fileno())
         rows = [{**each.answered(found[number]["text"]), WRITER: writer} for number, each in enumerate(asked)]
         write_atomically(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         remove(part)
         remove(lock)  # who waits for it finds the file
     return Written(len(rows), known, sum(each["truncated"] for each in found.values()))
-
-
-def sampling_settings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> SamplingSettings:
-    """How rows are written: what is None as the model's generation_config says, as for `answer`."""
-    own = model.generation_config
-    temperature = sampling.temperature
-    if temperature is None:  # --top-p alone draws too
-        temperature = (own.temperature or 1.0) if own.do_sample or sampling.top_p is not None else 0.0
-    top_p = own.top_p if sampling.top_p is None else sampling.top_p
-    return SamplingSettings(
-        max_new_tokens=sampling.max_new_tokens or 512, temperature=temperature, top_k=own.top_k or 0, top_p=top_p or 1.0,
-        min_p=own.min_p or 0.0, repetition_penalty=own.repetition_penalty or 1.0,
-        eos_token_ids=tuple(stop_ids(model, tokenizer)),
-    )  # fmt: skip
 
 
 def _token_ids(
