@@ -2,6 +2,7 @@
 # make test     each promise of the documentation once
 # make test-all all tests: those, and then the slow ones
 # make chaos    faults caused on purpose and malformed inputs, in the long form; the faults' table is in docs/reliability.md
+# make bench    every method next to TRL, Trainer or sentence-transformers, in turn: hours; PAIRS runs a side
 # make gpu      what one GPU does with the toolkit: tests, recipes, speed next to TRL, in under ten minutes (benchmarks/gpu.py)
 # make docs     docs/ and the API reference as a site, in site/
 # make lint     ruff and mypy
@@ -18,7 +19,7 @@ PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-
 # this), every process would compile all it imports anew, for 20 seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-all chaos gpu docs lint install clean
+.PHONY: demo test test-slow test-all chaos bench gpu docs lint install clean
 
 demo: $(CORE)
 	$(BIN)/python recipes/pretrain.py --output-dir runs/demo/pretrain --overwrite-output-dir
@@ -42,6 +43,10 @@ chaos: $(DEV) $(SDK)
 		FUZZ_CASES=$(or $(CASES),300) FUZZ_SEED=$(or $(SEED),$(shell date +%Y%m%d)) \
 		$(BIN)/python -m pytest tests/faults tests/hub/test_commit.py tests/sagemaker_jobs/test_simulated_jobs.py \
 		tests/fuzz $(PYTEST)
+
+bench: $(DEV)
+	for each in sft dpo reward tasks; do $(BIN)/python benchmarks/$$each.py --pairs $(or $(PAIRS),3) || exit 1; done
+	for each in grpo rollouts; do $(BIN)/python benchmarks/$$each.py --rounds $(or $(PAIRS),3) || exit 1; done
 
 gpu: $(DEV)
 	$(BIN)/python -m benchmarks.gpu $(PARTS)

@@ -40,7 +40,7 @@ COMMANDS = {
     },
     "Models": {
         "generate": ("toolkit.cli.generate:generate", "Answer prompts: of --prompt, of a file, or piped in."),
-        "chat": ("toolkit.cli.generate:chat", "Talk to a model through its chat template."),
+        "chat": ("toolkit.cli.chat:chat", "Talk to a model through its chat template."),
         "evaluate": ("toolkit.cli.evaluate:evaluate", "Evaluate a model on a dataset."),
         "merge": ("toolkit.cli.merge:merge", "Make an ordinary model of an adapter and its base."),
         "push": ("toolkit.cli.push:push", "Send a model to the Hugging Face Hub, or finish what a run could not send."),
