@@ -16,7 +16,9 @@ import toolkit as tk
 
 
 @dataclass(frozen=True)
-class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.ClassificationConfig, tk.DeviceConfig, tk.OutputConfig):
+class Config(
+    tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.ClassificationConfig, tk.RowsConfig, tk.DeviceConfig, tk.OutputConfig
+):  # fmt: skip
     model: str = "tiny-bert"
     dataset: str = "stdlib:classify"
     max_length: int = 128
@@ -46,10 +48,12 @@ def main(config: Config) -> tk.Summary:
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_classification(raw, tokenizer, config)
     tk.print_data_report(splits.report)
-    model: Any = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, **tk.label_settings(raw, config))
+    labels = tk.label_settings(raw, config)
+    model: Any = tk.load_model("AutoModelForSequenceClassification", config, tokenizer, packed=None, **labels)
     model.to(device)
 
-    collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id)
+    layout = tk.choose_row_layout(model, config.row_layout)
+    collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id, layout=layout)
     train, evaluation = tk.build_dataloaders(splits, collate, config)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
     loss_fn, metrics = tk.classification_task(

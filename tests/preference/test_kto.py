@@ -363,7 +363,8 @@ def test_a_step_is_that_of_trl_on_the_same_batch(loss: dict[str, str]) -> None:
     names = {"rewards_desirable": "rewards/chosen", "rewards_undesirable": "rewards/rejected", "reward_margin": "rewards/margins",
              "logps_desirable": "logps/chosen", "logps_undesirable": "logps/rejected", "kl": "kl"}  # fmt: skip
     for ours, its in names.items():
-        assert metrics.get(ours, 0.0) == pytest.approx(logged[its], rel=1e-5, abs=1e-6), ours
+        # in float32 each side is within 1e-6 of what float64 gives
+        assert metrics.get(ours, 0.0) == pytest.approx(logged[its], rel=1e-5, abs=2e-6), ours
     assert config.loss_type != "kto" or logged["kl"] > 0.05
 
 

@@ -133,7 +133,7 @@ def test_a_row_of_one_document_is_refused_by_its_own_line_after_it_was_gathered(
     ("columns", "said"),
     [
         ({"question": ["a"], "passage": ["b"], "label": [1]}, "--rename-columns question=query,passage=document"),
-        ({"query": ["a"], "positive": ["b"]}, "query, positive and negative"),
+        ({"query": ["a"], "positive": ["b"]}, "query (or anchor), positive and negative"),
     ],
 )
 def test_other_columns_are_refused_with_what_to_type(encoder: Any, columns: dict[str, list[Any]], said: str) -> None:
