@@ -49,6 +49,7 @@ def test_any_order_is_the_mean_over_all_orders() -> None:
     assert ranking_baselines({"train": raw["train"]}) == {}
 
 
+@pytest.mark.slow
 def test_each_list_of_the_corpus_has_one_relevant_document_and_others_of_like_length() -> None:
     """Fails when: a function with the same sentence is among the others, or the relevant one is always first."""
     splits = tk.load_splits(tk.DataConfig(dataset="stdlib:rank"))

@@ -33,6 +33,7 @@ def test_baselines_are_those_counted_by_hand() -> None:
     assert choice_baselines({"train": raw["train"]}) == {}
 
 
+@pytest.mark.slow
 def test_each_question_of_the_corpus_has_one_right_choice_that_neither_place_nor_length_gives_away() -> None:
     """Fails when: the right choice is always first, or the others are not of like length."""
     splits = tk.load_splits(tk.DataConfig(dataset="stdlib:choose"))

@@ -70,6 +70,7 @@ def test_the_plan_is_what_the_allocator_holds_when_the_steps_are_taken(cell: str
     assert planned == pytest.approx(real, rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_with_commands_that_do() -> None:
     """Fails when: an alternative has another global batch, or isn't planned itself."""
     small = ["--hidden-size", "64", "--num-hidden-layers", "2", "--max-train-examples", "64"]
@@ -86,6 +87,7 @@ def test_what_does_not_fit_is_said_with_commands_that_do() -> None:
     assert plan(*words, "--device", f"{limit:.4f}gb").returncode == 0
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
     """Fails when: the search ends at a size that it has not planned."""
     words = ["accelerated", "--hidden-size", "64", "--num-hidden-layers", "2", "--device", "0.68gb"]

@@ -103,6 +103,7 @@ def test_while_the_hub_is_away_nothing_is_lost_and_the_code_is_1(push: Any, hub:
     assert hub.titles("alice/named-in-settings") == ["Upload run"]
 
 
+@pytest.mark.fast(1)  # the other waits for half a minute
 @pytest.mark.parametrize("route", [".*", "/commit/"], ids=["before it is asked", "at the commit"])
 def test_the_command_for_later_sends_to_the_same_place_as_privately(push: Any, hub: Any, run: Path, route: str) -> None:
     """Fails when: an option that was typed isn't in it, and a private model would go to the run's place, for all to see."""
