@@ -31,7 +31,7 @@ def plan(*words: str) -> subprocess.CompletedProcess[str]:
 
 def one_side(cell: str, side: str) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.plan", f"--{side}", cell]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
