@@ -127,7 +127,7 @@ class DataConfig(BatchConfig, SeedConfig):
 
     dataset: str = setting(
         "stdlib:sft",
-        "stdlib:NAME, synthetic:NAME, a Hub id (name:config@revision), a local file or folder, or a mixture a:0.7,b:0.3.",
+        "stdlib:NAME, synthetic:NAME, a Hub id (name:config@revision), a file or folder (or a URL), or a mixture a:0.7,b:0.3.",
         aliases=("dataset_name",), on_resume="fixed",
     )
     train_split: str = setting("train", "Split to train on.", aliases=("dataset_train_split",), on_resume="fixed")

@@ -10,6 +10,7 @@ from pathlib import Path
 from toolkit.config import Refusal
 from toolkit.data.sources.find_files import find_files
 from toolkit.data.sources.mixtures import as_mixture
+from toolkit.data.sources.remote import is_url
 from toolkit.system.digests import add_file
 
 
@@ -70,7 +71,7 @@ def local_digest(name: str) -> str | None:
     if path.is_file():
         files = [(path.name, path)]
     else:
-        splits = find_files(name)
+        splits = None if is_url(name) else find_files(name)
         if splits is None:
             return None
         files = [(file.shown, Path(file.path)) for each in splits.values() for file in each]

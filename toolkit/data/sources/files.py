@@ -1,4 +1,4 @@
-"""Local files as datasets: read once into an Arrow file under a key that names their content, each row with its origin.
+"""Files as datasets: read once into an Arrow file under a key that names their content, or as streams; rows know their origin.
 
 `datasets` has loaders for these formats. Their cache is keyed by modification time, their rows don't know their line, and
 since 5.0 a column of mixed types becomes JSON strings without a word; so the reading is ours and what comes out is theirs.
@@ -21,6 +21,7 @@ from toolkit.data.sources import readers, squad
 from toolkit.data.sources.arrow_cache import cached_splits, write_tables
 from toolkit.data.sources.find_files import COLUMNAR, DataFile
 from toolkit.data.sources.readers import Row, number_columns, read_rows, what_is, with_numbers
+from toolkit.data.sources.remote import is_url, open_url
 from toolkit.system.console import quoted
 
 if TYPE_CHECKING:
@@ -257,19 +258,20 @@ def _batches(file: DataFile) -> Iterator[pa.RecordBatch]:
 
 
 def _open(file: DataFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Schema and record batches; the file is mapped, not read into memory."""
+    """Schema and record batches; a local file is mapped, not read into memory."""
     try:
+        source = open_url(file.path) if is_url(file.path) else pa.memory_map(file.path)
         if file.ending == ".parquet":
             from pyarrow.parquet import ParquetFile
 
-            parquet = ParquetFile(file.path, memory_map=True)
+            parquet = ParquetFile(source)
             return parquet.schema_arrow, parquet.iter_batches(BATCH_ROWS)
-        with open(file.path, "rb") as start:
-            is_stream = start.read(6) != b"ARROW1"
+        is_stream = source.read(6) != b"ARROW1"
+        source.seek(0)
         if is_stream:  # as datasets writes it
-            stream = pa.ipc.open_stream(pa.memory_map(file.path))
+            stream = pa.ipc.open_stream(source)
             return stream.schema, iter(stream)
-        feather = pa.ipc.open_file(pa.memory_map(file.path))
+        feather = pa.ipc.open_file(source)
         return feather.schema, (feather.get_batch(place) for place in range(feather.num_record_batches))
     except (pa.ArrowException, OSError) as error:
         raise Refusal(f"{file.path} can't be read: {str(error).splitlines()[0]}") from None

@@ -1,4 +1,4 @@
-"""Which local files a path, a folder or a pattern names, which split each belongs to, and how messages name their rows.
+"""Which files a path, a folder, a pattern or a URL names, which split each belongs to, and how messages name their rows.
 
 Rows are named by a path that is the same wherever their folder is; people are shown the path that they gave.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from toolkit.config import Refusal
 from toolkit.config.json_and_yaml import is_special, parse_json, read_text_file
 from toolkit.data.sources.readers import COMPRESSIONS, TEXT_READERS
+from toolkit.data.sources.remote import files_at, is_url
 
 COLUMNAR = (".parquet", ".arrow", ".feather")
 # the words by which datasets, too, finds splits in file names
@@ -45,7 +46,8 @@ class DataFile:
     @property
     def ending(self) -> str:
         """What says how to read it, without a compression's ending; empty where it is unknown."""
-        suffixes = [suffix.lower() for suffix in Path(self.path).suffixes]
+        path = self.path.partition("?")[0] if is_url(self.path) else self.path
+        suffixes = [suffix.lower() for suffix in Path(path).suffixes]
         compressed = len(suffixes) > 1 and suffixes[-1] in COMPRESSIONS
         ending = suffixes[-2 if compressed else -1] if suffixes else ""
         return ending if ending in TEXT_READERS or (ending in COLUMNAR and not compressed) else ""
@@ -62,11 +64,13 @@ def find_files(source: str) -> Splits | None:
     Raises:
         Refusal: nothing is there, or it isn't clear what belongs where.
     """
+    if is_url(source):
+        return _files_of_url(source)
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         return _saved_to_disk(Path(path)) or _by_split(source, path, _files_below(path))
     if os.path.isfile(path):
-        return {"train": [_known(_named(path, os.path.dirname(os.path.abspath(path))))]}
+        return {"train": [_known(_named(path, os.path.dirname(path)))]}
     if kind := is_special(path):
         raise Refusal(f"--dataset {source}: is {kind}, and rows are read more than once. Save them as a file.")
     if os.path.islink(path):
@@ -91,6 +95,19 @@ def with_given_paths(text: str) -> str:
     return re.sub(pattern, lambda found: _GIVEN[found[0]] or found[0], text)
 
 
+def _files_of_url(url: str) -> Splits:
+    """As of a local path: a single file is train, those of a folder or a pattern are of the splits that their names tell."""
+    found, root = files_at(url), re.split(r"/(?=[^/]*[*?\[])", url.rstrip("/"))[0]
+    if found == (url,):
+        return {"train": [_known(_named(url, os.path.dirname(url)))]}
+    inside = [name for name in found if not re.search(r"/(\.|__)", name.removeprefix(root))]
+    inside = [name for name in inside if DataFile(name, "").ending and os.path.basename(name) not in _ABOUT_THE_DATA]
+    if not inside:
+        there = ", ".join(os.path.basename(name) for name in found[:5])
+        raise Refusal(f"--dataset {url}: no data files there ({there}). Data files end in {_ENDINGS}.")
+    return _by_split(url, root, inside)
+
+
 def _files_below(folder: str) -> list[str]:
     """Data files of a folder and its subfolders, but for hidden ones and those that describe the data."""
     found = []
@@ -106,7 +123,7 @@ def _by_split(source: str, root: str, paths: list[str]) -> Splits:
         raise Refusal(f"--dataset {source}: no data files in this folder ({there}). Data files end in {_ENDINGS}.")
     splits: dict[str | None, list[DataFile]] = defaultdict(list)
     for path in sorted(paths):
-        splits[_split_of(os.path.relpath(path, root))].append(_known(_named(path, os.path.abspath(root))))
+        splits[_split_of(os.path.relpath(path, root))].append(_known(_named(path, root)))
     unnamed = splits.pop(None, [])
     if unnamed and splits:
         raise Refusal(
@@ -165,7 +182,7 @@ def _split_of(path: str) -> str | None:
 
 def _named(path: str, root: str) -> DataFile:
     """Named by the path from the given folder's name on: the same wherever that lies, for it is part of the data's key."""
-    shown = Path(os.path.relpath(os.path.abspath(path), os.path.dirname(root))).as_posix()
+    shown = Path(os.path.relpath(path, os.path.dirname(os.path.abspath(root)))).as_posix()
     known = _GIVEN.get(shown, path)
     _GIVEN[shown] = path if known is not None and os.path.realpath(known) == os.path.realpath(path) else None
     return DataFile(path, shown)

@@ -95,11 +95,13 @@ def describe_source(config: DataConfig | str) -> str:
         built_in, task = found
         return str(built_in.describe_corpus(task))
     from toolkit.data.sources.find_files import find_files
+    from toolkit.data.sources.remote import is_url
 
     files = find_files(dataset)
     if files is None:
         return f"{dataset} on the Hugging Face Hub"
-    return f"{dataset}: {sum(map(len, files.values())):,} local file(s)"
+    where = "remote" if is_url(dataset) else "local"
+    return f"{dataset}: {sum(map(len, files.values())):,} {where} file(s)"
 
 
 def commits_of_sources(config: DataConfig) -> dict[str, str]:
@@ -150,12 +152,15 @@ def _load(dataset: str, config: DataConfig) -> Splits:
             _commits_read[dataset] = commit
         return from_hub
     from toolkit.data.sources.files import read_files, stream_rows
+    from toolkit.data.sources.remote import download, is_url
 
     files = {split: [dataclasses.replace(file, sample_by=config.sample_by) for file in files[split]] for split in files}
     if streaming:
         from datasets import IterableDataset
 
         return {split: IterableDataset.from_generator(stream_rows, gen_kwargs={"files": files[split]}) for split in files}
+    if is_url(dataset):
+        files = {split: [dataclasses.replace(file, path=str(download(file.path))) for file in files[split]] for split in files}
     return {split: read_files(files[split]) for split in files}
 
 

@@ -7,6 +7,7 @@ the text "null" of a CSV into nothing), and an error can say where it is.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import csv
 import gzip
 import itertools
@@ -20,6 +21,7 @@ from typing import Any
 
 from toolkit.config import Refusal
 from toolkit.config.json_and_yaml import parse_json
+from toolkit.data.sources.remote import is_url, open_url
 from toolkit.data.sources.squad import is_squad, squad_rows
 from toolkit.system.console import quoted
 
@@ -39,7 +41,7 @@ def read_rows(path: str, ending: str, sample_by: str = "line") -> Iterator[tuple
     rows = _TXT_READERS[sample_by](path) if ending == ".txt" else TEXT_READERS[ending](path)
     first = next(rows, None)
     if first is None:
-        blank = "" if Path(path).stat().st_size == 0 else " but for white space or a header"
+        blank = "" if next(_lines(path), None) is None else " but for white space or a header"
         raise Refusal(f"{path} has no rows: the file is empty{blank}.")
     yield first
     yield from rows
@@ -199,7 +201,10 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
     """Lines with their numbers, cut at newlines only: a text may hold other separators, such as U+2028."""
     utf8 = f"{Path(path).with_suffix('')}-utf8{Path(path).suffix}"
     try:
-        with COMPRESSIONS.get(Path(path).suffix.lower(), open)(path, "rb") as file:
+        with contextlib.ExitStack() as opened:
+            file: Any = opened.enter_context(open_url(path) if is_url(path) else open(path, "rb"))  # noqa: SIM115
+            if decompress := COMPRESSIONS.get(Path(path).suffix.lower()):
+                file = opened.enter_context(decompress(file))
             for number, line in enumerate(file, 1):
                 if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
                     raise Refusal(f"{path} is UTF-16. Make it UTF-8: iconv -f UTF-16 -t UTF-8 {path} > {utf8}")

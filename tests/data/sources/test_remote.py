@@ -1,0 +1,184 @@
+"""Data files by URL: the rows of the local files, read in place or downloaded once, over a real HTTP server that fails."""
+
+import gzip
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import datasets
+import fsspec
+import pytest
+
+from toolkit.config import DataConfig, Refusal
+from toolkit.data.sources import remote
+from toolkit.data.sources.load import describe_source, load_splits
+
+pytestmark = pytest.mark.warm
+
+ROWS = [{"text": f"row {number}", "label": number % 3} for number in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_and_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(remote, "WAITS", (0.01, 0.01, 0.01))
+    remote.files_at.cache_clear()
+    yield
+    store = fsspec.filesystem("memory")
+    store.store.clear()
+    store.pseudo_dirs[:] = [""]
+
+
+class Server:
+    """Files over HTTP with ranges. `fails`: how many of the next reads break off in the middle."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.fails, self.reads = folder, 0, 0
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_HEAD(self) -> None:
+                self.answer(with_body=False)
+
+            def do_GET(self) -> None:
+                self.answer(with_body=True)
+
+            def answer(self, with_body: bool) -> None:
+                path = server.folder / self.path.lstrip("/")
+                if not path.is_file():
+                    self.send_response(404)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
+                content = path.read_bytes()
+                first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+                part = content[int(first) : int(last) + 1 if last else None]
+                self.send_response(206 if "Range" in self.headers else 200)
+                self.send_header("Accept-Ranges", "bytes")
+                self.send_header("ETag", str(hash(content)))
+                self.send_header("Content-Length", str(len(part)))
+                if "Range" in self.headers:
+                    self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
+                self.end_headers()
+                if with_body:
+                    server.reads += 1
+                    if "Range" in self.headers and server.fails:
+                        server.fails -= 1
+                        self.wfile.write(part[: len(part) // 2])
+                        self.close_connection = True
+                        self.connection.shutdown(socket.SHUT_RDWR)
+                        return
+                    self.wfile.write(part)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "served").mkdir()
+    started = Server(tmp_path / "served")
+    yield started
+    started.http.shutdown()
+    started.http.server_close()
+
+
+def lines(rows: list[dict[str, Any]] = ROWS) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def load(dataset: str, **settings: Any) -> Any:
+    return load_splits(DataConfig(dataset=dataset, eval_fraction=0.0, **settings))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet", "rows.arrow", "rows.csv"])
+def test_a_file_by_url_has_the_rows_of_the_local_one(name: str, streaming: bool, server: Server, tmp_path: Path) -> None:
+    """Origins too. Fails when: a compressed or columnar file is opened by its path alone."""
+    table, path = datasets.Dataset.from_list(ROWS), server.folder / name
+    if name.endswith(".csv"):
+        table.to_csv(path)
+    elif name.endswith(".parquet"):
+        table.to_parquet(path)
+    elif name.endswith(".arrow"):
+        table.save_to_disk(tmp_path / "saved")
+        path.write_bytes(next((tmp_path / "saved").glob("*.arrow")).read_bytes())
+    else:
+        path.write_bytes(gzip.compress(lines()) if name.endswith(".gz") else lines())
+    of_url, local = load(f"{server.url}/{name}", streaming=streaming)["train"], load(str(path), streaming=streaming)["train"]
+    assert [row["text"] for row in of_url] == [row["text"] for row in ROWS]
+    assert [row["origin"].rpartition("/")[2] for row in of_url] == [row["origin"].rpartition("/")[2] for row in local]
+
+
+def test_the_files_of_a_remote_folder_go_to_their_splits() -> None:
+    """Fails when: hidden files count, or names are matched with the folders above the given one."""
+    store = fsspec.filesystem("memory")
+    for name in ("test/data/train-00.jsonl", "test/data/train-01.jsonl", "test/data/validation.jsonl", "test/data/.hidden.jsonl"):
+        store.pipe(f"/{name}", lines([{"text": name}] * 3))
+    splits = load("memory://test/data")
+    assert {name: rows["text"] for name, rows in splits.items()} == {
+        "train": ["test/data/train-00.jsonl"] * 3 + ["test/data/train-01.jsonl"] * 3, "validation": ["test/data/validation.jsonl"] * 3,
+    }  # fmt: skip
+    assert splits["train"]["origin"][0] == "data/train-00.jsonl:1"
+    assert describe_source("memory://test/data") == "memory://test/data: 3 remote file(s)"
+    assert len(load("memory://test/data/train-*.jsonl")["train"]) == 6
+
+
+def test_a_read_that_breaks_off_is_tried_again_and_gives_the_same_rows(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two failures of each kind of reading. Fails when: a read after a failure goes on where the failed one stopped, or is not made."""
+    monkeypatch.setattr(remote, "BLOCK", 256)
+    (server.folder / "rows.jsonl").write_bytes(lines())
+    for streaming in (False, True):
+        server.fails = 2
+        assert [row["text"] for row in load(f"{server.url}/rows.jsonl", streaming=streaming)["train"]] == [row["text"] for row in ROWS]
+        assert server.fails == 0
+
+
+def test_a_store_that_stays_away_ends_with_one_message_and_leaves_nothing(server: Server, tmp_path: Path) -> None:
+    """Fails when: an exception of the store's package comes through, or half of a file stays in the cache."""
+    (server.folder / "rows.jsonl").write_bytes(lines())
+    server.fails = 1000
+    with pytest.raises(Refusal, match=r"^--dataset .*rows\.jsonl"):
+        load(f"{server.url}/rows.jsonl")
+    assert not list((tmp_path / "cache").glob("remote-*[!k]"))
+    with pytest.raises(Refusal, match=r"rows\.jsonl"):
+        list(load(f"{server.url}/rows.jsonl", streaming=True)["train"])
+
+
+def test_a_download_is_made_once_for_what_the_store_holds(server: Server) -> None:
+    """Fails when: the copy of other content is taken, or each start downloads again."""
+    (server.folder / "rows.jsonl").write_bytes(lines())
+    load(f"{server.url}/rows.jsonl")
+    before = server.reads
+    assert load(f"{server.url}/rows.jsonl")["train"]["text"][0] == "row 0"
+    assert server.reads == before
+    (server.folder / "rows.jsonl").write_bytes(lines([{"text": "row a", "label": 0}] * 40))
+    assert load(f"{server.url}/rows.jsonl")["train"]["text"][0] == "row a"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("memory://nothing/here", "nothing is there"),
+        ("gopher://host/rows.jsonl", "Protocol not known: gopher"),
+        ("memory://odd/rows.xyz", "no data files there"),
+        ("http://127.0.0.1:9/rows.jsonl", "127.0.0.1"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(url: str, said: str) -> None:
+    """Fails when: one of them ends in the store's own exception."""
+    fsspec.filesystem("memory").pipe("/odd/rows.xyz", b"?")
+    with pytest.raises(Refusal) as refused:
+        load(url)
+    assert said in str(refused.value)
+    assert url in str(refused.value)

@@ -1,0 +1,145 @@
+"""Data files elsewhere, by URL (`s3://`, `gs://`, `hf://`, `https://` ...), through fsspec.
+
+A stream reads them where they are. Else each is downloaded once, into the verified cache, under what its store says about it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from toolkit.config import Refusal
+from toolkit.system.console import say
+
+WAITS = (1.0, 4.0, 16.0)  # seconds before a read that failed is tried again
+BLOCK = 1 << 20  # bytes read at a time
+
+
+def is_url(source: str) -> bool:
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", source) is not None
+
+
+@functools.cache
+def files_at(url: str) -> tuple[str, ...]:
+    """The URLs of all files that a pattern matches or that are below a folder, sorted; a file's own where it is one.
+
+    Raises:
+        Refusal: nothing is there, no access, a store that can't be reached or whose package is not installed.
+    """
+    store, path = _store_of(url)
+    try:
+        if "*" in path:
+            found = store.glob(path)
+        elif store.exists(path):
+            is_file = bool(Path(path).suffix) and store.isfile(path)
+            found = [path] if is_file else store.find(path)
+        else:
+            found = []
+    except Exception as error:  # of any store's package: they have no class in common
+        raise Refusal(f"--dataset {url}: {_reason(error)}") from None
+    if not found:
+        raise Refusal(f"--dataset {url}: nothing is there, or this login can't see it.")
+    return tuple(sorted(store.unstrip_protocol(name) for name in found))
+
+
+def open_url(url: str) -> BinaryIO:
+    """A file to read. A read that fails is tried again three times, over 21 seconds.
+
+    Raises:
+        OSError: it can't be opened, or, later, read.
+    """
+    store, path = _store_of(url)
+    try:
+        return io.BufferedReader(_Retried(store.open(path, "rb"), url), BLOCK)
+    except Exception as error:
+        raise OSError(_reason(error)) from error
+
+
+def download(url: str) -> Path:
+    """A local copy in the cache, made once for what the store says about the file: its size, time, ETag or the like."""
+    from toolkit.data.sources.arrow_cache import cache_folder  # with pyarrow
+
+    store, path = _store_of(url)
+    try:
+        about = json.dumps(store.info(path), sort_keys=True, default=str)
+    except Exception as error:
+        raise Refusal(f"--dataset {url}: {_reason(error)}") from None
+    name = path.rpartition("/")[2]
+
+    def build(folder: Path) -> None:
+        try:
+            with open_url(url) as source, open(folder / name, "wb") as target:
+                while block := source.read(BLOCK):
+                    target.write(block)
+        except OSError as error:
+            if error.filename is not None:  # of the local copy
+                raise
+            raise Refusal(f"--dataset {url}: {error}") from None
+
+    return cache_folder(f"remote-{hashlib.sha256(f'{url} {about}'.encode()).hexdigest()[:24]}", build) / name
+
+
+class _Retried(io.RawIOBase):
+    """A store's file whose reads are tried again, where it has places to go back to."""
+
+    def __init__(self, file: Any, url: str) -> None:
+        self._file, self._url = file, url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def readinto(self, buffer: Any) -> int:
+        block = self._again(lambda: self._file.read(len(buffer)))
+        buffer[: len(block)] = block
+        return len(block)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _again(self, read: Callable[[], bytes]) -> bytes:
+        place = self._file.tell() if self.seekable() else None
+        for wait in (*WAITS, None):
+            try:
+                return read()
+            except Exception as error:
+                if wait is None or place is None:
+                    raise OSError(f"{self._url}: {_reason(error)}") from error
+                say(f"{self._url}: {_reason(error)}; tried again in {wait:g} s", error=True)
+                time.sleep(wait)
+                self._file.seek(place)
+        raise AssertionError
+
+
+def _store_of(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    try:
+        return fsspec.url_to_fs(url)
+    except ImportError as error:  # its message names the package: "Install s3fs to access S3"
+        raise Refusal(f"--dataset {url}: {_reason(error)} (pip install ...)") from None
+    except ValueError as error:
+        raise Refusal(f"--dataset {url}: {_reason(error)}. Known are s3://, gs://, az://, hf://, https:// and others") from None
+    except Exception as error:  # a login that is looked for at once
+        raise Refusal(f"--dataset {url}: {_reason(error)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
