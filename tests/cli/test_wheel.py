@@ -58,7 +58,7 @@ print("FROM", toolkit.__file__)
 
 # What the code imports, and a dependency of ours that brings it along.
 COMES_WITH = {
-    "numpy": "datasets", "pandas": "datasets", "pyarrow": "datasets", "filelock": "datasets", "tqdm": "datasets",
+    "fsspec": "datasets", "numpy": "datasets", "pandas": "datasets", "pyarrow": "datasets", "filelock": "datasets", "tqdm": "datasets",
     "huggingface_hub": "transformers", "tokenizers": "transformers", "psutil": "accelerate", "rich": "typer", "jinja2": "torch",
 }  # fmt: skip
 # What it imports where a setting or a command asks for it, and says so where it is missing.
