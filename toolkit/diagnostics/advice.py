@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from toolkit.diagnostics.compat import cpu_multiplies_bf16
 from toolkit.diagnostics.profile import Profile
 
 
@@ -40,4 +41,4 @@ def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
 def _multiplies_bf16(device: str) -> bool:
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return cpu_multiplies_bf16()

@@ -10,9 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from toolkit.diagnostics.compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    own_tables,
+    reads_a_value,
+    storage_key,
+    tree_leaves,
+)
 
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -32,7 +39,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A fake has no value. What asks for one (is the norm finite?) goes on as if all were well.
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if reads_a_value(func) and isinstance(args[0], FakeTensor):
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
@@ -43,7 +50,7 @@ class Ledger(TorchDispatchMode):
     def see(self, tensor: torch.Tensor, part: str | None = None) -> None:
         """Count a storage, once; with `part`, say what it is, also where it was counted as something else before."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(tensor)
         if key in self._of:
             old, size, reference = self._of[key]
             if part and old != part:
@@ -83,7 +90,7 @@ def as_fake(model: nn.Module) -> nn.Module:
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     with FAKE:
         for module in model.modules():
-            for table in (module._parameters, module._buffers):
+            for table in own_tables(module):
                 for name, old in table.items():
                     if old is None or isinstance(old, FakeTensor):
                         continue

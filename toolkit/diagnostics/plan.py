@@ -23,6 +23,7 @@ import toolkit as tk
 from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
 from toolkit.data.loading.batch import Batch
+from toolkit.diagnostics.compat import FakeTensor
 from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.ledger import Ledger, as_fake, mark_phases
 from toolkit.diagnostics.replacements import Replacements
@@ -209,7 +210,7 @@ def _prepared(original: Callable[..., Any], accelerator: Any, *values: Any, **na
 
 def _stay(original: Callable[..., Any], model: nn.Module, *values: Any, **named: Any) -> nn.Module:
     """A model that is fake is where it will be computed already: `Module.to` would swap its parameters for others."""
-    fake = any(isinstance(p, torch._subclasses.FakeTensor) for p in model.parameters())
+    fake = any(isinstance(p, FakeTensor) for p in model.parameters())
     types = [v for v in (*values, *named.values()) if isinstance(v, torch.dtype)]
     return model if fake and not types else original(model, *values, **named)
 

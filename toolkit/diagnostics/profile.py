@@ -25,6 +25,7 @@ from toolkit.config import Refusal, Settings
 from toolkit.config.conditions import trains_a_teacher
 from toolkit.config.reading import values_of
 from toolkit.data.loading.batch import Batch
+from toolkit.diagnostics.compat import record_gpu_memory, write_gpu_memory
 from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.short_runs import QUIET, forget_accelerator
 
@@ -133,7 +134,7 @@ class _Timer:
         self._now = defaultdict(float)
         if number == WARM_UP + self.count:
             if self.memory is not None and torch.cuda.is_available():
-                torch.cuda.memory._record_memory_history()
+                record_gpu_memory()
             activities = [torch.profiler.ProfilerActivity.CPU]
             activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self._profiler = torch.profiler.profile(activities=activities)
@@ -155,8 +156,7 @@ class _Timer:
         if self.trace is not None:
             self._profiler.export_chrome_trace(str(self.trace))
         if self.memory is not None and on_gpu:
-            torch.cuda.memory._dump_snapshot(str(self.memory))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            write_gpu_memory(self.memory)
 
     def _switch(self, phase: str) -> None:
         if torch.cuda.is_available():

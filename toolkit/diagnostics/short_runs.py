@@ -16,6 +16,7 @@ from toolkit.config import Refusal, Settings
 from toolkit.diagnostics.records import Gradients, Record
 from toolkit.diagnostics.small import GLOBAL_BATCH, shortened
 from toolkit.diagnostics.watch import Watch
+from toolkit.distributed.compat import forget_process_state
 
 STEPS = 6  # of the run as it is configured
 LEARNING_STEPS = 60
@@ -130,9 +131,5 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 def forget_accelerator() -> None:
     """Accelerate keeps the state of a process; each run begins with its own."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
+    forget_process_state()
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from toolkit.config import ModelConfig, Refusal, Settings
 from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.config.reading import values_of
+from toolkit.diagnostics.compat import random_model
 from toolkit.diagnostics.wrappers import HELD_OUT
 from toolkit.models.load import load_model, pretrained_config
 from toolkit.models.shapes import LAYERS
@@ -102,14 +103,13 @@ def _write_small_model(config: Any, folder: Path) -> Path:
     name, model_config, tokenizer = config.model, pretrained_config(config), load_tokenizer(config)
     known = getattr(model_config, "architectures", None) or [""]
     make = getattr(transformers, known[0], None) or transformers.AutoModel
-    build = make._from_config if hasattr(make, "_from_config") and make is not transformers.AutoModel else make.from_config
     errors = []
     for narrow in (True, False):
         small = type(model_config).from_dict(_smaller(model_config.to_dict(), narrow))
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                model = build(small)
+                model = random_model(make, small)
         except (ValueError, TypeError, RuntimeError, KeyError, IndexError) as error:
             errors.append(str(error).splitlines()[0])
             continue

@@ -1,0 +1,83 @@
+"""Names of torch and transformers that are not public, and that plan, doctor and profile need: each is where it was, and does
+what it did.
+
+A failure here after an upgrade says which function of toolkit/diagnostics/compat.py needs another name.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from toolkit.diagnostics import compat
+
+
+def test_a_mode_sees_every_operation_and_which_of_them_reads_a_value() -> None:
+    """Fails when: `item()` is another operation, or a mode gets other arguments."""
+    seen: list[bool] = []
+
+    class Mode(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(compat.reads_a_value(func))
+            return func(*args, **(kwargs or {}))
+
+    one = torch.ones(1)
+    with Mode():
+        (one + one).item()
+    assert seen == [False, True]
+    assert compat.tree_leaves([one, {"a": (2, one)}]) == [one, 2, one]
+
+
+def test_a_fake_tensor_has_a_device_and_a_storage_without_contents() -> None:
+    """Fails when: torch moves fake tensors, or their storages can't be told apart."""
+    with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        whole, other = torch.empty(10**12), torch.empty(10**12)
+        view = whole[1:]
+    assert isinstance(whole, compat.FakeTensor)
+    assert (whole.device.type, whole.untyped_storage().nbytes()) == ("cpu", 4 * 10**12)
+    assert compat.storage_key(view) == compat.storage_key(whole) != compat.storage_key(other)
+
+
+def test_what_is_written_to_a_modules_tables_are_its_parameters_and_buffers() -> None:
+    """Fails when: a module keeps them elsewhere."""
+    module = nn.BatchNorm1d(2)
+    for table in compat.own_tables(module):
+        for name, tensor in table.items():
+            assert tensor is not None
+            table[name] = nn.Parameter(tensor + 1) if isinstance(tensor, nn.Parameter) else tensor + 1
+    assert (module.weight.tolist(), module.running_var.tolist()) == ([2.0, 2.0], [2.0, 2.0])
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists what its processor can")
+def test_a_cpu_says_whether_it_multiplies_bf16() -> None:
+    """Fails when: torch renames what it asks the processor."""
+    flags = Path("/proc/cpuinfo").read_text()
+    assert compat.cpu_multiplies_bf16() == ("avx512_bf16" in flags or "amx_tile" in flags)
+
+
+def test_the_history_of_cudas_allocator_is_recorded_by_these_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU the names and their parameters alone. Fails when: torch renames one."""
+    history, snapshot = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot
+    assert list(inspect.signature(history).parameters)[:1] == ["enabled"]
+    assert list(inspect.signature(snapshot).parameters)[:1] == ["filename"]
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled="all": calls.append(enabled))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
+    compat.record_gpu_memory()
+    compat.write_gpu_memory(Path("here"))
+    assert calls == ["all", "here", None]
+
+
+def test_a_random_model_has_the_type_of_its_config() -> None:
+    """Fails when: `_from_config` of transformers' models is renamed: those of their constructor are float32."""
+    from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9, dtype="bfloat16"
+    )
+    for kind in (LlamaForCausalLM, AutoModel):
+        model = compat.random_model(kind, config)
+        assert next(model.parameters()).dtype == torch.bfloat16

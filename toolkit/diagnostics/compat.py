@@ -1,0 +1,63 @@
+"""Names of other libraries that are not public, which commands need that look at a recipe; tests/diagnostics/test_compat.py
+fails when one moves.
+
+Seen in torch 2.13 and transformers 5.23. The caps in pyproject.toml are their next versions in which names may move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_leaves"]
+
+# -- torch -----------------------------------------------------------------------------------------------------------
+
+
+def reads_a_value(function: Any) -> bool:
+    """Whether an operation of a dispatch mode is `tensor.item()`."""
+    return function is torch.ops.aten._local_scalar_dense.default
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same of all views of a storage, and of no other storage that is live; fake ones have no address."""
+    return tensor.untyped_storage()._cdata
+
+
+def own_tables(module: nn.Module) -> Iterator[dict[str, torch.Tensor | None]]:
+    """The dictionaries in which a module itself keeps its parameters and its buffers."""
+    yield module._parameters  # type: ignore[misc]
+    yield module._buffers
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has units for products in bfloat16."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def record_gpu_memory() -> None:
+    """From now on CUDA's allocator notes where each block is asked for."""
+    torch.cuda.memory._record_memory_history()
+
+
+def write_gpu_memory(path: Path) -> None:
+    """Write what was noted since `record_gpu_memory`, for https://pytorch.org/memory_viz, and end it."""
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+# -- transformers ----------------------------------------------------------------------------------------------------
+
+
+def random_model(model_class: Any, config: Any) -> nn.Module:
+    """A model with random weights of a class of transformers or an Auto class, of the type that the config names."""
+    build = getattr(model_class, "_from_config", None) or model_class.from_config
+    model: nn.Module = build(config)
+    return model
