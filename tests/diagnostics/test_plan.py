@@ -7,17 +7,21 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 from toolkit.cli.main import app
 from toolkit.cli.plan import _without
 from toolkit.config import Refusal
 from toolkit.diagnostics.devices import GIB, find_device
+from toolkit.diagnostics.documents import first_and_last
 from toolkit.diagnostics.ledger import FAKE, Ledger
 from toolkit.losses.chunked import rows_in_a_chunk
+from toolkit.models.attention import kernels
 from toolkit.system.devices import chosen_type, planned_for
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +60,44 @@ def test_a_ledger_has_the_bytes_of_live_tensors_by_part_at_the_highest_moment(fa
     assert ledger.at_peak == {"weights": 4000, "activations": 4000, "update": 4000}
     assert ledger.total == 8000 + 40
     del last
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_documents_that_are_not_computed_hold_as_many_bytes(dropout: float, recomputed: bool) -> None:
+    """Of flash attention, and of scores that are written out. The operations grow with the kinds of lengths alone.
+
+    Fails when: `_Kept` keeps nothing, or what was measured stays alive.
+    """
+    lengths, calls = [30, 30, 20, 20, 20, 17, 17, 12] * 4, list[int]()
+
+    def counted(*values: Any) -> torch.Tensor:
+        calls.append(1)
+        return kernels.one_by_one(*values)
+
+    def every(ledger: Ledger, kept: dict[Any, int], original: Any, *values: Any) -> torch.Tensor:
+        return original(*values)
+
+    def peak_with(attend: Any) -> int:
+        ledger, kept = Ledger(), dict[Any, int]()
+        rules = kernels.Rules(True, None, None, None, dropout, None)
+        with FAKE:
+            weight, states = (torch.empty(*shape, requires_grad=True) for shape in ((8, 24), (1, 2, sum(lengths), 8)))
+
+        def layer(states: torch.Tensor) -> torch.Tensor:
+            query, key, value = (states @ weight).chunk(3, -1)
+            output = attend(ledger, kept, counted, query, key, value, lengths, lengths, rules)
+            return states + output.transpose(0, 1)[None]
+
+        with ledger:
+            hidden = states
+            for _ in range(3):
+                hidden = checkpoint(layer, hidden, use_reentrant=False) if recomputed else layer(hidden)
+            hidden.sum().backward()
+        return ledger.peak
+
+    assert peak_with(first_and_last) == pytest.approx(peak_with(every), rel=0.01)
+    assert len(calls) == (6 if recomputed else 3) * 2 + 4 + (6 if recomputed else 3)
 
 
 @pytest.mark.parametrize(

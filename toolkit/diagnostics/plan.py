@@ -25,10 +25,12 @@ from toolkit.config.reading import values_of
 from toolkit.data.loading.batch import Batch
 from toolkit.diagnostics.compat import FakeTensor
 from toolkit.diagnostics.devices import resident
+from toolkit.diagnostics.documents import first_and_last
 from toolkit.diagnostics.ledger import Ledger, as_fake, mark_phases
 from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.short_runs import forget_accelerator
 from toolkit.distributed.engines import engine_of
+from toolkit.models.attention import kernels
 from toolkit.models.without_weights import without_weights
 from toolkit.system.devices import planned_for
 
@@ -169,6 +171,7 @@ def _replaced(seen: _Seen) -> Iterator[None]:
         loaders = importlib.import_module(tk.build_dataloaders.__module__)
         replace.attribute(loaders.TrainLoader, "batches", functools.partial(_longest_batches, seen))
         replace.attribute(torch.Tensor, "backward", functools.partial(_backward, seen))
+        replace.attribute(kernels, "one_by_one", functools.partial(first_and_last, seen.ledger, {}))
         replace.attribute(nn.Module, "to", _stay)
         reference = importlib.import_module("toolkit.preference.reference")
         replace.attribute(reference, "reference_table", lambda *_, **__: _AnyRow())

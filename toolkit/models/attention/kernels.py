@@ -231,8 +231,7 @@ def loop_kernel(
     key_lengths = lengths if key_bounds is None else lengths_of(key_bounds)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        documents = zip(query.split(lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2), strict=True)
-        return torch.cat([_one_document(*document, rules) for document in documents], dim=2)[0].transpose(0, 1)
+        return one_by_one(query, key, value, lengths, key_lengths, rules)
 
     plain = rules.softcap is None and not rules.dropout
     if chosen_type(query.device) == "cpu" and value.dtype == torch.bfloat16 and plain and torch.is_grad_enabled():
@@ -240,6 +239,14 @@ def loop_kernel(
         if groups is not None:
             return with_grouped_backward(attend, query, key, value, groups, rules.scaling)
     return attend(query, key, value)
+
+
+def one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], key_lengths: list[int], rules: Rules
+) -> torch.Tensor:
+    """Attention of each document of the row, `[tokens, heads, head_dim]`."""
+    documents = zip(query.split(lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2), strict=True)
+    return torch.cat([_one_document(*document, rules) for document in documents], dim=2)[0].transpose(0, 1)
 
 
 def _one_document(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules) -> torch.Tensor:
