@@ -179,6 +179,18 @@ MISTAKES: dict[str, Mistake] = {
         return {f"eval_{name}": sum(one[name] for one in each) / len(each) for name in each[0]}
 ''')], [], "evaluation", "parts = [",
     ),
+    # what is learned
+    "labels of other rows": (
+        "accelerated", [("    train, evaluation =", '''    import torch
+    given = collate
+
+    def collate(documents):
+        micro_batch = given(documents)
+        micro_batch["labels"] = torch.randint_like(micro_batch["labels"], model.config.num_labels)
+        return micro_batch
+
+    train, evaluation =''')], [], "overfit", None,
+    ),
     # the end of a run, and the data
     "the untrained model is saved": (
         "accelerated", [("    model, optimizer = accelerator.prepare(", "    import copy\n    first = copy.deepcopy(model)\n    model, optimizer = accelerator.prepare("),

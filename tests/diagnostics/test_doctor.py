@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.config import Refusal
+from toolkit.diagnostics.findings import CHECKS
 from toolkit.diagnostics.small import with_small_model
 
 _SPEC = importlib.util.spec_from_file_location("planted", Path(__file__).with_name("planted.py"))
@@ -34,17 +35,27 @@ def doctor(*words: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.fast(3)
 @pytest.mark.parametrize("name", planted.MISTAKES)
 def test_a_planted_mistake_is_found_at_its_line(name: str, tmp_path: Path) -> None:
-    """Fails when: check_split compares a gradient with itself, or watch.place() gives no line."""
+    """Its check alone is asked for. Fails when: check_split compares a gradient with itself, or watch.place() gives no line."""
     _, _, flags, check, line = planted.MISTAKES[name]
     copy = planted.copy_with(planted.MISTAKES[name], tmp_path)
-    code, report = doctor(str(copy), *flags)
-    findings = [finding for finding in report["findings"] if finding["check"] == check]
-    assert (code, bool(findings)) == (1, True), report
+    code, report = doctor(str(copy), *flags, "--only", check)
+    findings = report["findings"]
+    assert (code, {finding["check"] for finding in findings}) == (1, {check}), report
+    assert [each["check"] for each in report["checks"]] == ["runs", check]
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == [copy.name]
     if line is not None:
         lines = copy.read_text().splitlines()
         named = [lines[int(finding["where"].rpartition(":")[2]) - 1] for finding in findings if finding["where"]]
         assert any(line in each for each in named), named
+
+
+@pytest.mark.slow
+def test_all_checks_together_find_what_each_finds(tmp_path: Path) -> None:
+    """Fails when: a check is shown the run of another one, or some have no run without --only."""
+    copy = planted.copy_with(planted.MISTAKES["a mean of means"], tmp_path)
+    code, report = doctor(str(copy), "--no-packing")
+    assert (code, len(report["checks"])) == (1, len(CHECKS))
+    assert {"split", "alone"} <= {finding["check"] for finding in report["findings"]}
 
 
 def test_a_recipe_without_a_mistake_is_accused_of_nothing() -> None:
@@ -108,6 +119,7 @@ def test_a_recipe_that_fails_is_a_finding_with_its_line(tmp_path: Path) -> None:
         ("x = 1\n", [], "main"),
         (None, ["--learning-rate", "-1"], "--learning-rate"),
         (None, ["--dataset", "nowhere.jsonl"], "nowhere.jsonl"),
+        (None, ["--only", "splits"], "splits"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_message(text: str | None, words: list[str], said: str, tmp_path: Path) -> None:

@@ -21,6 +21,10 @@ def doctor(
     flags: Annotated[
         list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own: the model and the data to look at.")
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK", help="Look at this check alone, in less time: split, masks ... Several may be given."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a recipe for a few steps, on the CPU and with a small version of its model, and look for mistakes.
@@ -38,12 +42,17 @@ def doctor(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from toolkit.cli.recipe import read_recipe
     from toolkit.diagnostics.doctor import examine
+    from toolkit.diagnostics.findings import CHECKS
     from toolkit.diagnostics.watch import Watch
 
+    for name in values["only"] or ():
+        if name not in CHECKS:
+            raise typer.BadParameter(f"{name}: no check of that name. There are {', '.join(CHECKS)}.", param_hint="--only")
     quiet = bool(values["as_json"])
     with Watch(os.path.abspath(script)) as watch:
         main, config = read_recipe(Path(os.path.abspath(script)), words)
-        report = examine(main, config, watch, lambda text: None if quiet else say(f"  {text} ...", error=True))
+        tell = (lambda text: None) if quiet else (lambda text: say(f"  {text} ...", error=True))
+        report = examine(main, config, watch, tell, values["only"] or tuple(CHECKS))
     if quiet:
         say(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
     else:

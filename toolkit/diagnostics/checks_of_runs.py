@@ -14,12 +14,10 @@ from toolkit.config import Settings
 from toolkit.diagnostics.checks_of_steps import distance, loss_place
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Gradients, Record
-from toolkit.diagnostics.short_runs import EVAL_BATCH
+from toolkit.diagnostics.short_runs import EVAL_BATCH, LEAST_STEPS, has_learned, losses_of
 
 SAME = 5e-4  # relative difference of metrics of weights that differ by rounding
 _NO_METRIC = ("second", "time", "memory", "examples")
-_LEARNED = 0.7  # of the first loss, that is left after sixty steps on eight examples
-_LEARNED_OF_MASKS = 0.9  # likewise, where other tokens are hidden in each step
 _OF_CLASSES = ("classification", "token_classification")
 
 
@@ -92,14 +90,9 @@ def evaluation_of(record: Record, which: int) -> dict[str, float]:
     return found[which] if found else {}
 
 
-def losses_of(record: Record) -> list[float]:
-    """The logged losses of the steps."""
-    return [float(event["loss"]) for event in record.events if isinstance(event.get("loss"), int | float)]
-
-
 def check_start(record: Record, config: Settings) -> Outcome:
     """A random model's first loss is that of an even guess, where it is known what that is."""
-    losses, guess = losses_of(record), guessing(record, config)
+    losses, guess = losses_of(record.events), guessing(record, config)
     if not losses:
         return skipped("no loss was logged")
     if guess is None:
@@ -135,16 +128,16 @@ def guessing(record: Record, config: Settings) -> tuple[float, str] | None:
 
 
 def check_overfit(record: Record) -> Outcome:
-    """Sixty steps on the same eight examples bring the loss down."""
-    losses = losses_of(record)
+    """At most sixty steps on the same eight examples bring the loss down."""
+    losses = losses_of(record.events)
     rate = max((max(update.rates) for update in record.updates), default=0.0)
-    if record.error is not None or len(losses) < 10:
+    if record.error is not None or len(losses) < LEAST_STEPS:
         return skipped(f"that run ended early: {record.error}"[:200] if record.error else "too few losses were logged")
     first, last = losses[0], sum(losses[-5:]) / 5
     note = f"loss {first:.4g}, after {len(losses)} steps {last:.4g}"
     if rate < 1e-3:
         return found(f"{note}; the recipe's own rate of {rate:.1e} is too low to tell", [])
-    if last < (_LEARNED_OF_MASKS if record.task in ("masked_lm", "diffusion") else _LEARNED) * first:
+    if has_learned(losses, record.task):
         return found(note, [])
     what = (
         f"After {len(losses)} steps on the same 8 examples the loss is {last:.4g} of {first:.4g} at first: nothing is learned."
@@ -221,12 +214,10 @@ def logits_of(model: Any) -> torch.Tensor | None:
     return next((v.float() for v in values if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 0), None)
 
 
-def check_resume(weights: dict[str, Gradients], stopped: Record | None, resumed: Record | None) -> Outcome:
-    """A run that was stopped in the middle and resumed ends with the weights of one that was not."""
-    if stopped is None:
-        return skipped("the recipe has no --stop-at-step and --resume")
+def check_resume(weights: dict[str, Gradients], resumed: Record | None) -> Outcome:
+    """A run that is resumed from a checkpoint in the middle ends with the weights of the one that wrote it."""
     if resumed is None:
-        return skipped(f"the run did not stop with a checkpoint: {stopped.error}"[:200])
+        return skipped("the recipe leaves no checkpoint to resume from")
     if resumed.error is not None:
         what = f"A resumed run ends with {type(resumed.error).__name__}: {resumed.error}"[:300]
         return found("", [Finding("resume", what, "Try it: toolkit verify-resume RECIPE", resumed.error_where)])
@@ -234,7 +225,7 @@ def check_resume(weights: dict[str, Gradients], stopped: Record | None, resumed:
     other = next((name for name, tensor in whole.items() if not torch.equal(tensor, again.get(name, tensor[:0]))), None)
     if other is None:
         return found(f"{len(whole)} tensors, bit for bit", [])
-    what = f"A run that was stopped and resumed ends with other weights; the first tensor that differs is {other}."
+    what = f"A run that is resumed in the middle ends with other weights; the first tensor that differs is {other}."
     change = (
         "What a variable alone holds is lost by a resume: put it into run.memory or run.keep(...). Draw random numbers "
         "from the batch's seeds."

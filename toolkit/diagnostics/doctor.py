@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,20 @@ from toolkit.diagnostics.short_runs import Runs, run_short
 from toolkit.diagnostics.small import with_small_model, with_small_teacher
 from toolkit.diagnostics.watch import Watch
 
+# The runs that checks look at besides that of the recipe as it is configured.
+_RUNS: dict[str, tuple[str, ...]] = {
+    "finite": ("split", "whole", "overfit"), "split": ("split", "whole"), "alone": ("whole",), "evaluation": ("split", "whole"),
+    "start": ("whole",), "overfit": ("overfit",), "resume": ("resumed",),
+}  # fmt: skip
+
 
 def examine(
-    main: Callable[[Any], Any], config: Settings, watch: Watch, say: Callable[[str], None] = lambda text: None
-) -> Report:
+    main: Callable[[Any], Any], config: Settings, watch: Watch, say: Callable[[str], None] = lambda text: None,
+    only: Collection[str] = tuple(CHECKS),
+) -> Report:  # fmt: skip
     """Run a recipe's `main` a few times in this process, on the CPU and in a temporary directory, and check what was seen.
 
-    `watch` is entered, and was so before the recipe was imported: its functions are wrapped.
+    `watch` is entered, and was so before the recipe was imported: its functions are wrapped. `only`: names of CHECKS.
 
     Raises:
         Refusal: the recipe refuses its settings or data, or its model can't be made small.
@@ -51,14 +58,14 @@ def examine(
     with tempfile.TemporaryDirectory(prefix="doctor-") as name:
         folder = Path(name)
         small = with_small_teacher(with_small_model(config, folder / "small-model"), folder / "small-teacher")
-        runs = run_short(main, small, watch, folder, say)
-        outcomes = _outcomes(runs, small, folder)
+        runs = run_short(main, small, watch, folder, say, {run for check in only for run in _RUNS.get(check, ())})
+        outcomes = _outcomes(runs, small, folder, only)
     model = runs.records["as_is"].model
     shown = f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters" if model is not None else ""
     return Report(watch.script, shown, time.monotonic() - began, outcomes)
 
 
-def _outcomes(runs: Runs, config: Settings, folder: Path) -> dict[str, Outcome]:
+def _outcomes(runs: Runs, config: Settings, folder: Path, only: Collection[str]) -> dict[str, Outcome]:
     record = runs.records["as_is"]
     if record.error is not None:
         what = f"It ends with {type(record.error).__name__}: {record.error}"[:400]
@@ -89,13 +96,13 @@ def _outcomes(runs: Runs, config: Settings, folder: Path) -> dict[str, Outcome]:
         ),
         "saved": lambda: check_saved(record, after, folder / "as-is" / "model"),
         "stops": lambda: check_stops(record, folder / "as-is" / "model"),
-        "resume": lambda: check_resume(runs.weights, runs.records.get("stopped"), runs.records.get("resumed")),
+        "resume": lambda: check_resume(runs.weights, runs.records.get("resumed")),
         "types": lambda: check_types(record, config),
         "tokenizer": lambda: check_tokenizer(record),
         "leak": lambda: check_leak(record),
     }
     assert checks.keys() == CHECKS.keys()
-    return {name: _look(check) for name, check in checks.items()}
+    return {name: _look(check) for name, check in checks.items() if name == "runs" or name in only}
 
 
 def _look(check: Callable[[], Outcome]) -> Outcome:

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from toolkit.config import Refusal, Settings
 from toolkit.diagnostics.records import Gradients, Record
 from toolkit.diagnostics.small import GLOBAL_BATCH, shortened
 from toolkit.diagnostics.watch import Watch
+from toolkit.diagnostics.wrappers import Learned
 from toolkit.distributed.compat import forget_process_state
 
 STEPS = 6  # of the run as it is configured
-LEARNING_STEPS = 60
-EVAL_BATCH = 40  # examples; the last batch is half as large
-_STOPPED = 75  # exit code of a run that was stopped after a checkpoint
+LEARNING_STEPS, LEAST_STEPS = 60, 10  # on eight examples, until they are learned
+_LEARNED = 0.7  # of the first loss, that is left then
+_LEARNED_OF_MASKS = 0.9  # likewise, where other tokens are hidden in each step
+EVAL_BATCH = 16  # examples; the last batch is about half as large
 _EIGHT = {"per_device_train_batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1}
 # What a run does now and then, and where it goes: its steps alone are looked at.
 QUIET: dict[str, Any] = {
@@ -30,6 +32,7 @@ QUIET: dict[str, Any] = {
     "num_samples": 0, "metrics": [], "predict_with_generate": False, "logging_strategy": "steps", "logging_steps": 1,
     "save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "async_save": False, "loss_spike": "warn",
 }  # fmt: skip
+OTHER_RUNS = ("split", "whole", "overfit", "resumed")
 _SPLIT = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": GLOBAL_BATCH}
 
 
@@ -41,44 +44,53 @@ class Runs:
     weights: dict[str, Gradients] = field(default_factory=dict)
 
 
-def run_short(main: Callable[[Any], Any], config: Settings, watch: Watch, folder: Path, say: Callable[[str], None]) -> Runs:
-    """Run a recipe as it is, with one example a micro-batch, with eight, on eight examples alone, and stopped and resumed.
+def run_short(
+    main: Callable[[Any], Any], config: Settings, watch: Watch, folder: Path, say: Callable[[str], None],
+    wanted: Collection[str] = OTHER_RUNS,
+) -> Runs:  # fmt: skip
+    """Run a recipe as it is, and then, of OTHER_RUNS, those that are wanted: with one example a micro-batch, with eight, on
+    eight examples alone until they are learned, and resumed from the first run's checkpoint.
 
     A refusal of the first run is raised; what else ends a run is in its record (`error`).
     """
     runs = Runs()
     has_rollouts = "num_generations" in vars(config)
     accumulated = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    as_is = {**accumulated, "per_device_eval_batch_size": 8, "max_steps": STEPS, "eval_steps": 3}
+    as_is = {**accumulated, "per_device_eval_batch_size": 8, "max_steps": STEPS, "eval_steps": STEPS // 2}
+    saving = {"save_strategy": "steps", "save_steps": STEPS // 2, "save_total_limit": None} if "resumed" in wanted else {}
     say("as it is configured")
-    first = _run(main, config, watch, folder / "as-is", as_is, runs, "as_is")
+    first = _run(main, config, watch, folder / "as-is", {**as_is, **saving}, runs, "as_is")
     if first.error is not None:
         return runs
     exact = {"max_steps": 2, "eval_steps": 2, "dtype": "float32", "max_grad_norm": 0.0, "warmup_steps": 0}
-    say("eight micro-batches of one example")
-    _run(main, config, watch, folder / "split", {**exact, **_SPLIT, "per_device_eval_batch_size": 1}, runs, "split", exact=True)
-    say("one micro-batch of eight")
-    _run(
-        main,
-        config,
-        watch,
-        folder / "whole",
-        {**exact, **_EIGHT, "per_device_eval_batch_size": EVAL_BATCH},
-        runs,
-        "whole",
-        exact=True,
-    )
-    if not has_rollouts:
+    if "split" in wanted:
+        say("eight micro-batches of one example")
+        split = {**exact, **_SPLIT, "per_device_eval_batch_size": 1}
+        _run(main, config, watch, folder / "split", split, runs, "split", exact=True)
+    if "whole" in wanted:
+        say("one micro-batch of eight")
+        whole = {**exact, **_EIGHT, "per_device_eval_batch_size": EVAL_BATCH}
+        _run(main, config, watch, folder / "whole", whole, runs, "whole", exact=True)
+    if "overfit" in wanted and not has_rollouts:
         say("eight examples, learned by heart")
         _run(main, config, watch, folder / "overfit", _learning(config), runs, "overfit")
-    if "stop_at_step" in vars(config):
-        say("stopped and resumed")
-        place = folder / "resumed"
-        stopped = _run(main, config, watch, place, {**as_is, "stop_at_step": STEPS // 2}, runs, "stopped")
-        if getattr(stopped.error, "exit_code", None) == _STOPPED:
-            again = {**as_is, "resume": True, "overwrite_output_dir": False}
-            _run(main, config, watch, place, again, runs, "resumed")
+    checkpoint = folder / "as-is" / "checkpoints" / f"step-{STEPS // 2}"
+    if "resumed" in wanted and checkpoint.is_dir():
+        say("resumed in the middle")
+        again = {**as_is, "resume_from": str(checkpoint)}
+        _run(main, config, watch, folder / "resumed", again, runs, "resumed")
     return runs
+
+
+def losses_of(events: Iterable[Mapping[str, Any]]) -> list[float]:
+    """The logged losses of the steps."""
+    return [float(event["loss"]) for event in events if isinstance(event.get("loss"), int | float)]
+
+
+def has_learned(losses: Sequence[float], task: str) -> bool:
+    """Whether the loss of a run on the same examples has come down, by the mean of the last five steps."""
+    share = _LEARNED_OF_MASKS if task in ("masked_lm", "diffusion") else _LEARNED
+    return len(losses) >= LEAST_STEPS and sum(losses[-5:]) / 5 < share * losses[0]
 
 
 def _learning(config: Settings) -> dict[str, Any]:
@@ -97,11 +109,15 @@ def _run(
 ) -> Record:  # fmt: skip
     record = watch.start(without_dropout=exact or name == "overfit", compares_alone=name == "whole")
     runs.records[name] = record
+    if name == "overfit":
+        watch.until = lambda: has_learned(losses_of(_events(place / "metrics.jsonl")), record.task)
     printed = io.StringIO()
     forget_accelerator()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             main(shortened(config, place, changes))
+    except Learned:
+        pass
     except Refusal:
         if name == "as_is":
             raise

@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Watch:
         self.script, self.record = script, Record()
         self._folder = os.path.dirname(script) + os.sep
         self.without_dropout = self.compares_alone = False
+        self.until: Callable[[], bool] = bool  # asked before each batch whether the run may end
         self._undo = Replacements()
         self.in_use: list[tuple[str, Any]] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -66,6 +68,7 @@ class Watch:
         self.record, self.in_use, self._inside = Record(), [], 0
         self.without_dropout, self.compares_alone = without_dropout, compares_alone
         self._before, self._fresh, self.pending = {}, True, Update([], {}, {}, None, 0, "")
+        self.until = bool
         return self.record
 
     def is_own(self, file: str) -> bool:

@@ -19,7 +19,11 @@ from toolkit.diagnostics.records import Documents, Forward, MicroBatch
 if TYPE_CHECKING:
     from toolkit.diagnostics.watch import Watch
 
-HELD_OUT = 61  # documents: a last batch is a short one
+HELD_OUT = 25  # documents: a last batch is a short one
+
+
+class Learned(BaseException):
+    """A run has shown what it is to show. It is no Exception: a recipe that catches those must not go on."""
 
 
 def input_embeddings(model: nn.Module) -> list[nn.Module]:
@@ -63,7 +67,7 @@ def tokenized(watch: Watch, task: str, original: Callable[..., Any], *values: An
     watch.record.task = task
     splits = original(*values, **named)
     held_out = splits.get("validation")
-    of_files = task in ("lm", "masked_lm", "sft")  # a file has thousands of them
+    of_files = task in ("lm", "masked_lm", "diffusion", "sft")  # a file has thousands of them
     if of_files and hasattr(held_out, "__len__") and len(held_out) > HELD_OUT:
         splits["validation"] = held_out.select(range(HELD_OUT))
     return splits
@@ -100,6 +104,8 @@ def made_optimizer(
 
 def watched_batches(watch: Watch, kind: str, original: Callable[..., Any], *values: Any, **named: Any) -> Iterator[Any]:
     for batch in original(*values, **named):
+        if kind == "train" and watch.until():
+            raise Learned
         for tensors in batch.micro_batches:
             if id(tensors) in watch.record.made_batches:
                 watch.record.made_batches[id(tensors)].kind = kind
