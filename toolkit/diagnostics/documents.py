@@ -53,7 +53,7 @@ def first_and_last(
     ]
     first, others, last = zip(*parts, strict=True)
     one = original(*first, lengths[:1], key_lengths[:1], rules).transpose(0, 1)[None]
-    rest = _Kept.apply(_Others.apply(*others, one.dtype), middle)  # type: ignore[no-untyped-call]
+    rest = _Kept.apply(_Others.apply(*others, one.dtype), middle)
     outputs = [one, rest]
     outputs.append(original(*last, lengths[-1:], key_lengths[-1:], rules).transpose(0, 1)[None])
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
@@ -70,7 +70,7 @@ class _Others(torch.autograd.Function):
         return query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (*(gradient.new_empty(shape, dtype=dtype) for shape, dtype in ctx.inputs), None)
 
 
@@ -84,5 +84,5 @@ class _Kept(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None

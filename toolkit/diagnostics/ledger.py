@@ -97,7 +97,7 @@ def as_fake(model: nn.Module) -> nn.Module:
                     if id(old) not in made:
                         new: torch.Tensor = torch.empty(old.shape, dtype=old.dtype, device="cpu")
                         made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new, old
-                    table[name] = made[id(old)][0]  # type: ignore[assignment]
+                    table[name] = made[id(old)][0]
     return model
 
 
