@@ -93,7 +93,11 @@ def test_where_there_is_little_the_page_says_so(tmp_path: Path) -> None:
     empty = Page(sweep_page(tmp_path, plan, [], tmp_path / "x.html"))
     assert "No trial has a value yet." in empty.texts
     jobs[0].outcome = jobs[1].outcome = None
-    assert "not ended" in Page(sweep_page(tmp_path, plan, jobs, tmp_path / "x.html")).texts
+    (tmp_path / "trials" / "0001").mkdir(parents=True)
+    (tmp_path / "trials" / "0001" / "metrics.jsonl").write_text('{"step": 4, "loss": 0.25}\n')
+    running = Page(sweep_page(tmp_path, plan, jobs, tmp_path / "x.html")).texts
+    assert "not ended" in running
+    assert "not ended, at step 4, loss 0.2500" in running
 
 
 def test_two_objectives_show_their_front(tmp_path: Path) -> None:

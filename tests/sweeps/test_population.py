@@ -17,9 +17,10 @@ from toolkit.config import Refusal
 from toolkit.sweeps.functions import Ended
 from toolkit.sweeps.journal import JOURNAL, Job, JournalFile, Objective, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Sweep, run_sweep, steps_used
+from toolkit.sweeps.outcomes import trial_folder
 from toolkit.sweeps.population import perturbed
 from toolkit.sweeps.space import read_space
-from toolkit.sweeps.trials import commands_of, trial_folder
+from toolkit.sweeps.trials import commands_of
 
 ROOT = Path(__file__).parents[2]
 RUNGS = [10, 20, 30, 40, 50]

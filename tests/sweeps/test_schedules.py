@@ -13,7 +13,7 @@ from toolkit.sweeps.functions import Ended, FunctionTrial
 from toolkit.sweeps.journal import JOURNAL, Job, JournalFile, Objective, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Sweep, run_sweep, steps_used
 from toolkit.sweeps.results import best_trials, trials_of
-from toolkit.sweeps.schedule import brackets_of
+from toolkit.sweeps.schedule import brackets_of, planned_steps
 
 RUNGS = [1, 3, 9, 27]
 
@@ -48,10 +48,15 @@ def test_halving_costs_its_distinct_steps_and_takes_on_the_best(parallel: int, t
     jobs = run(tmp_path, plan(parallel=parallel), parallel)
     by_rung = {until: [job for job in jobs if job.until == until] for until in (1, 3, 9, None)}
     assert [len(each) for each in by_rung.values()] == [27, 9, 3, 1]
-    assert steps_used(jobs) == 27 + 9 * 2 + 3 * 6 + 1 * 18
+    assert steps_used(jobs) == 27 + 9 * 2 + 3 * 6 + 1 * 18 == planned_steps(plan())
     for lower, upper, most in ((1, 3, 9), (3, 9, 3), (9, None, 1)):
         ranked = sorted(by_rung[lower], key=lambda job: job.outcome.values["loss"] if job.outcome else 0.0)
         assert {job.trial for job in by_rung[upper]} == {job.trial for job in ranked[:most]}
+
+
+def test_hyperband_costs_what_was_said_before(tmp_path: Path) -> None:
+    """Fails when: planned_steps in schedule.py leaves out a bracket."""
+    assert steps_used(run(tmp_path, asked := plan("hyperband"))) == planned_steps(asked)
 
 
 def test_hyperband_has_the_brackets_of_its_paper() -> None:

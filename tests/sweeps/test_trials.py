@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.sweeps.journal import Job, Objective, Outcome, Plan
-from toolkit.sweeps.trials import Recipe, trial_folder
+from toolkit.sweeps.outcomes import trial_folder
+from toolkit.sweeps.trials import Recipe
 
 PLAN = Plan("r.py", "digest", [], ["rate=float:0..1"], "random", 0, 10, [Objective("eval_loss")])
 

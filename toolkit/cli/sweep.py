@@ -21,15 +21,16 @@ from toolkit.distributed.launch import threads_of_a_rank
 from toolkit.sweeps.addresses import address_of, found_elsewhere, recipe_digest
 from toolkit.sweeps.journal import Job, Journal, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Stopped, Sweep, run_sweep
+from toolkit.sweeps.outcomes import trial_folder
 from toolkit.sweeps.page import sweep_page
 from toolkit.sweeps.proposal import Proposal
 from toolkit.sweeps.results import best_trials, result_of, trials_of
-from toolkit.sweeps.schedule import brackets_of, make_schedule
-from toolkit.sweeps.shown import Live, count_line, point_of, seed_lines, trial_line, trials_in
+from toolkit.sweeps.schedule import brackets_of, make_schedule, planned_steps, rung_counts, trials_in
+from toolkit.sweeps.shown import Live, count_line, point_of, seed_lines, status_lines, trial_line
 from toolkit.sweeps.space import Point, read_space
 from toolkit.sweeps.storage import open_journal
 from toolkit.sweeps.strategies import STRATEGIES, grid_size
-from toolkit.sweeps.trials import Recipe as RecipeTrials, commands_of, flags_of, fork_run, shown_command, trial_folder
+from toolkit.sweeps.trials import Recipe as RecipeTrials, commands_of, flags_of, fork_run, shown_command
 from toolkit.sweeps.wandb_agent import run_agent
 from toolkit.sweeps.zygote import Zygote
 from toolkit.system.console import as_typed, say
@@ -187,11 +188,8 @@ def _of_directory(action: str, folder: Path, values: dict[str, Any]) -> None:
     if plan is None:
         raise Refusal(f"{folder}: the sweep was stopped before it began. Start it again.")
     if action == "status":
-        for trial in trials_of(jobs).values():
-            say(trial_line(trial, plan))
-        for line in seed_lines(plan, jobs) if plan.seeds > 1 else []:
+        for line in status_lines(plan, jobs, folder, journal.liveness().lives):
             say(line)
-        say(count_line(plan, jobs))
     elif action == "report":
         target = place_to_write(values["output"], "--output", is_file=True) if values["output"] else folder / "report.html"
         try:
@@ -265,14 +263,15 @@ def _cost(plan: Plan) -> list[str]:
     config = read_command_line(config_class_of_file(Path(plan.recipe)), words, {})
     most = getattr(config, "max_steps", None)
     if plan.prune == "pbt":
-        return [f"cost: {plan.trials * plan.rungs[-1]} steps, {plan.trials} members to step {plan.rungs[-1]}"]
+        return [f"cost: {planned_steps(plan)} steps, {plan.trials} members to step {plan.rungs[-1]}"]
     if plan.rungs:
-        lines, total = [], 0
+        about = "about" if plan.prune == "asha" else "at most"  # it takes a trial on before all are known
+        lines = []
         for count, rungs in brackets_of(plan):
-            counts = [max(1, count // plan.reduction**place) for place in range(len(rungs))]
-            total += sum(left * (rung - before) for left, rung, before in zip(counts, rungs, [0, *rungs], strict=False))
-            lines.append("  " + ", ".join(f"{left} to step {rung}" for left, rung in zip(counts, rungs, strict=True)))
-        return [f"cost: at most {total} steps, of {trials_in(plan) * plan.rungs[-1]} without --prune", *lines]
+            counts = zip(rung_counts(count, rungs, plan.reduction), rungs, strict=True)
+            lines.append("  " + ", ".join(f"{left} to step {rung}" for left, rung in counts))
+        whole = trials_in(plan) * plan.rungs[-1]
+        return [f"cost: {about} {planned_steps(plan)} steps, of {whole} without --prune", *lines]
     if most is None or most < 1:
         return [f"cost: {trials_in(plan)} whole runs; --max-steps bounds them"]
     most_of_all = "at most " if plan.prune != "none" else ""

@@ -19,9 +19,9 @@ from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
 from toolkit.runs.copies import text_hash
 from toolkit.sweeps.journal import JOURNAL, JournalFile, Outcome, Plan, read_journal
+from toolkit.sweeps.outcomes import trial_folder
 from toolkit.sweeps.results import result_of
 from toolkit.sweeps.space import read_space
-from toolkit.sweeps.trials import trial_folder
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "numpy", "deepspeed")
 _PATHS = ("dataset", "model", "tokenizer", "reference", "teacher", "reward_model", "accelerate_config")  # may name files here

@@ -18,11 +18,12 @@ from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.directory import holds_a_run
 from toolkit.sweeps.journal import Job, JournalFile, Objective, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Sweep, run_sweep
+from toolkit.sweeps.outcomes import read_outcome, steps_of, trial_folder
 from toolkit.sweeps.pruning import Curve
 from toolkit.sweeps.results import Trial, best_trials, metrics_of, trials_of
 from toolkit.sweeps.schedule import BY_RUNGS, check_rungs
 from toolkit.sweeps.space import choices_written
-from toolkit.sweeps.trials import fork_run, read_outcome, steps_of, trial_folder
+from toolkit.sweeps.trials import fork_run
 
 
 class Pruned(Exception):

@@ -12,11 +12,13 @@ from toolkit.report.numbers import show_number, show_seconds
 from toolkit.report.style import STYLE
 from toolkit.sweeps.importance import importances
 from toolkit.sweeps.journal import Job, Plan
+from toolkit.sweeps.outcomes import curve_of, trial_folder
 from toolkit.sweeps.page_plots import STYLE as CHARTS, Dot, curves, parallel, scatter
+from toolkit.sweeps.progress import reached_in_words
 from toolkit.sweeps.results import Trial, best_trials, metrics_of, rank_of, result_of, steps_used, trials_of
 from toolkit.sweeps.shown import count_line, seed_lines
 from toolkit.sweeps.space import read_space
-from toolkit.sweeps.trials import commands_of, curve_of, trial_folder
+from toolkit.sweeps.trials import commands_of
 from toolkit.system.console import as_typed
 
 
@@ -27,7 +29,7 @@ def sweep_page(folder: Path, plan: Plan, jobs: Sequence[Job], target: Path) -> s
     parts = [_head(folder, plan, jobs, best), _best(folder, plan, jobs, best, target.parent)]
     if best:
         parts += [_plots(folder, plan, trials, best), _importance(plan, trials), _seeds(plan, jobs)]
-    parts.append(_table(folder, plan, trials, best, target.parent))
+    parts.append(_table(folder, plan, jobs, best, target.parent))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -128,7 +130,8 @@ def _seeds(plan: Plan, jobs: Sequence[Job]) -> str:
     return f"<section><h3>Noise of the seeds</h3><pre>{escape(lines)}</pre></section>"
 
 
-def _table(folder: Path, plan: Plan, trials: Sequence[Trial], best: Sequence[Trial], place: Path) -> str:
+def _table(folder: Path, plan: Plan, jobs: Sequence[Job], best: Sequence[Trial], place: Path) -> str:
+    trials, reached = list(trials_of(jobs).values()), reached_in_words(plan, jobs, folder)
     names = list(dict.fromkeys(name for trial in trials for name in trial.settings))
     metrics = list(dict.fromkeys(metrics_of(plan)))
     numbers = {trial.number for trial in best}
@@ -143,16 +146,16 @@ def _table(folder: Path, plan: Plan, trials: Sequence[Trial], best: Sequence[Tri
         cells += [f"{outcome.step:,}" if outcome else "–", took]
         row = "".join(f"<td>{escape(_short(cell))}</td>" for cell in cells)
         kind = ' class="ours"' if trial.number in numbers else ""
-        ended = f'<td class="reason">{escape(_ended(trial))}</td>'
+        ended = f'<td class="reason">{escape(_ended(trial, reached.get(trial.number, "")))}</td>'
         lines.append(f"<tr{kind}><td>{_link(folder, trial, place)}</td>{row}{ended}</tr>")
     table = f'<table class="trials"><tr>{head}</tr>{"".join(lines)}</table>'
     return f'<section><h3>All trials</h3><div class="scroll">{table}</div></section>' if trials else ""
 
 
-def _ended(trial: Trial) -> str:
+def _ended(trial: Trial, reached: str) -> str:
     outcome = trial.outcome
-    if outcome is None:
-        return "not ended"
+    if outcome is None or reached:
+        return f"not ended, {reached}" if reached else "not ended"
     if outcome.reason:
         return f"failed: {outcome.reason}"
     if outcome.same_as is not None:

@@ -126,11 +126,14 @@ def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
-def steps_used(jobs: Sequence[Job]) -> int:
-    """The steps that were trained for these jobs: of each trial the furthest one, of settings that were equal once."""
+def steps_used(jobs: Sequence[Job], copied: bool = False) -> int:
+    """The steps that were trained for these jobs: of each trial the furthest one, of settings that were equal once.
+
+    `copied`: those too that equal settings did not need to take again.
+    """
     furthest: dict[int, int] = {}
     for job in jobs:
-        if job.outcome and job.outcome.same_as is None:
+        if job.outcome and (copied or job.outcome.same_as is None):
             began = job.parent[1] if job.parent else 0
             furthest[job.trial] = max(furthest.get(job.trial, 0), job.outcome.step - began)
     return sum(furthest.values())

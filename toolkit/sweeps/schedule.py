@@ -65,6 +65,27 @@ def brackets_of(plan: Plan) -> list[tuple[int, list[int]]]:
     return [(math.ceil((most + 1) / (least + 1) * eta**least), plan.rungs[most - least :]) for least in range(most, -1, -1)]
 
 
+def trials_in(plan: Plan) -> int:
+    """The number of trials that a plan asks for."""
+    return sum(count for count, _ in brackets_of(plan)) if plan.rungs else plan.trials * plan.seeds
+
+
+def rung_counts(count: int, rungs: Sequence[int], reduction: int) -> list[int]:
+    """How many trials of a bracket are trained to each rung where none fails; with ASHA about so many."""
+    return [max(1, count // reduction**place) for place in range(len(rungs))]
+
+
+def planned_steps(plan: Plan) -> int:
+    """The steps of all trials of a plan with rungs, as far as they are known beforehand."""
+    if plan.prune == "pbt":
+        return plan.trials * plan.rungs[-1]
+    return sum(
+        left * (rung - before)
+        for count, rungs in brackets_of(plan)
+        for left, rung, before in zip(rung_counts(count, rungs, plan.reduction), rungs, [0, *rungs], strict=False)
+    )
+
+
 class _Whole:
     """Every trial to its end; each point as often as there are seeds, and told when all of them have ended."""
 

@@ -5,23 +5,37 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.sweeps.journal import Job, Plan
 from toolkit.sweeps.loop import show_point
+from toolkit.sweeps.progress import open_jobs, reached_by, reached_in_words, seconds_left
 from toolkit.sweeps.results import Trial, best_trials, metrics_of, result_of, spent_budget, steps_used, trials_of
-from toolkit.sweeps.schedule import brackets_of, without_seed
+from toolkit.sweeps.schedule import trials_in, without_seed
 from toolkit.sweeps.space import Point
-from toolkit.sweeps.trials import Running, curve_of, trial_folder
+from toolkit.sweeps.trials import Running
 from toolkit.system.console import say, show_moving_line, show_number
 
 
-def trial_line(trial: Trial, plan: Plan) -> str:
-    """A trial with its metrics or the reason why it has none, and its settings."""
+def status_lines(plan: Plan, jobs: Sequence[Job], folder: Path, lives: Callable[[str], bool]) -> list[str]:
+    """Each trial, those that run with where they are; the noise of the seeds; how many have ended, and the time that is left.
+
+    `lives`: whether a worker does; without one nothing runs, and no time can be said.
+    """
+    reached = reached_in_words(plan, jobs, folder)
+    lines = [trial_line(trial, plan, reached.get(trial.number, "")) for trial in trials_of(jobs).values()]
+    lines += seed_lines(plan, jobs) if plan.seeds > 1 else []
+    at_a_time = sum(lives(job.worker) for job in open_jobs(jobs))
+    left = seconds_left(plan, jobs, folder, at_a_time) if at_a_time else None
+    return [*lines, count_line(plan, jobs) + ("" if left is None else f"; {_about(left)} left")]
+
+
+def trial_line(trial: Trial, plan: Plan, reached: str = "") -> str:
+    """A trial with its metrics or the reason why it has none, and its settings; `reached`: where it is if it has not ended."""
     outcome = trial.outcome
     if outcome is None:
-        how = "not ended"
+        how = f"not ended, {reached}" if reached else "not ended"
     elif not result_of(trial, plan).values:
         how = f"failed ({outcome.reason})"
     else:
@@ -34,8 +48,8 @@ def trial_line(trial: Trial, plan: Plan) -> str:
             how += f" (pruned at step {outcome.step})"
         elif trial.until is not None:
             how += f" (at step {trial.until})"
-        elif trial.runs:
-            how += " (goes on)"
+        if trial.runs:
+            how += f" (goes on, {reached})" if reached else " (goes on)"
     return f"trial {trial.number:04d}  {how}  {show_point(trial.settings)}"
 
 
@@ -51,11 +65,6 @@ def count_line(plan: Plan, jobs: Sequence[Job]) -> str:
     steps = steps_used(jobs)
     line = f"{line}; {steps} steps trained" if steps else line
     return f"{line}; {budget}" if (budget := spent_budget(plan, jobs)) else line
-
-
-def trials_in(plan: Plan) -> int:
-    """The number of trials that the plan asks for."""
-    return sum(count for count, _ in brackets_of(plan)) if plan.rungs else plan.trials * plan.seeds
 
 
 def seed_lines(plan: Plan, jobs: Sequence[Job]) -> list[str]:
@@ -108,24 +117,22 @@ class Live:
         show_moving_line(self.line([job for job, _ in running.values()], jobs))
 
     def line(self, running: Sequence[Job], jobs: Sequence[Job]) -> str:
-        """Running trials with their metric, the best so far, how many have ended and about how long the rest takes."""
+        """Running trials with their step and metric, the best so far, how many have ended and about how long the rest takes."""
         plan, name = self._plan, self._plan.objectives[0].metric
         parts = []
         for job in running:
-            curve = curve_of(trial_folder(self._folder, job.trial), name)
-            parts.append(f"{job.trial:04d}" + (f" {show_number(curve[-1][1])} at {curve[-1][0]}" if curve else ""))
+            reached = reached_by(job, jobs, plan, self._folder)
+            value = "" if reached.value is None else f" {show_number(reached.value)}"
+            parts.append(f"{job.trial:04d}{value}" + (f" at {reached.step}/{reached.end}" if reached.end else ""))
         trials = trials_of(jobs)
         best = best_trials(list(trials.values()), plan)
         value = show_number(result_of(best[0], plan).values[0]) if best else ""
         best_shown = f"best {name} {value} ({best[0].number:04d})" if best else "no value yet"
-        ended = [job for job in jobs if job.outcome]
-        line = f"runs {', '.join(parts)} | {best_shown} | {len(ended)} ended"
-        seconds = [job.outcome.seconds for job in ended if job.outcome and job.outcome.same_as is None]
-        if seconds and not plan.rungs:
-            left = statistics.fmean(seconds) * (trials_in(plan) - len(ended)) / self._slots
-            about = f"{left / 60:.0f} min" if left >= 60 else f"{left:.0f} s"
-            line += f" of {trials_in(plan)}, about {about} left"
-        return line
+        ended = sum(job.outcome is not None for job in jobs)
+        line = f"runs {', '.join(parts)} | {best_shown} | {ended} ended{'' if plan.rungs else f' of {trials_in(plan)}'}"
+        at_a_time = max(self._slots, len(open_jobs(jobs)))  # in other processes too
+        left = seconds_left(plan, jobs, self._folder, at_a_time)
+        return line if left is None else f"{line}, {_about(left)} left"
 
     def say(self, text: str) -> None:
         """A line that stays, above the moving one."""
@@ -136,6 +143,12 @@ class Live:
         """Take the moving line away."""
         if self.is_on:
             show_moving_line()
+
+
+def _about(seconds: float) -> str:
+    if seconds >= 5400:
+        return f"about {seconds / 3600:.1f} h"
+    return f"about {seconds / 60:.0f} min" if seconds >= 60 else f"about {seconds:.0f} s"
 
 
 def point_of(plan: Plan, settings: Point) -> Point:

@@ -1,10 +1,9 @@
-"""One trial: a recipe started as `toolkit train` starts it, in a run directory of its own, and its values read from there."""
+"""One trial: a recipe started as `toolkit train` starts it, in a run directory of its own, until its outcome."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import shutil
 import signal
@@ -14,17 +13,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from toolkit.config import Refusal
 from toolkit.distributed.launch import REFUSED, TRY_AGAIN, Process, death_with_this_process, end_of, kill_group
 from toolkit.runs.directory import holds_a_run
 from toolkit.sweeps.journal import Job, Outcome, Plan
+from toolkit.sweeps.outcomes import curve_of, read_outcome, steps_of, trial_folder
 from toolkit.sweeps.pruning import Curve
-from toolkit.sweeps.results import metrics_of
 from toolkit.sweeps.space import Point
 from toolkit.sweeps.zygote import Zygote
-from toolkit.system.json_lines import parse_object, read_lines
 
 ATTEMPTS = 3  # of a trial that is killed: each goes on from its newest checkpoint
 _KILLED = 128
@@ -167,11 +164,6 @@ class RecipeTrial:
         return self._prune(curve_of(self._run, self._recipe.plan.objectives[0].metric)) if self._prune else None
 
 
-def trial_folder(folder: Path, number: int) -> Path:
-    """The run directory of a trial."""
-    return folder / "trials" / f"{number:04d}"
-
-
 def flags_of(settings: Point) -> list[str]:
     """The flags of searched settings."""
     return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -227,71 +219,6 @@ def shown_command(plan: Plan, settings: Point) -> Sequence[str]:
     return ["toolkit", "train", plan.recipe, *plan.placement, *plan.words, *flags_of(settings)]
 
 
-def read_outcome(run: Path, plan: Plan, until: int | None = None) -> Outcome:
-    """What a run has come to, or had come to at a step.
-
-    The first objective counts with the best value that was evaluated, as the best checkpoint does; with several objectives, for
-    constraints and in a population the last values count, which are those of one and the same model.
-
-    Raises:
-        Refusal: it did not log a metric.
-    """
-    summary, events = _read_object(run / "summary.json"), read_lines(run / "metrics.jsonl")
-    if until is not None:
-        events = [event for event in events if _step(event) <= until]
-    logged: dict[str, Any] = {name: value for event in events for name, value in event.items()}
-    logged = {**summary, **logged} if until is not None else {**logged, **summary}
-    first = plan.objectives[0]
-    curve = _curve(events, first.metric)
-    values: dict[str, float] = {}
-    for name in metrics_of(plan):
-        value = logged.get(name, logged.get(f"eval_{name}", _of_card(run, name)))
-        if len(plan.objectives) == 1 and name == first.metric:
-            best = summary.get("best")
-            if until is None and plan.prune != "pbt" and isinstance(best, dict) and best.get("name") in (name, f"eval_{name}"):
-                value = best["value"]
-            elif curve and plan.prune == "pbt":
-                value = curve[-1][1]
-            elif curve:
-                value = (max if first.maximize else min)(each for _, each in curve)
-        if value is None and name not in logged and f"eval_{name}" not in logged:
-            numbers = ", ".join(sorted(each for each, number in logged.items() if isinstance(number, float)))
-            raise Refusal(f"{run}: the trial did not log {name}, by which the sweep judges; it has {numbers}.")
-        if isinstance(value, int | float) and math.isfinite(value):
-            values[name] = float(value)
-    missing = [name for name in metrics_of(plan) if name not in values]
-    reason = f"{missing[0]} is not finite" if missing else ""
-    return Outcome(values, reason, step=until or steps_of(run), curve=curve)
-
-
-def curve_of(run: Path, metric: str) -> Curve:
-    """(step, value) of a metric at each evaluation so far."""
-    return _curve(read_lines(run / "metrics.jsonl"), metric)
-
-
-def steps_of(run: Path) -> int:
-    """Steps taken when the run last ended."""
-    found = _read_object(run / "summary.json").get("steps")
-    return found if isinstance(found, int) else 0
-
-
-def _curve(events: Sequence[Mapping[str, Any]], metric: str) -> Curve:
-    names = (metric, f"eval_{metric}")
-    found = [(_step(event), next((event[name] for name in names if name in event), None)) for event in events]
-    return [(step, float(value)) for step, value in found if isinstance(value, int | float)]
-
-
-def _step(event: Mapping[str, Any]) -> int:
-    step = event.get("step")
-    return step if isinstance(step, int) else 0
-
-
-def _of_card(run: Path, name: str) -> Any:
-    card = _read_object(run / "run.json")
-    model = card.get("model")
-    return card.get(name, model.get(name) if isinstance(model, dict) else None)
-
-
 def _reason(printed: str, code: int) -> str:
     """Why a trial failed: the line of what it printed that says so."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
@@ -315,9 +242,3 @@ def _is_out_of_memory(line: str) -> bool:
     if ": continuing with" in line:
         return False
     return "out of memory" in line.lower() or "MemoryError" in line or "can't allocate memory" in line
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        return parse_object(path.read_text(encoding="utf-8")) or {}
-    return {}
