@@ -100,6 +100,14 @@ def test_where_there_is_little_the_page_says_so(tmp_path: Path) -> None:
     assert "not ended, at step 4, loss 0.2500" in running
 
 
+def test_a_choice_that_is_not_searched_is_refused(tmp_path: Path) -> None:
+    """In a journal that was edited. Fails when: sweep_page in page.py does not call _check_choices."""
+    plan, jobs, _, _ = swept(tmp_path, trials=3)
+    jobs[1].settings = {**jobs[1].settings, "optim": "other"}
+    with pytest.raises(Refusal, match="trial 1 has optim other"):
+        sweep_page(tmp_path, plan, jobs, tmp_path / "x.html")
+
+
 def test_two_objectives_show_their_front(tmp_path: Path) -> None:
     """Fails when: _best in page.py shows the first trial of a front alone."""
     _, _, page, _ = swept(tmp_path, maximize={"loss": False, "size": False})

@@ -28,7 +28,8 @@ RATE = ["learning_rate=log:1e-4..1e-2"]
      (["--max-steps", "20"], {"search": RATE, "prune": "median", "rungs": "3,9"}, "no effect"),
      ([], {"search": ["max_steps=5,10"], "prune": "asha", "rungs": "2,5"}, "length of every trial"),
      ([], {"search": RATE, "budget_hours": math.nan}, "--budget-hours"), ([], {"search": RATE, "budget_hours": 0.0}, "--budget-hours"),
-     ([], {"search": RATE, "objective": ["eval_nope"]}, "--objective eval_nope"), ([], {"search": ["allow_change=a,b"]}, "decides that one")],
+     ([], {"search": RATE, "objective": ["eval_nope"]}, "--objective eval_nope"), ([], {"search": ["allow_change=a,b"]}, "decides that one"),
+     ([], {"search": RATE, "objective": [":max"]}, "write METRIC:max")],
 )  # fmt: skip
 def test_what_cannot_be_meant_of_a_recipe_is_refused(words: list[str], asked: dict[str, Any], says: str) -> None:
     """Fails when: ends in space.py has no value between, or _check_options or _check_measured in sweep_plan.py is not called."""
@@ -63,6 +64,13 @@ def test_a_file_that_would_be_read_as_something_else_is_refused(written: str, sa
     path.write_text(written)
     with pytest.raises(Refusal, match=says):
         searches_in_file(path)
+
+
+def test_a_device_in_the_place_of_a_file_is_not_read(tmp_path: Path) -> None:
+    """One like /dev/zero has no end. Fails when: searches_in_file in space.py does not read with read_text_file."""
+    (tmp_path / "space.yaml").symlink_to("/dev/null")
+    with pytest.raises(Refusal, match="is a device, and must be a file"):
+        searches_in_file(tmp_path / "space.yaml")
 
 
 def test_a_file_is_read_as_the_same_flags(tmp_path: Path) -> None:
@@ -138,7 +146,7 @@ def test_a_trial_is_known_by_what_decides_its_value() -> None:
 def test_what_a_recipe_imports_is_a_part_of_it(tmp_path: Path) -> None:
     """A file next to it, one that this imports in a function, and one of a package; another file is none.
 
-    Fails when: _imported in addresses.py looks at the recipe's own text only, or at no package.
+    Fails when: _imported in addresses.py looks at the recipe's own text only, or at no package, or parses what is no Python.
     """
     files = {"recipe.py": "import losses\nimport torch\n", "losses.py": "def loss():\n    from parts import one\n", "parts/__init__.py": "",
              "parts/one.py": "from . import two\n", "parts/two.py": "x = 1\n", "other.py": "x = 1\n"}  # fmt: skip
@@ -151,6 +159,10 @@ def test_what_a_recipe_imports_is_a_part_of_it(tmp_path: Path) -> None:
         digests.append(recipe_digest(tmp_path / "recipe.py"))
     assert digests[0] == digests[1]
     assert len(set(digests)) == 5
+    (tmp_path / "parts" / "two.py").write_bytes("# -*- coding: latin-1 -*-\nx = 'é'\n".encode("latin-1"))
+    latin = recipe_digest(tmp_path / "recipe.py")
+    (tmp_path / "parts" / "two.py").write_text("print 'of another Python'\n")
+    assert len({*digests, latin, recipe_digest(tmp_path / "recipe.py")}) == 7
 
 
 def test_a_recipe_that_raises_at_import_is_refused_with_its_line(tmp_path: Path) -> None:

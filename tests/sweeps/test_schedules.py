@@ -194,6 +194,18 @@ def test_a_functions_sweep_goes_on_where_it_was_interrupted(tmp_path: Path) -> N
     assert calls[3] == calls[4]
 
 
+def test_a_value_that_is_not_finite_is_no_point_of_a_curve(tmp_path: Path) -> None:
+    """A loss that is NaN at its second step; the journal, which is JSON, has no NaN. Fails when: report in functions.py keeps it."""
+
+    def diverging(settings: dict[str, Any], trial: FunctionTrial) -> float:
+        for step in range(1, 4):
+            trial.report(step, float("nan") if step == 2 else settings["x"])
+        return settings["x"]
+
+    found = tk.sweep(diverging, {"x": "float:0..1"}, trials=3, prune="median", folder=tmp_path)
+    assert [[step for step, _ in trial.outcome.curve] for trial in found if trial.outcome] == [[1, 3]] * 3
+
+
 def test_two_values_give_a_front() -> None:
     """Fails when: functions.py takes the first of the returned values alone."""
     found = tk.sweep(

@@ -1,9 +1,13 @@
 """Sweeps of plain functions: proposals, the journal, sweeps that are cut off anywhere, and several workers."""
 
+import contextlib
 import dataclasses
 import itertools
+import json
 import math
+import os
 import random
+import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +18,11 @@ import pytest
 from toolkit.config import Refusal
 from toolkit.sweeps.functions import Ended
 from toolkit.sweeps.journal import JOURNAL, Job, Journal, JournalFile, Objective, Outcome, Plan, read_journal
-from toolkit.sweeps.loop import Sweep, run_sweep
+from toolkit.sweeps.loop import Stopped, Sweep, run_sweep
 from toolkit.sweeps.results import best_trials, result_of, trials_of
 from toolkit.sweeps.space import Point, read_space
 from toolkit.sweeps.storage import JournalDatabase, open_journal
+from toolkit.sweeps.strategies import grid_size
 
 SEARCH = ["x=float:-2..2", "y=log:1e-3..1e3", "n=int:1..9"]
 
@@ -282,6 +287,68 @@ def test_a_journal_of_something_else_is_refused_by_line(line: str, tmp_path: Pat
     for read in (lambda: run(tmp_path, plan(trials=2)), lambda: read_journal(JournalFile(tmp_path))):
         with pytest.raises(Refusal, match=f"{JOURNAL}:6"):
             read()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [("plan", {"search": 5}), ("plan", {"objectives": []}), ("plan", {"trials": "9"}), ("plan", {"parallel": 0}), ("plan", {"rungs": None}),
+     ("plan", {"color": "blue"}), ("start", {"settings": [1]}), ("start", {"number": 7}), ("start", {"told": 9}), ("start", {"same": 1}),
+     ("start", {"trial": True}), ("end", {"number": -1}), ("end", {"values": {"eval_loss": "low"}}), ("end", {"seconds": None}),
+     ("end", {"curve": [[1]]}), ("end", {"step": 1.5})],
+)  # fmt: skip
+def test_a_record_with_values_of_another_kind_is_refused(kind: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    """The last record of its kind. Fails when: made_of in records.py checks no types, or take_in in journal.py takes any number."""
+    run(tmp_path, plan(trials=2))
+    journal = tmp_path / JOURNAL
+    records = [json.loads(line) for line in journal.read_text().splitlines()]
+    place = max(place for place, record in enumerate(records) if record["kind"] == kind)
+    records[place] |= changed
+    journal.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for read in (lambda: run(tmp_path, plan(trials=2)), lambda: read_journal(JournalFile(tmp_path))):
+        with pytest.raises(Refusal, match=f"{JOURNAL}:{place + 1}: is no record"):
+            read()
+
+
+def test_a_row_of_a_database_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """Fails when: records in storage.py parses a row that is NULL."""
+    asked, url = plan(trials=2), f"sqlite:///{tmp_path / 'sweeps.db'}"
+    run(JournalDatabase(url, "one"), asked)
+    with contextlib.closing(sqlite3.connect(tmp_path / "sweeps.db")) as database:
+        database.execute("update toolkit_sweep_records set line = NULL where number = 2")
+        database.commit()
+    with pytest.raises(Refusal, match="record 2 of one"):
+        read_journal(JournalDatabase(url, "one"))
+
+
+def test_what_is_in_the_place_of_a_file_stops_or_refuses_the_sweep(tmp_path: Path) -> None:
+    """A folder as the lock, a pipe as the journal, which nobody writes to.
+
+    Fails when: run_sweep in loop.py lets an error of its first look through, or open_journal in storage.py reads what is no file.
+    """
+    (tmp_path / "locked" / ".sweep.lock").mkdir(parents=True)
+    with pytest.raises(Stopped, match=r"locked/\.sweep\.lock: Is a directory"):
+        run(tmp_path / "locked", plan(trials=2))
+    (tmp_path / "piped").mkdir()
+    os.mkfifo(tmp_path / "piped" / JOURNAL)
+    with pytest.raises(Refusal, match="is a named pipe, and must be a file"):
+        open_journal(tmp_path / "piped")
+
+
+def test_a_grid_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its points are made. Fails when: _grid_points in strategies.py does not ask how many there are."""
+    space = read_space(["a=1,2,3", "b=1,2", "c=1,2"])
+    assert grid_size(space) == 12
+    monkeypatch.setattr("toolkit.sweeps.strategies.MOST_POINTS", 11)
+    with pytest.raises(Refusal, match="12 combinations"):
+        grid_size(space)
+
+
+def test_a_seed_of_any_size_is_taken(tmp_path: Path) -> None:
+    """Fails when: _CmaEs in strategies.py gives numpy a seed beyond 32 bits."""
+    pytest.importorskip("optuna")
+    for strategy in ("random", "quasirandom", "tpe", "cmaes"):
+        asked = dataclasses.replace(plan(strategy, 2, SEARCH[:2]), seed=10**20)
+        assert len(run(tmp_path / strategy, asked)) == 2
 
 
 def test_several_objectives_give_the_front_that_a_plain_loop_finds(tmp_path: Path) -> None:

@@ -108,9 +108,9 @@ def sweep(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_trials_are_runs_and_the_best_is_a_command(recipe: Path, tmp_path: Path) -> None:
-    """The best against the formula of the recipe; a failed trial has its reason, and ends nothing.
+    """The best against the formula of the recipe; a failed trial has its reason, and ends nothing. Continued from elsewhere too.
 
-    Fails when: loop.py takes the largest value where less is better.
+    Fails when: loop.py takes the largest value where less is better; `continue` reads its journal after it has changed the folder.
     """
     done = sweep("formula.py", "--search", "rate=0,0.2,1", "--search", "kind=a,bad", "--strategy", "grid", "--sweep-dir", "s", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -126,7 +126,12 @@ def test_trials_are_runs_and_the_best_is_a_command(recipe: Path, tmp_path: Path)
     elsewhere = sweep("best", tmp_path / "s", cwd=tmp_path / "other").stdout.splitlines()
     assert elsewhere[-2:] == [f"cd {tmp_path}", "toolkit train formula.py --rate 0.2 --kind a"]
     before = (tmp_path / "s" / "trials" / "started.txt").read_text()
-    assert sweep("continue", "s", cwd=tmp_path).returncode == 0
+    for place, written in ((tmp_path, "s"), (tmp_path / "other", "../s")):
+        assert sweep("continue", written, cwd=place).returncode == 0
+    assert not (tmp_path.parent / "s").exists()  # which is ../s from where the sweep was begun
+    journal = tmp_path / "s" / JOURNAL
+    journal.write_text(journal.read_text().replace(f'"folder": "{tmp_path}"', '"folder": "/no/where"'))
+    assert "was begun in /no/where, which is not here" in sweep("continue", "s", cwd=tmp_path).stderr
     assert (tmp_path / "s" / "trials" / "started.txt").read_text() == before
 
 
@@ -153,7 +158,8 @@ def test_what_cannot_be_meant_is_refused_before_a_trial(words: list[str], says: 
 @pytest.mark.parametrize(
     ("words", "says"),
     [(["--sweep-dir", "formula.py"], "--sweep-dir formula.py: is a file"), (["--sweep-dir", "formula.py/x"], "is a file, not a directory"),
-     (["--sweep-dir", "/proc/x"], "--sweep-dir /proc/x: can't be written"), (["--sweep-dir", "s", "--storage", "sqlite:///no/where.db"], "mkdir -p")],
+     (["--sweep-dir", "/proc/x"], "--sweep-dir /proc/x: can't be written"), (["--sweep-dir", "a\udcff"], "is not Unicode text"),
+     (["--sweep-dir", "s", "--storage", "sqlite:///no/where.db"], "mkdir -p")],
 )  # fmt: skip
 def test_a_place_that_cannot_be_written_is_refused(words: list[str], says: str, recipe: Path, tmp_path: Path) -> None:
     """Fails when: open_journal does not call place_to_write, and a traceback is shown."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.sweeps.journal import Job, Objective, Outcome, Plan
-from toolkit.sweeps.outcomes import trial_folder
+from toolkit.sweeps.outcomes import curve_of, read_outcome, trial_folder
 from toolkit.sweeps.trials import Recipe
 
 PLAN = Plan("r.py", "digest", [], ["rate=float:0..1"], "random", 0, 10, [Objective("eval_loss")])
@@ -63,6 +63,21 @@ def test_a_micro_batch_that_was_halved_is_no_reason(tmp_path: Path) -> None:
     found = outcome(tmp_path, halved + "torch.OutOfMemoryError: CUDA out of memory.\n")
     assert found is not None
     assert found.reason.startswith("out of memory: torch")
+
+
+@pytest.mark.parametrize(
+    ("summary", "value"),
+    [('{"eval_loss": 0.5}', 0.5), ('{"eval_loss": 1' + "0" * 400 + "}", None), ('{"eval_loss": "low"}', None), ('{"eval_loss": [0.5]}', None),
+     ('{"eval_loss": 0.5, "best": {"name": "eval_loss"}}', None), ('{"eval_loss": 0.5, "best": {"name": "eval_loss", "value": "low"}}', None)],
+)  # fmt: skip
+def test_a_metric_that_is_no_number_fails_the_trial_alone(summary: str, value: float | None, tmp_path: Path) -> None:
+    """In the summary of a recipe of one's own, and in its metrics. Fails when: _number in outcomes.py lets an OverflowError through."""
+    (tmp_path / "summary.json").write_text(summary)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 1' + "0" * 400 + "}\n")
+    found = read_outcome(tmp_path, PLAN)
+    assert found.values.get("eval_loss") == value
+    assert found.reason == ("" if value else "eval_loss is not finite")
+    assert curve_of(tmp_path, "other") == []
 
 
 def test_a_full_disk_fails_no_trial(tmp_path: Path) -> None:

@@ -183,6 +183,9 @@ def _gpus_of(slot: int, slots: int) -> dict[str, str]:
 
 
 def _of_directory(action: str, folder: Path, values: dict[str, Any]) -> None:
+    here = folder.absolute()
+    if action == "continue":
+        folder = here  # it goes on in another folder, see below
     journal = open_journal(folder, values["storage"], must_exist=True)
     plan, jobs = read_journal(journal)
     if plan is None:
@@ -200,8 +203,12 @@ def _of_directory(action: str, folder: Path, values: dict[str, Any]) -> None:
     elif action == "best":
         _show_best(plan, jobs, folder)
     else:
-        here = folder.absolute()
-        os.chdir(plan.folder)  # relative paths among the recipe's flags
+        if not os.path.isdir(plan.folder):
+            raise Refusal(
+                f"{folder}: was begun in {plan.folder}, which is not here, and to which the paths of its flags belong. In the "
+                "folder that has its recipe and data, type the command it was begun with, and --sweep-dir."
+            )
+        os.chdir(plan.folder)
         digest = recipe_digest(Path(plan.recipe)) if Path(plan.recipe).is_file() else "missing"
         check_hours(values["budget_hours"])
         changed = {name: values[name] for name in ("trials", "parallel", "budget_steps", "budget_hours") if values[name]}

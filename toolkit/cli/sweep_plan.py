@@ -198,8 +198,9 @@ def _objectives(asked: Asked, values: Mapping[str, Any]) -> list[Objective]:
     found = []
     for text in asked.objective:
         metric, colon, direction = text.partition(":")
-        if direction not in ("max", "min") and (colon or not metric.startswith("eval_")):
-            raise Refusal(f"--objective {text}: write {metric}:max or {metric}:min.")
+        if not metric or (direction not in ("max", "min") and (colon or not metric.startswith("eval_"))):
+            name = metric or "METRIC"
+            raise Refusal(f"--objective {text}: write {name}:max or {name}:min.")
         found.append(Objective(metric, direction == "max" if colon else greater_is_better(metric)))
     metrics = [objective.metric for objective in found]
     for metric in metrics:

@@ -19,12 +19,16 @@ def place_to_write(path: str | Path, shown: str, *, is_file: bool = False) -> Pa
     Nothing is left behind: an empty directory is made next to it and removed. `shown` begins the messages, such as `--into`.
 
     Raises:
-        Refusal: as `check_place`, or no such user, or the disk lets nobody write there.
+        Refusal: as `check_place`, or no such user, a name that is no text, or the disk lets nobody write there.
     """
     place = Path(os.path.expanduser(path))
     if str(place).startswith("~"):
         user = str(place).partition("/")[0]
         raise Refusal(f"{shown} {path}: there is no user {user[1:]!r}. For a folder of that name: ./{path}")
+    try:
+        str(place).encode()
+    except UnicodeEncodeError as error:
+        raise Refusal(f"{shown}: character {error.start + 1} is not Unicode text. Take a name in UTF-8.") from None
     parent = check_place(place, shown, is_file=is_file)
     try:
         if not (is_file and place.exists()):

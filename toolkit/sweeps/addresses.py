@@ -39,7 +39,7 @@ _NOT_OF_THE_RESULT = frozenset((
 
 def recipe_digest(recipe: Path) -> str:
     """The digest of a recipe's file, and of the Python files next to it that it imports."""
-    texts = [file.read_text(encoding="utf-8") for file in [recipe, *_imported(recipe)]]
+    texts = [_text(file) for file in [recipe, *_imported(recipe)]]
     return text_hash(texts[0] if len(texts) == 1 else "\0".join(texts))
 
 
@@ -49,7 +49,11 @@ def _imported(recipe: Path) -> list[Path]:
     todo = [recipe]
     while todo:
         file = todo.pop()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):  # no Python, which may be imported by nothing that runs
+            continue
+        for node in ast.walk(tree):
             names: list[str] = []
             place = recipe.parent
             if isinstance(node, ast.Import):
@@ -65,6 +69,11 @@ def _imported(recipe: Path) -> list[Path]:
                 found |= new
                 todo += new
     return sorted(found)
+
+
+def _text(file: Path) -> str:
+    """Of whatever encoding."""
+    return file.read_text(encoding="utf-8", errors="backslashreplace")
 
 
 def address_of(config: Settings, plan: Plan) -> str:

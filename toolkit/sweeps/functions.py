@@ -50,7 +50,8 @@ class FunctionTrial:
         Raises:
             Pruned: it is worse than others were at that step.
         """
-        self.curve.append((step, float(value)))
+        if math.isfinite(value):
+            self.curve.append((step, float(value)))
         if self.prune and self.prune(self.curve) is not None:
             raise Pruned
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from toolkit.config import Refusal
+from toolkit.sweeps.records import made_of
 from toolkit.sweeps.space import Point
 from toolkit.sweeps.workers import Liveness, beats_in
 from toolkit.system.console import as_typed
@@ -208,21 +209,38 @@ def end_record(number: int, outcome: Outcome) -> dict[str, Any]:
 
 def plan_of(record: Mapping[str, Any]) -> Plan:
     """The plan that a record holds."""
-    plan = Plan(**{name: value for name, value in record.items() if name != "kind"})
-    return replace(plan, objectives=[Objective(**each) for each in record["objectives"]])
+    objectives = [made_of(Objective, each) for each in record["objectives"]]
+    plan = made_of(Plan, {**record, "objectives": objectives}, "kind")
+    if min(plan.trials, plan.parallel, plan.seeds, len(objectives), plan.reduction - 1) < 1:
+        raise ValueError("a number below 1")
+    return plan
 
 
-def job_of(record: Mapping[str, Any]) -> Job:
-    """The job that a record of its start holds."""
-    job = Job(**{name: value for name, value in record.items() if name != "kind"})
-    job.parent = (int(job.parent[0]), int(job.parent[1])) if job.parent else None
-    return job
+def take_in(record: Mapping[str, Any], jobs: list[Job]) -> Job | None:
+    """What a record says of the jobs; the job that it starts, if any."""
+    match record["kind"]:
+        case "start":
+            job = made_of(Job, record, "kind")
+            is_known = job.same is None or 0 <= job.same < job.number
+            if job.number != len(jobs) or job.trial < 0 or not 0 <= job.told <= job.number or not is_known:
+                raise ValueError(f"job {job.number} after {len(jobs)} others")
+            job.parent = (job.parent[0], job.parent[1]) if job.parent else None
+            jobs.append(job)
+            return job
+        case "again":
+            _numbered(record, jobs).worker = str(record["worker"])
+        case "end":
+            outcome = made_of(Outcome, record, "kind", "number")
+            _numbered(record, jobs).outcome = replace(outcome, curve=[(step, float(value)) for step, value in outcome.curve])
+        case kind if kind != "plan":
+            raise ValueError(f"kind {kind}")
+    return None
 
 
-def outcome_of(record: Mapping[str, Any]) -> Outcome:
-    """The outcome that a record of a job's end holds."""
-    outcome = Outcome(**{name: value for name, value in record.items() if name not in ("kind", "number")})
-    return replace(outcome, curve=[(int(step), float(value)) for step, value in outcome.curve])
+def _numbered(record: Mapping[str, Any], jobs: Sequence[Job]) -> Job:
+    if record["number"] not in range(len(jobs)):
+        raise ValueError(f"job {record['number']}, which has not begun")
+    return jobs[record["number"]]
 
 
 def read_journal(journal: Journal) -> tuple[Plan | None, list[Job]]:
@@ -235,15 +253,9 @@ def read_journal(journal: Journal) -> tuple[Plan | None, list[Job]]:
     jobs: list[Job] = []
     for line, record in enumerate(journal.records(0), 1):
         with named_record(line):
-            match record["kind"]:
-                case "plan":
-                    plan = plan_of(record)
-                case "start":
-                    jobs.append(job_of(record))
-                case "again":
-                    jobs[record["number"]].worker = record["worker"]
-                case _:
-                    jobs[record["number"]].outcome = outcome_of(record)
+            if record["kind"] == "plan":
+                plan = plan_of(record)
+            take_in(record, jobs)
     return plan, jobs
 
 

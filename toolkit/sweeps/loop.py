@@ -20,13 +20,12 @@ from toolkit.sweeps.journal import (
     again_record,
     differing,
     end_record,
-    job_of,
     named_record,
     other_fields,
-    outcome_of,
-    plan_of,
     plan_record,
+    read_journal,
     start_record,
+    take_in,
 )
 from toolkit.sweeps.proposal import Nothing
 from toolkit.sweeps.pruning import pruner_of
@@ -76,11 +75,10 @@ class Sweep:
         """Write the plan, or compare it with the one that the journal holds.
 
         Raises:
-            Refusal: that is of another sweep.
+            Refusal: that is of another sweep, or it can't be read.
         """
         with self.journal.exclusive():
-            records = list(self.journal.records(0))
-            plan = next((plan_of(record) for record in records[::-1] if record.get("kind") == "plan"), None)
+            plan, _ = read_journal(self.journal)
             if plan is not None and (others := other_fields(plan, self.plan)):
                 old, new = differing(*(getattr(each, others[0]) for each in (plan, self.plan)))
                 what = {"recipe_digest": "text of its recipe", "words": "set of the recipe's flags"}.get(others[0], others[0])
@@ -97,18 +95,9 @@ class Sweep:
         for record in self.journal.records(self._read_records):
             self._read_records += 1
             with named_record(self._read_records):
-                kind = record["kind"]
-                if kind == "start":
-                    job = job_of(record)
+                if job := take_in(record, self.jobs):
                     self._tell_first(job.told)
                     self._schedule.accept(job)
-                    self.jobs.append(job)
-                elif kind == "again":
-                    self.jobs[record["number"]].worker = record["worker"]
-                elif kind == "end":
-                    self.jobs[record["number"]].outcome = outcome_of(record)
-                elif kind != "plan":
-                    raise ValueError(f"kind {kind}")
 
     def claim(self) -> Job | Nothing:
         """A job for this process: one that a dead process has left, or a new one. Nothing yet, where results are missing."""
@@ -225,7 +214,10 @@ def run_sweep(
         Stopped: by a signal, or a full disk.
         Refusal: the journal is one of another sweep, or a trial did not log what is judged by.
     """
-    sweep.open()
+    try:
+        sweep.open()
+    except OSError as error:
+        raise Stopped(1, _said_by(error)) from error
     received: list[int] = []
     running: dict[int, tuple[Job, Running]] = {}
     forwarded, code, full, looked, left = 0, 0, "", -_WAIT_SECONDS, Nothing.YET
@@ -268,7 +260,7 @@ def run_sweep(
                     running[slot] = (claimed, start(claimed, slot, pruner_of(sweep.plan, sweep.told_to(claimed))))
                 sweep.liveness.beat()
             except OSError as error:
-                full = full or f"{error.strerror or error}"
+                full = full or _said_by(error)
             if not running and (received or code or full):
                 raise Stopped(code or (1 if full else TRY_AGAIN), full or "stopped by a signal")
             if not running and left is Nothing.MORE:
@@ -277,9 +269,9 @@ def run_sweep(
             time.sleep(_POLL_SECONDS)
 
 
-def show_point(settings: Point) -> str:
-    """Settings as they are typed."""
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+def _said_by(error: OSError) -> str:
+    """The place where it is known, and what is wrong with it."""
+    return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}"
 
 
 def _copied(outcome: Outcome, source: int) -> Outcome:

@@ -42,7 +42,7 @@ def read_outcome(run: Path, plan: Plan, until: int | None = None) -> Outcome:
         if len(plan.objectives) == 1 and name == first.metric:
             best = summary.get("best")
             if until is None and plan.prune != "pbt" and isinstance(best, dict) and best.get("name") in (name, f"eval_{name}"):
-                value = best["value"]
+                value = best.get("value")
             elif curve and plan.prune == "pbt":
                 value = curve[-1][1]
             elif curve:
@@ -50,8 +50,8 @@ def read_outcome(run: Path, plan: Plan, until: int | None = None) -> Outcome:
         if value is None and name not in logged and f"eval_{name}" not in logged:
             numbers = ", ".join(sorted(each for each, number in logged.items() if isinstance(number, float)))
             raise Refusal(f"{run}: the trial did not log {name}, by which the sweep judges; it has {numbers}.")
-        if isinstance(value, int | float) and math.isfinite(value):
-            values[name] = float(value)
+        if (number := _number(value)) is not None and math.isfinite(number):
+            values[name] = number
     missing = [name for name in metrics_of(plan) if name not in values]
     reason = f"{missing[0]} is not finite" if missing else ""
     return Outcome(values, reason, step=until or steps_of(run), curve=curve)
@@ -82,8 +82,16 @@ def planned_steps_of(run: Path) -> int | None:
 
 def _curve(events: Sequence[Mapping[str, Any]], metric: str) -> Curve:
     names = (metric, f"eval_{metric}")
-    found = [(_step(event), next((event[name] for name in names if name in event), None)) for event in events]
-    return [(step, float(value)) for step, value in found if isinstance(value, int | float)]
+    found = [(_step(event), _number(next((event[name] for name in names if name in event), None))) for event in events]
+    return [(step, value) for step, value in found if value is not None]
+
+
+def _number(value: object) -> float | None:
+    """As a float; None where it is no number, or none that a float can be."""
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
 
 
 def _step(event: Mapping[str, Any]) -> int:

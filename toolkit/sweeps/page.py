@@ -23,8 +23,13 @@ from toolkit.system.console import as_typed
 
 
 def sweep_page(folder: Path, plan: Plan, jobs: Sequence[Job], target: Path) -> str:
-    """The page as text; its links are relative to where `target` lies. A sweep may still run, or have no value yet."""
+    """The page as text; its links are relative to where `target` lies. A sweep may still run, or have no value yet.
+
+    Raises:
+        Refusal: a trial has what the plan does not search.
+    """
     trials = list(trials_of(jobs).values())
+    _check_choices(folder, plan, trials)
     best = best_trials(trials, plan)
     parts = [_head(folder, plan, jobs, best), _best(folder, plan, jobs, best, target.parent)]
     if best:
@@ -47,6 +52,14 @@ def sweep_page(folder: Path, plan: Plan, jobs: Sequence[Job], target: Path) -> s
 </body>
 </html>
 """
+
+
+def _check_choices(folder: Path, plan: Plan, trials: Sequence[Trial]) -> None:
+    for each in read_space(plan.search):
+        for trial in trials:
+            if each.choices and str(trial.settings.get(each.name, each.choices[0])) not in each.choices:
+                found = f"{each.name} {trial.settings[each.name]}"
+                raise Refusal(f"{folder}: trial {trial.number} has {found}, which is not searched. Was the journal edited?")
 
 
 def _head(folder: Path, plan: Plan, jobs: Sequence[Job], best: Sequence[Trial]) -> str:

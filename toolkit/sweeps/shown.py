@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.sweeps.journal import Job, Plan
-from toolkit.sweeps.loop import show_point
 from toolkit.sweeps.progress import open_jobs, reached_by, reached_in_words, seconds_left
 from toolkit.sweeps.results import Trial, best_trials, metrics_of, result_of, spent_budget, steps_used, trials_of
 from toolkit.sweeps.schedule import trials_in, without_seed
@@ -143,6 +142,11 @@ class Live:
         """Take the moving line away."""
         if self.is_on:
             show_moving_line()
+
+
+def show_point(settings: Point) -> str:
+    """Settings as they are typed."""
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
 
 
 def _about(seconds: float) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.config import Refusal
-from toolkit.config.json_and_yaml import parse_yaml
+from toolkit.config.json_and_yaml import parse_yaml, read_text_file
 
 Value = str | int | float
 Point = Mapping[str, Value]  # one value for each searched setting
@@ -95,10 +95,7 @@ def searches_in_file(path: Path) -> list[str]:
     Raises:
         Refusal: it cannot be read.
     """
-    try:
-        found = parse_yaml(path.read_text(encoding="utf-8"), f"--search {path}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(f"--search {path}: {getattr(error, 'strerror', None) or error}") from None
+    found = parse_yaml(read_text_file(path, f"--search {path}"), f"--search {path}")
     if not isinstance(found, dict) or not found:
         raise Refusal(f"--search {path}: settings and their values are expected, such as `learning_rate: log:1e-5..1e-3`.")
     written = []

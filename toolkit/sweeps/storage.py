@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import Refusal
+from toolkit.config.json_and_yaml import kind_of_file
 from toolkit.config.places import place_to_write
 from toolkit.sweeps.journal import JOURNAL, Journal, JournalFile
 from toolkit.sweeps.workers import Liveness
@@ -34,11 +35,14 @@ def open_journal(folder: Path, url: str | None = None, must_exist: bool = False)
         raise Refusal(f"{folder / STORAGE}: names no database. Give it once more: --storage URL.")
     if url is None and "***" in (known or ""):
         raise Refusal(f"{folder}: its journal is in {known}. Give the URL with its password: --storage URL.")
+    file = folder / JOURNAL
+    if file.exists() and not file.is_file():
+        raise Refusal(f"{file}: is {kind_of_file(file.stat().st_mode)}, and must be a file. Take another --sweep-dir.")
     if url is None and known is None:
-        if must_exist and not (folder / JOURNAL).is_file():
+        if must_exist and not file.exists():
             raise Refusal(f"{folder}: is no directory of a sweep; it has no {JOURNAL}.")
         return JournalFile(folder if must_exist else place_to_write(folder, "--sweep-dir"))
-    if (folder / JOURNAL).is_file():
+    if file.exists():
         raise Refusal(f"--storage {url}: {folder} holds a sweep with its journal in {JOURNAL}. Take another --sweep-dir.")
     name = name or folder.absolute().name
     journal = JournalDatabase(url or str(known), name)
@@ -118,7 +122,7 @@ class JournalDatabase:
             else:
                 with self._engine.connect() as connection:
                     rows = connection.execute(wanted).scalars().all()
-        found = [parse_object(row) for row in rows]
+        found = [parse_object(str(row)) for row in rows]
         if any(each is None for each in found):
             raise Refusal(f"--storage {self.shown_url}: record {since + found.index(None)} of {self._name} is none of a sweep.")
         return [each for each in found if each is not None]

@@ -7,6 +7,7 @@ behind. A sweep that continues gives the study what is in the journal, and gets 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 from toolkit.config import Refusal
 from toolkit.sweeps.space import Dimension, Point, Value, points_at
+
+MOST_POINTS = 100_000  # of a grid, whose points are all in memory
 
 
 class Result(NamedTuple):
@@ -99,6 +102,9 @@ def _grid_points(space: Sequence[Dimension]) -> list[Point]:
                 f"--strategy grid: {dimension.name} is a range. List its values, such as --search {dimension.name}="
                 f"{dimension.at(0.0):.3g},{dimension.at(0.5):.3g}, or take --strategy quasirandom."
             )
+    most = math.prod(len(each.choices) for each in space)
+    if most > MOST_POINTS:
+        raise Refusal(f"--strategy grid: {most:,} combinations, of at most {MOST_POINTS:,}. Take --strategy random.")
     points: dict[tuple[tuple[str, Value], ...], Point] = {}
     for row in itertools.product(*(each.choices for each in space)):
         point: dict[str, Value] = {}
@@ -182,7 +188,7 @@ class _CmaEs:
         import optuna
 
         self._space, self._study, self._asked = space, _study(directions), dict[int, Any]()
-        self._study.sampler = optuna.samplers.CmaEsSampler(seed=seed)
+        self._study.sampler = optuna.samplers.CmaEsSampler(seed=seed % 2**32)  # numpy takes no larger one
 
     def ask(self, number: int) -> Point | None:
         if number not in self._asked:

@@ -74,7 +74,9 @@ class Liveness:
     def lives(self, worker: str) -> bool:
         """Whether a worker lives. Of another machine's, which may be silent for a minute, by what was seen here: no clocks
         are compared."""
-        machine, pid, started, _ = worker.rsplit(":", 3)
+        machine, pid, started, _ = [*worker.rsplit(":", 3), "", "", ""][:4]
+        if not pid.isdigit():
+            return False  # no name of a worker
         if machine == this_machine():
             return worker in _working if int(pid) == os.getpid() else str(_started(int(pid))) == started
         beat, now = self._read(worker), time.monotonic()
