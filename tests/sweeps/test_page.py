@@ -1,7 +1,10 @@
 """The page of a sweep, parsed as a browser would; its plots against plain loops."""
 
+import dataclasses
+import html
 import math
 import re
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ from toolkit.config import Refusal
 from toolkit.sweeps.importance import importances
 from toolkit.sweeps.journal import JournalFile, Plan, read_journal
 from toolkit.sweeps.page import sweep_page
-from toolkit.sweeps.results import trials_of
+from toolkit.sweeps.results import best_trials, trials_of
 from toolkit.sweeps.space import read_space
+from toolkit.sweeps.trials import shown_command
 
 SPACE = {"rate": "log:1e-4..1e-1", "optim": ["adamw", "sgd"], "momentum": "float:0.8..0.99 when optim=sgd", "layers": "int:1..8"}
 HOSTILE = "<script>alert('x')</script>"
@@ -98,6 +102,17 @@ def test_where_there_is_little_the_page_says_so(tmp_path: Path) -> None:
     running = Page(sweep_page(tmp_path, plan, jobs, tmp_path / "x.html")).texts
     assert "not ended" in running
     assert "not ended, at step 4, loss 0.2500" in running
+
+
+def test_the_bests_command_is_copied_as_it_is_typed(tmp_path: Path) -> None:
+    """With words that a shell quotes, and HTML. Fails when: _command in page.py quotes or escapes no word."""
+    plan, jobs, _, _ = swept(tmp_path, trials=3)
+    plan = dataclasses.replace(plan, recipe="my recipe.py", recipe_digest="d", words=["--run-name", HOSTILE])
+    text = sweep_page(tmp_path, plan, jobs, tmp_path / "x.html")
+    shown = re.findall(r'<pre class="command">(.*?)</pre>', text, re.S)
+    assert HOSTILE not in text
+    best = best_trials(list(trials_of(jobs).values()), plan)[0]
+    assert shlex.split(html.unescape(re.sub("<[^>]*>", "", shown[0]))) == list(shown_command(plan, best.settings))
 
 
 def test_a_choice_that_is_not_searched_is_refused(tmp_path: Path) -> None:

@@ -86,12 +86,17 @@ def _best(folder: Path, plan: Plan, jobs: Sequence[Job], best: Sequence[Trial], 
     title = "The best" if len(best) == 1 else f"The Pareto front: {len(best)} trials"
     shown = []
     for trial in best:
-        commands = "\n".join(as_typed(*command) for command in commands_of(plan, jobs, trial.number))
+        commands = "\n".join(_command(command) for command in commands_of(plan, jobs, trial.number))
         if not plan.recipe_digest:  # a function's
-            commands = ", ".join(f"{name}={value!r}" for name, value in trial.settings.items())
+            commands = escape(", ".join(f"{name}={value!r}" for name, value in trial.settings.items()))
         values = ", ".join(f"{name} {show_number(value)}" for name, value in _named_values(trial, plan))
-        shown.append(f"<p>{_link(folder, trial, place)} {escape(values)}</p><pre>{escape(commands)}</pre>")
+        shown.append(f'<p>{_link(folder, trial, place)} {escape(values)}</p><pre class="command">{commands}</pre>')
     return f"<section><h3>{title}</h3>{''.join(shown)}</section>"
+
+
+def _command(words: Sequence[str]) -> str:
+    """A command that is copied as one line, and wrapped between words: a browser would break it at the hyphens of flags too."""
+    return " ".join(f"<span>{escape(as_typed(word))}</span>" for word in words)
 
 
 def _plots(folder: Path, plan: Plan, trials: Sequence[Trial], best: Sequence[Trial]) -> str:

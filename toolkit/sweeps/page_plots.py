@@ -27,6 +27,9 @@ STYLE = """
 .parallel span { position: absolute; font-size: 12px; line-height: 1; color: var(--soft); white-space: nowrap; }
 .parallel .name { top: -40px; transform: translateX(-50%); font-weight: 600; color: var(--ink); }
 .parallel .tick { transform: translateY(-50%); margin-left: 5px; padding: 1px 2px; background: var(--card); opacity: .85; }
+.tile dd { white-space: nowrap; }
+.command { margin-bottom: 14px; }
+.command span { display: inline-block; max-width: 100%; }
 .trials td, .trials th { white-space: nowrap; padding: 6px 16px 6px 0; border-bottom: 1px solid var(--line); }
 .trials td.reason { white-space: normal; min-width: 220px; }
 .trials tr.ours { font-weight: 600; }
