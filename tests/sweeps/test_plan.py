@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import toolkit as tk
 from toolkit.cli.command_line import read_command_line
+from toolkit.cli.main import app
 from toolkit.cli.recipe import config_class_of_file
 from toolkit.cli.sweep_plan import Asked, make_plan
 from toolkit.config import Refusal, settings_of
@@ -35,6 +37,21 @@ def test_what_cannot_be_meant_of_a_recipe_is_refused(words: list[str], asked: di
     """Fails when: ends in space.py has no value between, or _check_options or _check_measured in sweep_plan.py is not called."""
     with pytest.raises(Refusal, match=says):
         make_plan(RECIPE, words, Asked(**asked))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["status", "s", "--strategy", "tpe"], "--strategy: has no effect with `toolkit sweep status`"),
+     (["continue", "s", "--seeds", "3"], "--seeds: has no effect"), (["continue", "s", "--dry-run"], "--dry-run: has no effect"),
+     (["best", "s", "--output", "x"], "--output: has no effect"),
+     (["report", "s", "--storage", ""], "--storage: is empty"), (["accelerated", "--search", "seed=1,2", "--dry-run", "--output", "x"], "--output: has no effect"),
+     (["accelerated", "--search", "seed=1,2", "--dry-run", "--sweep-dir="], "--sweep-dir: is empty")],
+)  # fmt: skip
+def test_an_option_without_effect_is_refused(words: list[str], says: str) -> None:
+    """Fails when: sweep in cli/sweep.py does not call check_given."""
+    done = CliRunner().invoke(app, ["sweep", *words])
+    assert isinstance(done.exception, Refusal), done.output
+    assert says in str(done.exception)
 
 
 def test_metrics_that_are_measured_may_decide() -> None:

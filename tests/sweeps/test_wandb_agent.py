@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from toolkit.cli.main import app
+from toolkit.config import Refusal
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--max-train-examples", "96", "--max-eval-examples", "40", "--use-cpu", "--hidden-size", "16", "--num-hidden-layers", "1"]
@@ -81,6 +85,12 @@ def run_command(name: str, rate: float, kind: str = "run") -> dict[str, Any]:
     return {"type": kind, "run_id": name, "args": {"learning_rate": {"value": rate}}}
 
 
+def refused(says: str, *words: str) -> None:
+    done = CliRunner().invoke(app, ["sweep", *words])
+    assert isinstance(done.exception, Refusal), done.output
+    assert says in str(done.exception)
+
+
 @pytest.mark.slow
 def test_each_run_that_the_server_asks_for_is_a_trial_with_its_id(server: Server, tmp_path: Path) -> None:
     """Fails when: run_agent in wandb_agent.py leaves out the settings, or Trackers make an id of their own."""
@@ -104,17 +114,15 @@ def test_a_run_that_w_and_b_stops_saves_a_checkpoint(server: Server, tmp_path: P
     assert list((tmp_path / "s" / "trials" / "long" / "checkpoints").glob("step-*"))
 
 
-def test_what_w_and_b_decides_is_refused() -> None:
-    """Fails when: sweep in cli/sweep.py does not call check_agent."""
-    from toolkit.cli.sweep_plan import check_agent
-    from toolkit.config import Refusal
-
-    nothing = dict.fromkeys(("search", "objective", "constraint", "rungs", "parallel", "slots", "storage", "processes"))
-    values = {**nothing, "accelerate_config": None, "wandb": "a/b/c"}
-    check_agent(["--max-steps", "3"], values)
-    for words, more in ((["--output-dir", "x"], {}), ([], {"search": ["a=1,2"]}), ([], {"wandb": "c"})):
-        with pytest.raises(Refusal):
-            check_agent(words, {**values, **more})
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["--wandb", "a/b/c", "--output-dir", "x"], "--output-dir: each trial has its own"), (["--wandb", "c"], "write ENTITY/PROJECT/ID"),
+     (["--wandb", "a/b/c", "--search", "seed=1,2"], "--search: has no effect"), (["--wandb", "a/b/c", "--prune", "asha"], "--prune: has no effect"),
+     (["--wandb", ""], "--wandb: is empty")],
+)  # fmt: skip
+def test_what_w_and_b_decides_is_refused(words: list[str], says: str) -> None:
+    """Fails when: sweep in cli/sweep.py does not call check_agent, or takes every option with --wandb."""
+    refused(says, str(ROOT / "recipes" / "accelerated.py"), *words)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from toolkit.cli.command_line import read_command_line
 from toolkit.cli.placement import ConfigFile, Processes
 from toolkit.cli.recipe import config_class_of_file
 from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
-from toolkit.cli.sweep_plan import PRUNERS, Asked, base_of, check_agent, check_hours, make_plan
+from toolkit.cli.sweep_plan import PRUNERS, Asked, base_of, check_agent, check_given, check_hours, make_plan
 from toolkit.config import Refusal, settings_of
 from toolkit.config.places import place_to_write, unwritable
 from toolkit.distributed.launch import threads_of_a_rank
@@ -35,7 +35,12 @@ from toolkit.sweeps.wandb_agent import run_agent
 from toolkit.sweeps.zygote import Zygote
 from toolkit.system.console import as_typed, say
 
-ACTIONS = ("status", "best", "report", "continue")
+# What can be done with the directory of a sweep, and the options that each of it takes.
+ACTIONS = {
+    "status": {"storage"}, "best": {"storage"}, "report": {"storage", "output"},
+    "continue": {"storage", "trials", "parallel", "slots", "budget_steps", "budget_hours"},
+}  # fmt: skip
+_OF_AN_AGENT = {"wandb", "trials", "sweep_dir"}
 
 
 def sweep(
@@ -116,16 +121,19 @@ def sweep(
     """
     words, values = split_options(context, flags or [])
     if recipe in ACTIONS:
+        check_given(context, values, ACTIONS[recipe], f"`toolkit sweep {recipe}`")
         if len(words) != 1:
             raise Refusal(f"toolkit sweep {recipe}: give the directory of one sweep: `toolkit sweep {recipe} sweeps/sft`.")
         _of_directory(recipe, Path(words[0]), values)
         return
     script = find_recipe(recipe, context.command_path)
     folder = Path(values["sweep_dir"] or Path("sweeps") / Path(script).stem)
-    if values["wandb"]:
-        check_agent(words, values)
+    if values["wandb"] is not None:
+        check_given(context, values, _OF_AN_AGENT, "--wandb, where the W&B sweep decides")
+        check_agent(words, values["wandb"])
         run_agent(values["wandb"], script, words, folder, settings_of(config_class_of_file(Path(script))), values["trials"])
         return
+    check_given(context, values, values.keys() - {"output"}, "a recipe")
     plan = make_plan(script, words, Asked.of(values))
     if values["dry_run"]:
         place_to_write(folder, "--sweep-dir")

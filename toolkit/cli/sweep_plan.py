@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from toolkit.cli.command_line import read_command_line
 from toolkit.cli.placement import placement_of
@@ -96,18 +98,30 @@ def make_plan(script: str, words: Sequence[str], asked: Asked) -> Plan:
     )  # fmt: skip
 
 
-def check_agent(words: Sequence[str], values: Mapping[str, Any]) -> None:
-    """What is given next to --wandb.
+def check_given(context: typer.Context, values: dict[str, Any], used: Collection[str], where: str) -> None:
+    """The command's own options; `used`: those that have an effect; `where` is said.
 
     Raises:
-        Refusal: it is for the W&B sweep to decide.
+        Refusal: one that was given is empty, or has none.
     """
-    if values["wandb"].count("/") != 2:
-        raise Refusal(f"--wandb {values['wandb']}: write ENTITY/PROJECT/ID, as in the sweep's address.")
-    theirs = ("search", "objective", "constraint", "rungs", "parallel", "slots", "storage", "processes", "accelerate_config")
-    for name in theirs:
-        if values[name]:
-            raise Refusal(f"--{name.replace('_', '-')}: with --wandb the W&B sweep decides, one trial at a time. Leave it out.")
+    for option in context.command.params:
+        value = values[str(option.name)]
+        if option.param_type_name != "option" or value in (None, [], (), option.default):
+            continue
+        if value == "":
+            raise Refusal(f"{option.opts[0]}: is empty. Write its value, or leave it out.")
+        if option.name not in used:
+            raise Refusal(f"{option.opts[0]}: has no effect with {where}. Leave it out.")
+
+
+def check_agent(words: Sequence[str], sweep: str) -> None:
+    """The W&B sweep that is named, and the recipe's flags next to it.
+
+    Raises:
+        Refusal: it is no name of one, or a flag is what each trial has of its own.
+    """
+    if sweep.count("/") != 2:
+        raise Refusal(f"--wandb {sweep}: write ENTITY/PROJECT/ID, as in the sweep's address.")
     if ours := [name for name in _typed(words) if name in _OURS]:
         raise Refusal(f"--{ours[0].replace('_', '-')}: each trial has its own. The sweep's place is --sweep-dir DIR.")
 
