@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -22,7 +22,9 @@ def made_of(kind: type[T], record: Mapping[str, Any], *without: str) -> T:
     return kind(**values)
 
 
-_types = cache(get_type_hints)
+@cache
+def _types(kind: Hashable) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _is_a(kind: Any, value: object) -> bool:
