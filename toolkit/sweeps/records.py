@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -10,7 +10,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 T = TypeVar("T")
 
 
-def made_of(kind: type[T], record: Mapping[str, Any], *without: str) -> T:
+def made_of(kind: Callable[..., T], record: Mapping[str, Any], *without: str) -> T:
     """A value of a dataclass, whose fields a record has by name.
 
     Raises:
