@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import toolkit as tk
 from toolkit.data.loading.collate import collate_packed, collate_padded
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
-from toolkit.distillation import store as stores, storing
-from toolkit.distillation.storing import ask_stored, store_teacher
+from toolkit.distillation import fill_store, store as stores
+from toolkit.distillation.fill_store import ask_stored, store_teacher
 from toolkit.distillation.teacher import ask_model
 from toolkit.distillation.vocabulary import SharedVocabulary
 from toolkit.losses.distillation import DIVERGENCES, distillation_loss, distillation_metrics
@@ -211,8 +211,8 @@ def test_a_file_that_is_cut_during_the_run_and_a_full_disk_are_one_message(
         path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(tk.Refusal, match="was cut while this run read it"):
         list(taught.batches())
-    usage = storing.shutil.disk_usage(cache)
-    monkeypatch.setattr(storing.shutil, "disk_usage", lambda _: usage._replace(free=100))
+    usage = fill_store.shutil.disk_usage(cache)
+    monkeypatch.setattr(fill_store.shutil, "disk_usage", lambda _: usage._replace(free=100))
     with pytest.raises(tk.Refusal, match=r"--teacher-top-k 5: log-probabilities of \d+ tokens are .* has 100 B left"):
         stored(teacher, *loaders(None), 5)
 

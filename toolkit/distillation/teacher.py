@@ -15,9 +15,9 @@ from toolkit.config import DeviceConfig, DistillationConfig, ModelConfig, Refusa
 from toolkit.config.conditions import is_built_in
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
+from toolkit.distillation.fill_store import ask_stored, store_teacher
 from toolkit.distillation.on_policy import check_prompts
 from toolkit.distillation.own_teacher import Average, ask_without_adapter
-from toolkit.distillation.storing import ask_stored, store_teacher
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import say_once

@@ -1,4 +1,4 @@
-"""Asking a teacher once for all that a run will see: its likeliest tokens at each supervised position are written to stores."""
+"""Fills stores: a teacher is asked once for all that a run will see, its likeliest tokens at each supervised position."""
 
 from __future__ import annotations
 
