@@ -781,6 +781,31 @@ def a_teacher() -> None:
     tk.say_once("a line of the first rank")
 
 
+@shows(
+    "ClassifierTeacher", "build_classifier_teacher", "classifier_distillation_loss", "hidden_states_apart", "attention_apart",
+    "ClassifierDistillationConfig", "TeacherConfig",
+)
+def a_teacher_of_classes() -> None:
+    assert tk.TeacherConfig().temperature == 1.0
+    tk.save_model(None, classifier(2), tokenizer(), "teacher")
+    student = classifier(2)
+    teacher = tk.build_classifier_teacher(
+        accelerator(), student, tokenizer(), tk.ClassifierDistillationConfig(), teacher="teacher", max_length=64, seed=0
+    )
+    assert isinstance(teacher, tk.ClassifierTeacher)
+    batch = tk.collate_padded([{"input_ids": [5, 6, 7], "labels": 1}], pad_token_id=tokenizer().pad_token_id)
+    data_loss, _ = tk.classification_task("single_label", 2)
+    student.eval()
+    _, metrics = tk.classifier_distillation_loss(
+        student, batch, {"examples": 1.0}, teacher=teacher.ask, data_loss=data_loss, pairs=teacher.pairs
+    )
+    assert metrics["divergence"].item() == pytest.approx(0, abs=1e-6)  # they are the same model
+    states, mask = torch.tensor([[[1.0, 2.0], [9.0, 9.0]]]), torch.tensor([[1, 0]])
+    assert tk.hidden_states_apart(states, torch.zeros_like(states), mask).item() == 2.5
+    sure, even = torch.tensor([[[[1.0, 0.0], [1.0, 0.0]]]]), torch.full((1, 1, 2, 2), 0.5)
+    assert tk.attention_apart(even, sure, torch.ones(1, 2)).item() == pytest.approx(0.6931, abs=1e-4)
+
+
 @shows("build_accelerator", "open_run", "Run", "load_best", "stopped_improving", "sample_texts", "save_model", "save_to_hub", "Summary", "write_report")
 def a_run() -> None:
     config = Config(output_dir="runs/tiny")

@@ -9,7 +9,11 @@ from .cli.recipe import run_recipe as run_recipe
 from .config.adapter import AdapterConfig as AdapterConfig
 from .config.conditions import is_built_in as is_built_in
 from .config.diffusion import DiffusionConfig as DiffusionConfig
-from .config.distillation import DistillationConfig as DistillationConfig
+from .config.distillation import (
+    ClassifierDistillationConfig as ClassifierDistillationConfig,
+    DistillationConfig as DistillationConfig,
+    TeacherConfig as TeacherConfig,
+)
 from .config.groups import (
     BatchConfig as BatchConfig,
     DataConfig as DataConfig,
@@ -107,6 +111,10 @@ from .demo_corpus.tag_baselines import tag_baselines as tag_baselines
 from .diagnostics.memory_table import (
     memory_table as memory_table,
 )
+from .distillation.classifier_teacher import (
+    ClassifierTeacher as ClassifierTeacher,
+    build_classifier_teacher as build_classifier_teacher,
+)
 from .distillation.on_policy import with_own_answers as with_own_answers
 from .distillation.teacher import (
     Teacher as Teacher,
@@ -161,6 +169,11 @@ from .losses.distillation import (
     divergence_of_tokens as divergence_of_tokens,
 )
 from .losses.masked_lm import masked_lm_loss as masked_lm_loss, masked_lm_metrics as masked_lm_metrics
+from .losses.matching import (
+    attention_apart as attention_apart,
+    classifier_distillation_loss as classifier_distillation_loss,
+    hidden_states_apart as hidden_states_apart,
+)
 from .losses.multiple_choice import (
     multiple_choice_loss as multiple_choice_loss,
     multiple_choice_metrics as multiple_choice_metrics,

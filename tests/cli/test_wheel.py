@@ -32,6 +32,7 @@ OF = {
     "basic": FEW, "accelerated": FEW, "question_answering": FEW, "reward": FEW, "reranker": FEW, "multiple_choice": FEW, "token_classification": FEW, "zero": FEW, "sft": [*FEW, *SILENT], "lora": [*FEW, *SILENT], "dpo": [*FEW, *SILENT],
     "kto": [*FEW, *SILENT],
     "distill": [*FEW, *SILENT, "--dataset", "stdlib:sft"],
+    "distill_classifier": FEW,
     "grpo": [*FEW, *SILENT, "--per-device-train-batch-size", "16"],
     "ppo": [*FEW, *SILENT, "--per-device-train-batch-size", "16"],
     "masked_lm": ["--max-train-examples", "4", "--max-eval-examples", "1", "--vocab-size", "300"],

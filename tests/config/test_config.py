@@ -85,6 +85,11 @@ class Distilling(tk.AdapterConfig, tk.DistillationConfig, tk.DataConfig, tk.Devi
 
 
 @dataclass(frozen=True)
+class DistillingClassifiers(tk.ModelConfig, tk.ClassifierDistillationConfig, tk.DevicesConfig):
+    """Its teacher is a classifier."""
+
+
+@dataclass(frozen=True)
 class Talks(tk.RolloutConfig):
     """Completions of several turns, without PPO."""
 
@@ -507,6 +512,10 @@ CASES: list[tuple[type[tk.Settings], str, str, dict[str, Any], dict[str, Any]]] 
     *[(Everything, *case) for case in RULE_CASES], *[(Policy, *case) for case in POLICY_RULE_CASES],
     (Talks, "", "and not of a server", {"environment": "a.py:A", "rollout_server": "http://a:1"}, {"environment": None}),
     *[(Distilling, *case) for case in DISTILLATION_RULE_CASES],
+    (DistillingClassifiers, "", "runs/accelerated", {"fsdp": True}, {"teacher": "runs/teacher"}),
+    (DistillingClassifiers, "", "needs probabilities", {"match_attention": True, "attn_implementation": "sdpa"}, {"attn_implementation": "eager"}),
+    (DistillingClassifiers, "match_attention", "take uniform", {"match_layers": "none", "match_attention": True}, {"match_layers": "last"}),
+    (DistillingClassifiers, "match_weight", "take uniform", {"match_layers": "none", "match_weight": 2.0}, {"match_layers": "last"}),
     *[(PPO, *case) for case in PPO_RULE_CASES], *[(tk.RolloutConfig, *case) for case in ROLLOUT_RULE_CASES],
 ]  # fmt: skip
 
@@ -575,7 +584,7 @@ def test_a_setting_of_other_recipes_is_named_as_such() -> None:
         read_values(config, {"eval_strategy": "steps"}, "c.yaml")
     groups = {name for name in toolkit.config.__all__ if name.endswith("Config")}
     in_every = {"ModelConfig", "BatchConfig", "DeviceConfig", "DataConfig", "OptimConfig", "OutputConfig", "SeedConfig"}
-    within_run = {"DevicesConfig", "HubConfig", "LossConfig"}
+    within_run = {"DevicesConfig", "HubConfig", "LossConfig", "TeacherConfig"}
     assert groups - in_every - within_run == set(unknown_keys.RECIPES_WITH)
     for group, recipe in unknown_keys.RECIPES_WITH.items():
         assert issubclass(runpy.run_path(str(recipes / f"{recipe}.py"))["Config"], getattr(toolkit.config, group))

@@ -25,6 +25,7 @@ RECIPES = {
     "kto": ["--num-samples", "1", "--sample-max-new-tokens", "4", "--max-length", "256"],
     "lora": ["--num-samples", "0", "--max-length", "512"],
     "distill": ["--num-samples", "0", "--dataset", "stdlib:sft", "--max-length", "512", "--teacher", "teacher", "--learning-rate", "2e-4"],
+    "distill_classifier": ["--teacher", "teacher", "--match-attention", "--attention-dropout", "0", "--learning-rate", "2e-4"],
     "reward": ["--max-length", "256"],
     "reranker": ["--ranking-loss", "bce"],  # from random weights the others have gradients near 0
     # the bias of its head moves all choices alike: its gradient is rounding, of which AdamW makes whole steps
@@ -49,6 +50,9 @@ def test_a_recipe_on_shards_is_the_recipe(tiny: Any, recipe: str, engine: str) -
     flags, script = [*SMALL, *RECIPES[recipe]], str(ROOT / f"recipes/{recipe.split()[0]}.py")
     if recipe == "distill":
         taught = tiny(*SMALL, "--num-samples", "0", "--max-length", "512", script=str(ROOT / "recipes/sft.py"), output_dir="teacher")
+        assert taught.code == 0, taught.out[-3000:]
+    if recipe == "distill_classifier":
+        taught = tiny(*SMALL, script=str(ROOT / "recipes/accelerated.py"), output_dir="teacher")
         assert taught.code == 0, taught.out[-3000:]
     one = tiny(*flags, script=script, output_dir="one")
     assert one.code == 0, one.out[-3000:]

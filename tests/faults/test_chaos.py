@@ -23,6 +23,7 @@ RECIPES = {
     "sft": LANGUAGE,
     "diffusion": [*LANGUAGE, "--answer-length", "16"],
     "distill": [*LANGUAGE, "--teacher-top-k", "8"],
+    "distill_classifier": ["--match-attention", "--attention-dropout", "0"],
     "lora": [*LANGUAGE, "--lora-dropout", "0.1"],
     "dpo": [*LANGUAGE, "--pair-layout", "auto"],
     "kto": LANGUAGE,
@@ -54,7 +55,7 @@ def _rows(recipe: str) -> list[dict]:
         asked = f"{i}: {_sentence(numbers, numbers.randrange(2, 8))}"
         if recipe in ("pretrain", "masked_lm"):
             rows.append({"text": f"{asked}. {said}"})
-        elif recipe in ("accelerated", "zero"):
+        elif recipe in ("accelerated", "zero", "distill_classifier"):
             rows.append({"text": f"{asked}. {said}", "label": WORDS[i % 3]})
         elif recipe == "question_answering":
             context, word = f"{asked}. {said}", said.split()[0]

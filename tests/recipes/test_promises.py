@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-RECIPES = ["basic", "accelerated", "sft", "distill", "lora", "dpo", "kto", "reward", "reranker", "multiple_choice", "embedding", "token_classification", "pretrain", "question_answering", "masked_lm", "diffusion", "seq2seq"]
+RECIPES = ["basic", "accelerated", "sft", "distill", "distill_classifier", "lora", "dpo", "kto", "reward", "reranker", "multiple_choice", "embedding", "token_classification", "pretrain", "question_answering", "masked_lm", "diffusion", "seq2seq"]
 SMALL = ["--hidden-size", "32", "--num-hidden-layers", "2", "--max-train-examples", "120", "--max-eval-examples", "24"]
 SMALL_OF = {
     "embedding": [*SMALL, "--max-length", "64", "--two-way", "--matryoshka-dims", "32,8"],
@@ -21,6 +21,7 @@ SMALL_OF = {
         *SMALL, "--dataset", "stdlib:sft", "--max-length", "128", "--num-samples", "1", "--sample-max-new-tokens", "4", "--cross-entropy-share", "0.3",
         "--distillation-loss", "jsd", "--temperature", "1.5",
     ],
+    "distill_classifier": [*SMALL, "--max-length", "64", "--match-attention", "--attention-dropout", "0", "--temperature", "1.5"],
     "lora": [*SMALL, "--max-length", "128", "--num-samples", "1", "--sample-max-new-tokens", "4", "--lora-dropout", "0.1"],
     "dpo": [*SMALL, "--max-length", "128", "--num-samples", "1", "--sample-max-new-tokens", "4", "--pair-layout", "auto"],
     "kto": [*SMALL, "--max-length", "128", "--num-samples", "1", "--sample-max-new-tokens", "4", "--desirable-weight", "1.3"],
@@ -81,7 +82,7 @@ def test_config_yaml_fed_back_repeats_the_run(run_recipe, tmp_path: Path, recipe
     assert {**settings[0], "output_dir": 0} == {**settings[1], "output_dir": 0}
 
 
-EPOCHS = {"accelerated": "1.34", "embedding": "0.84", "sft": "1.5", "distill": "1.5", "diffusion": "1.5", "lora": "1.5", "dpo": "0.84", "kto": "0.42", "reward": "0.84", "reranker": "0.84", "multiple_choice": "0.84", "token_classification": "1.34", "pretrain": "0.13", "question_answering": "0.42", "masked_lm": "0.13", "seq2seq": "0.42"}
+EPOCHS = {"accelerated": "1.34", "embedding": "0.84", "sft": "1.5", "distill": "1.5", "distill_classifier": "1.34", "diffusion": "1.5", "lora": "1.5", "dpo": "0.84", "kto": "0.42", "reward": "0.84", "reranker": "0.84", "multiple_choice": "0.84", "token_classification": "1.34", "pretrain": "0.13", "question_answering": "0.42", "masked_lm": "0.13", "seq2seq": "0.42"}
 
 
 @pytest.mark.parametrize("recipe", EPOCHS)

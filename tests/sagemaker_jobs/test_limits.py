@@ -175,6 +175,7 @@ LINES = {
     "eval_rouge1 0.1500  eval_rouge2 0.0300  eval_rougeL 0.1370  eval_rougeLsum 0.1370  eval_exact_match 0",
     "diffusion": "step 500/500  eval_loss 5.3100  eval_loss_stderr 0.0314  eval_perplexity 202.3406  eval_masked_accuracy 0.1607",
     "accelerated": "step 1/1  eval_loss 1.9366  eval_accuracy 0.2500  eval_f1 0",
+    "distill_classifier": "step 4/4  eval_loss 1.9457  eval_accuracy 0.3125  eval_f1 0.2000",
     "token_classification": "step 20/20  eval_loss 1.1202  eval_accuracy 0.6473  eval_precision 0.3473  eval_recall 0.2802  eval_f1 0.2974  "
     "eval_f1_macro 0.2974",
     "zero": "step 10/200  loss 1.9366  lr 9.05e-04  norm 12.5000  examples/s 1,200  ETA 1:30",

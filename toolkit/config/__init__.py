@@ -7,7 +7,7 @@ writes config.yaml. Nothing here imports a heavy library.
 
 from toolkit.config.adapter import AdapterConfig
 from toolkit.config.diffusion import DiffusionConfig
-from toolkit.config.distillation import DistillationConfig
+from toolkit.config.distillation import ClassifierDistillationConfig, DistillationConfig, TeacherConfig
 from toolkit.config.files import read_config_file, write_config_file
 from toolkit.config.groups import (
     BatchConfig,
@@ -59,6 +59,7 @@ __all__ = [
     "BatchConfig",
     "CausalLMConfig",
     "ClassificationConfig",
+    "ClassifierDistillationConfig",
     "DataConfig",
     "DeviceConfig",
     "DevicesConfig",
@@ -92,6 +93,7 @@ __all__ = [
     "Seq2SeqConfig",
     "Setting",
     "Settings",
+    "TeacherConfig",
     "TokenClassificationConfig",
     "UnpairedConfig",
     "changed_settings",

@@ -57,7 +57,7 @@ def is_on_the_hub(model: str) -> bool:
 
 def trains_a_teacher(values: Mapping[str, Any]) -> bool:
     """Whether a recipe with these settings trains a teacher before its own first step, because none is named."""
-    return "teacher" in values and values["teacher"] is None and values["self_distillation"] is None
+    return "teacher" in values and values["teacher"] is None and values.get("self_distillation") is None
 
 
 def lies_in(path: str, directory: str) -> bool:

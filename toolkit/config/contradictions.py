@@ -236,6 +236,15 @@ CONTRADICTIONS = (
         "Without --teacher one is trained here first, which a sharded run does not do: name one, as with "
         "--teacher runs/teacher.",
     ),
+    Contradiction(
+        lambda teacher, match_layers, zero_stage, fsdp, deepspeed: teacher is None and (zero_stage or fsdp or deepspeed),
+        "Without --teacher one is trained here first, which a sharded run does not do: name one, as with "
+        "--teacher runs/accelerated.",
+    ),
+    Contradiction(
+        lambda match_attention, attn_implementation: match_attention and attn_implementation not in ("auto", "eager"),
+        "{match_attention} needs probabilities, which {attn_implementation} doesn't return: leave one of them out.",
+    ),
     # Preferences
     Contradiction(
         lambda loss_type: not loss_type,

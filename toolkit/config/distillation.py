@@ -1,4 +1,4 @@
-"""The settings group of distillation: the teacher, and how the student is compared with it."""
+"""The settings groups of distillation: the teacher, and how a language model or a classifier is compared with it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from toolkit.config.setting import Settings, setting
 
 
 @dataclass(frozen=True)
-class DistillationConfig(Settings):
-    """Distillation"""
+class TeacherConfig(Settings):
+    """Teacher"""
 
     teacher: str | None = setting(
         None, "The model to learn from: a directory, a run, or a Hub id, of the student's tokens. Default: one is trained here "
@@ -22,6 +22,20 @@ class DistillationConfig(Settings):
         "auto", "Type in which the teacher is held and computes. auto: that of its files.",
         choices=("auto", "float32", "bfloat16", "float16"), on_resume="fixed",
     )
+    temperature: float = setting(
+        1.0, "Of both distributions; the divergence is multiplied by its square. Above 1 the teacher's small probabilities "
+        "count for more.", above=0.0, on_resume="fixed",
+    )
+    cross_entropy_share: float = setting(
+        0.0, "Share of the data's own cross-entropy in the loss; the rest is the divergence.", least=0.0, below=1.0,
+        on_resume="fixed",
+    )
+
+
+@dataclass(frozen=True)
+class DistillationConfig(TeacherConfig):
+    """Distillation"""
+
     self_distillation: str | None = setting(
         None, "The student is its own teacher. ema: the average of its weights so far. base: the model with its adapter off.",
         choices=("ema", "base"), on_resume="fixed",
@@ -54,11 +68,20 @@ class DistillationConfig(Settings):
         0.1, "skewed_*: how much of the compared distribution is mixed into the other; 0 is the plain KL.",
         least=0.0, below=1.0, on_resume="fixed",
     )
-    temperature: float = setting(
-        1.0, "Of both distributions; the divergence is multiplied by its square. Above 1 the teacher's small probabilities "
-        "count for more.", above=0.0, on_resume="fixed",
+
+
+@dataclass(frozen=True)
+class ClassifierDistillationConfig(TeacherConfig):
+    """Distillation"""
+
+    match_layers: str = setting(
+        "uniform", "Which of the teacher's layers the student's are compared with, through a trained projection. uniform: "
+        "evenly spread ones, the embeddings too (TinyBERT). last: its last ones (PKD). none: only outputs are compared.",
+        choices=("uniform", "last", "none"), on_resume="fixed",
     )
-    cross_entropy_share: float = setting(
-        0.0, "Share of the data's own cross-entropy in the loss; the rest is the divergence.", least=0.0, below=1.0,
-        on_resume="fixed",
+    match_attention: bool = setting(
+        False, "Compare the attention of these layers too. Needs as many heads as the teacher has.", on_resume="fixed"
+    )
+    match_weight: float = setting(
+        1.0, "Weight of the layers and the attention in the loss.", above=0.0, on_resume="fixed"
     )

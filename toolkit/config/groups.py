@@ -38,8 +38,9 @@ class ModelConfig(SeedConfig):
     model: str = setting(
         "tiny-llama",
         "Hub id, local directory, or a built-in shape made from scratch: nano-llama (64 wide, 4 layers), tiny-llama (128, 4), "
-        "small-llama (256, 4), medium-llama (768, 12), large-llama (1024, 24), the same of qwen3 and gemma3, tiny-bert, "
-        "tiny-t5, and tiny-bert-uncased, small-bert-uncased (384, 1), whose words are in lower case, identifiers cut.",
+        "small-llama (256, 4), medium-llama (768, 12), large-llama (1024, 24), the same of qwen3 and gemma3, nano-bert "
+        "(64, 2), tiny-bert (128, 4), tiny-t5, and tiny-bert-uncased, small-bert-uncased (384, 1), whose words are in lower "
+        "case, identifiers cut.",
         aliases=("model_name_or_path",), on_resume="fixed",
     )
     model_revision: str | None = setting(None, "Branch, tag or commit of the model on the Hub.", on_resume="fixed")

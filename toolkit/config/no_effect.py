@@ -85,6 +85,10 @@ NO_EFFECT = (
     ),
     needs("ema_decay", "self_distillation", "ema"),
     NoEffect(
+        ("match_attention", "match_weight"), lambda match_layers: match_layers == "none",
+        "with {match_layers}: leave it out, or take uniform.",
+    ),
+    NoEffect(
         ("teacher_revision", "teacher_dtype"), lambda teacher: teacher is None,
         "without --teacher: leave it out, or name a teacher.",
     ),

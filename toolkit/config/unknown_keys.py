@@ -124,7 +124,8 @@ RECIPES_WITH = {
     "MaskedLMConfig": "masked_lm",
     "TokenClassificationConfig": "token_classification",
     "PolicyConfig": "grpo", "PromptConfig": "grpo", "RewardFunctionsConfig": "grpo", "RolloutConfig": "grpo",
-    "PPOConfig": "ppo", "DistillationConfig": "distill", "DiffusionConfig": "diffusion",
+    "PPOConfig": "ppo", "DistillationConfig": "distill",
+    "ClassifierDistillationConfig": "distill_classifier", "DiffusionConfig": "diffusion",
     "Seq2SeqConfig": "seq2seq", "GeneratedTextConfig": "seq2seq",
 }  # fmt: skip
 

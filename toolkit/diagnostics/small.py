@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from toolkit.config import ModelConfig, Refusal, Settings
+from toolkit.config import ClassifierDistillationConfig, ModelConfig, Refusal, Settings
 from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.compat import random_model
@@ -15,6 +15,7 @@ from toolkit.diagnostics.wrappers import HELD_OUT
 from toolkit.models.load import load_model, pretrained_config
 from toolkit.models.shapes import LAYERS
 from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.trained import find_model
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 GLOBAL_BATCH = 8
@@ -79,12 +80,19 @@ def with_small_model(config: AnyConfig, folder: Path) -> AnyConfig:
 
 
 def with_small_teacher(config: AnyConfig, folder: Path) -> AnyConfig:
-    """The config with a random small teacher, of a recipe that has one: of the kind it names, or of the student's tokens."""
+    """The config with a random small teacher, of a recipe that has one: of the kind it names, or of the student's tokens.
+
+    Raises:
+        Refusal: none is named, and a teacher of the student's tokens is not enough: a classifier's has the data's classes.
+    """
     values: Any = values_of(config)
-    if "teacher" not in values or values["self_distillation"] is not None:
+    if "teacher" not in values or values.get("self_distillation") is not None:
         return config
+    if values["teacher"] is None and isinstance(config, ClassifierDistillationConfig):
+        raise Refusal("--teacher: name one. Without it the recipe trains a teacher first, which would be looked at.")
     if values["teacher"] is not None:
-        named: dict[str, Any] = {"model": values["teacher"], "model_revision": values["teacher_revision"], "tokenizer": None}
+        named: dict[str, Any] = {"model": find_model(values["teacher"]), "model_revision": values["teacher_revision"]}
+        named["tokenizer"] = None
         teacher = with_small_model(dataclasses.replace(config, **named), folder)
         found: dict[str, Any] = {"teacher": values_of(teacher)["model"], "teacher_revision": None}
         return dataclasses.replace(config, **found)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from toolkit.config import DeviceConfig, DistillationConfig, ModelConfig, Refusal
+from toolkit.config import DistillationConfig, ModelConfig, Refusal
 from toolkit.config.conditions import is_built_in
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.distillation.fill_store import ask_stored, store_teacher
 from toolkit.distillation.on_policy import check_prompts
 from toolkit.distillation.own_teacher import Average, ask_without_adapter
+from toolkit.distillation.trained_teacher import find_teacher, named_as_teacher
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import say_once
@@ -26,26 +25,18 @@ from toolkit.losses.chunked import Logits
 from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
 from toolkit.losses.selective_head import at_positions
 from toolkit.models.adapter_files import is_adapted
-from toolkit.models.compat import commit_of
-from toolkit.models.shapes import positions_of
 from toolkit.models.tokenizer import load_tokenizer
-from toolkit.models.trained import auto_class_of, find_model, load_trained, published_config
-from toolkit.system.digests import digests_of_directories
+from toolkit.models.trained import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from accelerate import Accelerator
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     from toolkit.training.run import Run
 
 AnyTrain = TypeVar("AnyTrain", bound=TrainLoader | StreamLoader)
-
-
-@dataclass(frozen=True)
-class _TeacherModel(ModelConfig, DeviceConfig):
-    """What of a model's settings a teacher has."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ def load_student_tokenizer(config: ModelConfig, teacher: str | None) -> PreTrain
         return load_tokenizer(config)
     if config.vocab_size is not None:
         raise Refusal(f"--vocab-size {config.vocab_size} has no effect: the student has the teacher's tokens. Remove it.")
-    with _named_as_teacher():
+    with named_as_teacher():
         return load_tokenizer(dataclasses.replace(config, tokenizer=find_model(teacher)))
 
 
@@ -98,34 +89,18 @@ def build_teacher(
         check_prompts(train)
     if teacher is None:
         return _own_teacher(accelerator, student, tokenizer, config), train, evaluation
-    flag = f"--teacher {teacher}"
-    with _named_as_teacher():
-        own = _TeacherModel(
-            model=find_model(teacher), model_revision=config.teacher_revision, dtype=config.teacher_dtype,
-            attn_implementation=attn_implementation, use_cpu=accelerator.device.type == "cpu",
-        )  # fmt: skip
-        auto_class = auto_class_of(own)
-        if auto_class != "AutoModelForCausalLM":
-            kind = auto_class.removeprefix("AutoModelFor")
-            raise Refusal(f"{teacher}: is a {kind} model, and a teacher predicts next tokens.")
-        published = published_config(own)
-        longest = positions_of(published)
-        if longest is not None and longest < max_length:
-            raise Refusal(
-                f"{teacher}: has {longest} positions, and rows are up to {max_length} tokens long. "
-                f"Take --max-length {longest}, or another teacher."
-            )
-        own_tokenizer = load_tokenizer(own)
-    sizes = _num_logits(published), _num_logits(unwrapped(student).config)
-    shared = shared_vocabulary(own_tokenizer, tokenizer, *sizes, teacher)
-    digests = digests_of_directories(own.model)
-    made_of = {"who": "teacher", "setting": "teacher", "commit": commit_of(published), **digests}
+    found = find_teacher(
+        teacher, "AutoModelForCausalLM", "predicts next tokens", config, accelerator, max_length=max_length,
+        attn_implementation=attn_implementation,
+    )  # fmt: skip
+    sizes = _num_logits(found.config), _num_logits(unwrapped(student).config)
+    shared = shared_vocabulary(found.tokenizer, tokenizer, *sizes, teacher)
+    made_of = found.made_of
 
     def load() -> TeacherFn:
-        with _named_as_teacher():
-            model, _ = load_trained(auto_class, own, torch.device("cpu"), packed=packed)
-        _describe(flag, model, shared, own_tokenizer, tokenizer)
-        return ask_model(engine_of(accelerator).place_frozen(accelerator, model.requires_grad_(False)), shared)
+        model = found.load(packed=packed)
+        found.describe(f"--teacher {teacher}", model, shared, tokenizer)
+        return ask_model(engine_of(accelerator).place_frozen(accelerator, model), shared)
 
     if config.teacher_top_k is None:
         return Teacher(load(), made_of), train, evaluation
@@ -134,8 +109,9 @@ def build_teacher(
     if config.teacher_top_k > shared.size:
         raise Refusal(f"--teacher-top-k {config.teacher_top_k}: teacher and student share {shared.size:,} tokens.")
     numbers_depend_on = {
-        "files": list(digests.values()), "name": None if digests else own.model, "commit": commit_of(published),
-        "dtype": config.teacher_dtype, "order": None if shared.of_teacher is None else shared.of_teacher.tolist(),
+        "files": list(found.digests.values()), "name": None if found.digests else found.settings.model,
+        "commit": made_of["commit"], "dtype": config.teacher_dtype,
+        "order": None if shared.of_teacher is None else shared.of_teacher.tolist(),
     }  # fmt: skip
     taught, evaluation = store_teacher(
         accelerator, load, numbers_depend_on, train, evaluation, top_k=config.teacher_top_k, vocabulary=shared.size,
@@ -211,24 +187,3 @@ def ask_model(model: nn.Module, shared: SharedVocabulary, *, in_students_precisi
 
 def _num_logits(config: PretrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
-
-
-def _describe(
-    flag: str, model: PreTrainedModel, shared: SharedVocabulary, own: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase
-) -> None:
-    size = sum(parameter.numel() for parameter in model.parameters())
-    kind = str(next(model.parameters()).dtype).removeprefix("torch.")
-    other = ", whose numbers for them are others" if shared.of_teacher is not None else ""
-    say_once(f"{flag}: {size:,} parameters in {kind}, {shared.size:,} tokens shared{other}")
-    if own.chat_template != student.chat_template:
-        say_once(f"{flag}: has another chat template than the student, and reads rows as the student's template writes them")
-
-
-@contextmanager
-def _named_as_teacher() -> Iterator[None]:
-    """Refusals of the functions that load any model, with the setting that names this one."""
-    try:
-        yield
-    except Refusal as refusal:
-        message = str(refusal).removeprefix("--model ").removeprefix("--tokenizer ")
-        raise Refusal(f"--teacher {message.replace('--model-revision', '--teacher-revision')}") from refusal

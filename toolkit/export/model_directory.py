@@ -18,6 +18,7 @@ from toolkit.distributed.ranks import on_main
 from toolkit.export.card import base_license, model_card, read_json, with_name
 from toolkit.models.adapter_files import base_of_adapter, is_adapted
 from toolkit.models.adapter_saving import save_adapter
+from toolkit.models.projections import is_of_projections
 from toolkit.models.value_head import is_of_value_head
 from toolkit.runs.summary import Summary
 from toolkit.system.console import as_typed, say
@@ -117,7 +118,7 @@ def write_model(
     for leftover in (temporary, old):
         remove(leftover)
     make_folder(directory.parent)
-    for name in [*filter(is_of_value_head, state)]:
+    for name in [name for name in state if is_of_value_head(name) or is_of_projections(name)]:
         del state[name]  # of the training alone
     shapes = {name: tensor.shape for name, tensor in state.items()}  # save_pretrained empties the dictionary
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in state]

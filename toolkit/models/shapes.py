@@ -41,6 +41,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         for size, dimensions in _SIZES.items()
         for family, activation in _ACTIVATIONS.items()
     },
+    "nano-bert": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256,
+        "max_position_embeddings": 512, "hidden_act": "gelu",
+    },
     "tiny-bert": {
         "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512,
         "max_position_embeddings": 512, "hidden_act": "gelu",

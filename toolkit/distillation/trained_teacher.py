@@ -1,0 +1,102 @@
+"""A teacher that was trained: found, checked against the student's rows, and loaded; its refusals name --teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.config import DeviceConfig, ModelConfig, Refusal, TeacherConfig
+from toolkit.distributed.ranks import say_once
+from toolkit.models.compat import commit_of
+from toolkit.models.shapes import positions_of
+from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.trained import auto_class_of, find_model, load_trained, published_config
+from toolkit.system.digests import digests_of_directories
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from toolkit.distillation.vocabulary import SharedVocabulary
+
+
+@dataclass(frozen=True)
+class _TeacherModel(ModelConfig, DeviceConfig):
+    """What of a model's settings a teacher has."""
+
+
+@dataclass(frozen=True)
+class TrainedTeacher:
+    """A teacher's settings, config and tokenizer, without its weights. `digests`: of its files; empty for one of the Hub."""
+
+    settings: ModelConfig
+    auto_class: str
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    digests: dict[str, Any]
+
+    @property
+    def made_of(self) -> dict[str, Any]:
+        """Commit and digests of its files, for `open_run`."""
+        return {"who": "teacher", "setting": "teacher", "commit": commit_of(self.config), **self.digests}
+
+    def load(self, *, packed: bool = False) -> PreTrainedModel:
+        """Its weights on the CPU, frozen, in evaluation mode."""
+        with named_as_teacher():
+            model, _ = load_trained(self.auto_class, self.settings, torch.device("cpu"), packed=packed)
+        model.requires_grad_(False)
+        return model
+
+    def describe(self, flag: str, model: PreTrainedModel, shared: SharedVocabulary, student: PreTrainedTokenizerBase) -> None:
+        """Say how large it is, and where its tokens or its template are others than the student's."""
+        size = sum(parameter.numel() for parameter in model.parameters())
+        kind = str(next(model.parameters()).dtype).removeprefix("torch.")
+        other = ", whose numbers for them are others" if shared.of_teacher is not None else ""
+        say_once(f"{flag}: {size:,} parameters in {kind}, {shared.size:,} tokens shared{other}")
+        if self.tokenizer.chat_template != student.chat_template:
+            how = "and reads rows as the student's template writes them"
+            say_once(f"{flag}: has another chat template than the student, {how}")
+
+
+def find_teacher(
+    teacher: str, wanted: str, what: str, config: TeacherConfig, accelerator: Accelerator, *, max_length: int,
+    attn_implementation: str = "auto",
+) -> TrainedTeacher:  # fmt: skip
+    """The teacher of a name, as `build_teacher` takes it.
+
+    Args:
+        wanted, what: transformers' class that it must have been trained as, and what such a teacher does, for the message.
+
+    Raises:
+        Refusal: no such model, one of another class, or with too short a context.
+    """
+    with named_as_teacher():
+        own = _TeacherModel(
+            model=find_model(teacher), model_revision=config.teacher_revision, dtype=config.teacher_dtype,
+            attn_implementation=attn_implementation, use_cpu=accelerator.device.type == "cpu",
+        )  # fmt: skip
+        auto_class = auto_class_of(own)
+        if auto_class != wanted:
+            raise Refusal(f"{teacher}: is a {auto_class.removeprefix('AutoModelFor')} model, and a teacher {what}.")
+        published = published_config(own)
+        longest = positions_of(published)
+        if longest is not None and longest < max_length:
+            raise Refusal(
+                f"{teacher}: has {longest} positions, and rows are up to {max_length} tokens long. "
+                f"Take --max-length {longest}, or another teacher."
+            )
+        return TrainedTeacher(own, auto_class, published, load_tokenizer(own), digests_of_directories(own.model))
+
+
+@contextmanager
+def named_as_teacher() -> Iterator[None]:
+    """Refusals of the functions that load any model, with the setting that names this one."""
+    try:
+        yield
+    except Refusal as refusal:
+        message = str(refusal).removeprefix("--model ").removeprefix("--tokenizer ")
+        raise Refusal(f"--teacher {message.replace('--model-revision', '--teacher-revision')}") from refusal
