@@ -1,5 +1,6 @@
 """toolkit doctor: whether a recipe trains what it says, tried in a minute on a small version of its model."""
 
+import contextlib
 import json
 import os
 import sys
@@ -49,7 +50,8 @@ def doctor(
         if name not in CHECKS:
             raise typer.BadParameter(f"{name}: no check of that name. There are {', '.join(CHECKS)}.", param_hint="--only")
     quiet = bool(values["as_json"])
-    with Watch(os.path.abspath(script)) as watch:
+    # Standard output is for the report: DeepSpeed, say, writes there when it is imported.
+    with Watch(os.path.abspath(script)) as watch, contextlib.redirect_stdout(sys.stderr):
         main, config = read_recipe(Path(os.path.abspath(script)), words)
         tell = (lambda text: None) if quiet else (lambda text: say(f"  {text} ...", error=True))
         report = examine(main, config, watch, tell, values["only"] or tuple(CHECKS))

@@ -113,9 +113,9 @@ def check_start(record: Record, config: Settings) -> Outcome:
 def guessing(record: Record, config: Settings) -> tuple[float, str] | None:
     """The loss of an even guess, in nats, and its name; None where it is not known."""
     model: Any = record.model
-    if model is None:
+    if model is None or hasattr(config, "teacher"):
         return None
-    if record.task in ("sft", "lm", "masked_lm", "diffusion", "seq2seq") and not hasattr(config, "teacher"):
+    if record.task in ("sft", "lm", "masked_lm", "diffusion", "seq2seq"):
         size = model.config.get_text_config().vocab_size
         return math.log(size), f"ln {size} tokens"
     if record.task in _OF_CLASSES and getattr(config, "problem_type", "single_label") == "single_label":
