@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.sweeps import outcomes
 from toolkit.sweeps.journal import Job, Objective, Outcome, Plan
 from toolkit.sweeps.outcomes import curve_of, read_outcome, trial_folder
 from toolkit.sweeps.trials import Recipe
+from toolkit.system import json_lines
 
 PLAN = Plan("r.py", "digest", [], ["rate=float:0..1"], "random", 0, 10, [Objective("eval_loss")])
 
@@ -84,3 +86,19 @@ def test_a_full_disk_fails_no_trial(tmp_path: Path) -> None:
     """Fails when: poll in trials.py does not ask _is_out_of_space."""
     with pytest.raises(OSError, match="No space left"):
         outcome(tmp_path, "OSError: [Errno 28] No space left on device\n")
+
+
+def test_the_log_of_a_run_is_read_again_only_when_it_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: each look reads all of it, what was found is kept for good, or a caller's list is the one that is kept."""
+    reads: list[Path] = []
+    monkeypatch.setattr(outcomes, "read_lines", lambda path: (reads.append(path), json_lines.read_lines(path))[1])
+    assert outcomes.progress_of(tmp_path, "loss") == (0, [])
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 1, "loss": 2.0}\n')
+    for _ in range(3):
+        step, curve = outcomes.progress_of(tmp_path, "loss")
+        assert (step, curve) == (1, [(1, 2.0)])
+        curve.clear()
+    assert len(reads) == 1
+    log.write_text(log.read_text() + '{"step": 2, "loss": 1.0}\n')
+    assert outcomes.progress_of(tmp_path, "loss") == (2, [(1, 2.0), (2, 1.0)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,18 +61,33 @@ def read_outcome(run: Path, plan: Plan, until: int | None = None) -> Outcome:
 
 def curve_of(run: Path, metric: str) -> Curve:
     """(step, value) of a metric at each evaluation so far."""
-    return _curve(read_lines(run / "metrics.jsonl"), metric)
+    return progress_of(run, metric)[1]
+
+
+def progress_of(run: Path, metric: str) -> tuple[int, Curve]:
+    """The last step that a run has logged, and (step, value) of a metric at each evaluation so far.
+
+    It is asked each second for all trials that run, by several: a file is read again only when it has changed.
+    """
+    path = run / "metrics.jsonl"
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0, []
+    step, curve = _progress(path, metric, found.st_size, found.st_mtime_ns)
+    return step, list(curve)
+
+
+@functools.lru_cache(maxsize=256)
+def _progress(path: Path, metric: str, size: int, time: int) -> tuple[int, Curve]:
+    events = read_lines(path)
+    return max(map(_step, events), default=0), _curve(events, metric)
 
 
 def steps_of(run: Path) -> int:
     """Steps taken when the run last ended."""
     found = _read_object(run / "summary.json").get("steps")
     return found if isinstance(found, int) else 0
-
-
-def step_logged(run: Path) -> int:
-    """The last step that a run has logged."""
-    return max((_step(event) for event in read_lines(run / "metrics.jsonl")), default=0)
 
 
 def planned_steps_of(run: Path) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.sweeps.journal import Job, Plan
-from toolkit.sweeps.outcomes import curve_of, planned_steps_of, step_logged, trial_folder
+from toolkit.sweeps.outcomes import planned_steps_of, progress_of, trial_folder
 from toolkit.sweeps.results import steps_used
 from toolkit.sweeps.schedule import planned_steps, trials_in
 from toolkit.system.console import show_number
@@ -42,9 +42,9 @@ def reached_by(job: Job, jobs: Sequence[Job], plan: Plan, folder: Path) -> Reach
     run = trial_folder(folder, job.trial)
     earlier = [each.outcome.step for each in jobs[: job.number] if each.trial == job.trial and each.outcome]
     began = max([*earlier, job.parent[1] if job.parent else 0])
-    curve = curve_of(run, plan.objectives[0].metric)
+    step, curve = progress_of(run, plan.objectives[0].metric)
     end = planned_steps_of(run) if job.until is None else job.until
-    return Reached(began, max(began, step_logged(run)), end, curve[-1][1] if curve else None)
+    return Reached(began, max(began, step), end, curve[-1][1] if curve else None)
 
 
 def open_jobs(jobs: Sequence[Job]) -> list[Job]:
