@@ -1,6 +1,7 @@
 """Data files by URL: the rows of the local files, read in place or downloaded once, over a real HTTP server that fails."""
 
 import gzip
+import importlib.util
 import json
 import socket
 import threading
@@ -14,7 +15,7 @@ import fsspec
 import pytest
 
 from toolkit.config import DataConfig, Refusal
-from toolkit.data.sources import remote
+from toolkit.data.sources import readers, remote
 from toolkit.data.sources.load import describe_source, load_splits
 
 pytestmark = pytest.mark.warm
@@ -144,6 +145,24 @@ def test_a_read_that_breaks_off_is_tried_again_and_gives_the_same_rows(server: S
         assert server.fails == 0
 
 
+def test_a_resumed_stream_opens_the_file_it_was_in_and_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the rows of the stream that went on. Fails when: all files are one source, which is read again from the first."""
+    for number in range(4):
+        rows = [{"text": f"file {number}, row {row}"} for row in range(100)]
+        fsspec.filesystem("memory").pipe(f"/data/train-{number}.jsonl", lines(rows))
+    first = load("memory://data", streaming=True)["train"]
+    rows = iter(first)
+    for _ in range(250):
+        next(rows)
+    state, rest = first.state_dict(), [row["text"] for row in rows]
+    opened: list[str] = []
+    monkeypatch.setattr(readers, "open_url", lambda url: (opened.append(url), remote.open_url(url))[1])
+    again = load("memory://data", streaming=True)["train"]
+    again.load_state_dict(state)
+    assert [row["text"] for row in again] == rest
+    assert [url.rpartition("/")[2] for url in opened] == ["train-2.jsonl", "train-3.jsonl"]
+
+
 def test_a_store_that_stays_away_ends_with_one_message_and_leaves_nothing(server: Server, tmp_path: Path) -> None:
     """Fails when: an exception of the store's package comes through, or half of a file stays in the cache."""
     (server.folder / "rows.jsonl").write_bytes(lines())
@@ -169,14 +188,18 @@ def test_a_download_is_made_once_for_what_the_store_holds(server: Server) -> Non
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("memory://nothing/here", "nothing is there"),
+        ("memory://nothing/here", "FileNotFoundError"),
+        ("memory://odd/none-*.jsonl", "nothing is there"),
         ("gopher://host/rows.jsonl", "Protocol not known: gopher"),
         ("memory://odd/rows.xyz", "no data files there"),
-        ("http://127.0.0.1:9/rows.jsonl", "127.0.0.1"),
+        ("http://127.0.0.1:9/rows.jsonl", "Cannot connect"),
+        ("s3://bucket/rows.jsonl", "pip install s3fs"),
     ],
 )
 def test_what_cannot_be_read_is_refused(url: str, said: str) -> None:
     """Fails when: one of them ends in the store's own exception."""
+    if url.startswith("s3:") and importlib.util.find_spec("s3fs"):
+        pytest.skip("s3fs is installed")
     fsspec.filesystem("memory").pipe("/odd/rows.xyz", b"?")
     with pytest.raises(Refusal) as refused:
         load(url)

@@ -41,9 +41,9 @@ def files_at(url: str) -> tuple[str, ...]:
             is_file = bool(Path(path).suffix) and store.isfile(path)
             found = [path] if is_file else store.find(path)
         else:
-            found = []
+            found = [store.info(path)["name"]]  # it says why there is nothing
     except Exception as error:  # of any store's package: they have no class in common
-        raise Refusal(f"--dataset {url}: {_reason(error)}") from None
+        raise Refusal(f"--dataset {url}: {_reason(error.__cause__ or error)}") from None
     if not found:
         raise Refusal(f"--dataset {url}: nothing is there, or this login can't see it.")
     return tuple(sorted(store.unstrip_protocol(name) for name in found))
@@ -68,16 +68,20 @@ def download(url: str) -> Path:
 
     store, path = _store_of(url)
     try:
-        about = json.dumps(store.info(path), sort_keys=True, default=str)
+        found = store.info(path)
+        about = json.dumps(found, sort_keys=True, default=str)
     except Exception as error:
         raise Refusal(f"--dataset {url}: {_reason(error)}") from None
     name = path.rpartition("/")[2]
 
     def build(folder: Path) -> None:
+        from tqdm.auto import tqdm
+
+        bar = tqdm(total=found.get("size"), desc=f"Downloading {name}", unit="B", unit_scale=True, disable=None, leave=False)
         try:
-            with open_url(url) as source, open(folder / name, "wb") as target:
+            with open_url(url) as source, open(folder / name, "wb") as target, bar:
                 while block := source.read(BLOCK):
-                    target.write(block)
+                    bar.update(target.write(block))
         except OSError as error:
             if error.filename is not None:  # of the local copy
                 raise
@@ -133,7 +137,9 @@ def _store_of(url: str) -> tuple[Any, str]:
     try:
         return fsspec.url_to_fs(url)
     except ImportError as error:  # its message names the package: "Install s3fs to access S3"
-        raise Refusal(f"--dataset {url}: {_reason(error)} (pip install ...)") from None
+        package = re.search(r"nstall [`'\"]?([\w-]+)", str(error))
+        install = f". Type: pip install {package[1]}" if package else ""
+        raise Refusal(f"--dataset {url}: needs a package that is not installed: {_reason(error)}{install}") from None
     except ValueError as error:
         raise Refusal(f"--dataset {url}: {_reason(error)}. Known are s3://, gs://, az://, hf://, https:// and others") from None
     except Exception as error:  # a login that is looked for at once
