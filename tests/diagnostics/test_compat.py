@@ -32,7 +32,7 @@ def test_a_mode_sees_every_operation_and_which_of_them_reads_a_value() -> None:
 
 
 def test_a_fake_tensor_has_a_device_and_a_storage_without_contents() -> None:
-    """Fails when: torch moves fake tensors, or their storages can't be told apart."""
+    """Fails when: torch moves fake tensors, or their storages have no keys of their own."""
     with compat.FakeTensorMode(allow_non_fake_inputs=True):
         whole, other = torch.empty(10**12), torch.empty(10**12)
         view = whole[1:]

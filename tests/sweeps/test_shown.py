@@ -23,7 +23,7 @@ def job(number: int, value: float | None = None, seconds: float = 90.0, **more: 
 
 
 def logs(folder: Path, trial: int, steps: int | None, *lines: dict[str, float]) -> None:
-    """The files of a run that has so many steps in all."""
+    """The files of a run of that many steps."""
     run = trial_folder(folder, trial)
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

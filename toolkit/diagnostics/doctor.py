@@ -36,7 +36,7 @@ from toolkit.diagnostics.short_runs import Runs, run_short
 from toolkit.diagnostics.small import with_small_model, with_small_teacher
 from toolkit.diagnostics.watch import Watch
 
-# The runs that checks look at besides that of the recipe as it is configured.
+# The runs that checks look at, next to that of the recipe as it is configured.
 _RUNS: dict[str, tuple[str, ...]] = {
     "finite": ("split", "whole", "overfit"), "split": ("split", "whole"), "alone": ("whole",), "evaluation": ("split", "whole"),
     "start": ("whole",), "overfit": ("overfit",), "resume": ("resumed",),

@@ -30,7 +30,7 @@ def first_and_last(
     whole = (query, key, value)
 
     def measured(length: int, keys: int) -> int:
-        """Bytes that one such document keeps besides its output."""
+        """Bytes that one such document keeps, without its output."""
         states = [each[:, :, : length if each is query else keys] for each in whole]
         before = ledger.total
         # Not seen by layers that are recomputed, which count what is saved.

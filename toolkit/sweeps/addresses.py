@@ -72,7 +72,7 @@ def _imported(recipe: Path) -> list[Path]:
 
 
 def _text(file: Path) -> str:
-    """Of whatever encoding."""
+    """The text of a file; bytes that are not UTF-8 as their numbers."""
     return file.read_text(encoding="utf-8", errors="backslashreplace")
 
 
