@@ -36,6 +36,7 @@ COMMANDS = {
     },
     "Data": {
         "mine": ("toolkit.cli.mine:mine", "Find hard negatives with an embedding model."),
+        "prepare": ("toolkit.cli.prepare:prepare", "Tokenize a dataset once, as files that training reads or streams."),
         "inspect": ("toolkit.cli.inspect:inspect", "Look at a dataset as training would see it: lengths, masks, problems."),
     },
     "Models": {

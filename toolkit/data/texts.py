@@ -24,6 +24,11 @@ def texts_of(split: Dataset | IterableDataset) -> Iterator[str]:
     rows = split if hasattr(split, "__len__") else islice(split, TOKENIZER_ROWS)
     for number, row in enumerate(rows, start=1):
         text = row.get("text")
+        if text is None and "input_ids" in row:
+            raise Refusal(
+                f"{row.get('origin') or f'row {number}'}: is token ids, and a tokenizer can't be made from them. Name the one "
+                "that they were made with: --tokenizer"
+            )
         if not isinstance(text, str):
             there = ", ".join(name for name in row if name != "origin")
             raise Refusal(

@@ -28,6 +28,7 @@ from toolkit.data.tokenize.columns import Batch, Plan, is_wrapped
 from toolkit.data.tokenize.documents import Documents, Rules, build_encoder, check_supervision, check_tokens, tokenizer_digest
 from toolkit.data.tokenize.format import Format, FormatRows, Splits
 from toolkit.data.tokenize.masks import turn_end_ids
+from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH, check_marks, vocabulary_mark
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -96,12 +97,16 @@ class Reader:
     rules: Rules
     rows: FormatRows
     least: int | None  # tokens of an example; shorter ones are left out
+    mark: str | None = None  # of the tokenizer's vocabulary, where the rows have one
 
     def read(self, batch: Batch, at: int) -> tuple[Documents, Measures]:
         """One batch, whose first row is row `at` of the split: tokenized, checked, cut, counted."""
         size = len(next(iter(batch.values())))
         given = batch.get("origin") or [None] * size
         origins = [origin or f"row {at + i} of the {self.name} split" for i, origin in enumerate(given)]
+        if self.mark is not None:
+            check_marks(batch[TOKENIZED_WITH], self.mark, origins)
+            batch = {name: values for name, values in batch.items() if name != TOKENIZED_WITH}
         whole, remarks = self.rows.read(batch, origins)
         check_tokens(whole, self.rules)
         if self.form.supervises_tokens:
@@ -126,7 +131,8 @@ def build_reader(form: Format, name: str, plan: Plan, tokenizer: PreTrainedToken
         except Refusal:  # a template that can't render a plain chat; whether that matters shows when it renders the data
             ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rules = Rules(len(tokenizer), tokenizer.bos_token_id, tuple(ends))
-    return Reader(form, name, plan, rules, form.rows(plan, build_encoder(tokenizer), config), config.min_length)
+    mark = vocabulary_mark(tokenizer) if TOKENIZED_WITH in plan.columns else None
+    return Reader(form, name, plan, rules, form.rows(plan, build_encoder(tokenizer), config), config.min_length, mark)
 
 
 def _write(

@@ -26,6 +26,7 @@ from toolkit.data.tokenize.ranking import ranking_format
 from toolkit.data.tokenize.seq2seq import seq2seq_format
 from toolkit.data.tokenize.text_groups import text_group_format
 from toolkit.data.tokenize.token_tags import token_classification_format
+from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -345,6 +346,9 @@ def plan_splits(
     if form.ends_texts and tokenizer.eos_token_id is None:
         raise Refusal("The tokenizer has no end-of-text token: no text would end. Set eos_token in tokenizer_config.json")
     plans, notes = form.plan(splits, config)
+    for name, plan in plans.items():
+        if TOKENIZED_WITH in columns_of(splits[name], name):
+            plans[name] = replace(plan, columns=(*plan.columns, TOKENIZED_WITH))
     name, plan = next(iter(plans.items()))
     unread = [column for column in columns_of(splits[name], name) if column not in plan.columns]
     if unread:
