@@ -71,12 +71,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("task", ["lm", "sft", "text"])
-def test_the_rows_are_those_that_training_makes_of_the_text(task: str, tokenizers: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_rows_are_those_that_training_makes_of_the_text(
+    task: str, tokenizers: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of each split, with their labels, in another order; streamed they come as they are in the files.
 
-    Fails when: the last row of a shard is left out; labels are left out; rows are written in their own order; the held-out
+    Fails when: the last row of a row group is left out; labels are left out; rows are written in their own order; the held-out
     rows are not written as a split.
     """
+    monkeypatch.setattr(shards, "GROUP_ROWS", 7)
     rows, out = write_rows(tmp_path / "rows.jsonl", task), tmp_path / "out"
     code, output = run(rows, out, "--model", tokenizers[0], "--num-shards", 4, "--eval-fraction", 0.2)
     assert code == 0, output
@@ -143,7 +146,7 @@ def test_killed_in_the_middle_nothing_is_there_and_the_next_start_writes_the_sam
 
 
 def test_a_folder_that_holds_something_is_refused_and_left_as_it_is(tokenizers: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails when: it is asked of the temporary folder."""
+    """Fails when: nobody asks, neither before the work nor when the files are written."""
     out, rows = tmp_path / "out", write_rows(tmp_path / "rows.jsonl", "lm")
     out.mkdir()
     (out / "train.jsonl").write_text("mine")

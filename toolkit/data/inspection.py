@@ -15,7 +15,7 @@ import numpy as np
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.loading.packing import Packing, pack_best_fit, pack_wrapped
 from toolkit.data.report import DataReport, Piece
-from toolkit.data.split_counts import Measures, NeedsBothKinds, SplitCounts
+from toolkit.data.split_counts import Measures, NeedsBothKinds, SplitCounts, row_hashes
 from toolkit.data.tokenize.columns import Plan, label_column, likely_renames
 from toolkit.data.tokenize.documents import Documents
 from toolkit.data.tokenize.labels import missing_label
@@ -133,7 +133,7 @@ def inspect_splits(
         raise Refusal("\n".join([str(refusal), *(f"{problem.origin}: {problem.what}" for problem in problems)])) from refusal
     is_stream = not all(isinstance(given[name], Dataset) for name in plans)
     counts, whole, kept = list[SplitCounts](), dict[str, np.ndarray](), dict[str, np.ndarray]()
-    train_rows, candidates = set[int](), list[Documents]()
+    train_rows, candidates = None, list[Documents]()
     for name in sorted(plans, key=lambda name: name != "train"):
         plan = plans[name]
         reader = build_reader(form, name, plan, tokenizer, config)
@@ -157,7 +157,7 @@ def inspect_splits(
         except Refusal as refusal:
             problems.append(Problem(name, "", str(refusal)))
         if name == "train":
-            train_rows.update(row for part in measures for row in part.rows)
+            train_rows = row_hashes(measures)
     first = next(iter(plans.values()))
     report = DataReport(
         form.describe(first, tokenizer), form.longest(config), form.overlong or config.overlong, counts, notes,

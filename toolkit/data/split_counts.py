@@ -6,7 +6,6 @@ So a report is the same when the rows come from the cache. What cannot be traine
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -80,7 +79,7 @@ class Measures:
     """Of one batch of documents: what is summed up over a split."""
 
     whole: np.ndarray  # length of each document before cutting
-    rows: list[int]  # a hash of each
+    rows: np.ndarray  # int64, a hash of each: eight bytes a row are what tokenizing keeps in memory
     wanted: list[int]  # the hashes of those that are marked desirable
     sums: Counter[str]
     first_origin: str
@@ -97,7 +96,8 @@ def measure(whole: Documents, kept: Documents, cut: Cut, rules: Rules, remarks: 
     rows = [hash(whole.values[a:b].tobytes()) for a, b in pairwise(whole.bounds.tolist())]
     marks = whole.columns.get("desirable", [])
     wanted = [row for row, mark in zip(rows, marks, strict=False) if mark]
-    return Measures(whole.whole, rows, wanted, sums + remarks, whole.origins[0] if whole.origins else "")
+    first_origin = whole.origins[0] if whole.origins else ""
+    return Measures(whole.whole, np.array(rows, dtype=np.int64), wanted, sums + remarks, first_origin)
 
 
 def _count_turn_ends(documents: Documents, rules: Rules) -> tuple[int, int]:
@@ -109,9 +109,9 @@ def _count_turn_ends(documents: Documents, rules: Rules) -> tuple[int, int]:
 
 def summarize(
     name: str, measures: list[Measures], is_masked: bool, max_length: int, classes: list[str],
-    train_rows: Set[int] = frozenset(), length_flag: str = "--max-length",
+    train_rows: np.ndarray | None = None, length_flag: str = "--max-length",
 ) -> SplitCounts:  # fmt: skip
-    """Counts of a split; `train_rows` are the hashes of the training split's rows, for another split.
+    """Counts of a split; `train_rows` are the hashes of the training split (`row_hashes`), for another split.
 
     Raises:
         Refusal: nothing is left of it, or its mask leaves out every end of a turn.
@@ -145,16 +145,21 @@ def summarize(
         _check_both_kinds(name, sums)
         sums["both_labels"] = _count_both_labels(measures)
     median, percentile_95 = np.percentile(whole, [50, 95], method="inverted_cdf") if len(whole) else (0, 0)
-    rows = [row for part in measures for row in part.rows]
+    rows = row_hashes(measures)
     counted = ("examples", "tokens", "overlong", "cut_tokens", "dropped", "unsupervised", "merged", "rewritten", "short")
     return SplitCounts(
         name=name, supervised_tokens=sums["supervised_tokens"] if is_masked else None, median=int(median),
-        percentile_95=int(percentile_95), longest=int(whole.max(initial=0)), duplicates=len(rows) - len(set(rows)),
-        also_in_train=sum(row in train_rows for row in rows),
+        percentile_95=int(percentile_95), longest=int(whole.max(initial=0)), duplicates=len(rows) - len(np.unique(rows)),
+        also_in_train=0 if train_rows is None else int(np.isin(rows, train_rows).sum()),
         classes={label: sums[f"class {label}"] for label in classes},
         remarks={remark: sums[remark] for remark in REMARKS if sums[remark]},
         odd_tools=_odd_tools(sums), **{key: sums[key] for key in counted},
     )  # fmt: skip
+
+
+def row_hashes(measures: list[Measures]) -> np.ndarray:
+    """Of all rows of a split, in their order."""
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(part.rows for part in measures)])
 
 
 def _odd_tools(sums: Counter[str]) -> dict[str, tuple[int, str]]:
@@ -183,5 +188,5 @@ def _check_both_kinds(name: str, sums: Counter[str]) -> None:
 
 def _count_both_labels(measures: list[Measures]) -> int:
     wanted = Counter(row for part in measures for row in part.wanted)
-    given = Counter(row for part in measures for row in part.rows)
+    given = Counter(row_hashes(measures).tolist())
     return sum(given[row] > count for row, count in wanted.items())

@@ -23,7 +23,7 @@ import numpy as np
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.compat import fingerprint_of, set_fingerprint
 from toolkit.data.sources.arrow_cache import cache_folder, check_uncut, mapped_files, open_splits, write_tables
-from toolkit.data.split_counts import Measures, SplitCounts, measure, summarize
+from toolkit.data.split_counts import Measures, SplitCounts, measure, row_hashes, summarize
 from toolkit.data.tokenize.columns import Batch, Plan, is_wrapped
 from toolkit.data.tokenize.documents import Documents, Rules, build_encoder, check_supervision, check_tokens, tokenizer_digest
 from toolkit.data.tokenize.format import Format, FormatRows, Splits
@@ -80,7 +80,7 @@ def tokenize_streams(
         if not first:
             raise _no_rows(name)
         _, measures = reader.read({column: [row.get(column) for row in first] for column in reader.plan.columns}, 0)
-        counts.append(reader.summarize([measures], form.longest(config), set()))
+        counts.append(reader.summarize([measures], form.longest(config), None))
         columns = list(split.column_names or first[0])
         work = partial(_stream_batch, reader=reader)
         tokenized[name] = split.map(work, batched=True, batch_size=STREAM_ROWS, with_indices=True, remove_columns=columns)
@@ -116,7 +116,7 @@ class Reader:
         kept, cut = self.rows.cut(whole)
         return kept, measure(whole, kept, cut, self.rules, remarks)
 
-    def summarize(self, measures: list[Measures], max_length: int, train_rows: set[int]) -> SplitCounts:
+    def summarize(self, measures: list[Measures], max_length: int, train_rows: np.ndarray | None) -> SplitCounts:
         """The counts of all batches of the split; `train_rows` are hashes of those of the training split."""
         classes = [*self.form.class_names(self.plan)]
         return summarize(self.name, measures, self.plan.is_masked, max_length, classes, train_rows, self.form.length_flag)
@@ -140,7 +140,7 @@ def _write(
     config: DataConfig, processes: int,
 ) -> None:  # fmt: skip
     """Write each split as an Arrow file, with the counts of all next to them."""
-    counts, digests, train_rows, numbers = [], dict[str, str](), set[int](), count()  # pairs are numbered through all splits
+    counts, digests, train_rows, numbers = [], dict[str, str](), None, count()  # pairs are numbered through all splits
     for name, split in splits.items():
         reader = build_reader(form, name, plans[name], tokenizer, config)
         measures, digest = list[Measures](), hashlib.blake2b(digest_size=12)
@@ -150,7 +150,7 @@ def _write(
         counts.append(vars(reader.summarize(measures, form.longest(config), train_rows)))
         digests[name] = f"tokens-{digest.hexdigest()}-{name}"
         if name == "train":
-            train_rows.update(row for part in measures for row in part.rows)
+            train_rows = row_hashes(measures)
     (folder / "counts.json").write_text(json.dumps({"splits": counts, "digests": digests}))
 
 
