@@ -267,7 +267,7 @@ def tokenized_rows(batch: Batch, origins: list[str], column: str = "input_ids") 
     masks = batch.get("attention_mask") or [None] * len(origins)
     rows = []
     for row, mask, origin in zip(batch["input_ids"], masks, origins, strict=True):
-        if not isinstance(row, list) or not all(type(token) is int for token in row):
+        if not isinstance(row, list) or not set(map(type, row)) <= {int}:
             raise Refusal(f"{origin}: {column} is {describe(row)}, and must be a list of integers. Correct or remove the row.")
         if row and (min(row) < -(2**31) or max(row) >= 2**31):
             odd = next(token for token in row if not -(2**31) <= token < 2**31)
