@@ -20,6 +20,7 @@ import pytest
 import toolkit as tk
 from toolkit.tracking import trackers
 from toolkit.tracking.logged_before import logged_to_mlflow, logged_to_trackio
+from toolkit.tracking.services import PROJECT, Opened
 from toolkit.training.accelerator import tracker_names
 
 pytestmark = pytest.mark.warm
@@ -49,7 +50,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
     def open_them(**made: Callable[[], Any]) -> tuple[trackers.Trackers, list[str]]:
         said: list[str] = []
         for name, make in made.items():
-            monkeypatch.setitem(trackers._OPEN, name, lambda *what, make=make: make())
+            monkeypatch.setitem(trackers.OPEN, name, lambda *what, make=make: Opened(make()))
         return trackers.Trackers(list(made), Config(output_dir=str(tmp_path)), {}, 0, said.append), said
 
     return open_them
@@ -190,7 +191,7 @@ def test_earlier_steps_are_not_sent_again_where_it_is_not_known_what_arrived(
     sent: list[int] = []
     for logged, expected in ((None, []), (set(), [1, 2]), ({("loss", 1)}, [2])):
         sent.clear()
-        tracker = SimpleNamespace(logged=logged, log=lambda metrics, step: sent.append(step))
+        tracker = Opened(SimpleNamespace(log=lambda metrics, step: sent.append(step)), logged)
         trackers._log_lacking(tracker, [{"step": step, "loss": 1.0, "epoch": 0.1} for step in (1, 2)])
         assert sent == expected
 
@@ -226,7 +227,7 @@ def _in_mlflow(folder: Path) -> list[tuple[int, float]]:
 
 
 def _in_trackio(folder: Path) -> list[tuple[int, float]]:
-    with sqlite3.connect(folder / f"trackio/{trackers.PROJECT}.db") as connection:
+    with sqlite3.connect(folder / f"trackio/{PROJECT}.db") as connection:
         assert len(connection.execute("select distinct run_id from metrics").fetchall()) == 1
         rows = [(step, json.loads(text)) for step, text in connection.execute("select step, metrics from metrics order by step")]
     return [(step, metrics["loss"]) for step, metrics in rows if "loss" in metrics]
@@ -235,7 +236,7 @@ def _in_trackio(folder: Path) -> list[tuple[int, float]]:
 def _in_tensorboard(folder: Path) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder / f"out/trackers/{trackers.PROJECT}"))
+    events = EventAccumulator(str(folder / f"out/trackers/{PROJECT}"))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars("loss")]
 

@@ -59,10 +59,11 @@ def merge(
 
 def _card(adapter: Path, merged: Any, name: str) -> str:
     """A model card, from the run card next to the adapter where there is one."""
-    from toolkit.export.card import base_license, model_card, read_json
+    from toolkit.export.card import base_license, model_card
+    from toolkit.system.json_lines import read_object
 
     path = adapter.resolve().parent / "run.json"
-    run_card = read_json(path)
+    run_card = read_object(path)
     run_card["model"] = {**run_card.get("model", {}), "name": merged.base}
     metrics = run_card.get("end", {}).get("figures", {})
     text = model_card(run_card, metrics, name, type(merged.model).__name__, license=base_license(merged.base))

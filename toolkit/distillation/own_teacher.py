@@ -17,7 +17,7 @@ from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, supervised
 from toolkit.losses.chunked import Logits
 from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
 from toolkit.losses.selective_head import at_positions
-from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.system.evaluation_mode import evaluation_mode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,6 @@ from toolkit.config.conditions import is_built_in
 from toolkit.export.licenses import license_fields
 from toolkit.runs.copies import copy_in_words
 from toolkit.system.console import printable
-from toolkit.system.json_lines import parse_object
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Settings that say how a model was trained. Nothing else of the run card's settings is shown.
@@ -97,13 +96,6 @@ def with_name(card: str, name: str) -> str:
 
 def is_hub_id(name: str) -> bool:
     return bool(HUB_ID.fullmatch(name)) and not is_built_in(name) and not os.path.exists(name)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        return parse_object(path.read_text(encoding="utf-8")) or {}
-    return {}
 
 
 def base_license(name: str, revision: str | None = None, *, ask: bool = False) -> str | None:

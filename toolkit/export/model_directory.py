@@ -15,7 +15,7 @@ from toolkit.data.tokenize.masks import turn_end_ids
 from toolkit.distributed.engines import unwrapped
 from toolkit.distributed.engines.pieces import whole_state_dict
 from toolkit.distributed.ranks import on_main
-from toolkit.export.card import base_license, model_card, read_json, with_name
+from toolkit.export.card import base_license, model_card, with_name
 from toolkit.models.adapter_files import base_of_adapter, is_adapted
 from toolkit.models.adapter_saving import save_adapter
 from toolkit.models.projections import is_of_projections
@@ -23,6 +23,7 @@ from toolkit.models.value_head import is_of_value_head
 from toolkit.runs.summary import Summary
 from toolkit.system.console import as_typed, say
 from toolkit.system.files import make_folder, put_in_place, remove, written_next_to
+from toolkit.system.json_lines import read_object
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -77,7 +78,7 @@ def card_of_run(model: PreTrainedModel, output_dir: str | Path, summary: Summary
         adapter = "elsewhere" if model.peft_config["default"].base_model_name_or_path else "inside"
     plain: PreTrainedModel = model.get_base_model() if adapter else model  # type: ignore[operator]
     loaded = plain.config.name_or_path or ""
-    run_card = read_json(output_dir / "run.json") or {"model": {"name": loaded, "base": base_of_adapter(loaded)}}
+    run_card = read_object(output_dir / "run.json") or {"model": {"name": loaded, "base": base_of_adapter(loaded)}}
     if summary.settings is not None and "not_read" not in run_card:  # the run is still continuing
         run_card["settings"] = summary.settings
     begun = run_card.get("model") or {}

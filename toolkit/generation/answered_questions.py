@@ -16,8 +16,8 @@ from toolkit.data.tokenize.classification import pair_frame
 from toolkit.data.tokenize.documents import build_encoder
 from toolkit.data.tokenize.question_answering import QuestionRows, reference_answers
 from toolkit.generation.samples import spread_rows, trim_for_display
-from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.metrics.question_answering import best_spans, joined_spans, span_logits, words_of_context
+from toolkit.system.evaluation_mode import evaluation_mode
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from toolkit.generation.random_numbers import exponentials
-from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.system.evaluation_mode import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

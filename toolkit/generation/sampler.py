@@ -20,11 +20,11 @@ from toolkit.generation.cached_decoding import CachedGroup
 from toolkit.generation.distribution import SamplingSettings, draw, penalized
 from toolkit.generation.equal_bits import rows_for_equal_bits
 from toolkit.generation.group_cache import DecodeStep, PromptPass, attention_of_groups
-from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.models.adapter_files import without_adapter
 from toolkit.models.attention.packable import PROVEN, NotPackable, check_packable
 from toolkit.models.compat import attention_of
 from toolkit.models.layers import uncompiled
+from toolkit.system.evaluation_mode import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -18,10 +18,10 @@ from torch import nn
 from toolkit.config import GeneratedTextConfig
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.generation.samples import trim_for_display
-from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.metrics.metric import Metrics
 from toolkit.metrics.text import TextMetric, choose_text_metrics, generated_text_metrics
 from toolkit.models.layers import uncompiled
+from toolkit.system.evaluation_mode import evaluation_mode
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

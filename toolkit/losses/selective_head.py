@@ -26,10 +26,10 @@ from torch import nn
 from toolkit.distributed.compat import is_compiled_whole
 from toolkit.distributed.engines import unwrapped
 from toolkit.losses.chunked import Logits, Sums, sums_in_chunks
-from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.models.adapter_files import without_adapter
 from toolkit.models.compat import is_compiled
 from toolkit.models.layers import uncompiled
+from toolkit.system.evaluation_mode import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,9 +8,7 @@ token, the last one, all of them or a pooler's output, is the model's own busine
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from toolkit.models.attention.packable import EXPERTS, PROVEN, NotPackable, chec
 from toolkit.models.compat import attention_of
 from toolkit.models.layers import uncompiled
 from toolkit.models.shapes import highest_dropout
+from toolkit.system.evaluation_mode import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -135,7 +134,7 @@ def _try(model: PreTrainedModel, layout: str, name: str) -> None:
         logits: torch.Tensor = model(**inputs).logits
         return logits
 
-    with _evaluated(model), uncompiled(model):
+    with evaluation_mode(model), uncompiled(model):
         try:
             expected, found, others = scores((0, 1), "padded"), scores((0, 1), layout), scores((0, 2), layout)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:  # whatever a forward makes of what it doesn't know
@@ -148,18 +147,6 @@ def _try(model: PreTrainedModel, layout: str, name: str) -> None:
         raise NotPackable(name, "lets documents of one row see each other")
     if (found - expected).abs().max() > rounding:
         raise NotPackable(name, "gives a document another result in a row than alone")
-
-
-@contextlib.contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _prepare(body: nn.Module) -> None:

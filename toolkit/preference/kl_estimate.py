@@ -9,7 +9,7 @@ from torch import nn
 
 from toolkit.data.loading.batch import Batch
 from toolkit.losses.unpaired import LogpsOf
-from toolkit.metrics.evaluation_mode import evaluation_mode
+from toolkit.system.evaluation_mode import evaluation_mode
 from toolkit.training.step import to_device
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from toolkit.config import Refusal
 from toolkit.data.loading.collate_pairs import PAIR_LAYOUTS, collate_pairs
 from toolkit.distributed.ranks import say_once
 from toolkit.losses.answer_logps import answer_token_logps
-from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.models.attention.interface import DOCUMENTS, FLEX
 from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable
 from toolkit.models.compat import attention_of
 from toolkit.models.layers import uncompiled
 from toolkit.models.shapes import highest_dropout
+from toolkit.system.evaluation_mode import evaluation_mode
 from toolkit.training.step import to_device
 
 if TYPE_CHECKING:

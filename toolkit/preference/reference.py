@@ -23,10 +23,10 @@ from toolkit.distributed.ranks import say_once
 from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
 from toolkit.losses.pair_losses import PairLogps
 from toolkit.losses.preference import needs_reference
-from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.models.compat import commit_of
 from toolkit.preference.reference_cache import ReferenceSettings, is_of_pairs, reference_table
 from toolkit.system.digests import digests_of_directories
+from toolkit.system.evaluation_mode import evaluation_mode
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -24,10 +24,10 @@ from toolkit.data.loading.some_rows import SomeRows, digest_of_columns, seen_in_
 from toolkit.distributed.engines import unwrapped
 from toolkit.distributed.ranks import largest, on_main, say_once
 from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
-from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.models.adapter_files import base_of
 from toolkit.models.compat import commit_of
 from toolkit.system.digests import read_sealed, seal, sha256_of
+from toolkit.system.evaluation_mode import evaluation_mode
 from toolkit.system.files import make_folder, remove, sync, write_atomically
 from toolkit.training.step import to_device
 

@@ -13,12 +13,12 @@ from typing import Any
 from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.directory import LOCK, OWNER, is_locked
 from toolkit.system.console import one_line
-from toolkit.system.json_lines import parse_object
+from toolkit.system.json_lines import MOST_BYTES, parse_object, read_object
 
 SWEEP_JOURNAL = "sweep.jsonl"
 STATUSES = ("running", "finished", "stopped early", "interrupted", "diverged", "failed", "died", "sweep")
 _MARKS = ("run.json", "metrics.jsonl", "summary.json", OWNER)  # that only a run writes
-_TAIL, _LARGEST = 1 << 16, 1 << 24  # bytes: of metrics.jsonl that is read, of a file of JSON
+_TAIL = 1 << 16  # bytes of metrics.jsonl that are read
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def list_runs(root: Path, *, trials: bool = False) -> list[RunLine]:
 
 def run_line(folder: Path, name: str) -> RunLine:
     """What a run's files tell, each of which may be missing or damaged."""
-    card, summary, owner = (_read_object(folder / each) for each in ("run.json", "summary.json", OWNER))
+    card, summary, owner = (read_object(folder / each) for each in ("run.json", "summary.json", OWNER))
     end, layout = (part if isinstance(part := card.get(each), dict) else {} for each in ("end", "layout"))
     events, status = _last_events(folder / "metrics.jsonl"), _status(folder, card, summary, owner)
     ended = bool(end) or (not card and bool(summary))
@@ -129,7 +129,7 @@ def _metric(summary: dict[str, Any], events: list[dict[str, Any]]) -> tuple[str,
 
 def _sweep_line(folder: Path, name: str) -> RunLine:
     """A sweep by its journal: how many of its jobs have ended, and the best value of those that its trials have."""
-    records = [record for line in _tail(folder / SWEEP_JOURNAL, _LARGEST) if (record := parse_object(line)) is not None]
+    records = [record for line in _tail(folder / SWEEP_JOURNAL, MOST_BYTES) if (record := parse_object(line)) is not None]
     ended = sum(record.get("kind") == "end" for record in records)
     started = sum(record.get("kind") == "start" for record in records)
     runs = [path for path in (folder / "trials").glob("*") if path.is_dir()]
@@ -176,14 +176,6 @@ def _tail(path: Path, most: int = _TAIL) -> list[str]:
             return file.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return parse_object(file.read(_LARGEST)) or {}
-    except OSError:
-        return {}
 
 
 def _number(value: Any) -> float | None:

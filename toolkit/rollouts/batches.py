@@ -16,8 +16,8 @@ from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.layouts import lay_out
 from toolkit.data.loading.order import hash_numbers
 from toolkit.distributed.ranks import from_all
-from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.rollouts.rollout import Rollout
+from toolkit.system.evaluation_mode import evaluation_mode
 from toolkit.training.step import to_device
 
 if TYPE_CHECKING:

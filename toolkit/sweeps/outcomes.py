@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
@@ -14,7 +13,7 @@ from toolkit.config import Refusal
 from toolkit.sweeps.journal import Outcome, Plan
 from toolkit.sweeps.pruning import Curve
 from toolkit.sweeps.results import metrics_of
-from toolkit.system.json_lines import parse_object, read_lines
+from toolkit.system.json_lines import read_lines, read_object
 
 
 def trial_folder(folder: Path, number: int) -> Path:
@@ -31,7 +30,7 @@ def read_outcome(run: Path, plan: Plan, until: int | None = None) -> Outcome:
     Raises:
         Refusal: it did not log a metric.
     """
-    summary, events = _read_object(run / "summary.json"), read_lines(run / "metrics.jsonl")
+    summary, events = read_object(run / "summary.json"), read_lines(run / "metrics.jsonl")
     if until is not None:
         events = [event for event in events if _step(event) <= until]
     logged: dict[str, Any] = {name: value for event in events for name, value in event.items()}
@@ -86,13 +85,13 @@ def _progress(path: Path, metric: str, size: int, time: int) -> tuple[int, Curve
 
 def steps_of(run: Path) -> int:
     """Steps taken when the run last ended."""
-    found = _read_object(run / "summary.json").get("steps")
+    found = read_object(run / "summary.json").get("steps")
     return found if isinstance(found, int) else 0
 
 
 def planned_steps_of(run: Path) -> int | None:
     """The steps that a run has in all, once it has begun."""
-    layout = _read_object(run / "run.json").get("layout")
+    layout = read_object(run / "run.json").get("layout")
     steps = layout.get("steps") if isinstance(layout, dict) else None
     return steps if isinstance(steps, int) else None
 
@@ -117,12 +116,6 @@ def _step(event: Mapping[str, Any]) -> int:
 
 
 def _of_card(run: Path, name: str) -> Any:
-    card = _read_object(run / "run.json")
+    card = read_object(run / "run.json")
     model = card.get("model")
     return card.get(name, model.get(name) if isinstance(model, dict) else None)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        return parse_object(path.read_text(encoding="utf-8")) or {}
-    return {}

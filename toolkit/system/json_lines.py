@@ -11,6 +11,7 @@ from typing import Any
 
 from toolkit.system.files import write_atomically
 
+MOST_BYTES = 1 << 24  # of a file that holds one object: a run's card has some thousand
 MOST_LEVELS = 64  # of objects and lists in one another; a record of a run has five
 
 
@@ -74,6 +75,15 @@ def parse_object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and not _is_deeper(found, MOST_LEVELS) else None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none that can be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return parse_object(file.read(MOST_BYTES)) or {}
+    except OSError:
+        return {}
 
 
 def sealed_line(record: Mapping[str, Any]) -> str:

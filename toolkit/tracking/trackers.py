@@ -18,18 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import RunConfig
-from toolkit.system.files import write_atomically
-from toolkit.tracking.logged_before import logged_to_mlflow, logged_to_trackio
+from toolkit.tracking.services import ADD_TABLE, KEEP_FILES, OPEN, Opened
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-PROJECT = "toolkit"
 WAITING = 10_000  # records that wait for a tracker before further ones are lost
 CLOSE_SECONDS, HURRIED_SECONDS = 60.0, 3.0  # at the end of a run, and of one that a signal stopped
 LOOKS_EVERY = 0.1  # seconds: how soon a tracker with nothing to do sees that the run is over
 _WHERE = ("step", "epoch", "examples", "time")  # in a line of metrics.jsonl, next to its metrics
-Record = Callable[["Any"], None]
+Record = Callable[[Opened], None]
 
 
 class Trackers:
@@ -46,7 +44,7 @@ class Trackers:
         self.ids, self._say = dict(ids), say
         plain = (bool, int, float, str)
         settings = {name: v if isinstance(v, plain) else str(v) for name, v in public_settings(config).items()}
-        self._senders = [_Sender(name, _OPEN[name], config, settings, self.ids, step) for name in names]
+        self._senders = [_Sender(name, OPEN[name], config, settings, self.ids, step) for name in names]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Numbers of one step. Returns at once."""
@@ -64,7 +62,7 @@ class Trackers:
         columns = list(dict.fromkeys(name for sample in samples for name in sample))
         rows = [[str(sample.get(name, "")) for name in columns] for sample in samples]
         for sender in self._senders:
-            sender.put(partial(_log_table, _TABLE[sender.name], columns=columns, rows=rows, step=step))
+            sender.put(partial(_log_table, ADD_TABLE[sender.name], columns=columns, rows=rows, step=step))
         self._say_news()
 
     def close(self, files: Callable[[], Sequence[Path]], hurried: bool = False) -> None:
@@ -72,11 +70,11 @@ class Trackers:
 
         `files()` makes those that go with the run where the tracker keeps files: the run card and the report.
         """
-        keeping = [sender for sender in self._senders if sender.name in _FILES]
+        keeping = [sender for sender in self._senders if sender.name in KEEP_FILES]
         if keeping and not hurried:
             there = [path for path in files() if path.exists()]
             for sender in keeping:
-                sender.put(partial(_FILES[sender.name], files=there))
+                sender.put(partial(_keep_files, KEEP_FILES[sender.name], there))
         ends = time.monotonic() + (HURRIED_SECONDS if hurried else CLOSE_SECONDS)
         for sender in self._senders:
             sender.end()
@@ -114,7 +112,7 @@ def open_trackers(
 class _Sender:
     """One tracker, its thread, and what waits for it."""
 
-    def __init__(self, name: str, opened: Callable[..., Any], *what: Any) -> None:
+    def __init__(self, name: str, opened: Callable[..., Opened], *what: Any) -> None:
         self.name, self.news = name, list[str]()
         self._records: queue.Queue[Record] = queue.Queue(WAITING)
         self._is_over = threading.Event()
@@ -143,7 +141,7 @@ class _Sender:
         elif self._failed:
             self.news.append(f"{self._failed} records were not taken ({self._reason})")
 
-    def _work(self, opened: Callable[..., Any], *what: Any) -> None:
+    def _work(self, opened: Callable[..., Opened], *what: Any) -> None:
         tracker = None
         try:
             tracker = opened(*what)
@@ -153,9 +151,9 @@ class _Sender:
         while not (self._is_over.is_set() and self._records.empty()):
             with contextlib.suppress(queue.Empty):
                 self._try(tracker, self._records.get(timeout=LOOKS_EVERY))
-        self._try(tracker, lambda opened: opened.finish())
+        self._try(tracker, lambda opened: opened.tracker.finish())
 
-    def _try(self, tracker: Any, record: Record) -> None:
+    def _try(self, tracker: Opened | None, record: Record) -> None:
         if tracker is None:
             return
         try:
@@ -172,133 +170,22 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
-def _log(tracker: Any, metrics: dict[str, float], step: int) -> None:
-    new = {name: value for name, value in metrics.items() if (name, step) not in (getattr(tracker, "logged", None) or ())}
-    if new:
-        tracker.log(new, step=step)
+def _log(opened: Opened, metrics: dict[str, float], step: int) -> None:
+    if new := {name: value for name, value in metrics.items() if opened.lacks(name, step)}:
+        opened.tracker.log(new, step=step)
 
 
-def _log_lacking(tracker: Any, events: Sequence[Mapping[str, Any]]) -> None:
-    if getattr(tracker, "logged", None) is not None:
+def _log_lacking(opened: Opened, events: Sequence[Mapping[str, Any]]) -> None:
+    if opened.logged is not None:
         for event in events:
             metrics = {name: value for name, value in event.items() if name not in _WHERE and isinstance(value, (int, float))}
-            _log(tracker, metrics, event["step"])
+            _log(opened, metrics, event["step"])
 
 
-def _log_table(add: Callable[..., None], tracker: Any, columns: list[str], rows: list[list[str]], step: int) -> None:
-    if ("samples", step) not in (getattr(tracker, "logged", None) or ()):
-        add(tracker, columns=columns, rows=rows, step=step)
+def _log_table(add: Callable[..., None], opened: Opened, columns: list[str], rows: list[list[str]], step: int) -> None:
+    if opened.lacks("samples", step):
+        add(opened.tracker, columns=columns, rows=rows, step=step)
 
 
-def _started(kind: str, stored: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
-    """Accelerate's tracker of that kind, started, with the run's settings stored."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    project = os.environ.get("WANDB_PROJECT", PROJECT) if kind == "wandb" else PROJECT
-    tracker = LOGGER_TYPE_TO_CLASS[kind](project, *arguments, **options)
-    tracker.start()
-    tracker.store_init_configuration(dict(stored))
-    return tracker
-
-
-def _name(config: RunConfig) -> str:
-    return config.run_name or Path(config.output_dir).absolute().name
-
-
-def _folder(config: RunConfig) -> str:
-    return os.path.join(config.output_dir, "trackers")
-
-
-def _open_wandb(config: RunConfig, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
-    os.makedirs(_folder(config), exist_ok=True)
-    options = {"name": _name(config), "dir": _folder(config), "id": ids["wandb"], "resume": "allow"}
-    # no git metadata: the address of a remote can hold a token
-    return _started("wandb", settings, **options, settings={"disable_git": True})
-
-
-def _open_tensorboard(config: RunConfig, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
-    # what was logged after the checkpoint, before the run was cut off, is shown no more; all of it where there was none yet
-    return _started("tensorboard", settings, _folder(config), purge_step=step + 1 if step else 0)
-
-
-def _open_trackio(config: RunConfig, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
-    tracker = _started("trackio", settings, name=_name(config), resume="allow" if step else "never")
-    if step and not config.allow_change:
-        tracker.logged = logged_to_trackio(PROJECT, tracker.run.name, tracker.run.id)
-    return tracker
-
-
-def _open_mlflow(config: RunConfig, settings: Mapping[str, Any], ids: dict[str, str], step: int) -> Any:
-    import mlflow
-
-    folder = Path(_folder(config), "mlflow").absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    is_here = "MLFLOW_TRACKING_URI" not in os.environ  # where the next line puts it
-    if is_here:
-        mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
-    kept = folder / "run_id"  # the service gives it, perhaps after the checkpoint that a run is continued from
-    known = ids.get("mlflow") or (kept.read_text(encoding="utf-8") if step and kept.exists() else None)
-    # A known one without settings: MLflow refuses another value for a parameter that it has, such as resume.
-    what, same = ({}, {"run_id": known}) if known else (settings, {"run_name": _name(config)})
-    if is_here:  # files too: else they go to `mlruns` where the run was started
-        same["logging_dir"] = (folder / "files").as_uri()
-    tracker = _started("mlflow", what, **same)
-    if step and not config.allow_change:
-        tracker.logged = logged_to_mlflow(known) if known else set()
-    ids["mlflow"] = tracker.tracker.info.run_id
-    write_atomically(kept, ids["mlflow"])
-    return tracker
-
-
-def _wandb_table(tracker: Any, columns: list[str], rows: list[list[str]], step: int) -> None:
-    tracker.log_table("samples", columns=columns, data=rows, step=step)
-
-
-def _tensorboard_table(tracker: Any, columns: list[str], rows: list[list[str]], step: int) -> None:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells) + " |"
-
-    text = "\n".join([line(columns), line(["---"] * len(columns)), *map(line, rows)])
-    tracker.writer.add_text("samples", text, global_step=step)
-    tracker.writer.flush()
-
-
-def _trackio_table(tracker: Any, columns: list[str], rows: list[list[str]], step: int) -> None:
-    import pandas
-    import trackio
-
-    tracker.log({"samples": trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))}, step=step)
-
-
-def _mlflow_table(tracker: Any, columns: list[str], rows: list[list[str]], step: int) -> None:
-    import mlflow
-
-    data = {"step": [step] * len(rows), **{name: [row[i] for row in rows] for i, name in enumerate(columns)}}
-    mlflow.log_table(data, artifact_file="samples.json")  # appends
-
-
-def _wandb_files(tracker: Any, files: Sequence[Path]) -> None:
-    import wandb
-
-    artifact = wandb.Artifact(f"run-{tracker.run.id}", type="run")
-    for path in files:
-        artifact.add_file(str(path))
-    tracker.run.log_artifact(artifact)
-
-
-def _trackio_files(tracker: Any, files: Sequence[Path]) -> None:
-    import trackio
-
-    if hasattr(trackio, "log_artifact"):  # not in its first versions
-        for path in files:
-            trackio.log_artifact(str(path), name=path.stem, type="run")
-
-
-def _mlflow_files(tracker: Any, files: Sequence[Path]) -> None:
-    for path in files:
-        tracker.log_artifact(str(path))
-
-
-_OPEN = {"wandb": _open_wandb, "tensorboard": _open_tensorboard, "trackio": _open_trackio, "mlflow": _open_mlflow}
-_TABLE = {"wandb": _wandb_table, "tensorboard": _tensorboard_table, "trackio": _trackio_table, "mlflow": _mlflow_table}
-_FILES = {"wandb": _wandb_files, "trackio": _trackio_files, "mlflow": _mlflow_files}
+def _keep_files(keep: Callable[[Any, Sequence[Path]], None], files: Sequence[Path], opened: Opened) -> None:
+    keep(opened.tracker, files)

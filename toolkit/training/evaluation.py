@@ -10,8 +10,8 @@ import torch
 
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
-from toolkit.metrics.evaluation_mode import evaluation_mode
 from toolkit.metrics.metric import Metrics
+from toolkit.system.evaluation_mode import evaluation_mode
 from toolkit.training.step import to_device
 
 if TYPE_CHECKING:
