@@ -32,6 +32,23 @@ class SeedConfig(Settings):
 
 
 @dataclass(frozen=True)
+class IncidentConfig(Settings):
+    """When training goes wrong"""
+
+    nonfinite: str = setting(
+        "skip", "A step with a non-finite loss or gradient: skip it, or stop the run.", choices=("skip", "stop"),
+        on_resume="free",
+    )
+    max_nonfinite_steps: int = setting(3, "Stop after N such steps in a row.", least=1, most=10**9, on_resume="free")
+    divergence: str = setting(
+        "warn",
+        "When training goes wrong without an error (no gradient left, a loss far above the first, most steps skipped, a final "
+        "metric worse than the first): warn, or stop.",
+        choices=("warn", "stop"), on_resume="free",
+    )
+
+
+@dataclass(frozen=True)
 class ModelConfig(SeedConfig):
     """Model"""
 
@@ -185,7 +202,7 @@ class DataConfig(BatchConfig, SeedConfig):
 
 
 @dataclass(frozen=True)
-class OptimConfig(Settings):
+class OptimConfig(IncidentConfig):
     """Optimizer"""
 
     optim: str = setting(
@@ -246,17 +263,6 @@ class OptimConfig(Settings):
     )
     lr_patterns: list[str] = setting(
         [], "Factors on the rate by parameter name, as regex=factor; the first match counts.", on_resume="fixed"
-    )
-    nonfinite: str = setting(
-        "skip", "A step with a non-finite loss or gradient: skip it, or stop the run.", choices=("skip", "stop"),
-        on_resume="free",
-    )
-    max_nonfinite_steps: int = setting(3, "Stop after N such steps in a row.", least=1, most=10**9, on_resume="free")
-    divergence: str = setting(
-        "warn",
-        "When training goes wrong without an error (no gradient left, a loss far above the first, most steps skipped, a final "
-        "metric worse than the first): warn, or stop.",
-        choices=("warn", "stop"), on_resume="free",
     )
 
 
@@ -324,7 +330,7 @@ class HubConfig(Settings):
 
 
 @dataclass(frozen=True)
-class RunConfig(OutputConfig, DevicesConfig, HubConfig, SeedConfig):
+class RunConfig(OutputConfig, DevicesConfig, HubConfig, IncidentConfig, SeedConfig):
     """Run"""
 
     resume: bool = setting(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
+    from toolkit.config import RunConfig
     from toolkit.data.loading.batch import Batch
     from toolkit.data.loading.loaders import StreamLoader
     from toolkit.distributed.heartbeat import Heartbeat
@@ -53,7 +54,7 @@ class Run:
     """
 
     accelerator: Accelerator
-    config: Any
+    config: RunConfig
     model: PreTrainedModel  # unwrapped, like the optimizer
     optimizer: torch.optim.Optimizer
     train: TrainLoader | StreamLoader
