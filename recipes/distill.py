@@ -51,9 +51,11 @@ def train_teacher(accelerator: Any, tokenizer: Any, splits: Any, config: Config)
     optimizer, schedule = tk.build_optimizer(model, settings, train.num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
     tk.say_once(f"No --teacher: {settings.model} is trained for {train.num_steps} steps and kept in {directory}")
-    for batch in train.batches():
+    for step, batch in enumerate(train.batches(), start=1):
         rates = schedule(batch.position / train.examples_to_consume)
-        tk.train_step(accelerator, model, optimizer, batch, tk.causal_lm_loss, rates, max_grad_norm=config.max_grad_norm)
+        done = tk.train_step(accelerator, model, optimizer, batch, tk.causal_lm_loss, rates, max_grad_norm=config.max_grad_norm)
+        if step % config.logging_steps == 0:
+            tk.say_once(f"teacher: step {step}/{train.num_steps}  loss {done['loss'].item():.4g}")
     tk.save_model(accelerator, model, tokenizer, directory)
     return str(directory)
 

@@ -68,6 +68,7 @@ def test_without_a_teacher_one_is_trained_and_the_student_comes_closer_to_it(run
     run = run_recipe("distill", *flags, "--save-strategy", "no", "--temperature", "2")
     assert run.code == 0, run.err
     assert "tiny-llama is trained for 60 steps" in run.out
+    assert "teacher: step 60/60  loss " in run.out  # fails without the line of the loop
     kl = [event["eval_kl"] for event in run.metrics if "eval_kl" in event]
     assert kl[-1] < 0.5 * kl[0]
     assert run.summary["eval_loss"] < 4

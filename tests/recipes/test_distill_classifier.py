@@ -61,6 +61,7 @@ def test_without_a_teacher_one_is_trained_and_the_student_comes_closer_to_it(run
     run = run_recipe("distill_classifier", *flags, "--match-attention", "--dropout", "0", "--save-steps", "30")
     assert run.code == 0, run.err
     assert "tiny-bert is trained for 30 steps" in run.out
+    assert "teacher: step 30/30  loss " in run.out  # fails without the line of the loop
     first, last = [[e[name] for e in run.metrics if name in e] for name in ("divergence", "hidden_mse", "attention_kl")], run.metrics
     assert all(values[-1] < 0.8 * values[0] for values in first), (first, last[-1])
     assert not [name for name in run.weights() if "projections" in name]
