@@ -719,6 +719,19 @@ def test_an_evaluation_made_up_for_after_its_step_was_saved_can_be_the_best(tmp_
     assert best.name == "step-4"
 
 
+def test_a_run_needs_the_settings_of_a_run_and_no_others(tmp_path: Path) -> None:
+    """A RunConfig alone, as in a notebook, through a step that is not finite. Fails when: RunConfig is no IncidentConfig."""
+    accelerator, model = Accelerator(cpu=True), Bigram()
+    loader, _ = tk.build_dataloaders(rows(), tk.collate_padded, tk.DataConfig(), accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = tk.RunConfig(output_dir=str(tmp_path / "run"), eval_strategy="no", logging_steps=1)
+    with tk.open_run(accelerator, config, model, optimizer, loader) as run:
+        for batch in run:
+            metrics = tk.train_step(accelerator, model, optimizer, batch, loss_fn, [1e-2])
+            run.log(metrics | {"nonfinite": torch.tensor(float(run.step == 1))})
+    assert run.summary.metrics["status"] == "finished"
+
+
 def test_a_refused_resume_changes_nothing(tmp_path: Path) -> None:
     """Not even config.yaml. Fails when: it is written before the checkpoint's settings are compared."""
     config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, max_steps=4)

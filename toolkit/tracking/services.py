@@ -17,7 +17,7 @@ PROJECT = "toolkit"
 
 @dataclass(frozen=True)
 class Opened:
-    """A tracker of Accelerate's, and what it was sent before its run was resumed; None: not known, or all of it."""
+    """A tracker of Accelerate's, and what it was sent before its run was resumed (None: it is not asked, or can't say)."""
 
     tracker: Any
     logged: Logged | None = None
@@ -136,7 +136,7 @@ def _mlflow_files(tracker: Any, files: Sequence[Path]) -> None:
         tracker.log_artifact(str(path))
 
 
-# By tracker. Those that are in no line keep no files.
+# By tracker; TensorBoard keeps no files.
 OPEN = {"wandb": _open_wandb, "tensorboard": _open_tensorboard, "trackio": _open_trackio, "mlflow": _open_mlflow}
 ADD_TABLE = {"wandb": _wandb_table, "tensorboard": _tensorboard_table, "trackio": _trackio_table, "mlflow": _mlflow_table}
 KEEP_FILES = {"wandb": _wandb_files, "trackio": _trackio_files, "mlflow": _mlflow_files}
