@@ -332,7 +332,8 @@ def test_help_page_has_a_panel_for_each_group_and_every_setting_with_its_default
     assert (done.returncode, done.stderr) == (0, "")
     page = done.stdout
     assert re.findall(r"╭─ (.*?) ─", page) == [
-        "Recipe", "Model", "Data", "Steps and batches", "Optimizer", "Run", "Output", "Devices", "Hub", "Reproducibility", "Command line",
+        "Recipe", "Model", "Data", "Steps and batches", "Optimizer", "Run", "Output", "Devices", "Hub", "When training goes wrong",
+        "Reproducibility", "Command line",
     ]  # fmt: skip
     flat = " ".join(page.replace("│", " ").split())
     assert "Train a small thing on real text." in flat

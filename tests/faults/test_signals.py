@@ -68,7 +68,7 @@ def test_a_second_signal_ends_the_run_at_once(tiny, tally, count, number: int) -
         ended, took = signaled(tiny, *BERT, number=number, after=0.3, again=1.0, ill={"step_seconds": 3})
         with line.trial():
             assert ended.code in (-number, 130), ended.out
-            assert took < 1.5
+            assert took < 2.5, took
     line.check()
 
 
@@ -134,7 +134,7 @@ def test_a_deadline_is_kept_when_something_is_slow(tiny, tally, chance, count, w
         took = time.monotonic() - signaled[0]
         with line.trial():
             assert stopped.code == 75, stopped.out
-            assert took < 3.5
+            assert took < 8, took  # of 20 s
             resumed = tiny(*flags, "--resume")
             assert resumed.code == 0, resumed.out
             assert resumed.outcome == whole.outcome
@@ -163,5 +163,5 @@ def test_a_deadline_is_kept_when_the_signal_comes_during_a_save(tiny, tally) -> 
     took = time.monotonic() - signaled[0]
     with line.trial():
         assert stopped.code == 75, stopped.out
-        assert took < 4, took  # the save can't be cut short; the step after it can
+        assert took < 10, took  # of 20 s: the save can't be cut short; the step after it can
     line.check()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolkit.report import write_report
-from toolkit.tracking import trackers
+from toolkit.tracking.services import PROJECT
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -85,7 +85,7 @@ def _in_mlflow(database: Path) -> dict[int, float]:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{database}")
-    (experiment,) = (each for each in client.search_experiments() if each.name == trackers.PROJECT)
+    (experiment,) = (each for each in client.search_experiments() if each.name == PROJECT)
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.data.params["learning_rate"] == "0.001"
     kept = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
