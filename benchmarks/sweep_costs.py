@@ -1,8 +1,9 @@
-"""What sweeps cost: `python -m benchmarks.sweep_costs asha|halving|overhead`.
+"""What sweeps cost: `python -m benchmarks.sweep_costs asha|asha-sft|halving|overhead`.
 
 asha: ASHA over a grid of 27 settings of recipes/accelerated.py next to the whole grid, and its winner next to the same settings
-trained alone. halving: the steps that the runs of 27 trials print, each trained step once. overhead: CPU seconds of a sweep and
-of its trials' own processes, and of a trial until `main`.
+trained alone; its first rung lies in the warm-up. asha-sft: the same with recipes/sft.py, whose warm-up is over by then.
+halving: the steps that the runs of 27 trials print, each trained step once. overhead: CPU seconds of a sweep and of its trials'
+own processes, and of a trial until `main`.
 """
 
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from benchmarks.sweeps import ROOT, start
@@ -25,9 +27,13 @@ from toolkit.system.json_lines import read_lines
 RECIPE = str(ROOT / "recipes" / "accelerated.py")
 RUNGS = "12,36,162"
 GRID = [
-    RECIPE, "--search", "learning_rate=1e-4,2e-4,5e-4,1e-3,2e-3,5e-3,1e-2,2e-2,5e-2", "--search", "optim=adamw_torch,muon,sgd",
+    "--search", "learning_rate=1e-4,2e-4,5e-4,1e-3,2e-3,5e-3,1e-2,2e-2,5e-2", "--search", "optim=adamw_torch,muon,sgd",
     "--strategy", "grid", "--use-cpu", "--logging-steps", "1", "--eval-strategy", "steps", "--eval-steps", "6",
     "--max-steps", "162",
+]  # fmt: skip
+SFT_GRID = [
+    str(ROOT / "recipes" / "sft.py"), *GRID, "--model", "nano-llama", "--warmup-steps", "6", "--max-train-examples", "700",
+    "--max-eval-examples", "60", "--num-samples", "0",
 ]  # fmt: skip
 SMALL = [
     "--use-cpu", "--max-train-examples", "96", "--max-eval-examples", "40", "--hidden-size", "16", "--num-hidden-layers", "1",
@@ -63,14 +69,14 @@ def alone(plan: Plan, jobs: list[Job], folder: Path) -> str:
     return f"the winner alone has {'the same bits' if files[0].read_bytes() == files[1].read_bytes() else 'OTHER bits'}"
 
 
-def asha(place: Path) -> None:
+def asha(place: Path, grid: list[str]) -> None:
     """By eval_loss; the grid in a shuffled order. Some 40 minutes of CPU."""
-    plan, jobs = swept(GRID, place / "grid" / "s")
+    plan, jobs = swept(grid, place / "grid" / "s")
     best = best_trials(list(trials_of(jobs).values()), plan)[0]
     whole, value = steps_used(jobs), result_of(best, plan).values[0]
     print(f"grid: {len(jobs)} trials, {whole} steps; best {value:.4f} with {dict(best.settings)}", flush=True)
     folder = place / "asha" / "s"
-    plan, jobs = swept([*GRID, "--prune", "asha", "--rungs", RUNGS, "--reduction", "4"], folder)
+    plan, jobs = swept([*grid, "--prune", "asha", "--rungs", RUNGS, "--reduction", "4"], folder)
     found = best_trials(list(trials_of(jobs).values()), plan)[0]
     loss, used, printed = result_of(found, plan).values[0], steps_used(jobs), steps_printed(folder)
     print(f"asha: {used} steps ({used / whole:.1%}), {printed} printed; best {loss:.4f} ({loss / value - 1:+.2%})", end=" ")
@@ -108,4 +114,8 @@ def overhead(place: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        {"asha": asha, "halving": halving, "overhead": overhead}[sys.argv[1]](Path(temporary))
+        do = {
+            "asha": partial(asha, grid=[RECIPE, *GRID]), "asha-sft": partial(asha, grid=SFT_GRID), "halving": halving,
+            "overhead": overhead,
+        }  # fmt: skip
+        do[sys.argv[1]](Path(temporary))

@@ -17,13 +17,8 @@ from .config.distillation import (
 from .config.groups import (
     BatchConfig as BatchConfig,
     DataConfig as DataConfig,
-    DeviceConfig as DeviceConfig,
-    DevicesConfig as DevicesConfig,
-    HubConfig as HubConfig,
     ModelConfig as ModelConfig,
     OptimConfig as OptimConfig,
-    OutputConfig as OutputConfig,
-    RunConfig as RunConfig,
     SeedConfig as SeedConfig,
     trained_model as trained_model,
 )
@@ -39,6 +34,13 @@ from .config.preferences import (
 from .config.prompts import PromptConfig as PromptConfig
 from .config.rewards import RewardFunctionsConfig as RewardFunctionsConfig
 from .config.rollouts import RolloutConfig as RolloutConfig
+from .config.run_groups import (
+    DeviceConfig as DeviceConfig,
+    DevicesConfig as DevicesConfig,
+    HubConfig as HubConfig,
+    OutputConfig as OutputConfig,
+    RunConfig as RunConfig,
+)
 from .config.setting import Refusal as Refusal, Settings as Settings, setting as setting
 from .config.tasks import (
     AnswerConfig as AnswerConfig,

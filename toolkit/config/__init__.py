@@ -9,19 +9,7 @@ from toolkit.config.adapter import AdapterConfig
 from toolkit.config.diffusion import DiffusionConfig
 from toolkit.config.distillation import ClassifierDistillationConfig, DistillationConfig, TeacherConfig
 from toolkit.config.files import read_config_file, write_config_file
-from toolkit.config.groups import (
-    BatchConfig,
-    DataConfig,
-    DeviceConfig,
-    DevicesConfig,
-    HubConfig,
-    ModelConfig,
-    OptimConfig,
-    OutputConfig,
-    RunConfig,
-    SeedConfig,
-    trained_model,
-)
+from toolkit.config.groups import BatchConfig, DataConfig, ModelConfig, OptimConfig, SeedConfig, trained_model
 from toolkit.config.policy import PolicyConfig, PPOConfig
 from toolkit.config.preferences import (
     PairsConfig,
@@ -35,6 +23,7 @@ from toolkit.config.prompts import PromptConfig
 from toolkit.config.rewards import RewardFunctionsConfig
 from toolkit.config.rollouts import RolloutConfig
 from toolkit.config.rules import check_together, implied_settings
+from toolkit.config.run_groups import DeviceConfig, DevicesConfig, HubConfig, OutputConfig, RunConfig
 from toolkit.config.setting import Refusal, Setting, Settings, changed_settings, setting, settings_of, show_value
 from toolkit.config.tasks import (
     AnswerConfig,

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from toolkit.config.groups import OptimConfig, RunConfig
+from toolkit.config.groups import OptimConfig
 from toolkit.config.preferences import PreferenceConfig
+from toolkit.config.run_groups import RunConfig
 from toolkit.config.setting import Settings
 
 
