@@ -1,5 +1,6 @@
 """Batches of updates: for any cut into micro-batches and ranks the same completions, totals and gradients."""
 
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from toolkit.config import Refusal
+from toolkit.config import DataConfig, Refusal, RolloutConfig
 from toolkit.losses.policy import policy_loss
 from toolkit.losses.rollout_logps import rollout_logps
 from toolkit.models.attention.interface import DOCUMENTS, register_attention
@@ -132,6 +133,22 @@ def test_batch_sizes_in_prompts_and_a_step_that_is_no_whole_number_of_groups() -
     assert (found.per_device_train_batch_size, found.gradient_accumulation_steps, found.global_batch_size) == (2, 1, 6)
     with pytest.raises(Refusal, match="--global-batch-size 50"):
         in_prompts(config, 10)
+
+
+def test_more_updates_than_completions_are_refused_and_a_short_last_batch_has_one_for_each() -> None:
+    """Fails when: the check is left out of `in_prompts`, or `min` of `policy_batches`: a batch of nothing has no loss."""
+
+    @dataclass(frozen=True)
+    class Config(DataConfig, RolloutConfig):
+        pass
+
+    config = Config(per_device_train_batch_size=8, steps_per_generation=9)
+    with pytest.raises(Refusal, match="--steps-per-generation 9: a step has 8 completions.*at most 8"):
+        in_prompts(config, 4)
+    assert in_prompts(replace(config, steps_per_generation=8), 4).global_batch_size == 2
+    rollouts, collate = rollouts_of()[:3], partial(collate_rollouts, layout="packed")
+    updates = list(policy_batches(rank(0, 1), rollouts, [0.0] * 3, collate, micro_batch_size=2, steps_per_generation=8))
+    assert [update.size for update in updates] == [1, 1, 1]
 
 
 def test_metrics_of_several_updates_are_those_of_one_step() -> None:

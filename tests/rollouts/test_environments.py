@@ -161,6 +161,11 @@ class Silent(Echo):
         return None, 1.0, False
 
 
+class Short(Echo):
+    def step(self, messages: Any) -> Any:
+        return 3
+
+
 def test_an_environment_may_begin_with_a_prompt_of_its_own(model: Any, tokenizer: Any) -> None:
     """Fails when: `sample_rollouts` samples behind the row's prompt."""
     rollouts = sampled(model, tokenizer, [0], make=Begins)
@@ -168,7 +173,7 @@ def test_an_environment_may_begin_with_a_prompt_of_its_own(model: Any, tokenizer
     assert rollouts[0].row["prompt"] == "7+8+9="
 
 
-@pytest.mark.parametrize(("make", "match"), [(Fails, "no tool of this name"), (Nan, "the reward nan"), (Silent, "no messages"), (Leaves, "SystemExit: 3"), (Unsure, "True or False")])
+@pytest.mark.parametrize(("make", "match"), [(Fails, "no tool of this name"), (Nan, "the reward nan"), (Silent, "no messages"), (Short, "returned 3; messages, a reward"), (Leaves, "SystemExit: 3"), (Unsure, "True or False")])
 def test_what_an_environment_does_wrong_is_named_or_skipped(model: Any, tokenizer: Any, capsys: Any, make: Any, match: str) -> None:
     """Fails when: an exception ends the process, or a conversation without a reward counts as one of 0."""
     with pytest.raises(Refusal, match=f"(?s)--environment Echo: .*{match}"):

@@ -43,9 +43,10 @@ def policy_batches(
         seed, position: the random numbers of a forward pass follow from them; `position` is that of the step.
 
     `totals` of a batch: "examples" and "completions", "completion_tokens" that count (`mask`), and "tokens" likewise. A rank
-    without work left gets a padding micro-batch, so that all have the same number of forward passes.
+    without work left gets a padding micro-batch, so that all have the same number of forward passes. Fewer rollouts than
+    `steps_per_generation`, as an epoch's last batch may have, are an update each.
     """
-    bounds = np.linspace(0, len(rollouts), steps_per_generation + 1).round().astype(int).tolist()
+    bounds = np.linspace(0, len(rollouts), min(steps_per_generation, len(rollouts)) + 1).round().astype(int).tolist()
     parts = [
         _batch(accelerator, rollouts[start:end], advantages[start:end], collate, micro_batch_size)
         for start, end in itertools.pairwise(bounds)

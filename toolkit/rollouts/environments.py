@@ -161,7 +161,11 @@ class Environments:
             one.done = True
             return
         try:
-            answer, reward, over = one.environment.step(copy.deepcopy([*one.messages, *one.said]))
+            returned = one.environment.step(copy.deepcopy([*one.messages, *one.said]))
+            if not isinstance(returned, tuple | list) or len(returned) != 3:
+                found = one_line(repr(returned), 200)
+                raise TypeError(f"step() returned {found}; messages, a reward and whether the conversation is over would be right")
+            answer, reward, over = returned
             if not _are_messages(answer):
                 raise TypeError(f"step() returned no messages: {one_line(repr(answer), 200)}")
             if reward is not None and not math.isfinite(reward):

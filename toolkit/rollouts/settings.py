@@ -22,7 +22,7 @@ def in_prompts(config: Config, num_generations: int, accelerator: Accelerator | 
     """The same settings with batch sizes counted in prompts, as a loader of prompts takes them, in place of completions.
 
     Raises:
-        Refusal: the completions of a step are not a whole number of groups.
+        Refusal: the completions of a step are not a whole number of groups, or fewer than its updates.
     """
     ranks = accelerator.num_processes if accelerator else 1
     micro = config.per_device_train_batch_size
@@ -32,6 +32,11 @@ def in_prompts(config: Config, num_generations: int, accelerator: Accelerator | 
             f"--num-generations {num_generations}: a step of {completions:,} completions (--per-device-train-batch-size x "
             "--gradient-accumulation-steps x processes, or --global-batch-size) is not a whole number of groups. Give "
             f"--global-batch-size {-(-completions // num_generations) * num_generations}."
+        )
+    if isinstance(config, RolloutConfig) and config.steps_per_generation > completions:
+        raise Refusal(
+            f"--steps-per-generation {config.steps_per_generation}: a step has {completions:,} completions, too few for so many "
+            f"updates. Give at most {completions}."
         )
     return replace(
         config, per_device_train_batch_size=max(1, micro // num_generations), gradient_accumulation_steps=1,
