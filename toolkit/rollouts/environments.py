@@ -164,7 +164,7 @@ class Environments:
             returned = one.environment.step(copy.deepcopy([*one.messages, *one.said]))
             if not isinstance(returned, tuple | list) or len(returned) != 3:
                 found = one_line(repr(returned), 200)
-                raise TypeError(f"step() returned {found}; messages, a reward and whether the conversation is over would be right")
+                raise TypeError(f"step() returned {found}; messages, a reward and whether it is over would be right")
             answer, reward, over = returned
             if not _are_messages(answer):
                 raise TypeError(f"step() returned no messages: {one_line(repr(answer), 200)}")

@@ -35,8 +35,8 @@ def in_prompts(config: Config, num_generations: int, accelerator: Accelerator | 
         )
     if isinstance(config, RolloutConfig) and config.steps_per_generation > completions:
         raise Refusal(
-            f"--steps-per-generation {config.steps_per_generation}: a step has {completions:,} completions, too few for so many "
-            f"updates. Give at most {completions}."
+            f"--steps-per-generation {config.steps_per_generation}: a step has {completions:,} completions, too few for as "
+            f"many updates. Give at most {completions}."
         )
     return replace(
         config, per_device_train_batch_size=max(1, micro // num_generations), gradient_accumulation_steps=1,
