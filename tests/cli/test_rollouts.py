@@ -72,3 +72,14 @@ def test_what_is_not_there_is_refused(run: Path, words: list[str], message: str)
         CliRunner().invoke(app, ["rollouts", str(run), *words], catch_exceptions=False)
     with pytest.raises(tk.Refusal, match="no rollouts are there"):
         CliRunner().invoke(app, ["rollouts", str(run / "rollouts")], catch_exceptions=False)
+
+
+def test_a_damaged_step_is_passed_over_and_where_all_are_that_is_said(run: Path) -> None:
+    """Fails when: `continue` or the Refusal is left out of `_overview`: metrics of nothing end with a traceback."""
+    files = sorted((run / "rollouts").glob("step-*.jsonl"))
+    files[0].write_text('{"a"')
+    assert [line.split()[0] for line in said(run) if not line.startswith("WARNING")] == ["step", "2", "3"]
+    for file in files[1:]:
+        file.write_bytes(b"\xff\xfe")
+    with pytest.raises(tk.Refusal, match="no whole completion"):
+        CliRunner().invoke(app, ["rollouts", str(run)], catch_exceptions=False)

@@ -123,10 +123,14 @@ def _overview(steps: Sequence[int], read: Any) -> None:
     lines = list[list[str]]()
     for number in shown:
         found = read(number)
+        if not found:
+            continue  # why was said as it was read
         metrics = {name: float(value) for name, value in rollout_metrics(found).items()}
         if not lines:
             lines.append(["step", "completions", *metrics])
         lines.append([f"{number:,}", f"{len(found):,}", *(show_number(metrics.get(name, math.nan)) for name in lines[0][2:])])
+    if not lines:
+        raise Refusal("There is no whole completion in these files: what is said above of them is all that is left.")
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
