@@ -198,6 +198,8 @@ def _pretrained_tokenizer(config: ModelConfig, is_fast: bool) -> PreTrainedToken
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # whatever a file or the Hub can do wrong; the cause stays attached
         reason = hub_problem(error, name, revision) or f"its tokenizer can't be loaded: {_first_line(error)}"
+        if config.tokenizer:  # a built-in shape is no tokenizer
+            reason = reason.replace(OFFLINE, "or give a directory")
         raise Refusal(f"{setting} {name}: {reason}{'' if is_directory else _suggest(name)}") from error
     if is_fast and getattr(tokenizer, "backend_tokenizer", None) is None:
         raise Refusal(

@@ -107,6 +107,16 @@ def _without_origin(rows: Iterable[Row]) -> Iterator[Row]:
 # Text: the columns and types are those of all rows together.
 
 
+def _with_bar(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same tables; on a terminal, from the third second on, with a bar that counts their rows."""
+    from tqdm.auto import tqdm
+
+    with tqdm(desc="Reading", unit=" rows", disable=None, leave=False, delay=3) as bar:
+        for table in tables:
+            yield table
+            bar.update(len(table))
+
+
 class _Widened(Exception):
     """A later row has a column, or a type, that the rows already written lack."""
 
@@ -121,7 +131,7 @@ def _write_rows(files: list[DataFile], target: Path) -> None:
         try:
             tables = _tables(files, types, schema)
             first = next(tables)
-            write_tables(target, first.schema, itertools.chain([first], tables))
+            write_tables(target, first.schema, _with_bar(itertools.chain([first], tables)))
             return
         except _Widened as wider:
             schema = wider.schema
@@ -204,7 +214,7 @@ def _write_columnar(files: list[DataFile], target: Path) -> None:
     first = next(tables, None)
     if first is None:
         raise Refusal(f"{', '.join(file.path for file in files)}: no rows.")
-    write_tables(target, features.arrow_schema, itertools.chain([first], tables))
+    write_tables(target, features.arrow_schema, _with_bar(itertools.chain([first], tables)))
 
 
 def _features(files: list[DataFile]) -> Features:
