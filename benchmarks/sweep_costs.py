@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 from benchmarks.sweeps import ROOT, start
@@ -25,16 +24,15 @@ from toolkit.sweeps.trials import commands_of
 from toolkit.system.json_lines import read_lines
 
 RECIPE = str(ROOT / "recipes" / "accelerated.py")
-RUNGS = "12,36,162"
 GRID = [
     "--search", "learning_rate=1e-4,2e-4,5e-4,1e-3,2e-3,5e-3,1e-2,2e-2,5e-2", "--search", "optim=adamw_torch,muon,sgd",
-    "--strategy", "grid", "--use-cpu", "--logging-steps", "1", "--eval-strategy", "steps", "--eval-steps", "6",
-    "--max-steps", "162",
+    "--strategy", "grid", "--use-cpu", "--logging-steps", "1", "--eval-strategy", "steps", "--max-steps", "162",
 ]  # fmt: skip
-SFT_GRID = [
-    str(ROOT / "recipes" / "sft.py"), *GRID, "--model", "nano-llama", "--warmup-steps", "6", "--max-train-examples", "700",
-    "--max-eval-examples", "60", "--num-samples", "0",
-]  # fmt: skip
+CLASSIFY = [RECIPE, *GRID, "--eval-steps", "6"], ["--rungs", "12,36,162", "--reduction", "4"]
+SFT = [
+    str(ROOT / "recipes" / "sft.py"), *GRID, "--eval-steps", "9", "--model", "nano-llama", "--warmup-steps", "6",
+    "--max-train-examples", "700", "--max-eval-examples", "60", "--num-samples", "0",
+], ["--rungs", "9,36,162", "--reduction", "3"]  # fmt: skip
 SMALL = [
     "--use-cpu", "--max-train-examples", "96", "--max-eval-examples", "40", "--hidden-size", "16", "--num-hidden-layers", "1",
 ]  # fmt: skip
@@ -69,14 +67,14 @@ def alone(plan: Plan, jobs: list[Job], folder: Path) -> str:
     return f"the winner alone has {'the same bits' if files[0].read_bytes() == files[1].read_bytes() else 'OTHER bits'}"
 
 
-def asha(place: Path, grid: list[str]) -> None:
+def asha(place: Path, grid: list[str], rungs: list[str]) -> None:
     """By eval_loss; the grid in a shuffled order. Some 40 minutes of CPU."""
     plan, jobs = swept(grid, place / "grid" / "s")
     best = best_trials(list(trials_of(jobs).values()), plan)[0]
     whole, value = steps_used(jobs), result_of(best, plan).values[0]
     print(f"grid: {len(jobs)} trials, {whole} steps; best {value:.4f} with {dict(best.settings)}", flush=True)
     folder = place / "asha" / "s"
-    plan, jobs = swept([*grid, "--prune", "asha", "--rungs", RUNGS, "--reduction", "4"], folder)
+    plan, jobs = swept([*grid, "--prune", "asha", *rungs], folder)
     found = best_trials(list(trials_of(jobs).values()), plan)[0]
     loss, used, printed = result_of(found, plan).values[0], steps_used(jobs), steps_printed(folder)
     print(f"asha: {used} steps ({used / whole:.1%}), {printed} printed; best {loss:.4f} ({loss / value - 1:+.2%})", end=" ")
@@ -115,7 +113,7 @@ def overhead(place: Path) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
         do = {
-            "asha": partial(asha, grid=[RECIPE, *GRID]), "asha-sft": partial(asha, grid=SFT_GRID), "halving": halving,
+            "asha": lambda place: asha(place, *CLASSIFY), "asha-sft": lambda place: asha(place, *SFT), "halving": halving,
             "overhead": overhead,
         }  # fmt: skip
         do[sys.argv[1]](Path(temporary))
