@@ -45,7 +45,7 @@ chaos: $(DEV) $(SDK)
 		tests/fuzz $(PYTEST)
 
 bench: $(DEV)
-	for each in sft dpo reward tasks; do $(BIN)/python benchmarks/$$each.py --pairs $(or $(PAIRS),3) || exit 1; done
+	for each in sft dpo gkd reward tasks; do $(BIN)/python benchmarks/$$each.py --pairs $(or $(PAIRS),3) || exit 1; done
 	for each in grpo rollouts; do $(BIN)/python benchmarks/$$each.py --rounds $(or $(PAIRS),3) || exit 1; done
 
 gpu: $(DEV)

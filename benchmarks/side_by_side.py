@@ -1,7 +1,7 @@
 """Two trainers side by side: the same model, rows, steps and precision, in turn, each run in a process of its own.
 
-`benchmarks/sft.py` and `benchmarks/dpo.py` say what the sides do; here is what they share. Models have random weights and
-rows random tokens: neither changes how long anything takes. Time is CPU time, which other processes on the machine disturb
+`benchmarks/sft.py`, `dpo.py` and `gkd.py` say what the sides do; here is what they share. Models have random weights and rows
+random tokens: neither changes how long anything takes. Time is CPU time, which other processes on the machine disturb
 less than the clock on the wall; with several --threads, which use CPU time while they wait, and on a GPU (--device cuda, never
 run yet) it is the time that passes, for which nothing else may run. What is counted is
 training, and for preferences the reference model's work: not imports, not loading, not tokenizing, not the making of a
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -130,6 +130,10 @@ class Task:
         return str(self.folder / "model")
 
     @property
+    def teacher(self) -> str:
+        return str(self.folder / "teacher")
+
+    @property
     def output(self) -> str:
         return str(self.folder / "output")
 
@@ -150,6 +154,8 @@ class Comparison:
     counted: tuple[str, ...]  # what is shown per second; the first one is compared
     default_examples: dict[str, int]  # rows, by device
     default_batch: dict[str, int]  # of them in a step, by device
+    others: dict[str, Side] = field(default_factory=dict)  # that are run where --sides names them
+    teacher_of: Callable[[Shape], Shape] | None = None  # of a distillation
 
 
 def random_lengths(shape: Shape, count: int, random_numbers: np.random.Generator) -> np.ndarray:
@@ -175,7 +181,7 @@ def first_step_callback(watch: Stopwatch) -> Any:
 
 def compare(comparison: Comparison, description: str | None) -> None:
     """The command line of a benchmark."""
-    everything = {**comparison.sides, **comparison.in_float32, **comparison.flags}
+    everything = {**comparison.sides, **comparison.in_float32, **comparison.flags, **comparison.others}
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="runs of each side; medians are shown")
     parser.add_argument("--examples", type=int, help="rows to train on, once")
@@ -229,10 +235,14 @@ def _prepare(comparison: Comparison, cell: str, folder: Path, settings: Any) -> 
     shape, share = _cell(cell)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(shape.config()).save_pretrained(folder / "model")
+    if comparison.teacher_of is not None:
+        AutoModelForCausalLM.from_config(comparison.teacher_of(shape).config()).save_pretrained(folder / "teacher")
     words = {"<end>": END, "<pad>": PAD} | {f"w{i}": i for i in range(FIRST_WORD, shape.settings["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>").save_pretrained(folder / "model")
+    loaded = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    for saved in folder.iterdir():
+        loaded.save_pretrained(saved)
     rows = comparison.make_rows(shape, share, settings.examples, np.random.default_rng(0))
     Dataset.from_dict(rows).save_to_disk(str(folder / "data"))
 
@@ -288,7 +298,7 @@ def _table(comparison: Comparison, cell: str, results: dict[str, list[dict[str, 
         side: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for side, runs in results.items() if runs
     }
     columns = [*rates, "seconds", "peak GB", "first step"]
-    columns += [name for name in ("MFU %",) if any(name in measured for measured in medians.values())]
+    columns += [name for name in ("MFU %", "teacher s", "first loss") if any(name in measured for measured in medians.values())]
     lines = [f"| {cell} | {' | '.join(columns)} | runs |", "| --- " * (len(columns) + 2) + "|"]
     for side, runs in results.items():
         shown = [_number(medians[side].get(name)) for name in columns] if runs else ["failed", *[""] * (len(columns) - 1)]

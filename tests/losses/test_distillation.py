@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,6 +252,42 @@ def test_it_is_trls_gkd_loss_where_that_is_right(beta: float, settings: dict[str
     split, _ = ours(student, teacher_of(teacher), [first, *others], **settings)
     assert split == pytest.approx(loss, rel=1e-10)
     assert abs(of_means.item() / loss - 1) > 0.01
+
+
+@pytest.mark.slow
+def test_where_trls_gkd_trainer_is_another_loss(tmp_path: Path) -> None:
+    """Two steps of its 1.16.0, of answers of 12 tokens and of the student's own of 3. Its temperature is that of sampling alone:
+    the loss is taken at 1. And the sum over own answers is divided by the tokens of the answers that they replace, here 4 times
+    as many. Ours is the mean over the tokens that are there.
+
+    Fails when: the teacher's and the student's share of the mixture are exchanged."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    seen: list[tuple[dict[str, Any], float]] = []
+
+    class Watched(GKDTrainer):
+        def compute_loss(self, model: Any, inputs: dict[str, Any], **more: Any) -> Any:
+            loss = super().compute_loss(model, inputs, **more)
+            seen.append(({name: inputs[name].clone() for name in ("input_ids", "attention_mask", "labels")}, loss.item()))
+            return loss
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, VOCABULARY, (2, 16), generator=generator).tolist()
+    rows = Dataset.from_dict({"input_ids": tokens, "completion_mask": [[0] * 4 + [1] * 12] * 2, "prompt": ["", ""]})
+    student, teacher = llama(), llama(seed=1, hidden_size=24).eval()
+    for share in (0.0, 1.0):
+        arguments = GKDConfig(
+            str(tmp_path), lmbda=share, beta=0.2, temperature=2.0, max_new_tokens=3, max_steps=1, per_device_train_batch_size=2, learning_rate=0.0,
+            use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        Watched(student, teacher, arguments, train_dataset=rows, processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")).train()
+    for (inputs, theirs), supervised_tokens in zip(seen, (24, 6), strict=True):
+        loss, _ = ours(student, teacher_of(teacher), [inputs], divergence="jsd", beta=0.2)
+        assert theirs == pytest.approx(loss * supervised_tokens / 24, rel=1e-5)
 
 
 def test_a_token_that_the_teacher_excludes_counts_as_its_limit() -> None:

@@ -33,8 +33,11 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-def make_model(folder: Path, name: str) -> None:
-    """A model directory of the real architecture with random weights, and a tokenizer trained on a few words."""
+def make_model(folder: Path, name: str, head: str | None = None, **more: Any) -> None:
+    """A model directory of the real architecture with random weights, and a tokenizer trained on a few words.
+
+    `head`: not that which the model is published with; `more`: further fields of its config.
+    """
     import transformers
 
     import toolkit as tk
@@ -48,8 +51,8 @@ def make_model(folder: Path, name: str) -> None:
     if kind == "T5":
         special.update(decoder_start_token_id=tokenizer.pad_token_id)
         del special["bos_token_id"]
-    config = getattr(transformers, f"{kind}Config")(vocab_size=len(tokenizer), **settings, **special)
-    head = {"ModernBert": "ForMaskedLM", "Bert": "ForMaskedLM", "T5": "ForConditionalGeneration"}.get(kind, "ForCausalLM")
+    config = getattr(transformers, f"{kind}Config")(vocab_size=len(tokenizer), **settings, **special, **more)
+    head = head or {"ModernBert": "ForMaskedLM", "Bert": "ForMaskedLM", "T5": "ForConditionalGeneration"}.get(kind, "ForCausalLM")
     getattr(transformers, kind + head)(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -88,7 +91,7 @@ def make_rows(recipe: str) -> list[dict]:
         "sft": lambda i: {"messages": [*said("user", f"say {i}"), *said("assistant", f"it is {i}")]},
     }  # fmt: skip
     makers["grpo"] = makers["ppo"] = lambda i: {"question": f"say {i}", "answer": f"it is\n#### {i}"}
-    makers["masked_lm"] = makers["pretrain"]
+    makers["masked_lm"], makers["distill_classifier"] = makers["pretrain"], makers["accelerated"]
     return [makers.get(recipe, makers["sft"])(i) for i in range(80)]
 
 
@@ -112,8 +115,9 @@ def run_config(run_recipe: Any, folder: Path, path: Path, *flags: str, recipe: s
         (folder / f"data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     short = [*model, "--dataset", "data", "--train-split", "train", "--max-steps", "2", "--logging-steps", "1"]
     by_rewards = recipe in ("grpo", "ppo")
-    if recipe == "distill":
-        make_model(folder / "teacher", yaml.safe_load(path.read_text())["model"])
+    if recipe in ("distill", "distill_classifier"):
+        of_classes = {} if recipe == "distill" else {"head": "ForSequenceClassification", "id2label": {0: "even", 1: "odd"}}
+        make_model(folder / "teacher", yaml.safe_load(path.read_text())["model"], **of_classes)
         short += ["--teacher", "teacher"]
     short += ["--max-completion-length", "4", "--global-batch-size", "16"] if by_rewards else []
     # bfloat16 is slow on a CPU without it: a few short texts are enough
