@@ -3,10 +3,10 @@
     python benchmarks/gkd.py --float32 --pairs 3
     python benchmarks/gkd.py --pairs 3 --sides "ours, own answers" "TRL GKD, own answers" "TRL GKD, own answers, best flags"
 
-Ours does what `recipes/distill.py` does, with GKD's loss (beta .5) and AdamW as TRL: packed rows, teacher and student compared
-at supervised positions only, or a teacher that was asked before for its 32 likeliest tokens (`teacher s`, not in `seconds`) or
-for all. The teacher is twice as wide as the student. There are two epochs of one step of all rows each, so that the loss of
-the first step is of the same tokens on all sides: `first loss`, which is why it stands in the table.
+Ours does what `recipes/distill.py` does, with GKD's loss (beta .5) and AdamW as TRL: packed rows, one at a time, accumulated;
+teacher and student compared at supervised positions only, or a teacher that was asked before for its 32 likeliest tokens
+(`teacher s`, not in `seconds`) or for all. The teacher is twice as wide as the student. There are two epochs of one step of all
+rows each, so that the first step is of the same tokens on all sides: `first loss` is the same where the losses are.
 
 TRL runs with its defaults and `lmbda=0` (padded, activations recomputed, logits of both at every position), and with those
 flags that save work. Own answers are written by the student behind each prompt (`lmbda=1`), 32 tokens each; DistillationTrainer
@@ -77,7 +77,8 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
 
     config = Config(**{
         **our_settings(task), "teacher": task.teacher, "packing": True, "max_length": task.shape.longest, "learning_rate": RATE,
-        "per_device_train_batch_size": task.batch, "num_train_epochs": EPOCHS, "distillation_loss": "jsd", **settings,
+        "per_device_train_batch_size": 1, "global_batch_size": task.batch, "num_train_epochs": EPOCHS,
+        "distillation_loss": "jsd", **settings,
     })  # fmt: skip
     accelerator = tk.build_accelerator(config)
     tokenizer = tk.load_tokenizer(config)

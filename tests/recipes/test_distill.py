@@ -12,6 +12,7 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import toolkit as tk
+from tests.rollouts.server_double import serving
 from toolkit.cli.main import app
 from toolkit.config import Refusal
 from toolkit.distillation.vocabulary import shared_vocabulary
@@ -241,3 +242,31 @@ def test_rows_that_the_teacher_wrote_train_a_student_whose_card_says_so(
     (writer,) = json.loads((tmp_path / "out/run.json").read_text())["data"]["written_by"]
     assert writer.startswith("teacher@")
     assert f"with answers that were written by `{writer}`" in (tmp_path / "out/model/README.md").read_text()
+
+
+def test_a_teacher_on_a_server_is_asked_once(run_recipe: Any, rows: None, taught: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Its tokens are the store's, to the last digits of the same teacher loaded here; a second run asks one probe alone. What a
+    server can't do is refused with the settings.
+
+    Fails when: a server's store lies under another path each time, or `_on_a_server` is not called."""
+    model = make_teacher(tmp_path / "teacher", taught)
+    with serving(model.eval(), taught) as double:
+        flags = [*TINY, "--tokenizer", "teacher", "--teacher-top-k", "5"]
+        first = run_recipe("distill", *flags, "--teacher", f"{double.url}/v1")
+        assert first.code == 0, first.err
+        asked = len(double.asked)
+        again = run_recipe("distill", *flags, "--teacher", f"{double.url}/v1", output_dir="again")
+        assert again.code == 0, again.err
+        assert sum(path == "/v1/completions" for path, _ in double.asked[asked:]) == 1
+        for wrong in (["--temperature", "2"], ["--teacher-dtype", "float32"], ["--teacher-top-k", "100000"]):
+            refused = run_recipe("distill", *flags, "--teacher", double.url, *wrong, output_dir="wrong")
+            assert refused.code == 2, refused.out + refused.err
+            assert "Traceback" not in refused.err
+        double.max_logprobs = 4
+        assert "--max-logprobs 5" in run_recipe("distill", *flags, "--teacher", double.url, output_dir="wrong").err
+    here = run_recipe("distill", *flags, "--teacher", "teacher", output_dir="here")
+    assert here.code == 0, here.err
+    assert again.weights().keys() == first.weights().keys() == here.weights().keys()
+    for name, weight in here.weights().items():
+        assert torch.equal(first.weights()[name], again.weights()[name])
+        torch.testing.assert_close(first.weights()[name], weight, rtol=1e-4, atol=1e-5)

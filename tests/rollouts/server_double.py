@@ -22,13 +22,16 @@ from toolkit.generation.sampler import sample_groups
 @dataclass
 class Double:
     """`faults`: what the next answers are, one each: "500", "429", "400", "drop", "stall", "garbage". `lie`: what all of them are,
-    until it is taken back: "old", "tokenizer", "logps", "count", "length", "nan", "nologps", "raw". `asked`: paths and bodies.
+    until it is taken back: "old", "tokenizer", "logps", "count", "length", "nan", "nologps", "raw", "few". `asked`: paths and
+    bodies. `longest`, `max_logprobs`: what it was started with.
     """
 
     model: Any
     tokenizer: Any
     faults: list[str] = field(default_factory=list)
     lie: str = ""
+    longest: int = 1024
+    max_logprobs: int = 1000
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     adapters: dict[str, Any] = field(default_factory=dict)
     url: str = ""
@@ -36,7 +39,7 @@ class Double:
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/v1/models":
-            return {"data": [{"id": "tiny", "max_model_len": 1024}]}
+            return {"data": [{"id": "tiny", "max_model_len": self.longest}]}
         if path == "/tokenize":
             ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
             return {"tokens": ids[::-1] if self.lie == "tokenizer" else ids}
@@ -55,10 +58,27 @@ class Double:
             self.adapters[body["lora_name"]] = PeftModel.from_pretrained(copy.deepcopy(self.model), body["lora_path"]).eval()
         if path == "/v1/unload_lora_adapter":
             del self.adapters[body["lora_name"]]
+        if path == "/v1/completions" and "prompt_logprobs" in body:
+            with self.lock, torch.no_grad():
+                return {"choices": [self.of_prompt(body)]}
         if path == "/v1/completions":
             with self.lock, torch.no_grad():
                 return {"choices": self.complete(body)}
         return None
+
+    def of_prompt(self, body: dict[str, Any]) -> dict[str, Any]:
+        """As vLLM: a table for each token of the prompt but the first, in no order, with the token itself."""
+        ids, wanted = body["prompt"], body["prompt_logprobs"]
+        if wanted > self.max_logprobs:
+            raise LookupError("Requested prompt logprobs of more than max logprobs")
+        tables: list[Any] = [None]
+        for row, token in zip(self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1), ids[1:], strict=True):
+            named = {token, *row.topk(wanted - (self.lie == "few")).indices.tolist()}
+            ranks = row.argsort(descending=True).tolist()
+            tables.append({str(each): {"logprob": float(row[each]), "rank": ranks.index(each) + 1, "decoded_token": "?"} for each in sorted(named)})
+        if self.lie == "nan":
+            tables[-1] = {token: {**said, "logprob": math.nan} for token, said in tables[-1].items()}
+        return {"index": 0, "text": "", "finish_reason": "length", **({} if self.lie == "nologps" else {"prompt_logprobs": tables})}
 
     def complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         size, wanted = body.get("n", 1), body.get("logprobs")
@@ -103,7 +123,7 @@ def handler_of(double: Double) -> type[BaseHTTPRequestHandler]:
 
         def reply(self, body: dict[str, Any]) -> None:
             double.asked.append((self.path, body))
-            fault = double.faults.pop(0) if double.faults and self.path == "/v1/completions" and "n" in body else ""
+            fault = double.faults.pop(0) if double.faults and self.path == "/v1/completions" and {"n", "prompt_logprobs"} & set(body) else ""
             if fault == "drop":
                 self.connection.close()
                 return

@@ -56,6 +56,11 @@ def is_on_the_hub(model: str) -> bool:
     return not is_built_in(model) and not os.path.isdir(model)
 
 
+def is_on_a_server(teacher: str | None) -> bool:
+    """Whether a teacher is named by the address of a server."""
+    return teacher is not None and teacher.startswith(("http://", "https://"))
+
+
 def trains_a_teacher(values: Mapping[str, Any]) -> bool:
     """Whether a recipe with these settings trains a teacher before its own first step, because none is named."""
     return "teacher" in values and values["teacher"] is None and values.get("self_distillation") is None

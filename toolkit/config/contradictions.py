@@ -15,6 +15,7 @@ from toolkit.config.conditions import (
     Contradiction,
     are_patterns,
     is_built_in,
+    is_on_a_server,
     is_on_the_hub,
     is_pattern,
     lies_in,
@@ -204,6 +205,19 @@ CONTRADICTIONS = (
     Contradiction(
         lambda streaming, on_policy_share: streaming and on_policy_share > 0,
         "{on_policy_share}: reads the rows of a step again, which a stream doesn't keep. Leave it or --streaming out.",
+    ),
+    Contradiction(
+        lambda teacher, teacher_top_k: is_on_a_server(teacher) and teacher_top_k is None,
+        "{teacher} is a server, which is asked once for its likeliest tokens: add --teacher-top-k 20.",
+    ),
+    Contradiction(
+        lambda teacher, teacher_top_k, temperature: is_on_a_server(teacher) and temperature != 1.0,
+        "{temperature}: the server {teacher} says its log-probabilities at 1. Leave it out, or name a teacher that is loaded "
+        "here.",
+    ),
+    Contradiction(
+        lambda teacher, match_layers: is_on_a_server(teacher),
+        "{teacher} is a server, which has no classes and no layers to compare with: name a classifier that is loaded here.",
     ),
     Contradiction(
         lambda self_distillation, teacher: self_distillation is not None and teacher is not None,

@@ -12,8 +12,9 @@ class TeacherConfig(Settings):
     """Teacher"""
 
     teacher: str | None = setting(
-        None, "The model to learn from: a directory, a run, or a Hub id, of the student's tokens. Default: one is trained here "
-        "first, twice as wide, on the same data.", aliases=("teacher_model_name_or_path",), on_resume="fixed",
+        None, "The model to learn from: a directory, a run, a Hub id, or (distill) the address of a vLLM server, of the "
+        "student's tokens. Default: one is trained here first, twice as wide, on the same data.",
+        aliases=("teacher_model_name_or_path",), on_resume="fixed",
     )
     teacher_revision: str | None = setting(
         None, "Branch, tag or commit of the teacher on the Hub.", aliases=("teacher_model_revision",), on_resume="fixed"

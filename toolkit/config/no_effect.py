@@ -13,6 +13,7 @@ from toolkit.config.conditions import (
     NoEffect,
     is_adapter,
     is_built_in,
+    is_on_a_server,
     is_on_the_hub,
     needs,
 )
@@ -91,6 +92,10 @@ NO_EFFECT = (
     NoEffect(
         ("teacher_revision", "teacher_dtype"), lambda teacher: teacher is None,
         "without --teacher: leave it out, or name a teacher.",
+    ),
+    NoEffect(
+        ("teacher_revision", "teacher_dtype"), lambda teacher: is_on_a_server(teacher),
+        "with a teacher on a server, which was started with its own: leave it out.",
     ),
     # Embeddings
     NoEffect(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from toolkit.config import ClassifierDistillationConfig, ModelConfig, Refusal, Settings
-from toolkit.config.conditions import is_adapter, is_built_in
+from toolkit.config.conditions import is_adapter, is_built_in, is_on_a_server
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.compat import random_model
 from toolkit.diagnostics.wrappers import HELD_OUT
@@ -90,7 +90,7 @@ def with_small_teacher(config: AnyConfig, folder: Path) -> AnyConfig:
         return config
     if values["teacher"] is None and isinstance(config, ClassifierDistillationConfig):
         raise Refusal("--teacher: name one. Without it the recipe trains a teacher first, which would be looked at.")
-    if values["teacher"] is not None:
+    if values["teacher"] is not None and not is_on_a_server(values["teacher"]):
         named: dict[str, Any] = {"model": find_model(values["teacher"]), "model_revision": values["teacher_revision"]}
         named["tokenizer"] = None
         teacher = with_small_model(dataclasses.replace(config, **named), folder)

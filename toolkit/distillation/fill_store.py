@@ -190,7 +190,12 @@ def _likeliest(
 
     def body(of_teacher: OfTeacher, vocabulary: int) -> torch.Tensor:
         for start in range(0, max(positions, 1), size):
-            every = of_teacher(slice(start, start + size)).logps
+            said = of_teacher(slice(start, start + size))
+            if said.ids is not None:  # a server says the likeliest alone
+                logps.append(said.logps.cpu())
+                ids.append(said.ids.cpu())
+                continue
+            every = said.logps
             if store.top_k == vocabulary:
                 logps.append(every.cpu())
                 continue

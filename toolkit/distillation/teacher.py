@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from toolkit.config import DistillationConfig, ModelConfig, Refusal
-from toolkit.config.conditions import is_built_in
+from toolkit.config.conditions import is_built_in, is_on_a_server
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.distillation.fill_store import ask_stored, store_teacher
 from toolkit.distillation.on_policy import check_prompts
 from toolkit.distillation.own_teacher import Average, ask_without_adapter
+from toolkit.distillation.server_teacher import connect_teacher
 from toolkit.distillation.trained_teacher import find_teacher, named_as_teacher
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of, unwrapped
@@ -29,7 +30,7 @@ from toolkit.models.tokenizer import load_tokenizer
 from toolkit.models.trained import find_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from accelerate import Accelerator
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -56,8 +57,11 @@ class Teacher:
 
 
 def load_student_tokenizer(config: ModelConfig, teacher: str | None) -> PreTrainedTokenizerFast:
-    """The student's tokenizer: as the settings say, and of a student that is made from scratch the teacher's."""
-    if teacher is None or config.tokenizer is not None or not is_built_in(config.model):
+    """The student's tokenizer: as the settings say, and of a student that is made from scratch the teacher's.
+
+    A server hands out no tokenizer.
+    """
+    if teacher is None or is_on_a_server(teacher) or config.tokenizer is not None or not is_built_in(config.model):
         return load_tokenizer(config)
     if config.vocab_size is not None:
         raise Refusal(f"--vocab-size {config.vocab_size} has no effect: the student has the teacher's tokens. Remove it.")
@@ -78,8 +82,9 @@ def build_teacher(
     Args:
         student: the model that learns, with its adapter; prepared or not.
         tokenizer: the student's. A teacher that has the same tokens under other numbers is asked in its own.
-        teacher: its directory, that of the run that trained it, or its name on the Hub; of an adapter its base is found. None
-            with `config.self_distillation`, where it is made of the student.
+        teacher: its directory, that of the run that trained it, or its name on the Hub; of an adapter its base is found. The
+            address of a server, with `config.teacher_top_k`. None with `config.self_distillation`, where it is made of the
+            student.
         max_length, packed: of the rows, as the student sees them.
 
     Raises:
@@ -89,6 +94,8 @@ def build_teacher(
         check_prompts(train)
     if teacher is None:
         return _own_teacher(accelerator, student, tokenizer, config), train, evaluation
+    if is_on_a_server(teacher):
+        return _on_a_server(accelerator, student, tokenizer, config, train, evaluation, teacher, max_length)
     found = find_teacher(
         teacher, "AutoModelForCausalLM", "predicts next tokens", config, accelerator, max_length=max_length,
         attn_implementation=attn_implementation,
@@ -104,8 +111,6 @@ def build_teacher(
 
     if config.teacher_top_k is None:
         return Teacher(load(), made_of), train, evaluation
-    if not isinstance(train, TrainLoader):
-        raise Refusal("--teacher-top-k: a teacher can't be asked beforehand for a stream. Remove it, or --streaming.")
     if config.teacher_top_k > shared.size:
         raise Refusal(f"--teacher-top-k {config.teacher_top_k}: teacher and student share {shared.size:,} tokens.")
     numbers_depend_on = {
@@ -113,11 +118,35 @@ def build_teacher(
         "commit": made_of["commit"], "dtype": config.teacher_dtype,
         "order": None if shared.of_teacher is None else shared.of_teacher.tolist(),
     }  # fmt: skip
+    train, evaluation = _stored(accelerator, load, numbers_depend_on, train, evaluation, config, shared.size)
+    return Teacher(ask_stored(shared.size), made_of), train, evaluation
+
+
+def _on_a_server(
+    accelerator: Accelerator, student: nn.Module, tokenizer: PreTrainedTokenizerBase, config: DistillationConfig,
+    train: AnyTrain, evaluation: EvalLoader | None, url: str, max_length: int,
+) -> tuple[Teacher, AnyTrain, EvalLoader | None]:  # fmt: skip
+    assert config.teacher_top_k is not None  # refused with the settings
+    size = _num_logits(unwrapped(student).config)
+    ask, known_by = connect_teacher(
+        accelerator, url, tokenizer, top_k=config.teacher_top_k, vocabulary=size, max_length=max_length
+    )
+    train, evaluation = _stored(accelerator, lambda: ask, known_by, train, evaluation, config, size)
+    return Teacher(ask_stored(size), {"who": "teacher", "setting": "teacher", **known_by}), train, evaluation
+
+
+def _stored(
+    accelerator: Accelerator, load: Callable[[], TeacherFn], numbers_depend_on: Mapping[str, Any], train: AnyTrain,
+    evaluation: EvalLoader | None, config: DistillationConfig, vocabulary: int,
+) -> tuple[AnyTrain, EvalLoader | None]:  # fmt: skip
+    if not isinstance(train, TrainLoader):
+        raise Refusal("--teacher-top-k: a teacher can't be asked beforehand for a stream. Remove it, or --streaming.")
+    assert config.teacher_top_k is not None
     taught, evaluation = store_teacher(
-        accelerator, load, numbers_depend_on, train, evaluation, top_k=config.teacher_top_k, vocabulary=shared.size,
+        accelerator, load, numbers_depend_on, train, evaluation, top_k=config.teacher_top_k, vocabulary=vocabulary,
         temperature=config.temperature,
     )  # fmt: skip
-    return Teacher(ask_stored(shared.size), made_of), cast(AnyTrain, taught), evaluation
+    return cast(AnyTrain, taught), evaluation
 
 
 def keep_teacher(run: Run, teacher: Teacher) -> None:

@@ -74,9 +74,10 @@ def connect_server(
     )
 
     def find() -> str:
-        model = _model_of(client, config.rollout_server_wait)
-        _compare_tokenizers(client, model, tokenizer)
-        return model
+        served = find_served_model(client, config.rollout_server_wait, start="VLLM_SERVER_DEV_MODE=1 vllm serve MODEL")
+        client.model = str(served["id"])
+        compare_tokenizers(client, tokenizer, "Serve the model that is trained.")
+        return client.model
 
     client.model = on_main(accelerator, find)
     return RolloutServer(
@@ -85,8 +86,12 @@ def connect_server(
     )  # fmt: skip
 
 
-def _model_of(client: ServerClient, wait: float) -> str:
-    """The name of the model there, once the server answers."""
+def find_served_model(client: ServerClient, wait: float, start: str) -> dict[str, Any]:
+    """What the server says of its model (`id`, ...), once it answers. `start`: a command that starts such a server.
+
+    Raises:
+        Refusal: none answers within `wait` seconds, or it has no model of the name that `client` has.
+    """
     end, waits = time.monotonic() + wait, False
     while True:
         try:
@@ -95,27 +100,31 @@ def _model_of(client: ServerClient, wait: float) -> str:
         except ServerGone as gone:
             if time.monotonic() >= end:
                 raise Refusal(
-                    f"--rollout-server {client.url}: no server answers there ({gone.why}). Start it first, for example with: "
-                    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
+                    f"{client.flag} {client.shown}: no server answers there ({gone.why}). Start it first, for example with: "
+                    f"{start}"
                 ) from gone
             if not waits:
                 say(f"waiting up to {wait:g} s for a server at {client.url} ({gone.why})")
                 waits = True
             time.sleep(min(1.0, max(0.0, end - time.monotonic())))
-    names = [each.get("id") for each in (found or {}).get("data") or []]
-    if not names or (client.model and client.model not in names):
+    served: list[dict[str, Any]] = (found or {}).get("data") or [] if isinstance(found, dict | None) else []
+    if not served:
+        raise Refusal(f"{client.flag} {client.shown}: /v1/models names no model there. Is it a server of vLLM's API?")
+    try:
+        return next(each for each in served if client.model in ("", each.get("id")))
+    except StopIteration:
+        names = [each.get("id") for each in served]
         raise Refusal(
-            f"--rollout-server {client.url}: it has no model {client.model or 'at all'}, but {names}. Give one of them as "
-            "--rollout-server-model."
-        )
-    return client.model or str(names[0])
+            f"{client.flag} {client.shown}: it has no model {client.model}, but {names}. Give one of them as "
+            f"{client.flag}-model."
+        ) from None
 
 
-def _compare_tokenizers(client: ServerClient, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def compare_tokenizers(client: ServerClient, tokenizer: PreTrainedTokenizerBase, advice: str) -> None:
     """Refuse a server that reads a text as other tokens; one without `/tokenize` is known by its log-probabilities alone."""
     for text in PROBES:
         try:
-            theirs = client.ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+            theirs = client.ask("/tokenize", {"model": client.model, "prompt": text, "add_special_tokens": False})
         except ServerRefused as refused:
             if refused.status == 404:
                 return
@@ -123,8 +132,8 @@ def _compare_tokenizers(client: ServerClient, model: str, tokenizer: PreTrainedT
         ours = list(tokenizer.encode(text, add_special_tokens=False))
         if (theirs or {}).get("tokens") != ours:
             raise Refusal(
-                f"--rollout-server {client.url}: its model {model} has another tokenizer. The text {text!r} is "
-                f"{(theirs or {}).get('tokens')} there, and {ours} here. Serve the model that is trained."
+                f"{client.flag} {client.shown}: its model {client.model} has another tokenizer. The text {text!r} is "
+                f"{(theirs or {}).get('tokens')} there, and {ours} here. {advice}"
             )
 
 

@@ -49,18 +49,23 @@ class ServerRefused(Refusal):
 
 @dataclass
 class ServerClient:
-    """Where the server is, and how patient to be. `model`: by the name that it has there."""
+    """Where the server is, and how patient to be. `model`: by the name that it has there.
+
+    `flag`: the setting that names it, for messages; `advice`: what to do when it is gone.
+    """
 
     url: str
     model: str = ""
     timeout: float = 600.0
     retries: int = 5
     pause: float = 0.5  # seconds before the second try; doubled before each further one
+    flag: str = "--rollout-server"
+    advice: str = "Start the server again, and the same command with --resume: what was sampled is kept."
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
-            raise Refusal(f"--rollout-server {self.url}: an address begins with http:// or https://.")
+            raise Refusal(f"{self.flag} {self.url}: an address begins with http:// or https://.")
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, retries: int | None = None) -> Any:
         """The answer to a POST of a body, or to a GET without one, as JSON gives it; None where it is empty.
@@ -81,9 +86,7 @@ class ServerClient:
                     time.sleep(min(LONGEST_PAUSE, max(last.pause, self.pause * 2**number)))
         often = f" {tries} times, the last time" if tries > 1 else ""
         raise ServerGone(
-            f"--rollout-server {self._shown}: {path} failed{often} with: {last}. Start the server again, and the same command "
-            "with --resume: what was sampled is kept.",
-            str(last),
+            f"{self.flag} {self.shown}: {path} failed{often} with: {last}. {self.advice}", str(last)
         )
 
     def _once(self, path: str, body: Mapping[str, Any] | None) -> Any:
@@ -108,7 +111,7 @@ class ServerClient:
             if error.code >= 500 or error.code == 429:
                 wait = error.headers.get("Retry-After", "")
                 raise _Again(what, float(wait) if wait.isdigit() else 0.0) from error
-            raise ServerRefused(f"--rollout-server {self._shown}: {path} was refused with {what}.", error.code) from error
+            raise ServerRefused(f"{self.flag} {self.shown}: {path} was refused with {what}.", error.code) from error
         except TimeoutError as error:
             raise _Again(f"no answer in {self.timeout:g} seconds") from error
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
@@ -117,10 +120,10 @@ class ServerClient:
         try:
             return json.loads(text) if text.strip() else None
         except ValueError as error:
-            raise Refusal(f"--rollout-server {self._shown}: {path} answered with what is no JSON: {text[:200]!r}.") from error
+            raise Refusal(f"{self.flag} {self.shown}: {path} answered with what is no JSON: {text[:200]!r}.") from error
 
     @property
-    def _shown(self) -> str:
+    def shown(self) -> str:
         return without_passwords(self.url)
 
     def complete(
@@ -146,7 +149,7 @@ class ServerClient:
                 problem = str(wrong)
                 break
         if problem:
-            raise Refusal(f"--rollout-server {self._shown}: of the prompt {where or list(prompt)[:8]} it answered: {problem}.")
+            raise Refusal(f"{self.flag} {self.shown}: of the prompt {where or list(prompt)[:8]} it answered: {problem}.")
         return completions
 
 
