@@ -496,6 +496,8 @@ DISTILLATION_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] =
     ("", "asked beforehand", {"streaming": True, "max_steps": 5, "teacher_top_k": 8}, {"teacher_top_k": None}),
     ("", "doesn't keep", {"streaming": True, "max_steps": 5, "on_policy_share": 0.5}, {"on_policy_share": 0.0}),
     ("", "as if it were data", {"on_policy_share": 0.5, "cross_entropy_share": 0.1}, {"cross_entropy_share": 0.0}),
+    ("", "add --teacher-top-k 20", {"teacher": "http://a:1/v1"}, {"teacher_top_k": 20}),
+    ("", "log-probabilities at 1", {"teacher": "http://a:1/v1", "teacher_top_k": 20, "temperature": 2.0}, {"temperature": 1.0}),
     ("", "two teachers", {"self_distillation": "ema", "cross_entropy_share": 0.5, "teacher": "org/m"}, {"teacher": None}),
     ("", "there is none", {"self_distillation": "base", "cross_entropy_share": 0.5}, {"use_peft": True}),
     ("", "begin as one model", {"self_distillation": "ema"}, {"cross_entropy_share": 0.5}),
@@ -507,12 +509,15 @@ DISTILLATION_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] =
     ("skew_alpha", "take skewed_forward_kl or", {"skew_alpha": 0.2}, {"distillation_loss": "skewed_reverse_kl"}),
     ("teacher_revision", "name a teacher", {"teacher_revision": "main"}, {"teacher": "org/m"}),
     ("teacher_dtype", "name a teacher", {"teacher_dtype": "bfloat16"}, {"teacher": "org/m"}),
+    *[(name, "started with its own", {name: value, "teacher": "http://a:1/v1", "teacher_top_k": 20}, {"teacher": "org/m"})
+      for name, value in (("teacher_revision", "main"), ("teacher_dtype", "bfloat16"))],
 ]
 CASES: list[tuple[type[tk.Settings], str, str, dict[str, Any], dict[str, Any]]] = [
     *[(Everything, *case) for case in RULE_CASES], *[(Policy, *case) for case in POLICY_RULE_CASES],
     (Talks, "", "and not of a server", {"environment": "a.py:A", "rollout_server": "http://a:1"}, {"environment": None}),
     *[(Distilling, *case) for case in DISTILLATION_RULE_CASES],
     (DistillingClassifiers, "", "runs/accelerated", {"fsdp": True}, {"teacher": "runs/teacher"}),
+    (DistillingClassifiers, "", "no classes", {"teacher": "http://a:1/v1"}, {"teacher": "runs/teacher"}),
     (DistillingClassifiers, "", "needs probabilities", {"match_attention": True, "attn_implementation": "sdpa"}, {"attn_implementation": "eager"}),
     (DistillingClassifiers, "match_attention", "take uniform", {"match_layers": "none", "match_attention": True}, {"match_layers": "last"}),
     (DistillingClassifiers, "match_weight", "take uniform", {"match_layers": "none", "match_weight": 2.0}, {"match_layers": "last"}),
