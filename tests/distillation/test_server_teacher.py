@@ -78,8 +78,8 @@ def test_a_store_that_a_server_fills_is_that_of_the_same_model_here(
 
 
 def test_what_a_server_lacks_is_refused_before_the_first_step(double: Double, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Fails when: the probe is left out, so that each text finds it out anew."""
-    for lie, message in (("tokenizer", "another tokenizer"), ("nologps", "without prompt_logprobs"), ("few", "4 log-probabilities, asked for 5"), ("nan", "nan")):
+    """Fails when: the probe is left out, so that each text finds it out anew; `reading` catches nothing."""
+    for lie, message in (("tokenizer", "another tokenizer"), ("nologps", "without prompt_logprobs"), ("few", "4 log-probabilities, asked for 5"), ("nan", "nan"), ("form", "in another form")):
         double.lie = lie
         with pytest.raises(Refusal, match=message):
             connected(double, tokenizer)

@@ -22,8 +22,8 @@ from toolkit.generation.sampler import sample_groups
 @dataclass
 class Double:
     """`faults`: what the next answers are, one each: "500", "429", "400", "drop", "stall", "garbage". `lie`: what all of them are,
-    until it is taken back: "old", "tokenizer", "logps", "count", "length", "nan", "nologps", "raw", "few". `asked`: paths and
-    bodies. `longest`, `max_logprobs`: what it was started with.
+    until it is taken back: "old", "tokenizer", "logps", "count", "length", "nan", "nologps", "raw", "few", "form".
+    `asked`: paths and bodies. `longest`, `max_logprobs`: what it was started with.
     """
 
     model: Any
@@ -78,6 +78,8 @@ class Double:
             tables.append({str(each): {"logprob": float(row[each]), "rank": ranks.index(each) + 1, "decoded_token": "?"} for each in sorted(named)})
         if self.lie == "nan":
             tables[-1] = {token: {**said, "logprob": math.nan} for token, said in tables[-1].items()}
+        if self.lie == "form":
+            tables[1:] = [["x", -1.0]] * (len(tables) - 1)
         return {"index": 0, "text": "", "finish_reason": "length", **({} if self.lie == "nologps" else {"prompt_logprobs": tables})}
 
     def complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -107,7 +109,7 @@ class Double:
                    for row, drawn in zip(every, each.tokens, strict=True)]  # fmt: skip
             said = {"token_logprobs": logps, "top_logprobs": top, "tokens": [f"token_id:{token}" for token in each.tokens]}
             choices.append({
-                "index": index, "text": "", "token_ids": each.tokens, "prompt_token_ids": ids, "stop_reason": None,
+                "index": index, "text": "", "token_ids": 5 if self.lie == "form" else each.tokens, "prompt_token_ids": ids, "stop_reason": None,
                 "finish_reason": "length" if each.truncated else "stop", "logprobs": None if self.lie == "nologps" else said,
             })  # fmt: skip
         return choices

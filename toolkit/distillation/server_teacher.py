@@ -55,7 +55,7 @@ def connect_teacher(
         advice = "Serve a teacher of the student's family, or give a student that begins from scratch --tokenizer THE_TEACHER."
         compare_tokenizers(client, tokenizer, advice)
         longest = served.get("max_model_len")
-        if longest is not None and longest <= max_length:  # the server writes a token behind the text
+        if isinstance(longest, int) and longest <= max_length:  # the server writes a token behind the text
             raise Refusal(
                 f"--teacher {client.shown}: takes {longest - 1:,} tokens, and rows are up to {max_length:,} long. Take "
                 f"--max-length {longest - 1}, or start it with --max-model-len {max_length + 1}."
@@ -111,8 +111,15 @@ def _likeliest(client: ServerClient, top_k: int, vocabulary: int, text: Text) ->
     """
     tokens, positions = text
     body = {"model": client.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
-    choice = ((client.ask("/v1/completions", body) or {}).get("choices") or [{}])[0]
-    tables = choice.get("prompt_logprobs")
+    answer = client.ask("/v1/completions", body)
+    with client.reading("/v1/completions"):
+        return _read(client, answer, tokens, positions, top_k, vocabulary)
+
+
+def _read(
+    client: ServerClient, answer: Any, tokens: list[int], positions: np.ndarray, top_k: int, vocabulary: int
+) -> tuple[np.ndarray, np.ndarray]:
+    tables = ((answer or {}).get("choices") or [{}])[0].get("prompt_logprobs")
     if tables is None:
         raise Refusal(
             f"--teacher {client.shown}: answers without prompt_logprobs, the log-probabilities of a text that it is given. "

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from toolkit.distillation.vocabulary import SharedVocabulary
 
 
+_SAID_OF_A_STUDENT = {
+    "--model-revision": "--teacher-revision", "take --model": "take --teacher", ", or name another with --tokenizer": "",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _TeacherModel(ModelConfig, DeviceConfig):
     """What of a model's settings a teacher has."""
@@ -99,4 +104,6 @@ def named_as_teacher() -> Iterator[None]:
         yield
     except Refusal as refusal:
         message = str(refusal).removeprefix("--model ").removeprefix("--tokenizer ")
-        raise Refusal(f"--teacher {message.replace('--model-revision', '--teacher-revision')}") from refusal
+        for theirs, own in _SAID_OF_A_STUDENT.items():
+            message = message.replace(theirs, own)
+        raise Refusal(f"--teacher {message}") from refusal

@@ -107,17 +107,16 @@ def find_served_model(client: ServerClient, wait: float, start: str) -> dict[str
                 say(f"waiting up to {wait:g} s for a server at {client.url} ({gone.why})")
                 waits = True
             time.sleep(min(1.0, max(0.0, end - time.monotonic())))
-    served: list[dict[str, Any]] = (found or {}).get("data") or [] if isinstance(found, dict | None) else []
+    with client.reading("/v1/models"):
+        served: dict[str, dict[str, Any]] = {each["id"]: each for each in (found or {}).get("data") or []}
     if not served:
         raise Refusal(f"{client.flag} {client.shown}: /v1/models names no model there. Is it a server of vLLM's API?")
-    try:
-        return next(each for each in served if client.model in ("", each.get("id")))
-    except StopIteration:
-        names = [each.get("id") for each in served]
+    if client.model and client.model not in served:
         raise Refusal(
-            f"{client.flag} {client.shown}: it has no model {client.model}, but {names}. Give one of them as "
+            f"{client.flag} {client.shown}: it has no model {client.model}, but {[*served]}. Give one of them as "
             f"{client.flag}-model."
-        ) from None
+        )
+    return served[client.model or next(iter(served))]
 
 
 def compare_tokenizers(client: ServerClient, tokenizer: PreTrainedTokenizerBase, advice: str) -> None:
@@ -130,10 +129,12 @@ def compare_tokenizers(client: ServerClient, tokenizer: PreTrainedTokenizerBase,
                 return
             raise
         ours = list(tokenizer.encode(text, add_special_tokens=False))
-        if (theirs or {}).get("tokens") != ours:
+        with client.reading("/tokenize"):
+            tokens = (theirs or {}).get("tokens")
+        if tokens != ours:
             raise Refusal(
                 f"{client.flag} {client.shown}: its model {client.model} has another tokenizer. The text {text!r} is "
-                f"{(theirs or {}).get('tokens')} there, and {ours} here. {advice}"
+                f"{tokens} there, and {ours} here. {advice}"
             )
 
 

@@ -14,7 +14,8 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +123,15 @@ class ServerClient:
         except ValueError as error:
             raise Refusal(f"{self.flag} {self.shown}: {path} answered with what is no JSON: {text[:200]!r}.") from error
 
+    @contextmanager
+    def reading(self, path: str) -> Iterator[None]:
+        """A block that reads an answer of `path`, and refuses one of another form."""
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            what = f"{path} answered in another form than vLLM's ({type(error).__name__}: {error})"
+            raise Refusal(f"{self.flag} {self.shown}: {what}.") from error
+
     @property
     def shown(self) -> str:
         return without_passwords(self.url)
@@ -139,15 +149,16 @@ class ServerClient:
             Refusal: they are not what was asked for, so that training on them would be training on something else.
         """
         answer = self.ask("/v1/completions", _request(self.model, prompt, settings, size, seed))
-        choices = sorted((answer or {}).get("choices") or [], key=lambda each: each.get("index", 0))
-        problem = f"number of completions {len(choices)}, asked for {size}" if len(choices) != size else ""
-        completions = []
-        for choice in () if problem else choices:
-            try:
-                completions.append(_completion(choice, prompt, settings, vocabulary))
-            except _Wrong as wrong:
-                problem = str(wrong)
-                break
+        with self.reading(f"/v1/completions, asked about the prompt {where or list(prompt)[:8]},"):
+            choices = sorted((answer or {}).get("choices") or [], key=lambda each: each.get("index", 0))
+            problem = f"number of completions {len(choices)}, asked for {size}" if len(choices) != size else ""
+            completions = []
+            for choice in () if problem else choices:
+                try:
+                    completions.append(_completion(choice, prompt, settings, vocabulary))
+                except _Wrong as wrong:
+                    problem = str(wrong)
+                    break
         if problem:
             raise Refusal(f"{self.flag} {self.shown}: of the prompt {where or list(prompt)[:8]} it answered: {problem}.")
         return completions
