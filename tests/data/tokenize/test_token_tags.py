@@ -258,6 +258,8 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"text": "a  b", "spans": [{"start": 1, "end": 3, "label": "X"}]}, {}, r"x.jsonl:2: the span 1 to 3 \(X\) holds no word"),
     ({"text": "a b", "spans": None}, {}, r"x.jsonl:2: spans is missing"),
     ({"text": "", "spans": []}, {}, r"x.jsonl:2: text is empty"),
+    ({"text": "a b", "spans": [{"start": 0.5, "end": 1, "label": "X"}]}, {}, r"x.jsonl:2: span 1 of spans: its start is the number 0.5"),
+    ({"text": "a b", "spans": [{"start": 0, "end": 1, "label": None}]}, {}, r"x.jsonl:2: span 1 of spans: its label is missing"),
 ]  # fmt: skip
 
 
@@ -270,6 +272,27 @@ def test_what_cannot_be_trained_on_is_refused_by_file_and_row(number: int) -> No
     data = Dataset.from_list([{**row, "origin": f"x.jsonl:{i}"} for i, row in enumerate([good, bad, more], 1)])
     with pytest.raises(Refusal, match=said):
         tokenize_for_token_classification({"train": data}, wordpiece(), Config(**settings))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"tokens": [], "tags": []}] * 3, r"no tags: tags is an empty list in each row"),
+        ([{"text": "Ada", "spans": []}] * 3, r"no tags: spans is an empty list in each row"),
+        ([{"text": "Ada", "spans": {"start": 0, "end": 3, "label": "X"}}] * 3, r"x.jsonl:1: spans is an object with start, end, label"),
+        ([{"text": "Ada", "spans": [{"start": 0, "end": 3, "label": ["X"]}]}] * 3, r"x.jsonl:1: span 1 of spans: its label is a list"),
+        ([{"tokens": ["a"], "tags": [["X"]]}] * 3, r"x.jsonl:1: tags is a list in which a tag is a list of 1"),
+        ([{"tokens": ["a", "b"], "tags": [1, 2]}, {"tokens": ["a"], "tags": [0.5]}], r"x.jsonl:2: tags is a list in which a tag is the number 0.5"),
+        ([{"tokens": ["a", "b"], "tags": ["O", "B-X"]}, {"tokens": ["a"], "tags": ["O", 3]}], r"x.jsonl:2: 'tags' is a list of several kinds of values: a number, a string"),
+    ],
+)  # fmt: skip
+def test_columns_that_hold_no_tags_at_all_are_refused(rows: list[dict[str, Any]], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: `if not found` is taken out of `_names_in`, or `as_whole` returns its value as it is: then row 1 has the blame."""
+    monkeypatch.chdir(tmp_path)
+    Path("x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config(dataset="x.jsonl", eval_fraction=0.0)
+    with pytest.raises(Refusal, match=said):
+        find_tags(load_splits(config), config)
 
 
 def test_a_tag_that_training_does_not_have_is_refused_in_the_validation_split() -> None:

@@ -190,6 +190,11 @@ def _from_json(value: Any, column: str, origin: str) -> Any:
     return parse_json(value, f"{origin}: {column}", is_strict=True) if value.strip() else None
 
 
+def as_whole(value: object) -> object:
+    """A float without a fraction as a whole number: where one of a column has a fraction, Arrow makes all of them floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def describe(value: object) -> str:
     """What a value is, in a few words."""
     if value is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.classification import is_withheld, pair_frame
-from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, wrong_columns
+from toolkit.data.tokenize.columns import Batch, Plan, as_whole, check_texts, columns_of, describe, wrong_columns
 from toolkit.data.tokenize.documents import Documents, Encoder
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.ranking import ListRows, QueryList, list_columns, pieces_of
@@ -195,9 +195,7 @@ def _right(value: Any, name: str, letters: list[str], origin: str) -> int:
     last = len(letters) - 1
     if isinstance(value, str) and value.strip() in letters:
         return letters.index(value.strip())
-    number = int(value) if isinstance(value, str) and value.strip().lstrip("-").isdecimal() else value
-    if isinstance(number, float) and number.is_integer():
-        number = int(number)
+    number = int(value) if isinstance(value, str) and value.strip().lstrip("-").isdecimal() else as_whole(value)
     if isinstance(number, bool) or not isinstance(number, int):
         shown = f"the text {quoted(value[:40])}" if isinstance(value, str) else describe(value)
         raise Refusal(

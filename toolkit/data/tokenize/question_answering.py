@@ -12,7 +12,7 @@ import numpy as np
 from toolkit.config import DataConfig, QuestionAnsweringConfig, Refusal
 from toolkit.data.report import Piece, example_pieces
 from toolkit.data.tokenize.classification import PairFrame, pair_frame
-from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, wrong_columns
+from toolkit.data.tokenize.columns import Batch, Plan, as_whole, check_texts, columns_of, describe, wrong_columns
 from toolkit.data.tokenize.documents import IGNORED, Cut, Documents, Encoder, cut_documents, join_documents
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.system.console import quoted
@@ -203,6 +203,7 @@ def _checked(text: Any, start: Any, context: str, origin: str) -> Answer:
             f"{origin}: an answer is {describe(text)}, and must be words of the context. A question without an answer has "
             "empty lists. Correct or remove the row."
         )
+    start = as_whole(start)
     if not isinstance(start, int) or isinstance(start, bool):
         raise Refusal(f"{origin}: answer_start is {describe(start)}, and must be a whole number: the place of a character.")
     if start >= 0 and context.startswith(text, start):

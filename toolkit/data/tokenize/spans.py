@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from typing import Any
 
 from toolkit.config import Refusal
-from toolkit.data.tokenize.columns import describe
+from toolkit.data.tokenize.columns import as_whole, describe
 from toolkit.system.console import quoted
 
 WORDS = re.compile(r"\w+|[^\w\s]")
 Span = tuple[int, int, str]
+_FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "start": ((int,), "the number of its first character, from 0"),
+    "end": ((int,), "the number of the character after its last one"),
+    "label": ((str, int), "a name"),
+}
 
 
 def read_spans(value: object, text: str, column: str, origin: str) -> list[Span]:
@@ -19,24 +25,20 @@ def read_spans(value: object, text: str, column: str, origin: str) -> list[Span]
     Raises:
         Refusal: what is no span, lies outside the text, or overlaps another one.
     """
-    if isinstance(value, dict) and {"start", "end", "label"} <= value.keys():  # as datasets gives a sequence of objects
+    if isinstance(value, dict) and _FIELDS.keys() <= value.keys() and all(isinstance(part, list) for part in value.values()):
+        # as datasets gives a sequence of objects
         value = [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=True)]
     if not isinstance(value, list):
         raise Refusal(f"{origin}: {column} is {describe(value)}, and must be a list of start, end and label; [] of none.")
     spans = list[Span]()
     for number, span in enumerate(value, 1):
-        start, end, label = (span.get(key) if isinstance(span, dict) else None for key in ("start", "end", "label"))
-        if not isinstance(start, int) or not isinstance(end, int) or label is None or label == "":
-            raise Refusal(
-                f"{origin}: span {number} of {column} is {describe(span)}, and must have start, end (numbers of characters) "
-                "and label. Correct or remove it."
-            )
+        start, end, label = _fields(span, f"{origin}: span {number} of {column}")
         if not 0 <= start < end <= len(text):
             raise Refusal(
                 f"{origin}: span {number} of {column}, {start} to {end}, is outside its text of {len(text)} characters, or "
                 "empty. start is the first character, from 0; end is the one after the last."
             )
-        spans.append((start, end, str(label)))
+        spans.append((start, end, label))
     spans.sort()
     for (start, end, label), (then, until, other) in pairwise(spans):
         if then < end:
@@ -45,6 +47,16 @@ def read_spans(value: object, text: str, column: str, origin: str) -> list[Span]
                 f"({other}, {then} to {until}) overlap. A word has one tag: keep one of them."
             )
     return spans
+
+
+def _fields(span: object, where: str) -> Span:
+    if not isinstance(span, dict):
+        raise Refusal(f"{where} is {describe(span)}, and must be an object with start, end and label. Correct or remove it.")
+    found: dict[str, Any] = {name: as_whole(span.get(name)) for name in _FIELDS}
+    for name, (kinds, what) in _FIELDS.items():
+        if not isinstance(found[name], kinds) or isinstance(found[name], bool) or found[name] == "":
+            raise Refusal(f"{where}: its {name} is {describe(found[name])}, and must be {what}. Correct or remove it.")
+    return found["start"], found["end"], str(found["label"])
 
 
 def tag_words(text: str, spans: list[Span], origin: str) -> tuple[list[str], list[str], int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.config import Refusal, TokenClassificationConfig
-from toolkit.data.tokenize.columns import columns_of, describe, wrong_columns
+from toolkit.data.tokenize.columns import as_whole, columns_of, describe, wrong_columns
 from toolkit.data.tokenize.format import Splits
 from toolkit.data.tokenize.labels import declared_names
 from toolkit.data.tokenize.spans import read_spans
@@ -98,27 +98,36 @@ def _names_in(split: Dataset, column: str, layout: str) -> list[str]:
         for i, value in enumerate(values):
             if layout == "spans":
                 is_list = isinstance(value, list) and all(isinstance(span, dict) for span in value)
-                text = "" if is_list else split[at + i]["text"]
-                labels = [span.get("label") for span in value] if is_list else [
-                    label for _, _, label in read_spans(value, text, column, _origin(split, at + i))
-                ]  # fmt: skip
-                found.update(label for label in labels if label is not None)
-            elif not isinstance(value, list) or None in value or "" in value:
-                missing = describe(value) if not isinstance(value, list) else "a list in which a tag is missing"
-                raise Refusal(f"{_origin(split, at + i)}: {column} is {missing}. Correct or remove the row.")
-            else:
-                found.update(value)
+                labels = [as_whole(span.get("label")) for span in value] if is_list else [None]
+                if not all(isinstance(label, (str, int)) for label in labels):
+                    text = str(split[at + i]["text"])
+                    labels = [label for _, _, label in read_spans(value, text, column, _origin(split, at + i))]  # refuses it
+                found.update(labels)
+                continue
+            are_usual = isinstance(value, list) and "" not in value and set(map(type, value)) <= {str, int}
+            if wrong := [] if are_usual else _no_tags(value):
+                what = "a list in which a tag is " if isinstance(value, list) else ""
+                fix = "A tag is a word or a whole number: correct or remove the row."
+                raise Refusal(f"{_origin(split, at + i)}: {column} is {what}{describe(wrong[0])}. {fix}")
+            found.update(value)
+    if not found:
+        raise Refusal(f"The train split has no tags: {column} is an empty list in each row.")
     if layout == "spans":
         return ["O", *(f"{prefix}-{label}" for label in sorted(map(str, found)) for prefix in "BI")]
-    if wrong := [tag for tag in found if isinstance(tag, (float, list, dict))]:
-        raise Refusal(f"{column} holds {describe(wrong[0])}; a tag is a word or a whole number.")
-    numbers = sorted(tag for tag in found if not isinstance(tag, str))
+    numbers = sorted(as_whole(tag) for tag in found if not isinstance(tag, str))
     names = sorted((tag for tag in found if isinstance(tag, str)), key=lambda tag: (tag != "O", tag[2:], tag))
     if parts_of_tags(names) is None:
         names = sorted(names)
     if len(numbers) + len(names) < 2:
         raise Refusal(f"All tags of the train split are {quoted([*numbers, *names][0])}: there is nothing to tell apart.")
     return [*map(str, numbers), *names]
+
+
+def _no_tags(value: Any) -> list[Any]:
+    """What of a row's tags is none; the value itself where it is no list."""
+    if not isinstance(value, list):
+        return [value]
+    return [tag for tag in value if tag == "" or not isinstance(as_whole(tag), (str, int))]
 
 
 def _sentences(split: Dataset, column: str, names: list[str]) -> Iterator[list[np.ndarray]]:

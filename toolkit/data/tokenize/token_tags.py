@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.config import DataConfig, Refusal, TokenClassificationConfig
 from toolkit.data.report import Piece
-from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe
+from toolkit.data.tokenize.columns import Batch, Plan, as_whole, check_texts, columns_of, describe
 from toolkit.data.tokenize.documents import CHUNK_CHARACTERS, IGNORED, Cut, Documents, Encoder, cut_as_read
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.labels import Classes
@@ -168,8 +168,8 @@ def _words_and_tags(
             found, written, cut = tag_words(value, read_spans(of_words, value, second, origin), origin)
             remarks.update(spans_in_words=cut)
         else:
-            found, written = value, of_words
-            _check_words(found, written, first, second, origin)
+            _check_words(value, of_words, first, second, origin)
+            found, written = value, [as_whole(tag) for tag in of_words]
         numbers = [places.get(tag, -1) for tag in written]
         if -1 in numbers:
             at = numbers.index(-1)
