@@ -441,3 +441,12 @@ def test_packing_is_refused_for_a_model_that_cannot_before_its_weights_are_read(
     transformers.MambaConfig(hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(Refusal, match="--packing: model type 'mamba' has layers of type linear_attention"):
         load_model(CAUSAL, ModelConfig(model=str(tmp_path)), packed=True)
+
+
+def test_an_encoder_decoder_whose_texts_have_no_end_is_refused_as_a_classifier():
+    """transformers' T5 and BART look for it in the forward pass. Fails when: `_check_ends` returns at once."""
+    from toolkit.models.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(["a b c"] * 9, 300)
+    with pytest.raises(Refusal, match=r"--model tiny-t5: .* end-of-text token"):
+        load_model(CLASSES, ModelConfig(model="tiny-t5"), tokenizer, num_labels=2)

@@ -76,6 +76,8 @@ def load_model(
     if isinstance(config, DataConfig):
         check_context(model_config, config.max_length)
     model_class = _model_class(auto, auto_class, model_config, config)
+    if auto_class == "AutoModelForSequenceClassification" and model_config.is_encoder_decoder:
+        _check_ends(tokenizer, config)
     is_undecided, packed = packed is None, _may_be_packed(model_config, model_class, config) if packed is None else packed
     attention = choose_attention(model_config, config.attn_implementation, packed, _device(config), model_class)
     with torch.random.fork_rng(devices=[]):
@@ -299,6 +301,15 @@ def _check_direction(model: PreTrainedModel, auto_class: str, config: ModelConfi
                     f"--model {config.model}: {type(model).__name__} is bidirectional: each token sees the one it would have "
                     "to predict. Name a causal language model, such as tiny-llama."
                 )
+
+
+def _check_ends(tokenizer: PreTrainedTokenizerBase | None, config: ModelConfig) -> None:
+    """Encoder-decoders (T5, BART in transformers 5.23) classify by what the decoder makes of the input's end-of-text token."""
+    if tokenizer is not None and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]:
+        raise Refusal(
+            f"--model {config.model}: an encoder-decoder, which gives a text its class or score at its end-of-text token, and "
+            "its tokenizer ends no text with one. Name an encoder, such as tiny-bert."
+        )
 
 
 def _fit_to_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:

@@ -1,5 +1,7 @@
 """Groups of texts against transformers' own tokenizing, and what of them is refused, by file and row."""
 
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ def texts_of(row: dict[str, Any]) -> list[list[int]]:
     return [part.tolist() for part in np.split(np.array(row["input_ids"]), np.cumsum(row["text_tokens"])[:-1])]
 
 
-@pytest.mark.parametrize("max_length", [64, 5])
+@pytest.mark.parametrize("max_length", [64, 12])
 def test_each_text_is_tokenized_as_transformers_does_alone(tokenizer: Any, max_length: int) -> None:
     """Anchor, positive and ragged negatives, with prompts; truncated, each keeps its last special token.
 
@@ -110,3 +112,25 @@ def test_inspect_knows_the_task_and_names_every_bad_row(tokenizer: Any) -> None:
     found = inspect_splits("embedding", data, tokenizer, DataConfig(max_length=64))
     assert [problem.origin for problem in found.problems] == ["made.jsonl:2", "made.jsonl:3"]
     assert [name for name, _ in found.examples[0][1]] != []
+
+
+@dataclass(frozen=True)
+class Config(tk.DataConfig, tk.EmbeddingConfig):
+    max_length: int = 64
+
+
+ALIKE: dict[str, tuple[dict[str, list[Any]], dict[str, str], str]] = {
+    "one row": ({"anchor": QUERIES[:1], "positive": POSITIVES[:1]}, {}, "one positive text and no negatives"),
+    "one positive": ({"anchor": QUERIES, "positive": POSITIVES[:1] * 3}, {}, "one positive text and no negatives"),
+    "a negative": ({"anchor": QUERIES, "positive": POSITIVES[:1] * 3, "negative": [None, None, "no"]}, {}, ""),
+    "equal scores": ({"sentence1": QUERIES, "sentence2": POSITIVES, "score": [1.0] * 3}, {}, "--embedding-loss cosine"),
+    "equal scores, cosine": ({"sentence1": QUERIES, "sentence2": POSITIVES, "score": [1.0] * 3}, {"embedding_loss": "cosine"}, ""),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_a_split_in_which_nothing_can_be_compared_is_refused(tokenizer: Any, case: str) -> None:
+    """Its loss is 0 at each step. Fails when: `check_comparable` returns at once, or counts texts alone."""
+    columns, settings, said = ALIKE[case]
+    with pytest.raises(Refusal, match=said) if said else nullcontext():
+        tk.tokenize_for_embedding(splits(**columns), tokenizer, Config(**settings))

@@ -185,9 +185,9 @@ def odd_rows(files: list[DataFile]) -> Iterator[str]:
             try:
                 alone = pa.schema([(name, pa.array([value]).type)])
             except (pa.ArrowException, ValueError, OverflowError) as error:
-                kinds = sorted({what_is(each) for each in value if each is not None}) if isinstance(value, list) else []
-                if len(kinds) > 1:
-                    yield f"{row['origin']}: {quoted(name)} is a list of several kinds of values: {', '.join(kinds)}"
+                inside = sorted({what_is(each) for each in value if each is not None}) if isinstance(value, list) else []
+                if len(inside) > 1:
+                    yield f"{row['origin']}: {quoted(name)} is a list of several kinds of values: {', '.join(inside)}"
                     continue
                 yield f"{row['origin']}: {quoted(name)} holds a value that can't be stored: {error}"
                 continue

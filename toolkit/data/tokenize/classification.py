@@ -11,7 +11,7 @@ import numpy as np
 from toolkit.config import ClassificationConfig, DataConfig, Refusal
 from toolkit.data.report import Piece, example_pieces
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, label_column
-from toolkit.data.tokenize.documents import Cut, Documents, Encoder, cut_as_read, join_documents
+from toolkit.data.tokenize.documents import Cut, Documents, Encoder, check_room, cut_as_read, join_documents
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.labels import Classes, check_label_settings, declared_names, find_classes, read_labels
 from toolkit.data.tokenize.language import tokenized_rows
@@ -35,9 +35,12 @@ def classification_format(config: DataConfig, class_names: list[str] | None = No
 
     def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> LabeledTexts:
         assert plan.classes is not None
+        frame = pair_frame(encoder.tokenizer) if "text_pair" in plan.columns else None
+        if plan.layout != "tokenized":
+            own = frame.size if frame else len(encoder.prefix) + len(encoder.suffix)
+            check_room(config.max_length, own, texts=2 if frame else 1)
         return LabeledTexts(
-            None if plan.layout == "tokenized" else encoder,
-            pair_frame(encoder.tokenizer) if "text_pair" in plan.columns else None,
+            None if plan.layout == "tokenized" else encoder, frame,
             plan.classes, next(column for column in ("label", "labels") if column in plan.columns), problem_type,
             class_weights, config.max_length, config.overlong,
         )  # fmt: skip
@@ -169,10 +172,15 @@ class PairFrame:
     after: list[int]
     types: tuple[int, int, int, int, int]
 
+    @property
+    def size(self) -> int:
+        """Tokens of a pair of empty texts."""
+        return len(self.before) + len(self.between) + len(self.after)
+
     def join(self, first: list[int], second: list[int], room: int | None) -> tuple[list[int], list[int]]:
         """Ids and token types of a pair; to fit `room` tokens, the longer text is shortened first."""
         if room is not None:
-            room -= len(self.before) + len(self.between) + len(self.after)
+            room -= self.size
             kept = min(len(first), max(room - len(second), (room + 1) // 2))
             first, second = first[:kept], second[: room - kept] if kept < len(first) else second[: max(room - len(first), 0)]
         parts = (self.before, first, self.between, second, self.after)

@@ -190,7 +190,7 @@ def _from_json(value: Any, column: str, origin: str) -> Any:
     return parse_json(value, f"{origin}: {column}", is_strict=True) if value.strip() else None
 
 
-def as_whole(value: object) -> object:
+def as_whole(value: Any) -> Any:
     """A float without a fraction as a whole number: where one of a column has a fraction, Arrow makes all of them floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

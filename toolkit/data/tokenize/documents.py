@@ -80,6 +80,13 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
     return Encoder(tokenizer, plain, prefix, suffix, tokenizer.eos_token_id, len(tokenizer))
 
 
+def check_room(limit: int, own: int, texts: int = 1, flag: str = "--max-length") -> None:
+    """Refuse a limit that leaves no token for each text between the tokenizer's `own` tokens: all texts would be equal."""
+    if limit < own + texts:
+        what = "leaves no room for a text next to what is put around it"
+        raise Refusal(f"{flag} {limit}: {what}. Take at least {own + texts}.")
+
+
 def has_fast_version(tokenizer: PreTrainedTokenizerBase) -> bool:
     return getattr(tokenizer, "backend_tokenizer", None) is not None
 

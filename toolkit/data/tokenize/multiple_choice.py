@@ -15,7 +15,7 @@ from toolkit.config import DataConfig, Refusal
 from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.classification import is_withheld, pair_frame
 from toolkit.data.tokenize.columns import Batch, Plan, as_whole, check_texts, columns_of, describe, wrong_columns
-from toolkit.data.tokenize.documents import Documents, Encoder
+from toolkit.data.tokenize.documents import Documents, Encoder, check_room
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.ranking import ListRows, QueryList, list_columns, pieces_of
 from toolkit.system.console import quoted
@@ -56,6 +56,7 @@ def multiple_choice_format() -> Format:
 
     def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> _ChoiceRows:
         frame = pair_frame(encoder.tokenizer)
+        check_room(config.max_length, frame.size, texts=2)
         return _ChoiceRows(ListRows(encoder, frame, _as_list, "bce", config.max_length, config.overlong, whole_documents=True))
 
     return Format(

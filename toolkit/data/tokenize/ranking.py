@@ -21,7 +21,7 @@ from toolkit.data.compat import fingerprint_of, set_fingerprint
 from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.classification import PairFrame, pair_frame
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, wrong_columns
-from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents, leave_out
+from toolkit.data.tokenize.documents import Cut, Documents, Encoder, check_room, join_documents, leave_out
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.system.console import quoted
 
@@ -53,8 +53,9 @@ def ranking_format(config: DataConfig) -> Format:
     loss = config.ranking_loss if isinstance(config, RankingConfig) else "ranknet"
 
     def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> ListRows:
-        read_row = partial(_read_list, layout=plan.layout, loss=loss)
-        return ListRows(encoder, pair_frame(encoder.tokenizer), read_row, loss, config.max_length, config.overlong)
+        read_row, frame = partial(_read_list, layout=plan.layout, loss=loss), pair_frame(encoder.tokenizer)
+        check_room(config.max_length, frame.size, texts=2)
+        return ListRows(encoder, frame, read_row, loss, config.max_length, config.overlong)
 
     return Format(
         "ranking", _plan, rows, list_columns, lambda plan, tokenizer: f"queries with lists of documents ({plan.layout})", _show,
@@ -216,8 +217,8 @@ class ListRows:
             for pair in pieces_of(ids[row], columns["document_tokens"][row]):
                 query, document = pair[start:end], pair[end + len(self.frame.between) : len(pair) - after]
                 if self.whole_documents:
-                    query = query[: max(self.max_length - self._around - len(document), 0)]
-                pairs.append(self.frame.join(query, document, max(self.max_length, self._around)))
+                    query = query[: max(self.max_length - self.frame.size - len(document), 0)]
+                pairs.append(self.frame.join(query, document, self.max_length))
             ids[row] = [token for tokens, _ in pairs for token in tokens]
             columns["document_tokens"][row] = [len(tokens) for tokens, _ in pairs]
             if self._has_types:
@@ -225,12 +226,8 @@ class ListRows:
         return replace(join_documents(ids, None, documents.origins, columns), whole=documents.whole)
 
     @property
-    def _around(self) -> int:
-        return len(self.frame.before) + len(self.frame.between) + len(self.frame.after)
-
-    @property
     def _half(self) -> int:
-        return (self.max_length - self._around + 1) // 2
+        return (self.max_length - self.frame.size + 1) // 2
 
     @property
     def _has_types(self) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from toolkit.config import DataConfig, Refusal, Seq2SeqConfig
 from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe
-from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents
+from toolkit.data.tokenize.documents import Cut, Documents, Encoder, check_room, join_documents
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.multilingual import has_languages, set_languages, tokens_around
 
@@ -40,7 +40,10 @@ def seq2seq_format(config: DataConfig) -> Format:
         set_languages(tokenizer, texts.source_lang, texts.target_lang)
         around = (tokens_around(tokenizer, target=False), tokens_around(tokenizer, target=True))
         limits = (config.max_length, texts.max_target_length)
-        _check_room(around, limits)
+        prefix = len(tokenizer(texts.source_prefix or "", add_special_tokens=False)["input_ids"])
+        own = [sum(map(len, both)) for both in around]
+        check_room(config.max_length, own[0] + prefix)
+        check_room(texts.max_target_length, own[1], flag="--max-target-length")
         keys = _language_keys(texts) if plan.layout == TRANSLATION else None
         return SourcesAndTargets(plan.columns, keys, texts.source_prefix or "", tokenizer, around, limits, config.overlong)
 
@@ -105,15 +108,6 @@ def _check_languages_unused(given: Sequence[str], plan: Plan) -> None:
             f"{' and '.join(flags)}: without effect. Rows of {plan.columns[0]} and {plan.columns[1]} name no languages, and "
             "the tokenizer has none. Remove it; what a T5 should do is said with --source-prefix."
         )
-
-
-def _check_room(around: tuple[tuple[list[int], list[int]], ...], limits: tuple[int, int]) -> None:
-    for flag, (before, after), limit in zip(("--max-length", "--max-target-length"), around, limits, strict=True):
-        least = len(before) + len(after) + 1
-        if limit < least:
-            raise Refusal(
-                f"{flag} {limit}: leaves no room for a text between the tokenizer's own tokens. Take at least {least}."
-            )
 
 
 @dataclass(frozen=True)

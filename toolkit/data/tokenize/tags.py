@@ -98,7 +98,7 @@ def _names_in(split: Dataset, column: str, layout: str) -> list[str]:
         for i, value in enumerate(values):
             if layout == "spans":
                 is_list = isinstance(value, list) and all(isinstance(span, dict) for span in value)
-                labels = [as_whole(span.get("label")) for span in value] if is_list else [None]
+                labels: list[Any] = [as_whole(span.get("label")) for span in value] if is_list else [None]
                 if not all(isinstance(label, (str, int)) for label in labels):
                     text = str(split[at + i]["text"])
                     labels = [label for _, _, label in read_spans(value, text, column, _origin(split, at + i))]  # refuses it

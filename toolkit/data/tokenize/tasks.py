@@ -24,7 +24,7 @@ from toolkit.data.tokenize.prompts import prompt_format
 from toolkit.data.tokenize.question_answering import question_answering_format
 from toolkit.data.tokenize.ranking import ranking_format
 from toolkit.data.tokenize.seq2seq import seq2seq_format
-from toolkit.data.tokenize.text_groups import text_group_format
+from toolkit.data.tokenize.text_groups import check_comparable, text_group_format
 from toolkit.data.tokenize.token_tags import token_classification_format
 from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH
 
@@ -205,7 +205,10 @@ def tokenize_for_embedding(
     Raises:
         Refusal: data that training must not start with, naming the row.
     """
-    return prepare(text_group_format(query_prompt, document_prompt, score_scale), splits, tokenizer, config)
+    tokenized = prepare(text_group_format(query_prompt, document_prompt, score_scale), splits, tokenizer, config)
+    if isinstance(config, EmbeddingConfig) and hasattr(tokenized["train"], "__len__"):
+        check_comparable(tokenized["train"], config.embedding_loss)
+    return tokenized
 
 
 def tokenize_for_masked_lm(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:

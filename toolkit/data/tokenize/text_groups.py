@@ -16,11 +16,12 @@ import numpy as np
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.report import Piece
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, wrong_columns
-from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents, leave_out
+from toolkit.data.tokenize.documents import Cut, Documents, Encoder, check_room, join_documents, leave_out
 from toolkit.data.tokenize.format import Format, Splits
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 SCORED, GROUPED = "scored", "grouped"
@@ -45,11 +46,15 @@ def text_group_format(query_prompt: str = "", document_prompt: str = "", score_s
         fields = {"text_tokens": pa.list_(pa.int32()), "text_keys": pa.list_(pa.int64())}
         return fields | ({"score": pa.float64()} if plan.layout == SCORED else {})
 
+    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> TextGroups:
+        prompt = max(len(encoding.ids) for encoding in encoder.encode([*prompts]))
+        check_room(config.max_length, len(encoder.prefix) + prompt + len(encoder.suffix))
+        return TextGroups(plan, encoder, prompts, score_scale, config.max_length, config.overlong)
+
     return Format(
-        "embedding", _plan,
-        lambda plan, encoder, config: TextGroups(plan, encoder, prompts, score_scale, config.max_length, config.overlong),
-        columns, lambda plan, tokenizer: _DESCRIBED[plan.layout], _show, part_names=("anchor", "positive"),
-        settings=(query_prompt, document_prompt, score_scale), supervises_tokens=False, ends_texts=False,
+        "embedding", _plan, rows, columns, lambda plan, tokenizer: _DESCRIBED[plan.layout], _show,
+        part_names=("anchor", "positive"), settings=(query_prompt, document_prompt, score_scale), supervises_tokens=False,
+        ends_texts=False,
     )  # fmt: skip
 
 
@@ -130,6 +135,22 @@ class TextGroups:
                 "the row, or divide all scores by their greatest value: --score-scale 5"
             )
         return value / self.score_scale
+
+
+def check_comparable(train: Dataset, loss_type: str) -> None:
+    """Refuse texts or scores that are all alike: a loss that compares them is 0 and teaches nothing."""
+    if loss_type == "cosine":
+        return
+    if "score" in train.column_names:
+        if len({*train["score"]}) < 2:
+            raise Refusal("All scores of the train split are equal, and cosent compares them. Take --embedding-loss cosine.")
+        return
+    first = train[0]["text_keys"]
+    if all(len(keys) == 2 and keys[1] == first[1] for batch in train.iter(1_000) for keys in batch["text_keys"]):
+        raise Refusal(
+            "The train split has one positive text and no negatives: a contrastive loss compares each anchor's positive with "
+            "other texts. Add rows with other positives, or a column negatives."
+        )
 
 
 def text_key(text: str) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from toolkit.config import DataConfig, Refusal, TokenClassificationConfig
 from toolkit.data.report import Piece
 from toolkit.data.tokenize.columns import Batch, Plan, as_whole, check_texts, columns_of, describe
-from toolkit.data.tokenize.documents import CHUNK_CHARACTERS, IGNORED, Cut, Documents, Encoder, cut_as_read
+from toolkit.data.tokenize.documents import CHUNK_CHARACTERS, IGNORED, Cut, Documents, Encoder, check_room, cut_as_read
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.labels import Classes
 from toolkit.data.tokenize.spans import read_spans, tag_words
@@ -55,6 +55,7 @@ def token_classification_format(config: DataConfig, class_names: list[str] | Non
         return plans, []
 
     def rows(plan: Plan, encoder: Encoder, given: DataConfig) -> TaggedWords:
+        check_room(given.max_length, len(encoder.prefix) + len(encoder.suffix))
         return TaggedWords(plan, encoder, label_all, is_checked, given.max_length, given.overlong)
 
     def columns(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> dict[str, pa.DataType]:
