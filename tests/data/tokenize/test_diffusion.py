@@ -1,12 +1,14 @@
 """Answers that are filled up with end tokens, so that a model which writes all tokens at once learns where to end."""
 
+import copy
 from dataclasses import dataclass
 
 import pytest
 from datasets import Dataset
 
-from toolkit.config import DataConfig, DiffusionConfig
+from toolkit.config import DataConfig, DiffusionConfig, Refusal
 from toolkit.data.tokenize.tasks import tokenize_for_diffusion, tokenize_for_sft
+from toolkit.models.diffusion import with_mask_token
 from toolkit.models.tokenizer import train_tokenizer
 
 ROWS = {"prompt": ["say one", "say some"], "completion": ["one", "one and then two and then three"]}
@@ -54,6 +56,17 @@ def test_texts_stay_as_they_are(tokenizer) -> None:
     """Fails when: a text without a prompt is filled up like an answer."""
     texts = {"text": ["one and two"]}
     assert rows(tokenizer, texts)[0]["input_ids"] == rows(tokenizer, texts, make=tokenize_for_sft)[0]["input_ids"]
+
+
+def test_a_text_that_holds_the_mask_token_is_refused_by_its_row(tokenizer) -> None:
+    """It would be read as hidden, and never be found. Fails when: `read` returns at once, or names the row before."""
+    masked = with_mask_token(copy.deepcopy(tokenizer))
+    for columns in ({"text": ["one", "say <|mask|> and two", "two"]}, {"prompt": ["say", "say"], "completion": ["one", "<|mask|>"]}):
+        columns["origin"] = [f"texts.txt:{line}" for line in range(1, 1 + len(next(iter(columns.values()))))]
+        with pytest.raises(Refusal, match=r"texts.txt:2: holds the mask token"):
+            rows(masked, columns)
+        del columns["origin"]
+        rows(tokenizer, columns)
 
 
 def test_of_a_chat_the_last_answer_is_filled(tokenizer) -> None:

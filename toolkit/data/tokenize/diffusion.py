@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from toolkit.config import DataConfig, DiffusionConfig
+from toolkit.config import DataConfig, DiffusionConfig, Refusal
 from toolkit.data.tokenize.columns import Batch, Plan
 from toolkit.data.tokenize.documents import IGNORED, Cut, Documents, Encoder
 from toolkit.data.tokenize.format import Format, FormatRows
@@ -25,12 +25,33 @@ def diffusion_format(config: DataConfig) -> Format:
     plain, answer_length = language_format("sft"), config.answer_length
 
     def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> FormatRows:
-        read = plain.rows(plan, encoder, config)
+        read = WithoutMasks(plain.rows(plan, encoder, config), encoder.tokenizer.mask_token_id)
         if not plan.is_masked or plan.layout == "tokenized" or encoder.end is None:
             return read
         return FilledAnswers(read, encoder.end, answer_length, config.max_length)
 
     return replace(plain, task="diffusion", rows=rows, settings=(answer_length,))
+
+
+@dataclass(frozen=True)
+class WithoutMasks:
+    """Reads batches of rows as `rows` does, and refuses one that holds the mask token: it would be hidden, and never found."""
+
+    rows: FormatRows
+    mask: int | None
+
+    def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
+        """Whole documents."""
+        documents, counts = self.rows.read(batch, origins)
+        there = np.flatnonzero(documents.values == self.mask)
+        if len(there):
+            origin = documents.origins[int(np.searchsorted(documents.bounds, there[0], side="right")) - 1]
+            raise Refusal(f"{origin}: holds the mask token, which stands for a hidden one. Take it out, or remove the row.")
+        return documents, counts
+
+    def cut(self, documents: Documents) -> tuple[Documents, Cut]:
+        """Bring over-long documents within the longest length."""
+        return self.rows.cut(documents)
 
 
 @dataclass(frozen=True)
