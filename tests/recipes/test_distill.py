@@ -15,6 +15,7 @@ import toolkit as tk
 from tests.rollouts.server_double import serving
 from toolkit.cli.main import app
 from toolkit.config import Refusal
+from toolkit.distillation.trained_teacher import named_as_teacher
 from toolkit.distillation.vocabulary import shared_vocabulary
 
 pytestmark = pytest.mark.warm
@@ -270,3 +271,13 @@ def test_a_teacher_on_a_server_is_asked_once(run_recipe: Any, rows: None, taught
     for name, weight in here.weights().items():
         assert torch.equal(first.weights()[name], again.weights()[name])
         torch.testing.assert_close(first.weights()[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_said_of_any_model_is_said_of_the_teacher_by_its_setting() -> None:
+    """Fails when: `_SAID_OF_A_STUDENT` is empty."""
+    for said in ("--model x: Convert it, and take --model converted", "x: no tokenizer. Save it there, or name another with --tokenizer",
+                 "x: is not there; --model-revision main"):  # fmt: skip
+        with pytest.raises(Refusal, match=r"^--teacher x: ") as refusal, named_as_teacher():
+            raise Refusal(said)
+        assert "--model" not in str(refusal.value)
+        assert "--tokenizer" not in str(refusal.value)
