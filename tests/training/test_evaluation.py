@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.metrics.every_task import TASKS, share_of
 from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate import collate_packed, collate_padded
 from toolkit.losses.causal_lm import causal_lm_loss, causal_lm_metrics, causal_lm_metrics_with_bytes
@@ -233,7 +235,7 @@ def test_an_empty_split_is_refused(accelerator: Any) -> None:
 
 
 def metrics_of_every_kind(accelerator: Any, rank: int, world_size: int) -> dict[str, Any]:
-    """Sums, gathered rows and a language model under DDP, for 1 (one rank is empty), 7 and 97 examples."""
+    """Sums, gathered rows, a language model under DDP, and each task, for 1 (one rank is empty), 7 and 97 examples."""
     values: dict[str, Any] = {}
     order: list[Any] = []
 
@@ -260,6 +262,11 @@ def metrics_of_every_kind(accelerator: Any, rank: int, world_size: int) -> dict[
             (loss * world_size * (1.0 if batch.real[0] else 0.0)).backward()
         norms = [parameter.grad.norm().item() for parameter in model.parameters()]
         values.update({f"{examples} gradient {i}": norm for i, norm in enumerate(norms)})
+    for task, make in TASKS.items():
+        for examples, size in product((1, 7, 97), (1, 3, 8)):
+            model, batches, metrics = make(examples, size)
+            found = eval_with_gather(accelerator, model, share_of(batches, rank, world_size), metrics)
+            values.update({f"{task} {examples} by {size} {name}": value for name, value in found.items()})
     return {**values, "order": order}
 
 
@@ -268,6 +275,7 @@ def two_ranks(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
     """What each of two gloo ranks found, in processes of their own that meet in a file."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # Accelerate asks for them; the group has met by then
+    environment |= {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}  # where tests.metrics is
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), "2", str(tmp_path / "store"), str(tmp_path / f"{rank}.json")],
