@@ -11,7 +11,6 @@ process without a profiler, next to what the plan says it needs, its margin incl
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -78,6 +77,32 @@ CELLS: dict[str, tuple[str, list[str]]] = {
     "reranker": ("reranker", []),
     "multiple-choice": ("multiple_choice", []),
 }  # fmt: skip
+# Of two ranks: what shards them, and the cells that each does.
+_ALL_SHARDED = ["--deepspeed", str(ROOT / "tests" / "all_sharded.json")]  # a default file leaves small parameters whole
+_ENGINES = {
+    "ddp": [], "zero1": ["--zero-stage", "1"], "zero2": ["--zero-stage", "2"], "zero3": _ALL_SHARDED,
+    "zero2-offload": ["--zero-stage", "2", "--offload", "optimizer"],
+    "zero3-offload": [*_ALL_SHARDED, "--offload", "parameters"], "fsdp": ["--fsdp"],
+}  # fmt: skip
+_SHARDED = {
+    "sft": ("sft", [*_WIDE, *_ADAMW]),
+    "sft-bf16": ("sft", [*_WIDE, *_ADAMW, *_BF16]),
+    "sft-padded-recomputed": ("sft", [*_WIDE, *_ADAMW, *_PADDED, *_CKPT]),
+    "sft-accumulated": ("sft", [*_WIDE, *_ADAMW, "--per-device-train-batch-size", "2", "--gradient-accumulation-steps", "2"]),
+    "lora": ("lora", _WIDE),
+    "dpo": ("dpo", [*_WIDE, *_ADAMW]),
+    "accelerated": ("accelerated", ["--hidden-size", "384", "--max-train-examples", "500", *_ADAMW]),
+}
+CELLS |= {
+    f"{name}-{engine}": (recipe, [*flags, *words])
+    for name, (recipe, flags) in _SHARDED.items()
+    for engine, words in _ENGINES.items()
+}
+
+
+def ranks_of(name: str) -> int:
+    return 2 if any(name == f"{cell}-{engine}" for cell in _SHARDED for engine in _ENGINES) else 1
+
 
 
 def main(names: list[str]) -> None:
@@ -96,12 +121,17 @@ def main(names: list[str]) -> None:
         say(f"to the {what}: {min(found):+.2%} to {max(found):+.2%} in {len(found)} cells")
 
 
+def command_of(name: str, side: str) -> list[str]:
+    command = [sys.executable, "-m", "benchmarks.plan", f"--{side}", name]
+    start = "import sys; from toolkit.distributed.launch import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
+    several = side != "plan" and ranks_of(name) > 1
+    return [sys.executable, "-c", start, str(ranks_of(name)), *command] if several else command
+
+
 def _in_process(name: str, side: str) -> dict[str, float]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.plan", f"--{side}", name], cwd=ROOT, env=environment, capture_output=True, text=True,
-        timeout=600,
-    )  # fmt: skip
+    command = command_of(name, side)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -122,7 +152,7 @@ def measure(name: str, side: str) -> dict[str, float]:
     config = read_command_line(config_class_of(script.main), [*flags, "--use-cpu"], os.environ, "")
     began = time.monotonic()
     if side == "plan":
-        found = plan(script.main, config)
+        found = plan(script.main, config, ranks=ranks_of(name))
         process = found.peak + sum(beyond_tensors(find_device("this"), found.peak, found.process))
         return {"peak": found.peak, "seconds": time.monotonic() - began, "process": process}
     return _really(script.main, config, profiled=side == "real")
@@ -137,42 +167,38 @@ def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
     from toolkit.diagnostics.ledger import Ledger
     from toolkit.diagnostics.replacements import Replacements
 
-    seen, held = planner._Seen(Ledger()), list[int]()
+    seen = planner._Seen(Ledger())
+    # From the start: what engines and DDP hold, Python can't list.
     profiler = torch.autograd.profiler.profile(enabled=profiled, profile_memory=True, use_kineto=True)
 
     def batches(original: Any, loader: Any, *values: Any) -> Iterator[Any]:
         longest = planner._longest_batches(seen, original, loader, *values)
         yield next(longest)
-        held.append(_live(torch) if profiled else 0)
-        with profiler:
+        with torch.autograd.profiler.record_function("second step"):
             yield next(longest)
         next(longest)
 
-    with tempfile.TemporaryDirectory() as folder, Replacements() as replace, contextlib.suppress(planner._Planned):
+    with tempfile.TemporaryDirectory() as folder, Replacements() as replace, profiler, contextlib.suppress(planner._Planned):
         loaders = importlib.import_module(tk.build_dataloaders.__module__)
         replace.attribute(loaders.TrainLoader, "batches", batches)
         main(planner._alone(config, folder))
     if not profiled:
         lines = Path("/proc/self/status").read_text().splitlines()
         return {"process": int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024}
-    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = top = held[0]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        top = max(top, now)
+    events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    begin = next(event.start_ns() for event in events if event.name() == "second step")
+    now = top = 0
+    for event in events:
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            top = max(top, now) if event.start_ns() >= begin else now
     return {"allocator": top}
-
-
-def _live(torch: Any) -> int:
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
-    tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
-    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu"]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] in (["--plan"], ["--real"], ["--process"]):
-        print(json.dumps(measure(sys.argv[2], sys.argv[1].removeprefix("--"))))
+        measured = measure(sys.argv[2], sys.argv[1].removeprefix("--"))
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(measured), flush=True)
     else:
         main(sys.argv[1:])

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from toolkit.diagnostics import compat
+from toolkit.diagnostics.ledger import ENGINE, Ledger
+from toolkit.diagnostics.one_rank import as_first_rank
 
 
 def test_a_mode_sees_every_operation_and_which_of_them_reads_a_value() -> None:
@@ -81,3 +83,27 @@ def test_a_random_model_has_the_type_of_its_config() -> None:
     for kind in (LlamaForCausalLM, AutoModel):
         model = compat.random_model(kind, config)
         assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_a_group_of_nobody_has_ranks_and_shards_at_once() -> None:
+    """Layers that FSDP2 shards over two ranks, of which there is one: half of the weights, and a gathered layer besides.
+
+    Fails when: torch renames its fake group, FSDP2 resizes no storage of `torch.UntypedStorage`, or moves to another folder.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    ledger, one = Ledger(), 4 * 64 * 64
+    with as_first_rank(2, {}), compat.resized_storages(ledger.resized):
+        torch.distributed.init_process_group("gloo")
+        with compat.FakeTensorMode(allow_non_fake_inputs=True):
+            model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        with ledger:
+            for layer in (*model, model):
+                fully_shard(layer)
+            for parameter in model.parameters():
+                ledger.see(parameter, "weights")
+            model(torch.zeros(1, 64))
+        assert torch.distributed.get_world_size() == 2
+    assert ledger.at_peak["weights"] == 2 * one
+    assert one <= ledger.at_peak[ENGINE] <= 4 * one
+    assert not torch.distributed.is_initialized()

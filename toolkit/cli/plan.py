@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
+from toolkit.cli.placement import ConfigFile, Processes
+from toolkit.cli.recipe_file import Recipe, find_accelerate_config, find_recipe, split_options
 from toolkit.distributed.launch import launch
 from toolkit.system.console import BOLD, GREEN, RED, as_typed, say
 
@@ -34,12 +35,14 @@ def plan(
     measure: Annotated[int, typer.Option(help="Take N steps here, to know how long all of them will.", min=0)] = 0,
     step_seconds: Annotated[float | None, typer.Option(help="How long a step takes, in place of --measure.")] = None,
     price: Annotated[float | None, typer.Option(help="What an hour of the machine costs.")] = None,
+    processes: Processes = None,
+    accelerate_config: ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find the memory that a recipe needs, without its weights and without a GPU, and whether it fits.
 
-    The recipe itself takes two steps on tensors without contents, with the longest micro-batch of its data. One process, one
-    device: recipes that sample (grpo, ppo), sharded runs and weights in 4 bits have no plan.
+    The recipe itself takes two steps on tensors without contents, with the longest micro-batch of its data. Of several ranks
+    (--processes) the first is planned. Recipes that sample (grpo, ppo) and weights in 4 bits have no plan.
 
     Ends with 0 when the run fits on the first device, with 1 when it doesn't, with 2 when there is no plan.
     """
@@ -55,12 +58,18 @@ def plan(
     from toolkit.diagnostics.devices import find_device
     from toolkit.diagnostics.fitting import needed
     from toolkit.diagnostics.plan import plan as make_plan
+    from toolkit.distributed.accelerate_config import read_accelerate_config
 
+    name = values["accelerate_config"]
+    launched = read_accelerate_config(find_accelerate_config(name)) if name else None
+    ranks = values["processes"] or (launched and launched.processes) or 1
+    ranks *= launched.machines if launched else 1
+    environment = launched.environment if launched else {}
     devices = [find_device(name) for name in values["device"] or ["this"]]
     main, config = read_recipe(Path(os.path.abspath(script)), words)
 
     def make(config: "Settings", kind: str = devices[0].kind) -> "Plan":
-        return make_plan(main, config, kind)
+        return make_plan(main, config, kind, ranks, environment)
 
     plans = {kind: make(config, kind) for kind in dict.fromkeys(each.kind for each in devices)}
     first = plans[devices[0].kind]
@@ -98,6 +107,8 @@ def _show(script: str, plan: "Plan", device: "Device") -> None:
     accumulated = f", {plan.accumulation} of them a step" if plan.accumulation > 1 else ""
     counts = f"{show_count(plan.parameters)} parameters, {show_count(plan.trained)} of them trained"
     say(f"{script}: {plan.model}, {counts}", style=BOLD)
+    if plan.engine:
+        say(f"one of {plan.ranks} rank(s): {plan.engine}")
     say(f"longest micro-batch: {plan.micro_batch} examples, {plan.tokens:,} tokens{accumulated}; {plan.steps:,} steps")
     process, margin = beyond_tensors(device, plan.peak, plan.process)
     rows = [(part, size) for part, size in plan.parts.items() if size >= 0.001 * plan.peak]
@@ -113,7 +124,8 @@ def _show_fit(plan: "Plan", device: "Device") -> None:
 
     wanted = needed(plan, device)
     what = f"{device.name}: needs {_gib(wanted)} of {_gib(device.memory)}"
-    many = f" (each of {device.count})" if device.count > 1 else ""
+    shared = f" (all {plan.ranks} ranks)" if plan.ranks > 1 and device.kind == "cpu" else ""
+    many = f" (each of {device.count})" if device.count > 1 else shared
     if wanted <= device.memory:
         say(f"fits        {what}{many}, {_gib(device.memory - wanted)} left", style=GREEN)
     else:

@@ -6,7 +6,10 @@ Seen in torch 2.13 and transformers 5.23. The caps in pyproject.toml are their n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,53 @@ def write_gpu_memory(path: Path) -> None:
     """Write what was noted since `record_gpu_memory`, for https://pytorch.org/memory_viz, and end it."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def start_group_of_nobody(start: Callable[..., None], rank: int, world_size: int) -> None:
+    """Make the default group one whose collectives move nothing and return at once; torch has it for its own tests."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # which registers it
+    start("fake", rank=rank, world_size=world_size, store=torch.distributed.HashStore())
+
+
+def calling_engine() -> str:
+    """Which engine itself calls the operation that a dispatch mode has before it: "deepspeed", "fsdp", or none ("")."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/deepspeed/" in file:
+            return "deepspeed"
+        if "/torch/distributed/fsdp/" in file:
+            return "fsdp"
+        if "/torch/" not in file or file.endswith("/torch/autograd/graph.py"):  # from there, C++ calls the model's backward
+            return ""
+        frame = frame.f_back
+    return ""
+
+
+@contextlib.contextmanager
+def resized_storages(see: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `see` with each storage whose size is changed in this block: no dispatch mode sees that."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        changed = resize(storage, size)
+        see(storage)
+        return changed
+
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+# -- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+
+def forget_deepspeed() -> None:
+    """As before the first engine of the process, where DeepSpeed was imported."""
+    if "deepspeed" in sys.modules:
+        sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------

@@ -16,8 +16,12 @@ ENOUGH = 3  # alternatives that fit
 
 
 def needed(plan: Plan, device: Device) -> int:
-    """Bytes with which a run does not fail: its tensors at the peak, what the process holds besides, and the margin."""
-    return plan.peak + sum(beyond_tensors(device, plan.peak, plan.process))
+    """Bytes with which a run does not fail: its tensors at the peak, what the process holds besides, and the margin.
+
+    Each rank has a GPU of its own; a CPU's memory is that of all ranks.
+    """
+    of_rank = plan.peak + sum(beyond_tensors(device, plan.peak, plan.process))
+    return of_rank * plan.ranks if device.kind == "cpu" else of_rank
 
 
 def alternatives(config: Settings, device: Device, make: Planner) -> Iterator[tuple[dict[str, Any], Plan]]:

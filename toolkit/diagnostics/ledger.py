@@ -15,12 +15,15 @@ from toolkit.diagnostics.compat import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    calling_engine,
     own_tables,
     reads_a_value,
     storage_key,
     tree_leaves,
 )
+from toolkit.distributed.engines.engine import local_part
 
+ENGINE = "engine"  # the part that FSDP2 or DeepSpeed allocates: gathered weights, buckets, partitions of the gradients
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -38,19 +41,27 @@ class Ledger(TorchDispatchMode):
         self._of: dict[int, tuple[str, int, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A fake has no value. What asks for one (is the norm finite?) goes on as if all were well.
+        if any(hasattr(kind, "to_local") for kind in types):  # a DTensor first does the same on its local part
+            return NotImplemented
+        # A fake has no value. What asks for one (is the norm finite? DeepSpeed: a byte that says it isn't) goes on as if all
+        # were well.
         if reads_a_value(func) and isinstance(args[0], FakeTensor):
-            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
-        output = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
-                self.see(leaf)
+            kind = args[0].dtype
+            return True if kind == torch.bool else 1.0 if kind.is_floating_point else int(kind != torch.uint8)
+        engine = calling_engine()
+        takes_none = engine == "deepspeed" and not any(isinstance(each, torch.Tensor) for each in tree_leaves((args, kwargs)))
+        # DeepSpeed's buffers are not made of the model's tensors, and would be real.
+        with FAKE if takes_none else contextlib.nullcontext(), self.during(ENGINE if engine else self.phase):
+            output = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor):
+                    self.see(leaf)
         return output
 
     def see(self, tensor: torch.Tensor, part: str | None = None) -> None:
         """Count a storage, once; with `part`, say what it is, also where it was counted as something else before."""
-        storage = tensor.untyped_storage()
-        key = storage_key(tensor)
+        tensor = local_part(tensor)
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key in self._of:
             old, size, reference = self._of[key]
             if part and old != part:
@@ -62,6 +73,16 @@ class Ledger(TorchDispatchMode):
         if not size or (tensor.device.type == "meta" and not isinstance(tensor, FakeTensor)):
             return
         self._of[key] = (part, size, weakref.ref(storage, lambda _: self._gone(key)))
+        self._add(part, size)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage by its new size: FSDP2 gives back a layer's gathered weights, and takes that much again, in place."""
+        part, size, reference = self._of.get(storage._cdata, (ENGINE, 0, None))
+        if reference is not None:
+            self._of[storage._cdata] = (part, storage.nbytes(), reference)
+            self._add(part, storage.nbytes() - size)
+
+    def _add(self, part: str, size: int) -> None:
         self.live[part] += size
         self.total += size
         if self.total > self.peak:
@@ -81,8 +102,7 @@ class Ledger(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         part, size, _ = self._of.pop(key)
-        self.live[part] -= size
-        self.total -= size
+        self._add(part, -size)
 
 
 def as_fake(model: nn.Module) -> nn.Module:

@@ -23,21 +23,25 @@ import toolkit as tk
 from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
 from toolkit.data.loading.batch import Batch
-from toolkit.diagnostics.compat import FakeTensor
+from toolkit.diagnostics.compat import FakeTensor, resized_storages
 from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.documents import first_and_last
-from toolkit.diagnostics.ledger import Ledger, as_fake, mark_phases
+from toolkit.diagnostics.ledger import ENGINE, Ledger, as_fake, mark_phases
+from toolkit.diagnostics.one_rank import as_first_rank, exchanged
 from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.short_runs import forget_accelerator
-from toolkit.distributed.engines import engine_of
+from toolkit.distributed.engines import element_count, engine_of, unwrapped
+from toolkit.distributed.launch import NOTHING_MORE
 from toolkit.models.attention import kernels
 from toolkit.models.without_weights import without_weights
 from toolkit.system.devices import planned_for
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 STEPS = 2
-_SHARDED = "no plan of a sharded run. Plan it as one process; recipes/zero.py prints what each stage of ZeRO would divide."
-PARTS = ("weights", "gradients", "optimizer state", "reference", "activations", "logits", "update", "other")
+PARTS = (
+    "weights", "master weights", "gradients", "optimizer state", "reference", "activations", "logits", "update", ENGINE,
+    "other",
+)  # fmt: skip
 # Where the run goes, what it is compared with, what it does now and then: not what a step needs.
 _ALONE: dict[str, Any] = {
     "overwrite_output_dir": True, "resume": False, "resume_from": None, "report_to": ["none"], "push_to_hub": False,
@@ -57,6 +61,7 @@ class Plan:
     """Bytes of tensors at the highest moment of a step, by part; and what the run is.
 
     `phase`: when that is. `process`: resident bytes of this process before the first step, the data read.
+    Of several `ranks` it is the first one's, and `engine` says what they share ("" where there is one device).
     `micro_batch`: examples in one, `tokens` in the longest one (padding among them). `steps`: of the whole run.
     """
 
@@ -70,6 +75,8 @@ class Plan:
     accumulation: int = 1
     tokens: int = 0
     steps: int = 0
+    ranks: int = 1
+    engine: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -77,18 +84,26 @@ class Plan:
         return sum(self.parts.values())
 
 
-def plan(main: Callable[[Any], Any], config: Settings, device: str = "cpu") -> Plan:
+def plan(
+    main: Callable[[Any], Any], config: Settings, device: str = "cpu", ranks: int = 1,
+    environment: Mapping[str, str] = NOTHING_MORE,
+) -> Plan:  # fmt: skip
     """Plan a recipe's `main` on one device of a kind, "cpu" or "cuda"; nothing is computed, no weight is read or made.
 
+    Of several `ranks` this process is the first, in a group that exchanges nothing. `environment`: what an Accelerate config
+    file gives each of them.
+
     Raises:
-        Refusal: the recipe refuses its settings or data; or it samples, computes with values, or is sharded, of which no plan
-            is made.
+        Refusal: the recipe refuses its settings or data; or it samples or computes with values, of which no plan is made.
     """
     check_plannable(config)
     seen = _Seen(Ledger())
     printed = io.StringIO()
     forget_accelerator()
-    with tempfile.TemporaryDirectory(prefix="plan-") as folder, _replaced(seen), planned_for(device), without_weights():
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder, contextlib.ExitStack() as stack:
+        for each in (_replaced(seen), planned_for(device), without_weights(), as_first_rank(ranks, environment),
+                     resized_storages(seen.ledger.resized)):  # fmt: skip
+            stack.enter_context(each)
         try:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), seen.ledger:
                 main(_alone(config, folder))
@@ -117,8 +132,6 @@ def check_plannable(config: Settings) -> None:
         raise Refusal("no plan of a recipe with a teacher. Plan sft with its settings, and add the teacher's weights.")
     if values.get("load_in_4bit"):
         raise Refusal("--load-in-4bit: no plan of weights in 4 bits. Plan it with --dtype bfloat16: it needs less than that.")
-    if values.get("fsdp") or values.get("zero_stage") is not None or values.get("deepspeed"):
-        raise Refusal(_SHARDED)
     if values.get("streaming"):
         raise Refusal("--streaming: no plan of a stream, whose longest example nobody knows. Plan it with a part of its data.")
 
@@ -131,17 +144,24 @@ class _Seen:
         self.removed: list[Callable[[], None]] = []
         self.train: Any = None
         self.longest: Batch | None = None
+        self.engine = ""
 
     def plan(self, was_compiled: bool) -> Plan:
         model = self.trained_model
         parts = {part: self.ledger.at_peak.get(part, 0) for part in PARTS}
         parts["activations"] += sum(size for part, size in self.ledger.at_peak.items() if part not in PARTS)
         notes = ["Compiled layers keep less than planned here, where they are not compiled."] if was_compiled else []
+        if "on the CPU" in self.engine:
+            notes.append("What waits on the CPU between the steps is counted here as if it were on the device.")
+        trained, frozen = (
+            sum(element_count(p) for p in model.parameters() if p.requires_grad == wanted) for wanted in (True, False)
+        )
         return Plan(
-            parts, self.ledger.peak_phase, self.process, type(model).__name__, sum(p.numel() for p in model.parameters()),
-            sum(p.numel() for p in model.parameters() if p.requires_grad), self.train.micro_batch_size,
+            parts, self.ledger.peak_phase, self.process, type(model).__name__, trained + frozen, trained,
+            self.train.micro_batch_size,
             -(-self.train.global_batch_size // (self.train.micro_batch_size * self.train.world_size)),
-            _tokens(self.longest.micro_batches[0]) if self.longest else 0, self.train.num_steps, notes,
+            _tokens(self.longest.micro_batches[0]) if self.longest else 0, self.train.num_steps,
+            self.train.world_size, self.engine, notes,
         )  # fmt: skip
 
     @property
@@ -177,7 +197,7 @@ def _replaced(seen: _Seen) -> Iterator[None]:
         replace.attribute(reference, "reference_table", lambda *_, **__: _AnyRow())
         replace.attribute(reference, "_place_frozen", functools.partial(_frozen, seen))
         accelerate = importlib.import_module("accelerate")
-        replace.attribute(accelerate.Accelerator, "prepare", _prepared)
+        replace.attribute(accelerate.Accelerator, "prepare", functools.partial(_prepared, seen))
         yield
 
 
@@ -203,12 +223,25 @@ def _optimizer(seen: _Seen, original: Callable[..., Any], model: nn.Module, *val
     return optimizer, schedule
 
 
-def _prepared(original: Callable[..., Any], accelerator: Any, *values: Any, **named: Any) -> Any:
+def _prepared(seen: _Seen, original: Callable[..., Any], accelerator: Any, *values: Any, **named: Any) -> Any:
     """Without moving what has no values; the model's forward is wrapped in autocast as always."""
-    if engine_of(accelerator).shards:
-        raise Refusal(_SHARDED)
-    named["device_placement"] = [False] * len(values)
-    return original(accelerator, *values, **named)
+    engine = engine_of(accelerator)
+    seen.engine = engine.label(accelerator) if engine.shards else "DDP" if accelerator.num_processes > 1 else ""
+    if not engine.shards:
+        named["device_placement"] = [False] * len(values)
+    with seen.ledger.during(ENGINE):
+        prepared = original(accelerator, *values, **named)
+    for model in prepared if isinstance(prepared, tuple | list) else [prepared]:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model.register_comm_hook(None, exchanged)
+        if isinstance(model, nn.Module):
+            for piece in engine.pieces(accelerator, unwrapped(model), None) if engine.pieces else []:
+                seen.ledger.see(piece.owner, "master weights")
+            for parameter in model.parameters():
+                seen.ledger.see(parameter, "weights")
+                if hasattr(parameter, "ds_tensor"):
+                    seen.ledger.see(parameter.ds_tensor, "weights")
+    return prepared
 
 
 def _stay(original: Callable[..., Any], model: nn.Module, *values: Any, **named: Any) -> nn.Module:

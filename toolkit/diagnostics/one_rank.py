@@ -1,0 +1,59 @@
+"""This process as the first of several ranks, without the others: a process group that moves nothing."""
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from toolkit.diagnostics.compat import FakeTensor, forget_deepspeed, start_group_of_nobody, storage_key
+from toolkit.diagnostics.replacements import Replacements
+from toolkit.distributed.launch import Nodes, rank_environments
+
+
+@contextlib.contextmanager
+def as_first_rank(ranks: int, environment: Mapping[str, str]) -> Iterator[None]:
+    """What this process would be as rank 0 of `ranks`, with the variables that a launcher gives each of them."""
+    before = dict(os.environ)
+    # Where one rank is not to be alone, the engine makes the group of one itself.
+    os.environ.update(rank_environments(ranks, Nodes(main_port=1))[0] | dict(environment))
+    try:
+        with Replacements() as replace:
+            importlib.import_module("torch.distributed.nn.functional")
+            replace.attribute(torch.distributed, "init_process_group", _group_of_nobody)
+            replace.attribute(torch.distributed, "all_gather_object", _all_alike)
+            replace.attribute(torch.distributed, "new_group", _other_group)
+            replace.attribute(torch.Tensor, "data_ptr", _address)
+            yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        forget_deepspeed()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _group_of_nobody(original: Callable[..., Any], *_: Any, **__: Any) -> None:
+    start_group_of_nobody(original, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def _other_group(original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    return original(*values, **(named | {"backend": "fake"}))
+
+
+def _all_alike(_: Callable[..., Any], found: list[Any], mine: Any, *__: Any, **___: Any) -> None:
+    found[:] = [mine] * len(found)
+
+
+def exchanged(_: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's exchange of gradients, of which a group that moves nothing gives no result. (DDP reads these annotations.)"""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _address(original: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int:
+    """Of a tensor without contents, by which engines tell parameters apart, one that no other has."""
+    return storage_key(tensor) if isinstance(tensor, FakeTensor) else original(tensor)
