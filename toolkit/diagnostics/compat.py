@@ -101,6 +101,10 @@ def forget_deepspeed() -> None:
     """As before the first engine of the process, where DeepSpeed was imported."""
     if "deepspeed" in sys.modules:
         sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
+        groups = sys.modules["deepspeed.utils.groups"]
+        for name, value in list(vars(groups).items()):  # it keeps the group that was destroyed
+            if isinstance(value, torch.distributed.ProcessGroup):
+                setattr(groups, name, None)
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------
