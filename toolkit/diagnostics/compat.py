@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def start_group_of_nobody(start: Callable[..., None], rank: int, world_size: int
 
 def calling_engine() -> str:
     """Which engine itself calls the operation that a dispatch mode has before it: "deepspeed", "fsdp", or none ("")."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         if "/deepspeed/" in file:
@@ -82,12 +83,12 @@ def resized_storages(see: Callable[[torch.UntypedStorage], None]) -> Iterator[No
     """Call `see` with each storage whose size is changed in this block: no dispatch mode sees that."""
     resize = torch.UntypedStorage.resize_
 
-    def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    def resized(storage: Any, size: int) -> Any:
         changed = resize(storage, size)
         see(storage)
         return changed
 
-    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
