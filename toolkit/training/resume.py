@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
     from toolkit.data.loading.loaders import StreamLoader, TrainLoader
 
-# Settings by which the tokens of the rows may be others. How long a run is, its batches and its dropout change none.
-_OF_DATA = (settings_of(DataConfig).keys() | settings_of(ModelConfig).keys()) - {
-    "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size",
-    "group_by_length", "dropout", "attention_dropout", "dtype",
-}  # fmt: skip
+_OF_DATA = settings_of(DataConfig).keys() | settings_of(ModelConfig).keys()
 ALLOWED = "allowed by --allow-change"
 # By `on_resume` of a setting: what differs after a change that is let through.
 DIFFERS = {
