@@ -540,7 +540,7 @@ def of_checkpoint(chance: random.Random) -> Case:
         path.write_text(json.dumps({**manifest, "sha256": digest}))
 
     arguments = ("--config", f"{BASE}/config.yaml", "--output-dir", "out", "--resume-from", "out/checkpoints/step-2", "--max-steps", "3")
-    arguments += ("--allow-change", "max_steps")
+    arguments += ("--allow-change", "max_steps,dataset")
     return Case("checkpoints", kind, "sft", arguments, ("step-2",), prepare=damage)
 
 

@@ -74,7 +74,7 @@ def manifest(change: Callable[[dict[str, Any]], Any], record: Callable[[dict[str
         path.write_text(json.dumps({**content, "sha256": digest}))
 
     words = ("--config", f"{BASE}/config.yaml", "--output-dir", BASE, "--resume-from", f"{BASE}/checkpoints/step-2", "--max-steps", "3")
-    return ("sft", (*words, "--allow-change", "max_steps"), with_good(rewrite))
+    return ("sft", (*words, "--allow-change", "max_steps,dataset"), with_good(rewrite))
 
 
 def command(*words: str, **files: str) -> Any:
@@ -89,7 +89,7 @@ def command(*words: str, **files: str) -> Any:
 
 def resumed(name: str, more: str) -> Any:
     """A run that continues after a file of its was damaged: the lines that are none are left out."""
-    words = ("--config", f"{BASE}/config.yaml", "--output-dir", BASE, "--resume", "--max-steps", "3", "--allow-change", "max_steps")
+    words = ("--config", f"{BASE}/config.yaml", "--output-dir", BASE, "--resume", "--max-steps", "3", "--allow-change", "max_steps,dataset")
     return ("sft", words, with_good(lambda folder: (folder / BASE / name).open("a").write(more) and None))
 
 

@@ -200,7 +200,7 @@ def test_a_run_goes_on_with_other_settings_or_data_only_where_that_is_allowed_by
     run_recipe: Any, rows: Path, change: str
 ) -> None:
     """And the run card says so. Fails when: a setting is missing from the comparison, or the rows' content from the fingerprint; or
-    what needs no other setting, other rows of the same name, is not said."""
+    what needs no other setting, other rows of the same name, is not said; or `max_steps` is one of `_OF_DATA`."""
     flags = [*TINY, *CONSTANT, "--max-steps", "4", "--save-steps", "2"]
     first = run_recipe("accelerated", *flags)
     assert first.code == 0, first.err
@@ -217,6 +217,9 @@ def test_a_run_goes_on_with_other_settings_or_data_only_where_that_is_allowed_by
     assert f"--allow-change {change}" in refused.err
     assert (first.output_dir / "metrics.jsonl").read_text() == before
     assert ("Data:" in refused.out) == (change == "dataset"), "a setting is refused before the data are prepared"
+    if change == "dataset":
+        longer = [*TINY, *CONSTANT, "--max-steps", "6", "--save-steps", "2", "--resume", "--allow-change", "max_steps"]
+        assert run_recipe("accelerated", *longer).code == 2, "a longer run is no reason for other rows"
     allowed = run_recipe("accelerated", *flags, *others, "--resume", "--allow-change", change)
     assert allowed.code == 0, allowed.err
     assert [event["step"] for event in allowed.metrics if "loss" in event] == [1, 2, 3, 4]

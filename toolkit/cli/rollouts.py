@@ -130,7 +130,7 @@ def _overview(steps: Sequence[int], read: Any) -> None:
             lines.append(["step", "completions", *metrics])
         lines.append([f"{number:,}", f"{len(found):,}", *(show_number(metrics.get(name, math.nan)) for name in lines[0][2:])])
     if not lines:
-        raise Refusal("There is no whole completion in these files: what is said above of them is all that is left.")
+        raise Refusal("There is no whole completion in these files: each was cut or changed.")
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))

@@ -16,7 +16,7 @@ ENOUGH = 3  # alternatives that fit
 
 
 def needed(plan: Plan, device: Device) -> int:
-    """Bytes with which a run does not fail: its tensors at the peak, what the process holds besides, and the margin.
+    """Bytes with which a run does not fail: its tensors at the peak, what else the process holds, and the margin.
 
     Each rank has a GPU of its own; a CPU's memory is that of all ranks.
     """

@@ -75,7 +75,7 @@ def connect_teacher(
 
 
 def ask_server(client: ServerClient, top_k: int, vocabulary: int) -> TeacherFn:
-    """A teacher that says its `top_k` likeliest tokens, whatever the temperature: it must be 1."""
+    """A teacher that says its `top_k` likeliest tokens at temperature 1, the only one it may be asked for."""
 
     def ask(micro_batch: dict[str, Any], temperature: float, body: Body) -> torch.Tensor:
         device = micro_batch["input_ids"].device

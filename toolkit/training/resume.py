@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from toolkit.data.loading.loaders import StreamLoader, TrainLoader
 
 _OF_DATA = settings_of(DataConfig).keys() | settings_of(ModelConfig).keys()
+# Of those, the ones that change no token of a row: how long a run is, its batches, its dropout.
+_OF_NO_ROW = {
+    "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size",
+    "group_by_length", "dropout", "attention_dropout", "dtype",
+}  # fmt: skip
 ALLOWED = "allowed by --allow-change"
 # By `on_resume` of a setting: what differs after a change that is let through.
 DIFFERS = {
@@ -133,7 +138,7 @@ def changes_since(
             f"another loss. Take --per-device-train-batch-size {was}, begin a new run in another --output-dir, or allow it by "
             "name: --allow-change per_device_train_batch_size"
         )
-    of_data = {"dataset", *_OF_DATA.intersection(changed)}
+    of_data = {"dataset", *(_OF_DATA - _OF_NO_ROW).intersection(changed)}
     is_comparable = not _EARLIER_FINGERPRINT.match(record["fingerprint"])
     is_other = is_comparable and record["fingerprint"] != train.fingerprint
     if is_other and not of_data.intersection(config.allow_change):
@@ -150,7 +155,7 @@ def changes_since(
     changes = {name: f"{name} was {old} and is {new}: {reasons.get(name, ALLOWED)}" for name, old, new in pairs}
     if old_layout.get("global_batch_size", layout["global_batch_size"]) != layout["global_batch_size"]:
         changes["global_batch_size"] += f" (--global-batch-size {old_layout['global_batch_size']} keeps the steps as they were)"
-    if is_other and not _OF_DATA.intersection(changed):
+    if is_other and not (_OF_DATA - _OF_NO_ROW).intersection(changed):
         changes["data"] = f"the training data are others: {ALLOWED}"
     elif not is_comparable:
         changes["data"] = "the data can't be compared: the checkpoint has an earlier version's fingerprint of them"
