@@ -41,8 +41,11 @@ def test_a_length_without_room_for_a_text_is_refused(task: str) -> None:
 
 
 def test_a_prefix_as_long_as_the_limit_is_refused() -> None:
-    """Fails when: the prefix's tokens are not added to those around a source."""
+    """Fails when: the prefix's tokens are not added to those around a source, or a prompt's to those around an embedded text."""
     tokenizer = tk.train_tokenizer(["a red boat", "an old tree"] * 9, vocab_size=300, encoder=True)
     data = DatasetDict(train=Dataset.from_dict(TASKS["sources"][1]))
     with pytest.raises(Refusal, match=r"--max-length 64: leaves no room"):
         tk.tokenize_for_seq2seq(data, tokenizer, Config(source_prefix="x " * 99))
+    data = DatasetDict(train=Dataset.from_dict(TASKS["embeddings"][1]))
+    with pytest.raises(Refusal, match=r"--max-length 64: leaves no room"):
+        tk.tokenize_for_embedding(data, tokenizer, Config(), query_prompt="x " * 99)
