@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -184,14 +185,30 @@ def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
     if not profiled:
         lines = Path("/proc/self/status").read_text().splitlines()
         return {"process": int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024}
-    events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    begin = next(event.start_ns() for event in events if event.name() == "second step")
-    now = top = 0
-    for event in events:
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            top = max(top, now) if event.start_ns() >= begin else now
+    events = sorted(_with_inner(profiler.kineto_results.experimental_event_tree()), key=lambda event: event.start_time_ns)
+    begin = next(event.start_time_ns for event in events if event.name == "second step")
+    # What one of Gloo's threads is the last to hold is not seen to be freed, only that its address is taken again: left out.
+    taken: dict[int, int] = {}  # address: the event that gave it out last
+    changes = [0] * len(events)
+    for place, event in enumerate(events):
+        if isinstance(event.extra_fields, torch._C._profiler._ExtraFields_Allocation):
+            address, changes[place] = event.extra_fields.ptr, event.extra_fields.alloc_size
+            before = taken.pop(address, None)
+            if changes[place] > 0:
+                taken[address] = place
+                if before is not None:
+                    changes[before] = 0
+            elif before is None:
+                changes[place] = 0
+    held = list(itertools.accumulate(changes))
+    top = max(size for size, event in zip(held, events, strict=True) if event.start_time_ns >= begin)
     return {"allocator": top}
+
+
+def _with_inner(events: list[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _with_inner(event.children)
 
 
 if __name__ == "__main__":

