@@ -39,8 +39,8 @@ RECIPES = {
     "seq2seq": ["--model", "tiny-t5", "--num-samples", "1", "--max-target-length", "12"],
     "zero": [],
 }
-# Without the long form: of each kind of state one, a tokenizer, a reference, a teacher, rollouts, negatives, windows, an encoder-decoder.
-SHORT = ("pretrain", "dpo", "distill", "grpo", "embedding", "question_answering", "seq2seq")
+# Without the long form: of each kind of state one, a tokenizer, a reference, a teacher, rollouts, negatives.
+SHORT = ("pretrain", "dpo", "distill", "grpo", "embedding")
 
 
 def _sentence(numbers: random.Random, words: int) -> str:

@@ -137,8 +137,18 @@ def test_the_config_trains_its_architecture(run_recipe: Any, tmp_path: Path, pat
     assert run_config(run_recipe, tmp_path, path, recipe=recipe_of(path)).weights()
 
 
+def one_of_each_architecture(configs: list[Path]) -> list[Path]:
+    first: dict[str, Path] = {}
+    for path in configs:
+        if not is_of_a_built_in_shape(path):
+            first.setdefault(ARCHITECTURES[yaml.safe_load(path.read_text())["model"]][0], path)
+    return list(first.values())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in CONFIGS if recipe_of(path) in WITH_AND_WITHOUT and not is_of_a_built_in_shape(path)], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", one_of_each_architecture([path for path in CONFIGS if recipe_of(path) in WITH_AND_WITHOUT]), ids=lambda path: path.stem
+)
 def test_the_config_trains_with_an_adapter_and_without(run_recipe: Any, tmp_path: Path, path: Path) -> None:
     """The other way than the file's own: whole weights where that has an adapter, an adapter where it has none.
 
@@ -154,19 +164,8 @@ def test_the_config_trains_with_an_adapter_and_without(run_recipe: Any, tmp_path
     assert (run.output_dir / "model/adapter_config.json").exists() != adapted
 
 
-def one_of_each_kind() -> list[Path]:
-    """Of the configs of one recipe for one architecture, with an adapter or without, the first."""
-    kinds: dict[tuple[str, str, bool], Path] = {}
-    for path in CONFIGS:
-        if not is_of_a_built_in_shape(path):
-            settings = yaml.safe_load(path.read_text())
-            is_adapted = recipe_of(path) == "lora" or settings.get("use_peft", False)
-            kinds.setdefault((recipe_of(path), ARCHITECTURES[settings["model"]][0], is_adapted), path)
-    return list(kinds.values())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("path", one_of_each_kind(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", one_of_each_architecture(CONFIGS), ids=lambda path: path.stem)
 def test_the_config_trains_under_zero_3(run_recipe: Any, tmp_path: Path, path: Path) -> None:
     """All weights in pieces, on one rank.
 

@@ -638,7 +638,7 @@ def test_a_way_to_compute_changes_no_metric(run_recipe: Any, data: Data, flag: s
     flags = [*data.flags("chat"), *SGD, *UNPACKED]
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(data.folder / "inductor")}
     own = flag.split() if " " not in flag else ["--torch-compile", "--torch-compile-backend", flag.split()[1]]
-    assert_same_training(run_recipe("sft", *flags, *own, env=cache), sft_reference(data, flags))
+    assert_same_training(run_recipe("sft", *flags, *own, env=cache, timeout=400), sft_reference(data, flags))
 
 
 PRECISIONS = [["--bf16"], *(["--dtype", name] for name in choices("sft", "dtype"))]

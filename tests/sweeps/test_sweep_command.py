@@ -254,7 +254,7 @@ def test_equal_trials_of_another_sweep_are_not_trained_again(recipe: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["folder", "sqlite", "postgresql"])
+@pytest.mark.parametrize("kind", ["folder", "postgresql"])
 def test_two_processes_share_a_sweep_and_one_is_killed(kind: str, recipe: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """SIGKILL to one of two workers, three times, and another one in its place: the trials of one process, each ended once.
 
@@ -263,9 +263,8 @@ def test_two_processes_share_a_sweep_and_one_is_killed(kind: str, recipe: Path, 
     common = ["formula.py", "--search", "rate=float:0..1", "--trials", "12", "--wait", "0.3", "--parallel", "2"]
     assert sweep(*common, "--sweep-dir", "alone/whole", cwd=tmp_path).returncode == 0  # no sweep next to which results are found
     shared = ["--sweep-dir", "shared", "--slots", "1"]
-    if kind != "folder":
-        url = f"sqlite:///{tmp_path / 'sweeps.db'}" if kind == "sqlite" else request.getfixturevalue("postgresql")
-        shared += ["--storage", url]
+    if kind == "postgresql":
+        shared += ["--storage", request.getfixturevalue("postgresql")]
     steady = subprocess.Popen(command(*common, *shared), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         for moment in range(3):
