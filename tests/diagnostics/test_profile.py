@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cli.profile import differs, of_rank
 from toolkit.diagnostics.advice import first_change
-from toolkit.diagnostics.profile import PHASES, Profile
+from toolkit.diagnostics.communication import RankTimes, Spent, not_hidden, share_of_waiting
+from toolkit.diagnostics.profile import PHASES, Profile, profile_of
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--hidden-size", "16", "--num-hidden-layers", "1", "--intermediate-size", "16", "--max-eval-examples", "16", "--use-cpu"]
@@ -86,6 +88,113 @@ def made(padding: float = 0.0, device: str = "mps", **shares: float) -> Profile:
 def test_the_first_change_is_that_of_the_largest_loss(profile: Profile, settings: dict[str, object], said: str) -> None:
     """Fails when: a rule asks for a flag that is set, or is passed over."""
     assert said in first_change(profile, settings)
+
+
+def measured(exchanging: float = 0.0, mfu: float | None = None, padding: float = 0.0, **seconds: float) -> RankTimes:
+    """A rank with a backward of 4 s, of which `exchanging` in communication, traced in two steps of half the speed."""
+    spent = [{"backward": Spent(8.0, 2 * exchanging), "data": Spent(2.0, 0.0)} for _ in range(2)]
+    parts = dict.fromkeys(PHASES, 0.0) | {"backward": 4.0, "data": 1.0} | seconds
+    return RankTimes(parts, spent, [], padding, 100.0, mfu)
+
+
+def test_the_table_of_several_ranks_adds_up() -> None:
+    """Three ranks, the first of which is waited for. Fails when: communication stays in its phase too (`parts[phase] -=` is left
+    out), the first rank's MFU is the job's, the mean is taken for the worst padding, or waiting is told from the mean of ranks
+    (`min(spent)` is their mean)."""
+    job = profile_of([measured(1.0, 0.5, data=3.0), measured(3.0, 0.3, 0.4), measured(2.0, 0.1, 0.1)], "cuda", "DDP")
+    assert job.seconds["communication"] == pytest.approx((1 + 3 + 2) / 3)
+    assert job.seconds["backward"] == pytest.approx((3 + 1 + 2) / 3)
+    assert job.seconds["data"] == pytest.approx(5 / 3)
+    assert job.step == pytest.approx(sum(job.seconds.values())) == pytest.approx((7 + 5 + 5) / 3)
+    assert job.waiting == pytest.approx((0 + 2 + 1) / (1 + 3 + 2))
+    assert (job.mfu, job.tokens_per_second, job.padding) == (pytest.approx(0.3), 100.0, 0.4)
+    assert [job.slowest("data"), job.late()[:2]] == [(0, 3.0), (0, "data")]
+    assert [differs(job, phase) for phase in ("data", "communication", "clipping")] == [True, True, False]
+    alone = profile_of([measured(1.0)], "cpu")
+    assert (alone.ranks, alone.seconds["backward"], "communication" in alone.seconds) == ([], 4.0, False)
+    assert of_rank(Path("a/trace.json"), {"RANK": "1", "WORLD_SIZE": "2"}) == Path("a/trace-rank1.json")
+    assert of_rank(Path("a/trace.json"), {}) == Path("a/trace.json")
+
+
+def test_what_is_waited_for_now_here_now_there_is_told_step_by_step() -> None:
+    """Fails when: sums over the steps are compared, of which each rank has the same."""
+    now, then = {"forward": Spent(4.0, 1.0)}, {"forward": Spent(4.0, 3.0)}
+    first, second = RankTimes({"forward": 4.0}, [now, then]), RankTimes({"forward": 4.0}, [then, now])
+    assert share_of_waiting([first, second]) == pytest.approx(0.5)
+    assert share_of_waiting([first, first]) == 0.0
+
+
+def test_hidden_communication_costs_nothing() -> None:
+    """Fails when: two exchanges at a time count twice, or a computation hides only what begins after it."""
+    assert not_hidden([(1, 5), (2, 9)], [(0, 2), (4, 6), (5, 7)]) == [(2, 4), (7, 9)]
+    assert not_hidden([(1, 2)], [(0, 3)]) == []
+    assert not_hidden([], [(0, 3)]) == []
+
+
+def job(engine: str = "DDP", late: str = "", exchanging: float = 0.0, waiting: float = 0.0) -> Profile:
+    """Two ranks, of which the second is late in a phase by as much as the first waits."""
+    ranks = [{**dict.fromkeys(PHASES, 0.1), "communication": exchanging + waiting * scale} for scale in (1, -1)]
+    if late:
+        ranks[1][late] += 2 * waiting
+    seconds = {phase: (ranks[0][phase] + ranks[1][phase]) / 2 for phase in ranks[0]}
+    share = waiting / exchanging if exchanging else 0.0
+    return Profile("mps", seconds, sum(seconds.values()), [], engine=engine, waiting=share, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("profile", "settings", "said"),
+    [
+        (job(late="data", exchanging=0.3, waiting=0.2), {"dataloader_num_workers": 3}, "rank 1, which is behind in data: take --dataloader-num-workers 6"),
+        (job(late="other", exchanging=0.3, waiting=0.2), {}, "rank 1, which is behind in other: look at what your loop"),
+        (job(late="forward", exchanging=0.3, waiting=0.2), {"packing": False}, "rank 1, which is behind in forward: compare its device"),
+        (job(exchanging=0.3, waiting=0.2), {"packing": False}, "now one, now another, as their rows differ in length or their devices are shared: take --packing"),
+        (job(exchanging=0.3, waiting=0.2), {"group_by_length": False}, "--group-by-length"),
+        (job("DDP", exchanging=0.3), {}, "--gradient-accumulation-steps"),
+        (job("ZeRO-2", exchanging=0.3), {}, "--per-device-train-batch-size"),
+        (job("ZeRO-3, parameters on the CPU", exchanging=0.3), {}, "--zero-stage 2"),
+        (job("FSDP2", exchanging=0.3), {}, "--zero-stage 2"),
+        (job("DDP", exchanging=0.05), {}, "waits for data"),
+    ],
+)  # fmt: skip
+def test_ranks_that_wait_come_before_everything_else(profile: Profile, settings: dict[str, object], said: str) -> None:
+    """Fails when: the late rank is the one that waits most, or transfer counts as waiting."""
+    assert said in first_change(profile, settings)
+
+
+LATE_RANK = "            import os, time\n            time.sleep(0.3 * int(os.environ['RANK']))\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [[], ["--zero-stage", "2"], ["--deepspeed", str(ROOT / "tests/all_sharded.json")], ["--fsdp"]])
+def test_a_late_rank_is_named_once_for_the_job(engine: list[str], tmp_path: Path) -> None:
+    """Two gloo ranks, the second of which sleeps 0.3 s in each step of its loop, and a trace of each.
+
+    Fails when: the wait is left in the phase in which it happens (`apart` gives `self.seconds`), every rank prints, or both
+    write one trace.
+    """
+    text = (ROOT / "recipes" / "accelerated.py").read_text()
+    before = "            rates = schedule"
+    assert before in text
+    (tmp_path / "late.py").write_text(text.replace(before, LATE_RANK + before))
+    words = [*SMALL, "--optim", "adamw_torch", "--processes", "2", "--steps", "3", "--trace", "t.json", "--json", *engine]
+    found = run("late.py", *words, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    profile = json.loads(found.stdout)  # of one rank alone
+    assert len(profile["ranks"]) == 2
+    assert [rank["other"] > 0.29 for rank in profile["ranks"]] == [False, True]
+    first, second = (rank["communication"] for rank in profile["ranks"])
+    assert first > 0.2 > second
+    assert sum(profile["seconds"].values()) == pytest.approx(profile["step"])
+    assert "rank 1, which is behind in other" in profile["first"]
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["t-rank0.json", "t-rank1.json"]
+    assert "step 7: backward" in (tmp_path / "t-rank1.json").read_text()
+
+
+@pytest.mark.slow
+def test_ranks_refuse_once() -> None:
+    """Fails when: each rank shows the refusal (`LOCAL_RANK` is not asked for)."""
+    found = run("accelerated", *SMALL, "--max-steps", "4", "--max-train-examples", "40", "--processes", "2")
+    assert (found.returncode, found.stderr.count("refused:"), "16 steps" in found.stderr) == (2, 1, True), found.stderr
 
 
 @pytest.mark.parametrize(

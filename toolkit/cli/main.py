@@ -1,5 +1,6 @@
 """The `toolkit` command: a table of what it does. A command is imported when it is called."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -96,6 +97,7 @@ def main() -> None:
     except typer.Abort:
         code = 130
     except Refusal as refusal:
-        print_refusal(refusal)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # ranks refuse together: one message for each node
+            print_refusal(refusal)
         code = 2
     sys.exit(code)

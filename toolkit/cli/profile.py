@@ -3,14 +3,19 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.cli.placement import ConfigFile, MainAddress, MainPort, NodeCount, NodeRank, Processes, placement_of
 from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
 from toolkit.distributed.launch import launch
 from toolkit.system.console import BOLD, say
+
+if TYPE_CHECKING:
+    from toolkit.diagnostics.profile import Profile
 
 
 def profile(
@@ -23,16 +28,27 @@ def profile(
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (ui.perfetto.dev shows it).")] = None,
     memory: Annotated[Path | None, typer.Option(help="Write a snapshot of CUDA's memory (pytorch.org/memory_viz).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    processes: Processes = None,
+    accelerate_config: ConfigFile = None,
+    nodes: NodeCount = None,
+    node_rank: NodeRank = None,
+    main_address: MainAddress = None,
+    main_port: MainPort = None,
 ) -> None:
     """Train a recipe for a few steps and show where their time goes: data, forward, backward, clipping, optimizer.
 
-    One process, without evaluation and saving; nothing is written but what is asked for. Three steps come before those that are
-    timed, and three after them, under torch's profiler, for the longest operations.
+    Without evaluation and saving; nothing is written but what is asked for. Three steps come before those that are timed, and
+    three after them, under torch's profiler, for the longest operations. Several ranks (--processes, or started by accelerate
+    launch) have one table, with the communication that no computation hides.
     """
     words, values = split_options(context, flags or [])
     script = find_recipe(recipe, context.command_path)
     if {"-h", "--help"} & set(words):
         raise typer.Exit(launch([sys.executable, script, "--help"]))
+    placement = placement_of(values)
+    if placement.processes * placement.nodes.count > 1 or placement.environment:
+        command = [sys.executable, "-m", "toolkit", "profile", script, *_own_options(values), *words]
+        raise typer.Exit(launch(command, placement.processes, placement.nodes, environment=placement.environment))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it writes lines of its own
     import torch
@@ -49,25 +65,56 @@ def profile(
         if values[name] and not Path(values[name]).absolute().parent.is_dir():
             raise Refusal(f"--{name} {values[name]}: there is no folder {Path(values[name]).absolute().parent}.")
     main, config = read_recipe(Path(os.path.abspath(script)), words)
-    if not values["as_json"]:
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first and not values["as_json"]:
         say("training for a few steps ...", error=True)
-    found = make_profile(main, config, values["steps"], values["trace"], values["memory"])
+    trace, memory = (values[name] and of_rank(Path(values[name]), os.environ) for name in ("trace", "memory"))
+    found = make_profile(main, config, values["steps"], trace, memory)
     advice = first_change(found, values_of(config))
-    if values["as_json"]:
+    if is_first and values["as_json"]:
         say(json.dumps({**vars(found), "first": advice}, indent=1))
-        return
-    _show(script, found)
-    say(advice, style=BOLD)
+    elif is_first:
+        _show(script, found)
+        say(advice, style=BOLD)
 
 
-def _show(script: str, profile: Any) -> None:
+def of_rank(path: Path, environment: Mapping[str, str]) -> Path:
+    """A file of this rank's own where there are several: trace.json is trace-rank0.json then."""
+    several = int(environment.get("WORLD_SIZE", "1")) > 1
+    return path.with_name(f"{path.stem}-rank{environment['RANK']}{path.suffix}") if several else path
+
+
+def _own_options(values: Mapping[str, Any]) -> list[str]:
+    """The options of this command, as each rank is given them."""
+    named = [f"--{name}={values[name]}" for name in ("steps", "trace", "memory") if values[name] is not None]
+    return [*named, *(["--json"] if values["as_json"] else [])]
+
+
+def _show(script: str, profile: "Profile") -> None:
+    ranks = len(profile.ranks)
     speed = f", {profile.tokens_per_second:,.0f} tokens/s" if profile.tokens_per_second else ""
     used = f", MFU {profile.mfu:.1%}" if profile.mfu else ""
-    say(f"{script}: a step takes {1000 * profile.step:.0f} ms{speed}{used} ({profile.device})", style=BOLD)
+    where = f" on {ranks} ranks ({profile.engine})" if ranks else ""
+    say(f"{script}{where}: a step takes {1000 * profile.step:.0f} ms{speed}{used} ({profile.device})", style=BOLD)
     for phase, seconds in profile.seconds.items():
-        say(f"  {phase:<12}{1000 * seconds:>9.1f} ms{profile.share(phase):>7.1%}  {'#' * round(40 * profile.share(phase))}")
+        bar = "#" * round(40 * profile.share(phase))
+        late = f"{_ms(profile.slowest(phase)[1])} on rank {profile.slowest(phase)[0]}" if differs(profile, phase) else ""
+        say(f"  {phase:<15}{_ms(seconds)}{profile.share(phase):>7.1%}{f'  {late:<24}' if ranks else ''}  {bar}".rstrip())
+        if phase == "communication" and seconds:
+            for what, share in (("waiting", profile.waiting), ("transfer", 1 - profile.waiting)):
+                say(f"    {what:<13}{_ms(share * seconds)}{share * profile.share(phase):>7.1%}")
     if profile.padding:
         say(f"  padding: up to {profile.padding:.0%} of the positions of a step")
     say("longest operations, of the time in all of them:")
     for name, share, calls in profile.operations:
         say(f"  {share:>6.1%}  {calls:>8.0f} calls a step  {name[:80]}")
+
+
+def differs(profile: "Profile", phase: str) -> bool:
+    """Whether one of several ranks needs much more for a phase than their mean: a tenth of it, and a hundredth of the step."""
+    more = profile.slowest(phase)[1] - profile.seconds[phase] if profile.ranks else 0.0
+    return more > max(0.1 * profile.seconds[phase], 0.01 * profile.step)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:>9.1f} ms"

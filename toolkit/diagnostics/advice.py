@@ -13,12 +13,19 @@ from toolkit.diagnostics.profile import Profile
 
 def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
     """One sentence: the part of a step that costs most of what could be saved, and the flag for it."""
-    waiting = ("cudaStreamSynchronize", "aten::_local_scalar_dense")
-    waits = sum(share for name, share, _ in profile.operations if name in waiting)
+    blocking = ("cudaStreamSynchronize", "aten::_local_scalar_dense")
+    waits = sum(share for name, share, _ in profile.operations if name in blocking)
     half = settings.get("bf16") is False and not settings.get("fp16")
+    workers = f"--dataloader-num-workers {max(2, 2 * (settings.get('dataloader_num_workers') or 0))}"
+    waiting = profile.share("communication") * profile.waiting
+    if waiting > 0.1:
+        late = _late_rank(profile, settings, workers)
+        return f"{waiting:.0%} of a step the ranks wait for the slowest of them: {late}"
+    transfer = profile.share("communication") - waiting
+    if transfer > 0.2:
+        return f"{transfer:.0%} of a step is communication that no computation hides: {_LESS_TRANSFER[_kind(profile.engine)]}"
     if profile.share("data") > 0.1:
-        workers = settings.get("dataloader_num_workers") or 0
-        return f"{profile.share('data'):.0%} of a step waits for data: take --dataloader-num-workers {max(2, 2 * workers)}."
+        return f"{profile.share('data'):.0%} of a step waits for data: take {workers}."
     if profile.padding > 0.2:
         way = "--packing" if settings.get("packing") is False else "--group-by-length or a smaller --max-length"
         return f"{profile.padding:.0%} of the positions are padding: take {way}."
@@ -36,6 +43,35 @@ def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
     if profile.share("other") > 0.15:
         return f"{profile.share('other'):.0%} of a step is outside of the model: look at what your loop does in each step."
     return "Forward and backward are most of a step, as they should be: nothing stands out."
+
+
+_LESS_TRANSFER = {
+    "DDP": "take more micro-batches a step (--gradient-accumulation-steps), after which alone gradients are exchanged.",
+    "ZeRO": "take larger micro-batches and fewer of them (--per-device-train-batch-size, --gradient-accumulation-steps).",
+    "weights": "every micro-batch gathers the weights: take larger and fewer ones, or --zero-stage 2 where it fits.",
+}  # fmt: skip
+
+
+def _kind(engine: str) -> str:
+    """What the ranks exchange in each micro-batch: nothing, gradients, or weights too."""
+    if engine.startswith(("ZeRO-3", "FSDP2")):
+        return "weights"
+    return "DDP" if engine.startswith(("DDP", "ZeRO-1")) else "ZeRO"
+
+
+def _late_rank(profile: Profile, settings: Mapping[str, Any], workers: str) -> str:
+    rank, phase, behind = profile.late()
+    unpacked = settings.get("packing") is False
+    if behind < 0.5 * profile.waiting * profile.seconds["communication"]:
+        alike = "--packing" if unpacked else "--group-by-length" if settings.get("group_by_length") is False else ""
+        how = f"take {alike}" if alike else "look for other programs on their devices"
+        return f"now one, now another, as their rows differ in length or their devices are shared: {how}."
+    where = f"rank {rank}, which is behind in {phase}"
+    if phase == "data":
+        return f"{where}: take {workers}, and look at its disk."
+    if phase == "other":
+        return f"{where}: look at what your loop does on that rank."
+    return f"{where}: compare its device with the others', and what else runs on it{', or take --packing' if unpacked else ''}."
 
 
 def _multiplies_bf16(device: str) -> bool:

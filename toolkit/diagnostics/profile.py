@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 import io
-import json
 import statistics
 import tempfile
 import time
@@ -25,9 +24,12 @@ from toolkit.config import Refusal, Settings
 from toolkit.config.conditions import trains_a_teacher
 from toolkit.config.reading import values_of
 from toolkit.data.loading.batch import Batch
+from toolkit.diagnostics.communication import RankTimes, from_all_ranks, is_collective, means, share_of_waiting, traced_steps
 from toolkit.diagnostics.compat import record_gpu_memory, write_gpu_memory
 from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.short_runs import QUIET, forget_accelerator
+from toolkit.distributed.engines import engine_of
+from toolkit.tracking.step_metrics import Window
 
 WARM_UP, TRACED = 3, 3  # steps: compiling, first allocations; and those under torch's profiler, which slows them
 PHASES = ("data", "forward", "backward", "clipping", "optimizer", "other")
@@ -39,11 +41,12 @@ class _Enough(BaseException):
 
 @dataclass
 class Profile:
-    """Medians over the timed steps.
+    """Medians over the timed steps, of several ranks their means.
 
-    `seconds`: of a step by phase, `step` of all of it. `operations`: (name, share of the traced time, calls a step), the
-    longest first. `padding`: share of the positions that no token fills, in the worst step. `tokens_per_second`, `mfu`: as
-    logged.
+    `seconds`: of a step by phase, `step` of all of it. Of several ranks `communication` is what no computation hides, apart
+    from the phase in which it happens, `waiting` the share of it that is spent on waiting for the slowest rank, and `ranks` the
+    seconds of each. `engine`: what the ranks share the work by. `operations`: of the first rank; `padding`: of the worst.
+    `tokens_per_second`: of all ranks; `mfu`: of all their devices.
     """
 
     device: str
@@ -53,9 +56,23 @@ class Profile:
     padding: float = 0.0
     tokens_per_second: float | None = None
     mfu: float | None = None
+    engine: str = ""
+    waiting: float = 0.0
+    ranks: list[dict[str, float]] = field(default_factory=list)
 
     def share(self, phase: str) -> float:
         return self.seconds.get(phase, 0.0) / self.step
+
+    def slowest(self, phase: str) -> tuple[int, float]:
+        """The rank that needs most seconds for a phase, and these."""
+        return max(enumerate(rank[phase] for rank in self.ranks), key=lambda each: each[1])
+
+    def late(self) -> tuple[int, str, float]:
+        """The rank with most work of its own, the phase in which it falls behind the mean, and by how many seconds in all."""
+        alone = [sum(rank.values()) - rank["communication"] for rank in self.ranks]
+        last = alone.index(max(alone))
+        phase = max(PHASES, key=lambda phase: self.ranks[last][phase] - self.seconds[phase])
+        return last, phase, alone[last] - statistics.fmean(alone)
 
 
 def profile(
@@ -63,6 +80,7 @@ def profile(
 ) -> Profile:
     """Train a recipe for WARM_UP + steps + TRACED steps in a temporary directory and time their parts.
 
+    Where this process is one of several ranks, each of them calls it, and each returns the profile of all.
     On a GPU the device is waited for between the parts, so that each has its own time; steps overlap less than in a run.
 
     Args:
@@ -87,15 +105,22 @@ def profile(
         finally:
             timer.close()
             forget_accelerator()
-        events = _events(Path(folder) / "run" / "metrics.jsonl")
-    if len(timer.steps) < steps:
+    if not timer.measured:
         needed = WARM_UP + steps + TRACED
         raise Refusal(f"the run ended before {needed} steps, which a profile of {steps} needs. Give it more data.")
-    medians = {phase: statistics.median(each[phase] for each in timer.steps) for phase in PHASES}
-    speeds, mfus = ([e[name] for e in events[WARM_UP : WARM_UP + steps] if name in e] for name in ("tokens_per_second", "mfu"))
+    return profile_of(timer.measured, timer.device, timer.engine)
+
+
+def profile_of(ranks: list[RankTimes], device: str, engine: str = "") -> Profile:
+    """The profile of a run from what each of its ranks measured."""
+    several = len(ranks) > 1
+    parts = [rank.apart() if several else rank.seconds for rank in ranks]
+    seconds, first = means(parts), ranks[0]
+    used = [rank.mfu for rank in ranks if rank.mfu is not None]
     return Profile(
-        timer.device, medians, sum(medians.values()), timer.operations, timer.padding,
-        statistics.median(speeds) if speeds else None, statistics.median(mfus) if mfus else None,
+        device, seconds, sum(seconds.values()), first.operations, max(rank.padding for rank in ranks),
+        first.tokens_per_second, statistics.fmean(used) if used else None, engine, share_of_waiting(ranks) if several else 0.0,
+        parts if several else [],
     )  # fmt: skip
 
 
@@ -105,11 +130,14 @@ class _Timer:
     def __init__(self, count: int, trace: Path | None, memory: Path | None) -> None:
         self.count, self.trace, self.memory = count, trace, memory
         self.steps: list[dict[str, float]] = []
-        self.operations: list[tuple[str, float, float]] = []
-        self.padding, self.device = 0.0, "cuda" if torch.cuda.is_available() else "cpu"
+        self.events: list[dict[str, float]] = []  # as logged
+        self.measured: list[RankTimes] = []  # by each rank; filled at the end
+        self.padding, self.device, self.engine = 0.0, "cuda" if torch.cuda.is_available() else "cpu", ""
         self._now: dict[str, float] = defaultdict(float)
         self._phase, self._since, self._outer = "other", time.perf_counter(), list[str]()
         self._profiler: Any = None
+        self._mark, self._marks = contextlib.ExitStack(), dict[str, tuple[int, str]]()  # of the traced steps, in the trace
+        self._number = 0
 
     def enter(self, phase: str) -> None:
         self._outer.append(self._phase)
@@ -131,7 +159,7 @@ class _Timer:
         self._switch(self._phase)
         if WARM_UP < number <= WARM_UP + self.count:
             self.steps.append(self._now)
-        self._now = defaultdict(float)
+        self._now, self._number = defaultdict(float), number
         if number == WARM_UP + self.count:
             if self.memory is not None and torch.cuda.is_available():
                 record_gpu_memory()
@@ -139,24 +167,39 @@ class _Timer:
             activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.__enter__()
+            from_all_ranks(None)  # which starts later on one rank than on another
         elif number == WARM_UP + self.count + TRACED:
+            self.measured = from_all_ranks(self._close_and_read())  # here, where the ranks still have their group
             raise _Enough
+        self._mark_phase()
 
     def close(self) -> None:
-        """Read torch's profiler, and write what was asked for."""
-        if self._profiler is None:
-            return
-        self._profiler.__exit__(None, None, None)
-        on_gpu = torch.cuda.is_available()
-        averages = self._profiler.key_averages()
+        """End torch's profiler, where it is on."""
+        self._mark.close()
+        if self._profiler is not None:
+            self._profiler.__exit__(None, None, None)
+        self._profiler = None
+
+    def _close_and_read(self) -> RankTimes:
+        """What this rank measured; what was asked for is written."""
+        profiler, on_gpu = self._profiler, torch.cuda.is_available()
+        self.close()
+        averages = [e for e in profiler.key_averages() if not e.is_user_annotation and not is_collective(e.key)]
         totals = [(e.key, e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count) for e in averages]
         whole = sum(each for _, each, _ in totals) or 1.0
         named = sorted(totals, key=lambda each: -each[1])[:8]
-        self.operations = [(name, each / whole, count / TRACED) for name, each, count in named if each]
+        operations = [(name, each / whole, count / TRACED) for name, each, count in named if each]
         if self.trace is not None:
-            self._profiler.export_chrome_trace(str(self.trace))
+            profiler.export_chrome_trace(str(self.trace))
         if self.memory is not None and on_gpu:
             write_gpu_memory(self.memory)
+        medians = {phase: statistics.median(each[phase] for each in self.steps) for phase in PHASES}
+        logged = self.events[WARM_UP : WARM_UP + self.count]
+        speed, mfu = ([e[name] for e in logged if name in e] for name in ("tokens_per_second", "mfu"))
+        return RankTimes(
+            medians, traced_steps(profiler.events(), self._marks, on_gpu), operations, self.padding,
+            statistics.median(speed) if speed else None, statistics.median(mfu) if mfu else None,
+        )  # fmt: skip
 
     def _switch(self, phase: str) -> None:
         if torch.cuda.is_available():
@@ -164,6 +207,15 @@ class _Timer:
         now = time.perf_counter()
         self._now[self._phase] += now - self._since
         self._phase, self._since = phase, now
+        self._mark_phase()
+
+    def _mark_phase(self) -> None:
+        """In the trace, the phase and the step that begin here."""
+        self._mark.close()
+        if self._profiler is not None:
+            name = f"step {self._number}: {self._phase}"
+            self._marks[name] = self._number, self._phase
+            self._mark.enter_context(torch.profiler.record_function(name))
 
 
 @contextlib.contextmanager
@@ -175,6 +227,7 @@ def _timed(timer: _Timer) -> Iterator[None]:
         replace.attribute(torch.Tensor, "backward", functools.partial(_in_phase, timer, "backward"))
         step = importlib.import_module(tk.train_step.__module__)
         replace.attribute(step, "accumulate_micro_batch", functools.partial(_in_phase, timer, "forward"))
+        replace.attribute(Window, "event", functools.partial(_logged, timer))
         replace.attribute(step, "clip_and_update", functools.partial(_in_phase, timer, "clipping"))
         replace.callback(register_optimizer_step_pre_hook(lambda *_: timer.enter("optimizer")).remove)
         replace.callback(register_optimizer_step_post_hook(lambda *_: timer.leave()).remove)
@@ -191,10 +244,11 @@ def _batches(timer: _Timer, original: Callable[..., Iterator[Batch]], *values: A
     while True:
         with timer.during("data"):
             batch = next(batches, None)
-        if batch is None:
+        if batch is None and number < WARM_UP + timer.count + TRACED:
             return
         timer.begin_step(number)
         number += 1
+        assert batch is not None  # after the last one begin_step has raised
         timer.padding = max(timer.padding, _padding(batch))
         yield batch
 
@@ -206,6 +260,8 @@ def _padding(batch: Batch) -> float:
     return 1 - sum(int(mask.sum()) for mask in masks) / positions if positions else 0.0
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if "loss" in event]
+def _logged(timer: _Timer, original: Callable[..., Any], window: Any, optimizer: Any, model: Any, accelerator: Any) -> Any:
+    event, engine = original(window, optimizer, model, accelerator), engine_of(accelerator)
+    timer.events.append(event)
+    timer.engine = engine.label(accelerator) if engine.shards else "DDP"
+    return event
