@@ -161,13 +161,13 @@ def test_ranks_that_wait_come_before_everything_else(profile: Profile, settings:
     assert said in first_change(profile, settings)
 
 
-LATE_RANK = "            import os, time\n            time.sleep(0.3 * int(os.environ['RANK']))\n"
+LATE_RANK = "            import os, time\n            time.sleep(int(os.environ['RANK']))\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [[], ["--zero-stage", "2"], ["--deepspeed", str(ROOT / "tests/all_sharded.json")], ["--fsdp"]])
+@pytest.mark.parametrize("engine", [["--deepspeed", str(ROOT / "tests/all_sharded.json")], ["--fsdp"]])
 def test_a_late_rank_is_named_once_for_the_job(engine: list[str], tmp_path: Path) -> None:
-    """Two gloo ranks, the second of which sleeps 0.3 s in each step of its loop, and a trace of each.
+    """Two gloo ranks, the second of which sleeps a second in each step of its loop, and a trace of each.
 
     Fails when: the wait is left in the phase in which it happens (`apart` gives `self.seconds`), every rank prints, or both
     write one trace.
@@ -181,9 +181,9 @@ def test_a_late_rank_is_named_once_for_the_job(engine: list[str], tmp_path: Path
     assert found.returncode == 0, found.stderr
     profile = json.loads(found.stdout)  # of one rank alone
     assert len(profile["ranks"]) == 2
-    assert [rank["other"] > 0.29 for rank in profile["ranks"]] == [False, True]
-    first, second = (rank["communication"] for rank in profile["ranks"])
-    assert first > 0.2 > second
+    punctual, late = profile["ranks"]
+    assert late["other"] > 0.5 + punctual["other"]
+    assert punctual["communication"] > 0.5 + late["communication"]
     assert sum(profile["seconds"].values()) == pytest.approx(profile["step"])
     assert "rank 1, which is behind in other" in profile["first"]
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["t-rank0.json", "t-rank1.json"]
