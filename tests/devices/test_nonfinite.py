@@ -55,7 +55,8 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_no_parameter_on_any(tiny:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", *LAYOUTS])
 def test_all_ranks_go_back_to_the_same_checkpoint_after_a_spike(tiny: Any, layout: str) -> None:
-    """A loss that is 30 times too large on one rank of two; weights are those of one process that went back too.
+    """A loss that is 30 times too large on one rank of two; weights are those of one process that went back too, and to the bit
+    those of two ranks that never took the rows in between.
 
     Fails when: `Saver.roll_back` leaves the optimizer's moments on sharded engines (`only_model=True`).
     """
@@ -71,3 +72,11 @@ def test_all_ranks_go_back_to_the_same_checkpoint_after_a_spike(tiny: Any, layou
     expected, weights = (load_file(run.folder / "checkpoints/step-44/model.safetensors") for run in (one, ranks[0]))
     for name, tensor in weights.items():
         assert (tensor - expected[name]).norm() < 1e-4 * expected[name].norm(), name
+
+    passed_over = {str(step): "loss" for step in range(33, 41)}  # not finite, so that nothing takes those rows
+    flags += [*LAYOUTS.get(layout, []), "--max-nonfinite-steps", "9"]
+    other = tiny.ranks(2, *flags, output_dir="passed-over", ill={"kinds": passed_over, "ranks": [1]})
+    assert [rank.code for rank in other] == [0, 0], other[0].out[-3000:]
+    assert other[0].result["applied"] == 36
+    for name, tensor in load_file(other[0].folder / "checkpoints/step-44/model.safetensors").items():
+        assert torch.equal(tensor, weights[name]), name
