@@ -3,8 +3,9 @@
     python benchmarks/leaks.py sft dpo --steps 5000
 
 Each recipe trains a tiny model in a process of its own, logs every 10 steps, evaluates and saves every 100. /proc is read while
-it trains (Linux): `Private_Dirty` of smaps_rollup, and the number of files in fd. `Private_Clean`, pages of libraries, grows when
-another process that has them too ends. Compared are the medians of the 250 steps after step 500 and of the last 250. Ends with 1 where memory grew by 1 % or more, or the number of open files is another.
+it trains (Linux): `Private_Dirty` of smaps_rollup, and the number of files in fd. `Private_Clean`, pages of libraries, grows
+when another process that has them too ends. Compared are the medians of the 250 steps after step 500 and of the last 250. Ends
+with 1 where memory grew by 1 % or more, or the number of open files is another.
 """
 
 from __future__ import annotations
