@@ -116,15 +116,18 @@ def test_the_plan_is_what_the_allocator_holds_when_the_steps_are_taken(cell: str
     assert planned == pytest.approx(real, rel=0.02 if cell.endswith("fsdp") else 0.01)
 
 
-def test_of_two_ranks_that_shard_the_first_has_half() -> None:
-    """Weights and state, but for rows that two do not divide. Fails when: `_prepared` looks at no parameter after prepare, or a
-    DTensor's storage is taken for the whole."""
+@pytest.mark.parametrize(
+    ("engine", "flags"), [("FSDP2", ["--fsdp"]), ("ZeRO-3", ["--deepspeed", str(ROOT / "tests/all_sharded.json")])]
+)
+def test_of_two_ranks_that_shard_the_first_has_half(engine: str, flags: list[str]) -> None:
+    """Weights and state, but for rows that two do not divide. Fails when: `_prepared` looks at no parameter after prepare, a
+    DTensor's storage is taken for the whole, or DeepSpeed asks whether a norm without a value is valid and takes no step."""
     small = ["accelerated", "--hidden-size", "64", "--num-hidden-layers", "1", "--max-train-examples", "64", "--optim", "adamw_torch"]
-    found = plan(*small, "--processes", "2", "--fsdp", "--device", "24gb", "--json")
+    found = plan(*small, "--processes", "2", *flags, "--device", "24gb", "--json")
     assert found.returncode == 0, found.stderr
     shown = json.loads(found.stdout)
     half = 4 * shown["parameters"] / 2
-    assert (shown["ranks"], shown["engine"]) == (2, "FSDP2")
+    assert (shown["ranks"], shown["engine"]) == (2, engine)
     assert shown["parts"]["weights"] == pytest.approx(half, rel=0.02)
     assert shown["parts"]["optimizer state"] == pytest.approx(2 * half, rel=0.02)
 
