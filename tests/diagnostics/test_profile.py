@@ -99,7 +99,7 @@ def measured(exchanging: float = 0.0, mfu: float | None = None, padding: float =
 
 def test_the_table_of_several_ranks_adds_up() -> None:
     """Three ranks, the first of which is waited for. Fails when: communication stays in its phase too (`parts[phase] -=` is left
-    out), the first rank's MFU is the job's, the mean is taken for the worst padding, or waiting is told from the mean of ranks
+    out), the first rank's MFU is the job's, the mean is taken for the worst padding, or waiting is measured by the mean of ranks
     (`min(spent)` is their mean)."""
     job = profile_of([measured(1.0, 0.5, data=3.0), measured(3.0, 0.3, 0.4), measured(2.0, 0.1, 0.1)], "cuda", "DDP")
     assert job.seconds["communication"] == pytest.approx((1 + 3 + 2) / 3)
@@ -116,7 +116,7 @@ def test_the_table_of_several_ranks_adds_up() -> None:
     assert of_rank(Path("a/trace.json"), {}) == Path("a/trace.json")
 
 
-def test_what_is_waited_for_now_here_now_there_is_told_step_by_step() -> None:
+def test_what_is_waited_for_now_here_now_there_is_counted_step_by_step() -> None:
     """Fails when: sums over the steps are compared, of which each rank has the same."""
     now, then = {"forward": Spent(4.0, 1.0)}, {"forward": Spent(4.0, 3.0)}
     first, second = RankTimes({"forward": 4.0}, [now, then]), RankTimes({"forward": 4.0}, [then, now])

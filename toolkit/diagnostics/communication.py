@@ -56,7 +56,7 @@ def share_of_waiting(ranks: Sequence[RankTimes]) -> float:
     """The part of all ranks' communication that is waiting for the slowest of them, 0 to 1.
 
     In each step the rank that others wait for waits for nobody: what it spends is the transfer, and what they spend beyond it
-    is waiting. Where another rank is the slowest in each half of a step, more is waiting than can be told here.
+    is waiting. Where another rank is the slowest in each half of a step, more is waiting than this shows.
     """
     waiting = all_of_it = 0.0
     for steps in zip(*(rank.traced for rank in ranks), strict=True):

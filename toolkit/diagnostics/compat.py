@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -106,12 +106,6 @@ def forget_deepspeed() -> None:
         for name, value in list(vars(groups).items()):  # it keeps the group that was destroyed
             if isinstance(value, torch.distributed.ProcessGroup):
                 setattr(groups, name, None)
-
-
-def deepspeeds_optimizers() -> list[ModuleType]:
-    """DeepSpeed's (0.19) modules of sharded optimizers, as far as they are imported; each has `is_invalid_grad_norm`."""
-    names = (f"deepspeed.runtime.zero.{name}" for name in ("stage_1_and_2", "stage3"))
-    return [sys.modules[name] for name in names if name in sys.modules]
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------

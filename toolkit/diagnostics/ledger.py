@@ -43,12 +43,13 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):  # a DTensor first does the same on its local part
             return NotImplemented
-        # A fake has no value. What asks for one (is the norm finite? DeepSpeed: a byte that says it isn't) goes on as if all
-        # were well.
+        engine = calling_engine()
+        # A fake has no value. What asks for one goes on as if all were well: others ask whether a norm is finite, DeepSpeed
+        # whether it is not, in a truth value or a byte, and would pass over the step that makes the optimizer's state.
         if reads_a_value(func) and isinstance(args[0], FakeTensor):
             kind = args[0].dtype
-            return True if kind == torch.bool else 1.0 if kind.is_floating_point else int(kind != torch.uint8)
-        engine = calling_engine()
+            is_well = engine != "deepspeed" if kind == torch.bool else kind != torch.uint8
+            return 1.0 if kind.is_floating_point else is_well if kind == torch.bool else int(is_well)
         takes_none = engine == "deepspeed" and not any(isinstance(each, torch.Tensor) for each in tree_leaves((args, kwargs)))
         # DeepSpeed's buffers are not made of the model's tensors, and would be real.
         with FAKE if takes_none else contextlib.nullcontext(), self.during(ENGINE if engine else self.phase):
@@ -70,7 +71,9 @@ class Ledger(TorchDispatchMode):
                 self._of[key] = (part, size, reference)
             return
         size, part = storage.nbytes(), part or self.phase
-        if not size or (tensor.device.type == "meta" and not isinstance(tensor, FakeTensor)):
+        # A fake tensor may be one of the meta device too: DeepSpeed keeps the shapes of all weights so.
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        if not size or device.type == "meta":
             return
         self._of[key] = (part, size, weakref.ref(storage, lambda _: self._gone(key)))
         self._add(part, size)

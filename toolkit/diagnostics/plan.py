@@ -23,7 +23,7 @@ import toolkit as tk
 from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
 from toolkit.data.loading.batch import Batch
-from toolkit.diagnostics.compat import FakeTensor, deepspeeds_optimizers, resized_storages
+from toolkit.diagnostics.compat import FakeTensor, resized_storages
 from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.documents import first_and_last
 from toolkit.diagnostics.ledger import ENGINE, Ledger, as_fake, mark_phases
@@ -197,7 +197,7 @@ def _replaced(seen: _Seen) -> Iterator[None]:
         replace.attribute(reference, "reference_table", lambda *_, **__: _AnyRow())
         replace.attribute(reference, "_place_frozen", functools.partial(_frozen, seen))
         accelerate = importlib.import_module("accelerate")
-        replace.attribute(accelerate.Accelerator, "prepare", functools.partial(_prepared, seen, replace))
+        replace.attribute(accelerate.Accelerator, "prepare", functools.partial(_prepared, seen))
         yield
 
 
@@ -223,9 +223,7 @@ def _optimizer(seen: _Seen, original: Callable[..., Any], model: nn.Module, *val
     return optimizer, schedule
 
 
-def _prepared(
-    seen: _Seen, replace: Replacements, original: Callable[..., Any], accelerator: Any, *values: Any, **named: Any
-) -> Any:
+def _prepared(seen: _Seen, original: Callable[..., Any], accelerator: Any, *values: Any, **named: Any) -> Any:
     """Without moving what has no values; the model's forward is wrapped in autocast as always."""
     engine = engine_of(accelerator)
     seen.engine = engine.label(accelerator) if engine.shards else "DDP" if accelerator.num_processes > 1 else ""
@@ -233,8 +231,6 @@ def _prepared(
         named["device_placement"] = [False] * len(values)
     with seen.ledger.during(ENGINE):
         prepared = original(accelerator, *values, **named)
-    for module in deepspeeds_optimizers():  # which would pass over a step whose norm has no value
-        replace.attribute(module, "is_invalid_grad_norm", lambda *_: False)
     for model in prepared if isinstance(prepared, tuple | list) else [prepared]:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model.register_comm_hook(None, exchanged)
