@@ -13,7 +13,7 @@ import pytest
 
 from toolkit.cli.refusals import print_refusal
 from toolkit.config import Refusal
-from toolkit.system.console import printable, quoted, say, without_passwords
+from toolkit.system.console import first_line, printable, quoted, say, without_passwords
 from toolkit.tracking.console import Progress
 
 PACKAGE = Path(__file__).resolve().parents[2] / "toolkit"
@@ -106,3 +106,17 @@ def _printing(function: Any) -> str:
     owner = ast.unparse(function.value)
     known = {"typer": ("echo", "secho"), "sys.stderr": ("write",), "sys.stdout": ("write",), "stream": ("write",)}
     return function.attr if function.attr in known.get(owner, ()) else ""
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (ValueError("Error(s) in loading state_dict:\n\tsize mismatch for x\nmore"), "size mismatch for x"),
+        (ValueError("\nall:"), "all:"),
+        (MemoryError(), "MemoryError"),
+        (ValueError("x" * 999), "x" * 300),
+    ],
+)
+def test_an_error_without_a_message_has_a_first_line_too(error: Exception, shown: str) -> None:
+    """Fails when: the first of no lines is taken, a line that only announces others counts, or a line of any length."""
+    assert first_line(error) == shown

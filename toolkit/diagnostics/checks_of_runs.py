@@ -15,6 +15,7 @@ from toolkit.diagnostics.checks_of_steps import distance, loss_place
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Gradients, Record
 from toolkit.diagnostics.short_runs import EVAL_BATCH, LEAST_STEPS, has_learned, losses_of
+from toolkit.system.console import first_line
 
 SAME = 5e-4  # relative difference of metrics of weights that differ by rounding
 _NO_METRIC = ("second", "time", "memory", "examples")
@@ -159,7 +160,7 @@ def check_saved(record: Record, after: Gradients, directory: Path) -> Outcome:
     try:
         loaded = _load(model, directory)
     except Exception as error:  # whatever transformers says of a directory that it can't read
-        what = f"The saved model can't be read again: {type(error).__name__}: {str(error).splitlines()[0]}"
+        what = f"The saved model can't be read again: {type(error).__name__}: {first_line(error)}"
         return found("", [Finding("saved", what, "Write it with tk.save_model.")])
     ours, theirs = logits_of(model), logits_of(loaded)
     if ours is None or theirs is None or ours.shape != theirs.shape:

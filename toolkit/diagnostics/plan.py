@@ -34,6 +34,7 @@ from toolkit.distributed.engines import element_count, engine_of, unwrapped
 from toolkit.distributed.launch import NOTHING_MORE
 from toolkit.models.attention import kernels
 from toolkit.models.without_weights import without_weights
+from toolkit.system.console import first_line
 from toolkit.system.devices import planned_for
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
@@ -112,8 +113,7 @@ def plan(
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if seen.ledger.phase == "other" and not seen.models:
                 raise
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise Refusal(f"no plan of this run: it needs the values of its tensors ({first[:200]})") from error
+            raise Refusal(f"no plan of this run: it needs the values of its tensors ({first_line(error)})") from error
         finally:
             for remove in seen.removed:
                 remove()

@@ -16,6 +16,7 @@ from toolkit.models.load import load_model, pretrained_config
 from toolkit.models.shapes import LAYERS
 from toolkit.models.tokenizer import load_tokenizer
 from toolkit.models.trained import find_model
+from toolkit.system.console import first_line
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 GLOBAL_BATCH = 8
@@ -119,7 +120,7 @@ def _write_small_model(config: Any, folder: Path) -> Path:
                 torch.manual_seed(0)
                 model = random_model(make, small)
         except (ValueError, TypeError, RuntimeError, KeyError, IndexError) as error:
-            errors.append(str(error).splitlines()[0])
+            errors.append(first_line(error))
             continue
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

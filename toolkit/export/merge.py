@@ -26,6 +26,7 @@ from toolkit.models.load import check_finite
 from toolkit.models.quantization import as_trained, keep_gradients
 from toolkit.models.shapes import check_config_files
 from toolkit.models.trained import CLASSES_BY_TASK, class_of_adapter, settings_of_the_task
+from toolkit.system.console import first_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -187,5 +188,4 @@ def _explained(adapter: Path, what: str) -> Iterator[None]:
     except Refusal:
         raise
     except Exception as error:  # whatever a file, the Hub or peft can say; the cause stays attached
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Refusal(f"{adapter}: {what}: {reason}") from error
+        raise Refusal(f"{adapter}: {what}: {first_line(error)}") from error

@@ -17,7 +17,7 @@ from toolkit.config import AdapterConfig, ModelConfig, Refusal
 from toolkit.config.conditions import is_adapter
 from toolkit.config.json_and_yaml import parse_json
 from toolkit.models.compat import renames_old_weights
-from toolkit.system.console import as_typed
+from toolkit.system.console import as_typed, first_line
 from toolkit.system.nonfinite import describe_nonfinite
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def check_adapter(directory: str | Path) -> None:
     try:
         PeftConfig.from_pretrained(str(directory))
     except Exception as error:  # whatever peft says of a kind or a field that it doesn't know
-        raise Refusal(f"{path}: is not the settings of an adapter: {_first_line(error)}") from error
+        raise Refusal(f"{path}: is not the settings of an adapter: {first_line(error)}") from error
     weights = directory / WEIGHTS
     if not weights.is_file():
         if (directory / PICKLED).exists():
@@ -156,7 +156,7 @@ def put_adapter(model: PreTrainedModel, directory: str | Path, *, is_trainable: 
         try:
             adapted = PeftModel.from_pretrained(model, str(directory), is_trainable=is_trainable)
         except Exception as error:  # whatever peft can say; the cause stays attached
-            raise Refusal(f"{directory}: can't be put on its base {_base_name(model)}: {_first_line(error)}") from error
+            raise Refusal(f"{directory}: can't be put on its base {_base_name(model)}: {first_line(error)}") from error
         wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
     if renames_old_weights(model):
         return adapted
@@ -199,7 +199,7 @@ def _tensors_of(weights: Path) -> Iterator[tuple[str, torch.Tensor]]:
             for name in names:
                 yield name, tensors.get_tensor(name)
     except (SafetensorError, OSError, ValueError) as error:
-        raise Refusal(f"{weights}: is damaged, or no safetensors file: {_first_line(error)}. Copy it again.") from error
+        raise Refusal(f"{weights}: is damaged, or no safetensors file. Copy it again. ({first_line(error)})") from error
 
 
 def _conversion(directory: Path) -> str:
@@ -214,12 +214,6 @@ def _conversion(directory: Path) -> str:
 
 def _base_name(model: PreTrainedModel) -> str:
     return model.config.name_or_path or type(model).__name__
-
-
-def _first_line(error: Exception) -> str:
-    """The first line that says something: torch begins with "Error(s) in loading state_dict for PeftModel:"."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in lines if not line.endswith(":")), lines[0]).rstrip(".")
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:

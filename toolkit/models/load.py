@@ -27,7 +27,7 @@ from toolkit.models.quantization import in_4_bits, keep_gradients
 from toolkit.models.shapes import DIMENSIONS, built_in_config, check_config_files, check_context, set_dropout
 from toolkit.models.tokenizer import UNCASED, commit_in_cache, hub_problem
 from toolkit.models.without_weights import builds_without_weights
-from toolkit.system.console import as_typed, first_of
+from toolkit.system.console import as_typed, first_line, first_of
 from toolkit.system.network import stay_offline_without_network
 from toolkit.system.nonfinite import describe_nonfinite
 
@@ -251,7 +251,7 @@ def _explained(config: ModelConfig, auto_class: str = "AutoModel") -> Iterator[N
     except Refusal:
         raise
     except Exception as error:  # whatever can be wrong there; the cause stays attached
-        reason = hub_problem(error, config.model, config.model_revision) or f"it can't be loaded: {_first_line(error)}"
+        reason = hub_problem(error, config.model, config.model_revision) or f"it can't be loaded: {first_line(error)}"
         if "safetensors" in str(error) and "file named" in str(error):
             code = (
                 f'import transformers as t; n = {json.dumps(_name(config))}; '
@@ -343,7 +343,3 @@ def _device(config: ModelConfig) -> str:
 def _name(config: ModelConfig) -> str:
     directory = Path(config.model).expanduser()
     return str(directory) if directory.is_dir() else config.model
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

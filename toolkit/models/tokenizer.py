@@ -14,6 +14,7 @@ from toolkit.config.conditions import is_built_in
 from toolkit.config.json_and_yaml import read_text_file
 from toolkit.models.compat import compile_template
 from toolkit.models.shapes import check_config_files
+from toolkit.system.console import first_line
 from toolkit.system.network import stay_offline_without_network
 
 if TYPE_CHECKING:
@@ -197,7 +198,8 @@ def _pretrained_tokenizer(config: ModelConfig, is_fast: bool) -> PreTrainedToken
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # whatever a file or the Hub can do wrong; the cause stays attached
-        reason = hub_problem(error, name, revision) or f"its tokenizer can't be loaded: {_first_line(error)}"
+        what = f"its tokenizer can't be loaded: {type(error).__name__}: {first_line(error)}"
+        reason = hub_problem(error, name, revision) or what
         if config.tokenizer:  # a built-in shape is no tokenizer
             reason = reason.replace(OFFLINE, "or give a directory")
         raise Refusal(f"{setting} {name}: {reason}{'' if is_directory else _suggest(name)}") from error
@@ -297,8 +299,3 @@ def _token_to_pad_with(tokenizer: PreTrainedTokenizerFast) -> str:
     if token is None:
         raise Refusal("The tokenizer has no token to pad with (no pad, eos or unk token). Set one in tokenizer_config.json")
     return token
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

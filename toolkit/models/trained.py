@@ -23,7 +23,7 @@ from toolkit.models.adapter_files import (
 from toolkit.models.loaded import loaded
 from toolkit.models.shapes import check_config_files, positions_of
 from toolkit.models.tokenizer import OFFLINE, load_tokenizer
-from toolkit.system.console import as_typed
+from toolkit.system.console import as_typed, first_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -171,7 +171,7 @@ def best_device(wanted: str | None) -> torch.device:
         device = torch.device(wanted)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise Refusal(f"--device {wanted}: {str(error).splitlines()[0]}") from error
+        raise Refusal(f"--device {wanted}: {first_line(error)}") from error
     return device
 
 
@@ -215,7 +215,7 @@ def published_config(config: ModelConfig) -> PretrainedConfig:
             trust_remote_code=config.trust_remote_code,
         )
     except Exception as error:  # whatever a file or the Hub can do wrong; the cause stays attached
-        reason = hub_problem(error, config.model, config.model_revision) or (str(error).splitlines() or [""])[0]
+        reason = hub_problem(error, config.model, config.model_revision) or first_line(error)
         raise Refusal(f"{config.model}: {_for_a_trained_model(reason)}") from error
 
 

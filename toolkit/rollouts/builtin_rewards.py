@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
 from toolkit.rollouts.python_reward import text_of
+from toolkit.system.console import first_line
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -125,7 +126,7 @@ def check_json_schema(schema_text: str, where: str) -> None:
     try:
         _validator(schema_text)
     except (ValueError, SchemaError) as error:
-        raise Refusal(f"{where}: is no JSON schema: {str(error).splitlines()[0]}") from error
+        raise Refusal(f"{where}: is no JSON schema: {first_line(error)}") from error
 
 
 def jsonschema_installed() -> None:

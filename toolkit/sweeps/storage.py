@@ -14,7 +14,7 @@ from toolkit.config.json_and_yaml import kind_of_file
 from toolkit.config.places import place_to_write
 from toolkit.sweeps.journal import JOURNAL, Journal, JournalFile
 from toolkit.sweeps.workers import Liveness
-from toolkit.system.console import as_typed
+from toolkit.system.console import as_typed, first_line
 from toolkit.system.files import make_folder, write_atomically
 from toolkit.system.json_lines import json_line, parse_object
 
@@ -95,7 +95,7 @@ class JournalDatabase:
             package = {"psycopg": "'psycopg[binary]'", "MySQLdb": "mysqlclient"}.get(error.name or "", error.name)
             raise Refusal(f"--storage {url.split('@')[-1]}: its driver is not installed. Type pip install {package}.") from None
         except sql.exc.SQLAlchemyError as error:
-            why = str(getattr(error, "orig", None) or error).splitlines()[0]
+            why = first_line(getattr(error, "orig", None) or error)
             raise Refusal(f"--storage {url.split('@')[-1]}: {why}") from None
         self._connection: Any = None
 
@@ -192,4 +192,4 @@ def _as_os_error(sql: Any) -> Iterator[None]:
     try:
         yield
     except sql.exc.SQLAlchemyError as error:
-        raise OSError(str(getattr(error, "orig", None) or error).splitlines()[0]) from error
+        raise OSError(first_line(getattr(error, "orig", None) or error)) from error

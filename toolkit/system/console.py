@@ -103,6 +103,12 @@ def one_line(text: str, width: int) -> str:
     return flat if len(flat) <= width else flat[: width - 1] + "…"
 
 
+def first_line(error: BaseException, most: int = 300) -> str:
+    """The first line of an error's message that says something, or the error's type: torch begins with "Error(s) in ...:"."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if not line.endswith(":")), lines[0])[:most]
+
+
 def first_of(names: Sequence[str], most: int = 12) -> str:
     """The first names of a list, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from toolkit import checkpoint as ckpt
 from toolkit.distributed.heartbeat import RankLost
+from toolkit.system.console import first_line
 from toolkit.system.interruptions import Interrupted, InterruptedByKeyboard
 from toolkit.training.memory import WHAT_HELPS, OutOfMemory, is_out_of_memory
 from toolkit.training.signals import continuing_command
@@ -45,18 +46,17 @@ def leave(interrupted: Interrupted, heartbeat: Heartbeat | None) -> NoReturn:
 
 def explained(error: RuntimeError, step: int, heartbeat: Heartbeat | None, how_to_continue: str) -> BaseException | None:
     """The exception to raise in place of an error in the loop, with a message and an exit code; None: the cause is unknown."""
-    first_line = (str(error).splitlines() or [type(error).__name__])[0]
     if is_out_of_memory(error):
         return OutOfMemory(
-            f"out of memory in step {step}: {first_line}\nLower --per-device-train-batch-size (the result stays with the "
-            f"same --global-batch-size) or --per-device-eval-batch-size. {WHAT_HELPS} {how_to_continue}"
+            f"out of memory in step {step}: {first_line(error)}\nLower --per-device-train-batch-size (the result stays with "
+            f"the same --global-batch-size) or --per-device-eval-batch-size. {WHAT_HELPS} {how_to_continue}"
         )
     if heartbeat and any(word in str(error).lower() for word in _OF_COLLECTIVES):
         missing = heartbeat.missing()
         if heartbeat.departed() and not missing:
             return Interrupted(f"stopped after step {step}, because another rank has left. {how_to_continue}")
         who = f"rank {', '.join(map(str, missing))} gives no sign of life" if missing else "another rank has ended"
-        return RankLost(f"{who}: a collective failed in step {step} ({first_line[:200]}). {how_to_continue}")
+        return RankLost(f"{who}: a collective failed in step {step} ({first_line(error)}). {how_to_continue}")
     return None
 
 

@@ -22,7 +22,7 @@ from toolkit.data.sources.arrow_cache import cached_splits, write_tables
 from toolkit.data.sources.find_files import COLUMNAR, DataFile
 from toolkit.data.sources.readers import Row, number_columns, read_rows, what_is, with_numbers
 from toolkit.data.sources.remote import is_url, open_url
-from toolkit.system.console import quoted
+from toolkit.system.console import first_line, quoted
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -268,7 +268,7 @@ def _batches(file: DataFile) -> Iterator[pa.RecordBatch]:
     try:
         yield from _open(file)[1]
     except (pa.ArrowException, OSError) as error:  # Arrow's readers raise the latter for a file that ends too early
-        raise Refusal(f"{file.path} is damaged or cut short: {str(error).splitlines()[0]}") from None
+        raise Refusal(f"{file.path} is damaged or cut short: {first_line(error)}") from None
 
 
 def _open(file: DataFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
@@ -288,4 +288,4 @@ def _open(file: DataFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         feather = pa.ipc.open_file(source)
         return feather.schema, (feather.get_batch(place) for place in range(feather.num_record_batches))
     except (pa.ArrowException, OSError) as error:
-        raise Refusal(f"{file.path} can't be read: {str(error).splitlines()[0]}") from None
+        raise Refusal(f"{file.path} can't be read: {first_line(error)}") from None

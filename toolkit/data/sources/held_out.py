@@ -20,7 +20,7 @@ import numpy as np
 
 from toolkit.config import Refusal
 from toolkit.data.tokenize.masks import common_prefix
-from toolkit.system.console import warn_once
+from toolkit.system.console import first_line, warn_once
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -101,7 +101,7 @@ def first_key(rows: Dataset | IterableDataset, name: str) -> int:
     try:
         first = next(iter(rows), None)
     except (ValueError, OSError) as error:
-        raise Refusal(f"{name} can't be read: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+        raise Refusal(f"{name} can't be read: {first_line(error)}") from error
     if first is None:
         raise Refusal(f"{name} has no rows.")
     return int(batch_keys({name: [value] for name, value in first.items()})[0])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.config import Refusal
+from toolkit.system.console import first_line
 from toolkit.system.network import stay_offline_without_network
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def load_from_hub(dataset: str, streaming: bool) -> tuple[dict[str, Dataset | It
     try:
         splits = datasets.load_dataset(name, config, revision=revision, streaming=streaming)
     except DatasetNotFoundError as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         if "gated" in reason.lower():
             raise Refusal(f"--dataset {dataset}: {reason} Once you have access, log in: hf auth login") from None
         raise Refusal(
@@ -51,11 +52,11 @@ def load_from_hub(dataset: str, streaming: bool) -> tuple[dict[str, Dataset | It
     except ValueError as error:  # datasets' kind for a missing or unknown configuration; its message lists those there are
         there = re.search(r"\[.*?\]", str(error))
         if not there:
-            raise Refusal(f"--dataset {dataset}: {_first_line(error)}") from None
+            raise Refusal(f"--dataset {dataset}: {first_line(error)}") from None
         found = f"no configuration {config!r}" if config else "it has several configurations"
         raise Refusal(f"--dataset {dataset}: {found}. Write {name}:NAME with one of {there[0]}") from None
     except DatasetGenerationError as error:
-        raise Refusal(f"--dataset {dataset}: the data can't be read: {_first_line(error.__cause__ or error)}") from None
+        raise Refusal(f"--dataset {dataset}: the data can't be read: {first_line(error.__cause__ or error)}") from None
     except Exception as error:
         if type(error).__module__.split(".")[0] in ("httpx", "httpcore", "requests", "aiohttp"):
             raise Refusal(_unreachable(dataset, error)) from None
@@ -95,10 +96,6 @@ def parse_hub_name(dataset: str) -> tuple[str, str | None, str | None]:
 
 def _unreachable(dataset: str, error: BaseException) -> str:
     return (
-        f"--dataset {dataset} is not a local path, and the Hugging Face Hub can't be reached ({_first_line(error)}). Check the "
+        f"--dataset {dataset} is not a local path, and the Hugging Face Hub can't be reached ({first_line(error)}). Check the "
         "network; with HF_HUB_OFFLINE=1 what was downloaded before is used; stdlib:sft and local files need no network."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
