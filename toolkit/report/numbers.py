@@ -1,5 +1,6 @@
 """Numbers as a person reads them."""
 
+import contextlib
 import math
 
 
@@ -60,3 +61,14 @@ def log_ticks(low: float, high: float) -> list[float]:
     factors = (1, 2, 5) if high / low < 2000 else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [tick for power in powers for factor in factors if low <= (tick := factor * 10.0**power) <= high]
+
+
+def finite_number(value: object) -> float | None:
+    """A number of a JSON file as a float; None for what is no number, not finite, or larger than a float can be."""
+    if type(value) is float:  # nearly all of them
+        return value if math.isfinite(value) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
+        return float(value) if math.isfinite(value) else None
+    return None

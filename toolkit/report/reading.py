@@ -1,8 +1,6 @@
 """What a run has left in its directory, read for the report. Any file may be missing or cut off: what is there is shown."""
 
-import contextlib
 import json
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -12,6 +10,7 @@ from typing import Any
 
 from toolkit.config import Refusal
 from toolkit.config.files import NOT_READ
+from toolkit.report.numbers import finite_number
 from toolkit.system.json_lines import parse_object
 
 Points = list[tuple[float, float | None]]  # (step, value); None where the value was not finite
@@ -55,7 +54,7 @@ class RunRecord:
             step = float(event["step"])
             for name, value in event.items():
                 if _is_number(value):
-                    found.setdefault(name, []).append((step, _number(value)))
+                    found.setdefault(name, []).append((step, finite_number(value)))
         return found
 
     def setting(self, name: str) -> str | None:
@@ -79,7 +78,8 @@ def check_runs(directories: Iterable[str | Path]) -> None:
 def read_run(directory: Path) -> RunRecord:
     """Read all files of a run that can be read."""
     complaints: list[str] = []
-    events = [event for event in _read_lines(directory / "metrics.jsonl", complaints) if _number(event.get("step")) is not None]
+    lines = _read_lines(directory / "metrics.jsonl", complaints)
+    events = [event for event in lines if finite_number(event.get("step")) is not None]
     samples = _read_lines(directory / "samples.jsonl", complaints)
     summary = _read_object(directory / "summary.json", complaints)
     card = _read_object(directory / "run.json", complaints)
@@ -100,8 +100,8 @@ def metric_names(run: RunRecord) -> list[str]:
 def first_and_last(run: RunRecord, name: str) -> tuple[float | None, float | None]:
     """The first and the final value of a metric; the summary has the last word on both (a run may go back to its best)."""
     values = [value for _, value in series_of(run, name) if value is not None]
-    first = _number(run.summary.get(f"first_{name}"))
-    last = _number(run.summary.get(name))
+    first = finite_number(run.summary.get(f"first_{name}"))
+    last = finite_number(run.summary.get(name))
     if last is None and values:
         last = values[-1]
     if first is None and len(values) > 1:
@@ -113,21 +113,12 @@ def baselines_of(run: RunRecord) -> dict[str, float]:
     """The baselines to beat, by name."""
     found = run.summary.get("baselines")
     pairs = found.items() if isinstance(found, dict) else []
-    return {str(name): number for name, value in pairs if (number := _number(value)) is not None}
+    return {str(name): number for name, value in pairs if (number := finite_number(value)) is not None}
 
 
 def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
-
-def _number(value: Any) -> float | None:
-    if type(value) is float:  # nearly all of them
-        return value if math.isfinite(value) else None
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return None
-    with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
-        return float(value) if math.isfinite(value) else None
-    return None
 
 
 def _read_text(path: Path, complaints: list[str]) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.metrics.direction import greater_is_better
+from toolkit.report.numbers import finite_number
 from toolkit.runs.directory import LOCK, OWNER, is_locked
 from toolkit.system.console import one_line
 from toolkit.system.json_lines import MOST_BYTES, parse_object, read_object
@@ -57,7 +58,7 @@ def run_line(folder: Path, name: str) -> RunLine:
     events, status = _last_events(folder / "metrics.jsonl"), _status(folder, card, summary, owner)
     ended = bool(end) or (not card and bool(summary))
     metric, best, last = _metric(summary if ended else {}, events)
-    step = _number(summary.get("steps")) if ended else _number(events[-1].get("step")) if events else None
+    step = finite_number(summary.get("steps")) if ended else finite_number(events[-1].get("step")) if events else None
     recipe = card.get("recipe")
     seconds = next((event["time"] for event in reversed(events) if "time" in event), None)
     seconds = end.get("wall_seconds", summary.get("seconds")) if ended else seconds
@@ -67,7 +68,7 @@ def run_line(folder: Path, name: str) -> RunLine:
         status=status, note=_note(folder, status, summary, owner),
         steps=None if step is None else int(step), planned=_whole(layout.get("steps")),
         metric=metric, best=best, last=last, greater_is_better=greater_is_better(metric) if metric else False,
-        seconds=_number(seconds), device_seconds=_number(end.get("device_seconds")), began=_began(folder, card),
+        seconds=finite_number(seconds), device_seconds=finite_number(end.get("device_seconds")), began=_began(folder, card),
     )  # fmt: skip
 
 
@@ -119,12 +120,13 @@ def _metric(summary: dict[str, Any], events: list[dict[str, Any]]) -> tuple[str,
     """(name, best, last) of the metric that decides which weights are best; without an evaluation, of the last loss."""
     best = summary.get("best")
     if isinstance(best, dict) and isinstance(name := best.get("name"), str):
-        return name, _number(best.get("value")), _number(summary.get(name))
-    logged = [(name, number) for event in events for name, value in event.items() if (number := _number(value)) is not None]
+        return name, finite_number(best.get("value")), finite_number(summary.get(name))
+    values_of = ((name, finite_number(value)) for event in events for name, value in event.items())
+    logged = [(name, value) for name, value in values_of if value is not None]
     for name in ("eval_loss", *(name for name, _ in logged if name.startswith("eval_")), "loss"):
         if values := [value for each, value in logged if each == name]:
             return name, max(values) if greater_is_better(name) else min(values), values[-1]
-    return ("loss", None, _number(summary.get("train_loss"))) if "train_loss" in summary else ("", None, None)
+    return ("loss", None, finite_number(summary.get("train_loss"))) if "train_loss" in summary else ("", None, None)
 
 
 def _sweep_line(folder: Path, name: str) -> RunLine:
@@ -165,7 +167,7 @@ def age(line: RunLine) -> float | None:
 
 def _last_events(path: Path) -> list[dict[str, Any]]:
     events = (event for line in _tail(path) if (event := parse_object(line)) is not None)
-    return [event for event in events if _number(event.get("step")) is not None]
+    return [event for event in events if finite_number(event.get("step")) is not None]
 
 
 def _tail(path: Path, most: int = _TAIL) -> list[str]:
@@ -178,12 +180,6 @@ def _tail(path: Path, most: int = _TAIL) -> list[str]:
         return []
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e300 or value != value:
-        return None
-    return float(value)
-
-
 def _whole(value: Any) -> int | None:
-    number = _number(value)
+    number = finite_number(value)
     return None if number is None else int(number)
