@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def fingerprint_of(rows: Dataset) -> str:
-    """What datasets knows rows by, in the names of its cache files."""
-    return rows._fingerprint
+def fingerprint_of(rows: object) -> str:
+    """What datasets knows rows by, in the names of its cache files; nothing where they are another kind of rows."""
+    return getattr(rows, "_fingerprint", "")
 
 
 def set_fingerprint(rows: Dataset, fingerprint: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from toolkit.config import DataConfig, Refusal
+from toolkit.data.compat import fingerprint_of
 from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate import collate_padded
 from toolkit.data.loading.collate_answers import collate_answers
@@ -238,7 +239,7 @@ def build_dataloaders(
     common: dict[str, Any] = {
         "collate": collate, "seed": config.seed, "micro_batch_size": config.per_device_train_batch_size,
         "global_batch_size": global_batch_size, "rank": rank, "world_size": world_size,
-        "fingerprint": f"content-{getattr(train_split, '_fingerprint', '')}-{packing_name(config)}",
+        "fingerprint": f"content-{fingerprint_of(train_split)}-{packing_name(config)}",
         "commits": commits_of_sources(config),
     }  # fmt: skip
     evaluation = None
