@@ -17,15 +17,19 @@ from typer.testing import CliRunner
 from benchmarks.plan import command_of
 from toolkit.cli.main import app
 from toolkit.cli.plan import _without
-from toolkit.config import Refusal
-from toolkit.diagnostics.devices import GIB, find_device
+from toolkit.config import BatchConfig, Refusal
+from toolkit.diagnostics.devices import CONTEXT, GIB, Device, find_device
 from toolkit.diagnostics.documents import first_and_last
+from toolkit.diagnostics.fitting import largest_micro_batch
 from toolkit.diagnostics.ledger import FAKE, Ledger
+from toolkit.diagnostics.plan import Plan
 from toolkit.losses.chunked import rows_in_a_chunk
 from toolkit.models.attention import kernels
 from toolkit.system.devices import chosen_type, planned_for
 
 ROOT = Path(__file__).parents[2]
+# A process that has loaded torch: plans are of steps, not of imports.
+pytestmark = pytest.mark.warm
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -116,6 +120,9 @@ def test_the_plan_is_what_the_allocator_holds_when_the_steps_are_taken(cell: str
     assert planned == pytest.approx(real, rel=0.02 if cell.endswith("fsdp") else 0.01)
 
 
+SMALL = ["accelerated", "--hidden-size", "64", "--num-hidden-layers", "1", "--max-train-examples", "64", "--optim", "adamw_torch"]
+
+
 @pytest.mark.parametrize(
     ("engine", "flags", "weights"),
     [
@@ -130,8 +137,7 @@ def test_of_two_ranks_that_shard_the_first_has_half(engine: str, flags: list[str
     Fails when: `_prepared` looks at no parameter after prepare, a DTensor's storage is taken for the whole, DeepSpeed asks
     whether a norm without a value is valid and takes no step, or its shapes of all weights are counted.
     """
-    small = ["accelerated", "--hidden-size", "64", "--num-hidden-layers", "1", "--max-train-examples", "64", "--optim", "adamw_torch"]
-    found = plan(*small, "--processes", "2", *flags, "--device", "24gb", "--json")
+    found = plan(*SMALL, "--processes", "2", *flags, "--device", "24gb", "--json")
     assert found.returncode == 0, found.stderr
     shown = json.loads(found.stdout)
     whole, parts = 4 * shown["parameters"], shown["parts"]
@@ -145,10 +151,9 @@ def test_of_two_ranks_that_shard_the_first_has_half(engine: str, flags: list[str
 @pytest.mark.slow
 def test_what_does_not_fit_is_said_with_commands_that_do() -> None:
     """Fails when: an alternative has another global batch, or isn't planned itself."""
-    small = ["--hidden-size", "64", "--num-hidden-layers", "2", "--max-train-examples", "64"]
-    whole = json.loads(plan("accelerated", *small, "--per-device-train-batch-size", "64", "--device", "24gb", "--json").stdout)
-    limit = (whole["devices"]["24gb"]["needed"] - whole["peak"] / 4) / GIB
-    found = plan("accelerated", *small, "--per-device-train-batch-size", "64", "--device", f"{limit:.4f}gb")
+    whole = json.loads(plan(*SMALL, "--per-device-train-batch-size", "64", "--device", "24gb", "--json").stdout)
+    limit = (whole["devices"]["24gb"]["needed"] - whole["peak"] / 2) / GIB
+    found = plan(*SMALL, "--per-device-train-batch-size", "64", "--device", f"{limit:.4f}gb")
     assert found.returncode == 1, found.stderr
     assert "too large" in found.stdout
     commands = [shlex.split(line) for line in found.stdout.splitlines() if "toolkit train" in line]
@@ -162,10 +167,33 @@ def test_what_does_not_fit_is_said_with_commands_that_do() -> None:
 @pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
     """Fails when: the search ends at a size that it has not planned."""
-    words = ["accelerated", "--hidden-size", "64", "--num-hidden-layers", "2", "--device", "0.68gb"]
+    words = [*SMALL, "--device", "0.63gb"]
     found = json.loads(plan(*words, "--largest", "--json").stdout)["largest_micro_batch"]
     codes = [plan(*words, "--per-device-train-batch-size", str(size)).returncode for size in (found, found + found // 8 + 1)]
     assert (found > 1, codes) == (True, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("most", "bend", "plans"), [(0, 0, 5), (2, 0, 5), (5, 3, 5), (16, 0, 3), (21, 10, 4), (21, 19, 5), (300, 270, 8), (2000, 0, 8)]
+)
+def test_the_edge_of_the_memory_is_found_with_few_plans(most: int, bend: int, plans: int) -> None:
+    """`most` examples fit, of 1000 that there are; up to `bend` of them take no more than so many.
+
+    Fails when: the search halves what is between the two sizes, or ends more than a sixteenth below the edge.
+    """
+    planned = list[int]()
+
+    def make(config: Any) -> Plan:
+        planned.append(config.per_device_train_batch_size)
+        examples = min(planned[-1], 1000)
+        return Plan({"activations": 2**20 * max(bend, examples)}, "activations", tokens=examples)
+
+    device = Device("made up", "cuda", CONTEXT + round(2**20 * 1.05 * (most + 0.5)))
+    found = largest_micro_batch(BatchConfig(per_device_train_batch_size=16), device, make)
+    largest = found[0] if found else 0
+    assert 15 / 16 * min(most, 1000) - 1 < largest
+    assert largest <= most
+    assert (largest in planned, len(planned)) == (found is not None, plans)
 
 
 def test_a_command_that_fits_names_no_flag_twice() -> None:

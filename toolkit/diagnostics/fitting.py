@@ -67,23 +67,34 @@ def _split(values: dict[str, Any], size: int, whole: int) -> dict[str, Any]:
 
 
 def largest_micro_batch(config: Settings, device: Device, make: Planner) -> tuple[int, Plan] | None:
-    """The most examples in a micro-batch that fit, by doubling and halving; None where not even one does.
+    """The most examples in a micro-batch that fit, up to a sixteenth; None where not even one does.
 
-    The micro-batch holds the longest examples there are, so it ends with all of them.
+    Doubled or halved from the config's own until one fits and one doesn't, then where a line between the two meets the memory:
+    most of what is needed grows with the examples. The micro-batch holds the longest ones, so it ends with all of them.
     """
-    size, best, too_many = 1, None, 0
-    while not too_many or too_many - size > max(1, size // 16):
-        tried = size * 2 if best and not too_many else (size + too_many) // 2 if best else size
+    tried, best, too_many = values_of(config).get("per_device_train_batch_size", 1), None, 0
+    left, over = 0, 0  # bytes, of the best and of too many
+    while True:
         plan = make(with_changes(config, {"per_device_train_batch_size": tried, "gradient_accumulation_steps": 1}))
-        if needed(plan, device) > device.memory:
+        spare = device.memory - needed(plan, device)
+        if spare >= 0 and best and plan.tokens == best[1].tokens:  # no more examples than that
+            return best
+        if spare >= 0:
+            best, left = (tried, plan), spare
+        else:
+            too_many, over = tried, -spare
+        if best is None:
             if tried == 1:
                 return None
-            too_many = tried
-        elif best and plan.tokens == best[1].tokens:  # no more examples than that
-            return best
+            tried //= 2
+        elif not too_many:
+            tried *= 2
         else:
-            size, best = tried, (tried, plan)
-    return best
+            size, step = best[0], max(1, best[0] // 16)
+            if too_many - size <= step:
+                return best
+            guess = size + (too_many - size) * left // (left + over)
+            tried = min(max(guess, size + step), too_many - step)
 
 
 def with_changes(config: Settings, changes: dict[str, Any]) -> Settings:
