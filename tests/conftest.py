@@ -139,8 +139,9 @@ def _hub_variables() -> dict[str, str]:
 
 
 def _child(
-    script: str, arguments: list[str], out: str, err: str, folder: str, environment: dict[str, str], plan: dict[str, Any], clean: bool
-) -> None:
+    script: str, arguments: list[str], read: str, out: str, err: str, folder: str, environment: dict[str, str], plan: dict[str, Any],
+    clean: bool,
+) -> None:  # fmt: skip
     os.setpgid(0, 0)
     interrupt = signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # as a process that still imports
     multiprocessing.set_start_method("fork", force=True)  # a loader's workers start as they do in a user's process
@@ -154,8 +155,8 @@ def _child(
         for name in ("huggingface_hub.constants", "datasets.config"):
             importlib.reload(sys.modules[name])
     os.chdir(folder)
-    for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for number, path, how in ((0, read, os.O_RDONLY), (1, out, os.O_WRONLY), (2, err, os.O_WRONLY)):
+        os.dup2(os.open(path, how | (os.O_CREAT | os.O_APPEND if number else 0)), number)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = [script, *arguments]
@@ -323,10 +324,10 @@ def fork_run() -> Callable[..., Any]:
 
     def prepare(
         script: str, arguments: list[str], out: Path, folder: Path, environment: dict[str, str], *,
-        err: Path | None = None, plan: dict[str, Any] | None = None, clean: bool = False,
+        err: Path | None = None, read: str = os.devnull, plan: dict[str, Any] | None = None, clean: bool = False,
     ) -> Any:  # fmt: skip
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
-        files = str(out), str(err or out), str(folder)
+        files = read, str(out), str(err or out), str(folder)
         return _Process(target=_child, args=(script, arguments, *files, environment, plan or {}, clean))
 
     return prepare

@@ -31,7 +31,7 @@ import json, os, signal, socket, sys
 words = sys.argv[1:] if os.path.basename(sys.argv[0]) == "python" else [{bin!r} + "/" + os.path.basename(sys.argv[0]), *sys.argv[1:]]
 words = words[1:] if words[:1] == ["-u"] else words
 known = words and (words[0].endswith(".py") or words[0] in ("-m", "-c") or os.path.isabs(words[0]))
-if not known or words[:2] == ["-m", "toolkit.sweeps.zygote"]:  # which is asked through its standard input
+if not known:
     os.execv({python!r}, [{python!r}, *words])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
@@ -110,10 +110,12 @@ def _serve(listening: socket.socket, fork_run: Callable[..., Any], script: str, 
 
 def _answer(connection: socket.socket, fork_run: Callable[..., Any], script: str, python: str) -> None:
     asked = json.loads(connection.makefile().readline())
-    out, err = (f"/proc/{asked['pid']}/fd/{number}" for number in (1, 2))
-    process = fork_run(script, [python, *asked["words"]], out, asked["folder"], asked["environment"], err=err, clean=True)
+    read, out, err = (f"/proc/{asked['pid']}/fd/{number}" for number in range(3))
+    read = read if asked["words"][:2] == ["-m", "toolkit.sweeps.zygote"] else os.devnull  # which is asked through it
+    process = fork_run(script, [python, *asked["words"]], out, asked["folder"], asked["environment"], err=err, read=read, clean=True)
     process.start()
-    connection.sendall(f"{process.pid}\n".encode())
+    with contextlib.suppress(OSError):  # who asked was killed
+        connection.sendall(f"{process.pid}\n".encode())
     threading.Thread(target=_die_with_it, args=(connection, process.pid), daemon=True).start()
     process.join()
     with contextlib.suppress(OSError):
@@ -123,5 +125,6 @@ def _answer(connection: socket.socket, fork_run: Callable[..., Any], script: str
 def _die_with_it(connection: socket.socket, pid: int) -> None:
     with contextlib.suppress(OSError):
         connection.recv(1)  # returns when the one who asked is gone
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):  # one that has just been forked has no group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)

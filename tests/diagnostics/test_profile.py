@@ -13,6 +13,7 @@ from toolkit.diagnostics.advice import first_change
 from toolkit.diagnostics.communication import RankTimes, Spent, not_hidden, share_of_waiting
 from toolkit.diagnostics.profile import PHASES, Profile, profile_of
 
+pytestmark = pytest.mark.warm
 ROOT = Path(__file__).parents[2]
 SMALL = ["--hidden-size", "16", "--num-hidden-layers", "1", "--intermediate-size", "16", "--max-eval-examples", "16", "--use-cpu"]
 

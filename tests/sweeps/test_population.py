@@ -22,6 +22,7 @@ from toolkit.sweeps.population import perturbed
 from toolkit.sweeps.space import read_space
 from toolkit.sweeps.trials import commands_of
 
+pytestmark = pytest.mark.warm
 ROOT = Path(__file__).parents[2]
 RUNGS = [10, 20, 30, 40, 50]
 SEARCH = ["h0=float:0..1", "h1=float:0..1"]
@@ -191,7 +192,7 @@ def test_a_killed_population_has_the_bits_of_its_replay(tmp_path: Path) -> None:
     words += ["--rungs", "3,6,9", "--parallel", "2", "--sweep-dir", "s", "--max-train-examples", "96", "--max-eval-examples", "40"]
     words += ["--use-cpu", "--hidden-size", "16", "--num-hidden-layers", "1", "--save-total-limit", "1", "--sweep-seed", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for number, seconds in ((signal.SIGKILL, 12.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 8.0)):
+    for number, seconds in ((signal.SIGKILL, 6.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 4.0)):
         running = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             running.wait(seconds)

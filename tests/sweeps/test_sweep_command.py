@@ -21,6 +21,7 @@ import pytest
 from toolkit.sweeps.journal import JOURNAL, Job, JournalFile, read_journal
 from toolkit.sweeps.storage import JournalDatabase, open_journal
 
+pytestmark = pytest.mark.warm
 ROOT = Path(__file__).parents[2]
 
 RECIPE = '''
@@ -269,7 +270,7 @@ def test_two_processes_share_a_sweep_and_one_is_killed(kind: str, recipe: Path, 
     try:
         for moment in range(3):
             other = subprocess.Popen(command(*common, *shared), cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL)
-            time.sleep(4.0 + 0.2 * moment)
+            time.sleep(2.0 + 0.2 * moment)
             os.killpg(other.pid, signal.SIGKILL)
             other.wait()
         assert steady.wait(timeout=120) == 0, steady.stderr.read() if steady.stderr else ""
@@ -325,7 +326,7 @@ def test_a_halving_sweep_that_is_stopped_and_killed_has_a_winner_with_the_bits_o
     words = [str(ROOT / "recipes" / "accelerated.py"), "--search", search, "--trials", "6", "--prune", "halving"]
     words += ["--rungs", "3,9", "--parallel", "2", "--sweep-dir", "s", *ACCELERATED[:-2]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for number, seconds in ((signal.SIGKILL, 9.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 9.0)):
+    for number, seconds in ((signal.SIGKILL, 4.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 4.0)):
         running = subprocess.Popen(command(*words), cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             running.wait(seconds)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from toolkit.cli.main import app
 from toolkit.config import Refusal
 
+pytestmark = pytest.mark.warm
 ROOT = Path(__file__).parents[2]
 SMALL = ["--max-train-examples", "96", "--max-eval-examples", "40", "--use-cpu", "--hidden-size", "16", "--num-hidden-layers", "1"]
 

@@ -37,6 +37,7 @@ from toolkit.training.contrastive import cache_gradients, cached_gradient_loss, 
 from toolkit.training.memory import fit_micro_batch
 from toolkit.training.step import accumulate_gradients
 
+pytestmark = pytest.mark.warm
 EXAMPLES, VOCABULARY = 64, 90
 LOSSES: dict[str, ContrastiveLoss] = {
     "one way": info_nce,
