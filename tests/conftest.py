@@ -68,6 +68,7 @@ PRELOADED = [
     "torch", "transformers", "datasets", "accelerate", "transformers.models.llama.modeling_llama",
     "transformers.models.bert.modeling_bert", "toolkit.training.run", "toolkit.cli.recipe", "toolkit.models", "toolkit.optim",
     "toolkit.data.loading.loaders", "toolkit.losses.causal_lm", "toolkit.losses.classification", "safetensors.torch",
+    "toolkit.data.tokenize.tasks", "toolkit.models.load", "toolkit.training.evaluation", "toolkit.generation.samples",
     "toolkit.cli.help_page", "typer._adapters", "filelock", "toolkit.checkpoint", "toolkit.distributed.engines.start", "toolkit.distributed.engines.zero",
     "toolkit.distributed.engines.fsdp", "peft", "sklearn.pipeline", "sklearn.linear_model", "sklearn.feature_extraction.text", "rich.console",
     "torch.distributed.fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else []),
@@ -317,7 +318,7 @@ def fork_run() -> Callable[..., Any]:
     the one given, with nothing of this process's."""
     context = multiprocessing.get_context("forkserver")
     # This file too, since each child looks for `_child` in it: its import of pytest takes a third of a second.
-    context.set_forkserver_preload([*PRELOADED, *_configurations(), __name__])
+    context.set_forkserver_preload([*PRELOADED, *_configurations(), __name__, __name__.replace("conftest", "built_before")])
     first = context.Process(target=time.sleep, args=(0,))  # the imports take a minute on a busy machine: in no test's time limit
     first.start()
     first.join()

@@ -10,17 +10,21 @@ from pathlib import Path
 
 # With a model, or a config file that names one, its width is fixed.
 SHAPE = {"hidden_size": "32", "num_hidden_layers": "1"}
+RANGE = {**SHAPE, "max_length": "128", "max_train_examples": "800"}  # of find-learning-rate, which trains 100 steps itself
 TINY = {"max_steps": "2", "max_train_examples": "64", "max_eval_examples": "8", "max_length": "128", "num_samples": "0"}
 
 
 def tiny_flags(script: str, words: list[str]) -> list[str]:
     """The flags that make a recipe's run tiny, but for those given; none for help, and none in a SageMaker job, which has its own."""
     text = Path(script).read_text(encoding="utf-8") if script.endswith(".py") else ""
-    if "run_recipe(main)" not in text or "--help" in words or "SM_HPS" in os.environ:
+    is_recipe, is_range = "run_recipe(main)" in text, words[:1] == ["find-learning-rate"]
+    if not (is_recipe or is_range) or "--help" in words or "SM_HPS" in os.environ:
         return []
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
     wanted = dict(TINY) if given & {"model", "config"} else TINY | SHAPE
-    if given & {"eval_fraction", "eval_strategy"}:  # perhaps no evaluation, with which the setting is refused
+    if is_range:
+        wanted = RANGE
+    elif given & {"eval_fraction", "eval_strategy"}:  # perhaps no evaluation, with which the setting is refused
         del wanted["max_eval_examples"]
     if "SampleConfig" not in text:
         wanted = {name: value for name, value in wanted.items() if name != "num_samples"}
