@@ -135,13 +135,14 @@ def test_of_two_ranks_that_shard_the_first_has_half(engine: str, flags: list[str
     """Weights and state, but for rows that two do not divide, and what an engine keeps on the meta device takes nothing.
 
     Fails when: `_prepared` looks at no parameter after prepare, a DTensor's storage is taken for the whole, DeepSpeed asks
-    whether a norm without a value is valid and takes no step, or its shapes of all weights are counted.
+    whether a norm without a value is valid and takes no step, its shapes of all weights are counted, or the
+    model has the name of the class that fully_shard makes of its own.
     """
     found = plan(*SMALL, "--processes", "2", *flags, "--device", "24gb", "--json")
     assert found.returncode == 0, found.stderr
     shown = json.loads(found.stdout)
     whole, parts = 4 * shown["parameters"], shown["parts"]
-    assert (shown["ranks"], shown["engine"]) == (2, engine)
+    assert (shown["ranks"], shown["engine"], shown["model"]) == (2, engine, "BertForSequenceClassification")
     assert parts["weights"] == pytest.approx(weights * whole, rel=0.02)
     assert parts["optimizer state"] == pytest.approx(whole, rel=0.02)
     if engine == "ZeRO-2":  # weights in one block, and as much in buckets; its shapes of the weights would be a third
@@ -220,6 +221,9 @@ def test_time_and_cost_are_of_all_steps() -> None:
         (["sft", "--device", "0gb"], "--device 0gb"),
         (["sft", "--step-seconds", "nan"], "--step-seconds"),
         (["sft", "--step-seconds", "1", "--price", "-1"], "--price"),
+        (["sft", "--price", "1"], "--measure"),
+        (["sft", "--step-seconds", "1", "--measure", "2"], "remove --measure"),
+        (["sft", "--processes", "2", "--measure", "2"], "toolkit profile"),
         (["sft", "--learning-rate", "-1"], "--learning-rate"),
         (["sft", "--model", "nowhere/at-all"], "nowhere/at-all"),
         (["nowhere.py"], "nowhere.py"),

@@ -148,6 +148,24 @@ def test_what_slurm_or_the_recipe_refuses_is_one_message(slurm: dict[str, str], 
     assert run(["squeue", "--noheader"], slurm) == ""
 
 
+def test_names_with_spaces_and_signs_reach_slurm_as_they_are(slurm: dict[str, str], tmp_path: Path) -> None:
+    """Fails when: an option is not quoted (sbatch takes the rest for another one, or for a comment), or a % is not doubled."""
+    name, folder = 'a "b" #1', tmp_path / "100% of #2"
+    job = submitted(tmp_path, slurm, "--job-name", name, "--output-dir", str(folder), "--sbatch=--hold", "--sbatch=--comment=two words")
+    shown = run(["scontrol", "show", "job", job], slurm)
+    run(["scancel", job], slurm)
+    assert f"JobName={name}" in shown
+    assert "Comment=two words" in shown
+    assert f"StdOut={str(folder).replace('%', '%%')}.slurm-{job}.log" in shown
+
+
+@pytest.mark.parametrize("words", [["--sweep-dir", "there/rates"], ["--sweep-dir=there/rates"]])
+def test_the_log_of_a_sweep_is_next_to_its_trials(words: list[str], tmp_path: Path) -> None:
+    """Fails when: --sweep-dir is not looked at."""
+    shown = toolkit("slurm", "submit", RECIPE, "--sweep-workers", "2", *words, "--dry-run", cwd=tmp_path)
+    assert "#SBATCH --output=there/rates.slurm-%A_%a.log" in shown.stdout, shown
+
+
 def test_without_slurm_the_script_can_be_looked_at(tmp_path: Path) -> None:
     """Fails when: an option of ours reaches the recipe, or one of the recipe is left out."""
     words = [

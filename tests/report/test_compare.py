@@ -43,7 +43,7 @@ def compared(*runs: Path) -> dict[str, Any]:
     """The first comparison of `toolkit compare --json`; its text must have come to the same end, and be whole."""
     ran = CliRunner().invoke(app, ["compare", *map(str, runs), "--json"])
     assert ran.exit_code in (0, 1), ran.output
-    found = json.loads(ran.stdout)["comparisons"][0]
+    found = json.loads(ran.stdout, parse_constant=pytest.fail)["comparisons"][0]
     shown = CliRunner().invoke(app, ["compare", *map(str, runs)])
     assert shown.exit_code == ran.exit_code == (0 if found["equal"] else 1)
     assert found["verdict"] in shown.stdout
@@ -267,6 +267,8 @@ DAMAGES: dict[str, Plant] = {
     "a card of another shape": text("run.json", lambda _: '{"versions": 3, "model": [], "files": {"x": 1}, "started": "x", "end": 7}'),
     "neither": gone("run.json", "config.yaml"),
     "a summary of another shape": text("summary.json", lambda _: '{"status": [1], "best": {"name": 3}, "eval_loss": {}}'),
+    "numbers that no float is": text("summary.json", lambda _: f'{{"steps": {10**400}, "seconds": Infinity, "eval_loss": NaN, "a": "\\ud800"}}'),
+    "a card of such numbers": text("run.json", lambda _: f'{{"layout": {{"steps": {10**400}, "processes": -Infinity}}, "a": "\\ud800"}}'),
     "a cut tensor file": lambda run: os.truncate(run / MODEL, 100),
     "no checkpoints": gone("checkpoints"),
 }  # fmt: skip
@@ -274,7 +276,8 @@ DAMAGES: dict[str, Plant] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files_are_named_and_the_rest_is_compared(damage: str, run: Path, tmp_path: Path) -> None:
-    """Fails when: a file that is missing, cut or of another shape ends in a traceback."""
+    """Fails when: a file that is missing, cut or of another shape ends in a traceback, or NaN stays in the JSON: `is_usable` is always true,
+    the page is written without an error handler, or strict_json is left out."""
     other = tmp_path / "b"
     shutil.copytree(run, other)
     DAMAGES[damage](other)

@@ -398,7 +398,7 @@ def test_numbers_are_written_for_people():
     assert [show_number(v) for v in (1234567, 86.44, 1.65234, 0.01234, 0.00025, 12345.6, 0, -3.5, 99999.5)] == [
         "1,234,567", "86.44", "1.652", "0.0123", "2.5e-4", "12,346", "0", "-3.500", "100,000",
     ]  # fmt: skip
-    assert [show_seconds(v) for v in (4.21, 59.7, 123, 18720)] == ["4.2 s", "1 min 0 s", "2 min 3 s", "5 h 12 min"]
+    assert [show_seconds(v) for v in (0.0421, 4.21, 59.7, 123, 18720)] == ["42.1 ms", "4.2 s", "1 min 0 s", "2 min 3 s", "5 h 12 min"]
     assert [show_count(v) for v in (12345, 1312896, 596049920, 8.03e9)] == ["12,345", "1.31 M", "596 M", "8.03 B"]
     assert [show_bytes(v) for v in (12, 5230, 5.2e6, 3e12)] == ["12 B", "5.23 kB", "5.2 MB", "3 TB"]
     assert round_ticks(0, 10) == [0, 5, 10]

@@ -9,6 +9,7 @@ import typer
 from toolkit.cli.table import table
 from toolkit.config.places import place_to_write, unwritable
 from toolkit.system.console import BOLD, DIM, one_line, say
+from toolkit.system.json_lines import strict_json
 
 if TYPE_CHECKING:
     from toolkit.report.compare import Comparison
@@ -41,7 +42,8 @@ def compare(
 
     found = compare_runs(run_dirs)
     if as_json:
-        say(json.dumps({"runs": [str(path) for path in run_dirs], "comparisons": [_as_json(each) for each in found]}, indent=1))
+        shown = {"runs": [str(path) for path in run_dirs], "comparisons": [_as_json(each) for each in found]}
+        say(json.dumps(strict_json(shown), indent=1, allow_nan=False))
     else:
         for number, each in enumerate(found):
             say("\n" * (number > 0), end="")

@@ -50,11 +50,16 @@ def plan(
     for name in ("step_seconds", "price"):
         if values[name] is not None and not 0 < values[name] < float("inf"):  # NaN is not either
             raise typer.BadParameter(f"{values[name]:g}: must be above 0.", param_hint=f"--{name.replace('_', '-')}")
+    if values["price"] is not None and not (values["measure"] or values["step_seconds"]):
+        raise typer.BadParameter("has no effect without --measure or --step-seconds.", param_hint="--price")
+    if values["measure"] and values["step_seconds"]:
+        raise typer.BadParameter("is given, so no steps are taken: remove --measure.", param_hint="--step-seconds")
     script = find_recipe(recipe, context.command_path)
     if {"-h", "--help"} & set(words):
         raise typer.Exit(launch([sys.executable, script, "--help"]))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from toolkit.cli.recipe import read_recipe
+    from toolkit.config import Refusal
     from toolkit.diagnostics.devices import find_device
     from toolkit.diagnostics.fitting import needed
     from toolkit.diagnostics.plan import plan as make_plan
@@ -65,6 +70,9 @@ def plan(
     ranks = values["processes"] or (launched and launched.processes) or 1
     ranks *= launched.machines if launched else 1
     environment = launched.environment if launched else {}
+    if ranks > 1 and values["measure"]:
+        measured = as_typed("toolkit", "profile", script, *words, "--processes", ranks)
+        raise Refusal(f"--measure: times one process, and the plan is of {ranks}. Give --step-seconds, which {measured} finds.")
     devices = [find_device(name) for name in values["device"] or ["this"]]
     main, config = read_recipe(Path(os.path.abspath(script)), words)
 
@@ -78,6 +86,7 @@ def plan(
     fits = needed(first, devices[0]) <= devices[0].memory
     if values["as_json"]:
         shown = {**vars(first), "peak": first.peak, "step_seconds": seconds, "largest_micro_batch": best}
+        shown["cost"] = first.steps * seconds / 3600 * values["price"] if seconds and values["price"] else None
         sizes = {each.name: {"memory": each.memory, "needed": needed(plans[each.kind], each)} for each in devices}
         say(json.dumps({**shown, "devices": sizes}, indent=1))
         raise typer.Exit(0 if fits else 1)

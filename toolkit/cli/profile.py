@@ -50,7 +50,7 @@ def profile(
         command = [sys.executable, "-m", "toolkit", "profile", script, *_own_options(values), *words]
         raise typer.Exit(launch(command, placement.processes, placement.nodes, environment=placement.environment))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it writes lines of its own
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it writes lines of its own, of level 5 (torch 2.13)
     import torch
 
     from toolkit.cli.recipe import read_recipe
@@ -92,7 +92,7 @@ def _own_options(values: Mapping[str, Any]) -> list[str]:
 
 def _show(script: str, profile: "Profile") -> None:
     ranks = len(profile.ranks)
-    speed = f", {profile.tokens_per_second:,.0f} tokens/s" if profile.tokens_per_second else ""
+    speed = f", {profile.tokens_per_second:,.0f} supervised tokens/s" if profile.tokens_per_second else ""
     used = f", MFU {profile.mfu:.1%}" if profile.mfu else ""
     where = f" on {ranks} ranks ({profile.engine})" if ranks else ""
     say(f"{script}{where}: a step takes {1000 * profile.step:.0f} ms{speed}{used} ({profile.device})", style=BOLD)

@@ -80,7 +80,7 @@ def submit(
     if sweep_workers:
         if nodes > 1:
             raise Refusal(f"--nodes {nodes}: a trial of a sweep runs on one machine. Remove it, or leave --sweep-workers out.")
-        run_words, folder = [*python, "sweep", script, *words], Path("runs") / f"{name}-sweep"
+        run_words, folder = [*python, "sweep", script, *words], _sweep_dir(script, words)
     else:
         config = _settings(script, words)
         if config.overwrite_output_dir:
@@ -94,24 +94,27 @@ def submit(
         "--cpus-per-task": cpus_per_task, "--mem": mem,
     }  # fmt: skip
     options = [f"{option}={value}" for option, value in wanted.items() if value is not None] + list(sbatch or [])
+    for option, text in (("--job-name", name), ("--output-dir", str(folder))):
+        if "\n" in text:
+            raise typer.BadParameter(f"{text!r}: a line of a batch script can't hold it.", param_hint=option)
     for option in options:
         if "\n" in option or not option.startswith("-"):
             raise typer.BadParameter(f"{option!r}: is no option of sbatch, such as --qos=high.", param_hint="--sbatch")
     command = command_of_nodes(run_words, nodes=nodes)
     job = SlurmJob(
         name=name, command=f"{setup}\n    {command}" if setup else command,
-        log=f"{folder}.slurm-{'%A_%a' if sweep_workers else '%j'}.log", nodes=nodes, array=sweep_workers,
-        stop_seconds=stop_seconds, options=tuple(options),
+        log=f"{folder}".replace("%", "%%") + f".slurm-{'%A_%a' if sweep_workers else '%j'}.log",
+        nodes=nodes, array=sweep_workers, stop_seconds=stop_seconds, options=tuple(options),
     )  # fmt: skip
     text = batch_script(job)
     if dry_run:
         say(text, end="")
         return
     number = _send(text, folder)
-    log = job.log.replace("%A", number).replace("%j", number)
+    log = f"{folder}.slurm-{number}{'_0' * bool(sweep_workers)}.log"
     size = f"{sweep_workers} workers" if sweep_workers else f"{nodes} node{'s' * (nodes > 1)}"
     say(f"Submitted {number}: {name}, {size}")
-    for words in (["tail", "-F", log.replace("%a", "0")], ["squeue", "--job", number], ["scancel", number]):
+    for words in (["tail", "-F", log], ["squeue", "--job", number], ["scancel", number]):
         say("  " + as_typed(*words))
 
 
@@ -125,6 +128,13 @@ def _settings(script: str, words: list[str]) -> Any:
     config: Any = read_command_line(config_class, words, {}, sys.modules[config_class.__module__].__doc__ or "")
     check_together(config)
     return config
+
+
+def _sweep_dir(script: str, words: list[str]) -> Path:
+    """Where `toolkit sweep` keeps the trials."""
+    typed = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""], strict=True)
+             if word.partition("=")[0].replace("_", "-") == "--sweep-dir"]  # fmt: skip
+    return Path(typed[-1] if typed else f"sweeps/{Path(script).stem}")
 
 
 def _send(text: str, folder: Path) -> str:

@@ -32,7 +32,7 @@ from toolkit.diagnostics.checks_of_steps import (
 )
 from toolkit.diagnostics.findings import CHECKS, Finding, Outcome, Report, found, skipped
 from toolkit.diagnostics.records import Record
-from toolkit.diagnostics.short_runs import Runs, run_short
+from toolkit.diagnostics.short_runs import Runs, ended_by_signals, run_short
 from toolkit.diagnostics.small import with_small_model, with_small_teacher
 from toolkit.diagnostics.watch import Watch
 
@@ -55,7 +55,7 @@ def examine(
         Refusal: the recipe refuses its settings or data, or its model can't be made small.
     """
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="doctor-") as name:
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="doctor-") as name:
         folder = Path(name)
         small = with_small_teacher(with_small_model(config, folder / "small-model"), folder / "small-teacher")
         runs = run_short(main, small, watch, folder, say, {run for check in only for run in _RUNS.get(check, ())})

@@ -29,7 +29,7 @@ from toolkit.diagnostics.documents import first_and_last
 from toolkit.diagnostics.ledger import ENGINE, Ledger, as_fake, mark_phases
 from toolkit.diagnostics.one_rank import as_first_rank, exchanged
 from toolkit.diagnostics.replacements import Replacements
-from toolkit.diagnostics.short_runs import forget_accelerator
+from toolkit.diagnostics.short_runs import ended_by_signals, forget_accelerator
 from toolkit.distributed.engines import element_count, engine_of, unwrapped
 from toolkit.distributed.launch import NOTHING_MORE
 from toolkit.models.attention import kernels
@@ -101,7 +101,7 @@ def plan(
     seen = _Seen(Ledger())
     printed = io.StringIO()
     forget_accelerator()
-    with tempfile.TemporaryDirectory(prefix="plan-") as folder, contextlib.ExitStack() as stack:
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="plan-") as folder, contextlib.ExitStack() as stack:
         for each in (_replaced(seen), planned_for(device), without_weights(), as_first_rank(ranks, environment),
                      resized_storages(seen.ledger.resized)):  # fmt: skip
             stack.enter_context(each)
@@ -156,8 +156,9 @@ class _Seen:
         trained, frozen = (
             sum(element_count(p) for p in model.parameters() if p.requires_grad == wanted) for wanted in (True, False)
         )
+        name = type(model).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
         return Plan(
-            parts, self.ledger.peak_phase, self.process, type(model).__name__, trained + frozen, trained,
+            parts, self.ledger.peak_phase, self.process, name, trained + frozen, trained,
             self.train.micro_batch_size,
             -(-self.train.global_batch_size // (self.train.micro_batch_size * self.train.world_size)),
             _tokens(self.longest.micro_batches[0]) if self.longest else 0, self.train.num_steps,

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
+import signal
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from toolkit.config import Refusal, Settings
 from toolkit.diagnostics.records import Gradients, Record
+from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.small import GLOBAL_BATCH, shortened
 from toolkit.diagnostics.watch import Watch
 from toolkit.diagnostics.wrappers import Learned
 from toolkit.distributed.compat import forget_process_state
+from toolkit.training.signals import STOPPING
 
 STEPS = 6  # of the run as it is configured
 LEARNING_STEPS, LEAST_STEPS = 60, 10  # on eight examples, until they are learned
@@ -143,6 +148,29 @@ def _events(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """A block whose runs end where Ctrl-C or SIGTERM finds them, as KeyboardInterrupt: they have nothing to continue.
+
+    A run of its own notes the signal, saves and names the command that continues; here the directory is a temporary one.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before: dict[int, Any] = {}
+    with Replacements() as replace:
+        opening = importlib.import_module("toolkit.training.opening")
+        replace.attribute(opening, "signals_noted", lambda original, stop: contextlib.nullcontext())
+        with contextlib.suppress(ValueError):  # not the main thread: its signals are another's
+            before |= {number: signal.signal(number, end) for number in STOPPING}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def forget_accelerator() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ class SlurmJob:
 
     name: str
     command: str
-    log: str  # with %j, or %A and %a, for the job's number
+    log: str  # with %j, or %A and %a, for the job's number; another % is doubled
     nodes: int = 1
     array: int | None = None  # as many jobs that run the same command
     stop_seconds: int = 120
@@ -28,6 +29,15 @@ def command_of_nodes(words: Sequence[str], *, nodes: int) -> str:
     """Words of `toolkit train`, quoted for a shell, with the place of each node where there are several."""
     places = ' --nodes "$NODES" --node-rank "$NODE" --main-address "$MAIN" --main-port "$PORT"' if nodes > 1 else ""
     return shlex.join(words) + places
+
+
+def _quoted(option: str) -> str:
+    """An option that sbatch reads back whole: to it a space or a # ends a value, quotes and backslashes are a shell's."""
+    name, equals, value = option.partition("=")
+    if not equals or value[:1] in ("'", '"') or not re.search(r"[\s#'\"\\]", value):  # in quotes already, or nothing to quote
+        return option
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{name}="{escaped}"'
 
 
 def batch_script(job: SlurmJob) -> str:
@@ -42,7 +52,7 @@ def batch_script(job: SlurmJob) -> str:
         "--requeue", f"--signal=B:USR1@{job.stop_seconds}", *([f"--array=0-{job.array - 1}"] if job.array else []),
         *job.options,
     ]  # fmt: skip
-    lines = "\n".join(f"#SBATCH {option}" for option in options)
+    lines = "\n".join(f"#SBATCH {_quoted(option)}" for option in options)
     return f"""#!/bin/bash
 {lines}
 

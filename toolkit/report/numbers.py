@@ -1,11 +1,17 @@
 """Numbers as a person reads them."""
 
-import contextlib
 import math
+
+
+def is_usable(value: float) -> bool:
+    """Whether a number from a file is finite, and no whole number of hundreds of digits, which no float is."""
+    return abs(value) < 1e300
 
 
 def show_number(value: float) -> str:
     """About four significant digits: 12,345 · 86.4 · 1.652 · 0.0123 · 2.5e-4 · 3.14e93."""
+    if not is_usable(value):
+        return str(float("inf") if value > 0 else -float("inf") if value < 0 else value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     size = abs(value)
@@ -19,7 +25,11 @@ def show_number(value: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """45 s · 2 min 3 s · 5 h 12 min."""
+    """40 ms · 45 s · 2 min 3 s · 5 h 12 min."""
+    if not is_usable(seconds):
+        return "–"
+    if 0 < seconds < 0.1:
+        return f"{1000 * seconds:.1f}".removesuffix(".0") + " ms"
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
@@ -64,11 +74,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def finite_number(value: object) -> float | None:
-    """A number of a JSON file as a float; None for what is no number, not finite, or larger than a float can be."""
-    if type(value) is float:  # nearly all of them
-        return value if math.isfinite(value) else None
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    """A number of a JSON file as a float; None for what is no number, or no usable one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_usable(value):
         return None
-    with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
-        return float(value) if math.isfinite(value) else None
-    return None
+    return float(value)

@@ -45,7 +45,7 @@ def write_report(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
     check_runs(run_dirs)
     runs = [read_run(Path(directory)) for directory in run_dirs]
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page(runs, target.parent), encoding="utf-8")
+    _write(target, page(runs, target.parent))
     return target
 
 
@@ -57,7 +57,12 @@ def write_comparison(comparisons: Sequence[Comparison], path: Path) -> None:
     """
     runs = [comparisons[0].runs[0], *(each.runs[1] for each in comparisons)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(runs, path.parent, "".join(map(_differences, comparisons))), encoding="utf-8")
+    _write(path, page(runs, path.parent, "".join(map(_differences, comparisons))))
+
+
+def _write(path: Path, text: str) -> None:
+    """A JSON file may hold half of a surrogate pair, which is no text of UTF-8."""
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def page(runs: list[RunRecord], folder: Path, found: str = "") -> str:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 
 from toolkit.report.compare import ABSENT, Comparison, Difference
+from toolkit.report.numbers import is_usable
 
 _CAUSES = ("setting", "environment", "model", "data")
 _RATE = ("learning_rate", "lr_", "warmup_", "min_lr", "max_steps", "num_train_epochs", "layer_lr_decay", "loraplus_lr_ratio")
@@ -48,6 +49,8 @@ def by_how_much(difference: Difference) -> str:
     if difference.about:
         return difference.about
     if isinstance(a, bool) or isinstance(b, bool) or not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
+        return ""
+    if not (is_usable(a) and is_usable(b)):
         return ""
     change = f"{b - a:+.3g}"
     return f"{change} ({(b - a) / abs(a):+.2%})" if a and difference.stage not in ("setting", "environment") else change
