@@ -22,7 +22,6 @@ from toolkit.diagnostics.small import GLOBAL_BATCH, shortened
 from toolkit.diagnostics.watch import Watch
 from toolkit.diagnostics.wrappers import Learned
 from toolkit.distributed.compat import forget_process_state
-from toolkit.training.signals import STOPPING
 
 STEPS = 6  # of the run as it is configured
 LEARNING_STEPS, LEAST_STEPS = 60, 10  # on eight examples, until they are learned
@@ -162,10 +161,10 @@ def ended_by_signals() -> Iterator[None]:
 
     before: dict[int, Any] = {}
     with Replacements() as replace:
-        opening = importlib.import_module("toolkit.training.opening")
+        opening, signals = (importlib.import_module(f"toolkit.training.{name}") for name in ("opening", "signals"))
         replace.attribute(opening, "signals_noted", lambda original, stop: contextlib.nullcontext())
         with contextlib.suppress(ValueError):  # not the main thread: its signals are another's
-            before |= {number: signal.signal(number, end) for number in STOPPING}
+            before |= {number: signal.signal(number, end) for number in signals.STOPPING}
         try:
             yield
         finally:
