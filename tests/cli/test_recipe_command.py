@@ -381,11 +381,17 @@ def test_config_class_is_found_behind_both_kinds_of_annotation() -> None:
 
     def postponed(config: "Config") -> "no.such.Name": ...  # type: ignore[name-defined]  # noqa: F821
 
+    def dotted(config: "tk.OptimConfig") -> None: ...
+
+    def misspelled(config: "Confi") -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
     def bare(config) -> None: ...  # type: ignore[no-untyped-def]
 
     assert config_class_of(plain) is config_class_of(postponed) is Config
-    with pytest.raises(TypeError, match="annotate its parameter"):
-        config_class_of(bare)
+    assert config_class_of(dotted) is tk.OptimConfig
+    for wrong in (bare, misspelled):
+        with pytest.raises(Refusal, match="main takes one config"):
+            config_class_of(wrong)
 
 
 def test_mistakes_of_flags_and_file_and_what_does_not_go_together_come_in_one_message(tmp_path: Path) -> None:

@@ -138,13 +138,17 @@ def test_a_recipe_that_fails_is_a_finding_with_its_line(tmp_path: Path) -> None:
         ("import nowhere_at_all\n", [], "nowhere_at_all"),
         ("def main(:\n", [], "line 1"),
         ("x = 1\n", [], "main"),
+        ("main = 3\n", [], "main is 3"),
+        ("def main(config):\n    pass\n", [], "broken.py:1: main takes one config"),
+        ("import toolkit as tk\ndef main(config: tk.OptimConfig, more: int):\n    pass\n", [], "broken.py:2: main takes one config"),
+        ("raise SystemExit(7)\n", [], "broken.py:1"),
         (None, ["--learning-rate", "-1"], "--learning-rate"),
         (None, ["--dataset", "nowhere.jsonl"], "nowhere.jsonl"),
         (None, ["--only", "splits"], "splits"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_message(text: str | None, words: list[str], said: str, tmp_path: Path) -> None:
-    """Fails when: a recipe that can't be imported shows a traceback, or ends with 1."""
+    """Fails when: a recipe that can't be imported, or whose main takes something else, shows a traceback, or ends with 1 or its own code."""
     path = planted.RECIPES / "accelerated.py"
     if text is not None:
         path = tmp_path / "broken.py"

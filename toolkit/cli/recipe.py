@@ -1,5 +1,6 @@
 """A recipe as a program: its `main` is called with the config that was asked for, and its end becomes an exit code."""
 
+import contextlib
 import faulthandler
 import importlib.util
 import inspect
@@ -33,9 +34,9 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
     if sys.__stderr__ is not None:  # a crash in native code (a file cut under its mapping, say) shows where it was
         faulthandler.enable(sys.__stderr__)
     keep_bars_out_of_logs()
-    config_class = config_class_of(main)
-    description = sys.modules[main.__module__].__doc__ or ""
     try:
+        config_class = config_class_of(main)
+        description = sys.modules[main.__module__].__doc__ or ""
         adopt_mpi_ranks()
         config = read_command_line(config_class, sys.argv[1:], os.environ, description)
         check_together(config)
@@ -78,14 +79,24 @@ def _end_interrupted() -> NoReturn:
 
 
 def config_class_of(main: Callable[[AnyConfig], Any]) -> type[AnyConfig]:
-    """The class that annotates the parameter of a recipe's `main`."""
+    """The class that annotates the parameter of a recipe's `main`.
+
+    Raises:
+        Refusal: main isn't a function of one config, or doesn't say of which class that is.
+    """
+    if not inspect.isfunction(main):
+        raise Refusal(f"main is {main!r}, and no function main(config: Config), as a recipe has.")
     parameters = list(inspect.signature(main).parameters.values())
     config_class = parameters[0].annotation if parameters else None
     if isinstance(config_class, str):  # from __future__ import annotations
         # Not typing.get_type_hints: it would resolve `-> tk.Summary` too, and load torch for a help page.
-        config_class = eval(config_class, main.__globals__)
-    if not (isinstance(config_class, type) and issubclass(config_class, Settings)):
-        raise TypeError(f"{main.__name__}: annotate its parameter with the recipe's Config class")
+        with contextlib.suppress(Exception):  # of a name that there isn't: refused below
+            config_class = eval(config_class, main.__globals__)
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [each for each in parameters if each.default is each.empty and each.kind not in variable]
+    if len(required) > 1 or not (isinstance(config_class, type) and issubclass(config_class, Settings)):
+        place = f"{main.__code__.co_filename}:{main.__code__.co_firstlineno}"
+        raise Refusal(f"{place}: main takes one config; annotate it with the recipe's class of settings: main(config: Config).")
     return cast(type[AnyConfig], config_class)
 
 
@@ -113,7 +124,7 @@ def import_recipe(recipe: Path) -> ModuleType:
         raise Refusal(f"{recipe}: can't be imported here ({error}).") from error
     except Refusal:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(recipe.absolute())), 0)
         raise Refusal(f"{recipe}:{line}: can't be imported here ({type(error).__name__}: {error}).") from error
