@@ -112,8 +112,8 @@ def test_the_table_of_several_ranks_adds_up() -> None:
     assert (job.mfu, job.tokens_per_second, job.padding) == (pytest.approx(0.3), 100.0, 0.4)
     assert [job.slowest("data"), job.late()[:2]] == [(0, 3.0), (0, "data")]
     assert [differs(job, phase) for phase in ("data", "communication", "clipping")] == [True, True, False]
-    alone = profile_of([measured(1.0)], "cpu")
-    assert (alone.ranks, alone.seconds["backward"], "communication" in alone.seconds) == ([], 4.0, False)
+    alone = profile_of([measured(1.0)], "cpu", "DDP")
+    assert (alone.ranks, alone.engine, alone.seconds["backward"], "communication" in alone.seconds) == ([], "", 4.0, False)
     assert of_rank(Path("a/trace.json"), {"RANK": "1", "WORLD_SIZE": "2"}) == Path("a/trace-rank1.json")
     assert of_rank(Path("a/trace.json"), {}) == Path("a/trace.json")
 

@@ -119,8 +119,8 @@ def profile_of(ranks: list[RankTimes], device: str, engine: str = "") -> Profile
     used = [rank.mfu for rank in ranks if rank.mfu is not None]
     return Profile(
         device, seconds, sum(seconds.values()), first.operations, max(rank.padding for rank in ranks),
-        first.tokens_per_second, statistics.fmean(used) if used else None, engine, share_of_waiting(ranks) if several else 0.0,
-        parts if several else [],
+        first.tokens_per_second, statistics.fmean(used) if used else None, engine if several else "",
+        share_of_waiting(ranks) if several else 0.0, parts if several else [],
     )  # fmt: skip
 
 
