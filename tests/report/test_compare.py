@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from toolkit.cli.main import app
 from toolkit.config import Refusal
+from toolkit.report.compare import Difference
+from toolkit.report.verdict import by_how_much
 
 pytestmark = pytest.mark.warm
 ROOT = Path(__file__).resolve().parents[2]
@@ -336,3 +338,11 @@ def test_the_page_has_the_curves_of_all_runs_in_one_frame(run: Path, tmp_path: P
     assert [value for _, value in values] == pytest.approx([v for each in losses for v in each if v is not None], abs=1e-3)
     assert "b<i>" not in text
     assert "The runs differ from step 7 on, in loss" in text
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "shown"), [(2.0, 1.0, "-1 (-50.00%)"), (8.0, 8.0 - 1e-6, "-1e-06 (-1e-05%)"), (0, 1, "+1"), (True, 1, ""), (1.0, 1e301, "")]
+)
+def test_a_difference_too_small_for_two_digits_is_not_shown_as_none(a: float, b: float, shown: str) -> None:
+    """Fails when: each share of the first has two digits."""
+    assert by_how_much(Difference("loss", "loss", (a, b), 4)) == shown

@@ -53,7 +53,10 @@ def by_how_much(difference: Difference) -> str:
     if not (is_usable(a) and is_usable(b)):
         return ""
     change = f"{b - a:+.3g}"
-    return f"{change} ({(b - a) / abs(a):+.2%})" if a and difference.stage not in ("setting", "environment") else change
+    if not a or difference.stage in ("setting", "environment"):
+        return change
+    share = (b - a) / abs(a)
+    return f"{change} ({share:+.2%})" if abs(share) >= 1e-4 else f"{change} ({100 * share:+.1g}%)"
 
 
 def _when(difference: Difference) -> tuple[float, int]:
