@@ -31,6 +31,11 @@ def find_recipe(written: str, command: str = "toolkit train") -> str:
     return found
 
 
+def sweep_folder(script: str, asked: str | None) -> Path:
+    """Where a sweep of a recipe is written: what --sweep-dir says, else sweeps/RECIPE."""
+    return Path(asked) if asked else Path("sweeps") / Path(script).stem
+
+
 def find_accelerate_config(written: str) -> str:
     """The same for an Accelerate config file; the named ones lie in recipes/launch."""
     folders = [folder / "launch" for folder in _folders()]

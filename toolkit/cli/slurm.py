@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.cli.placement import MOST_RANKS
-from toolkit.cli.recipe_file import Recipe, find_recipe
+from toolkit.cli.recipe_file import Recipe, find_recipe, sweep_folder
 from toolkit.config import Refusal
 from toolkit.system.console import as_typed, say
 
@@ -134,7 +134,7 @@ def _sweep_dir(script: str, words: list[str]) -> Path:
     """Where `toolkit sweep` keeps the trials."""
     typed = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""], strict=True)
              if word.partition("=")[0].replace("_", "-") == "--sweep-dir"]  # fmt: skip
-    return Path(typed[-1] if typed else f"sweeps/{Path(script).stem}")
+    return sweep_folder(script, typed[-1] if typed else None)
 
 
 def _send(text: str, folder: Path) -> str:

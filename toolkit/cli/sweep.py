@@ -13,7 +13,7 @@ import typer
 from toolkit.cli.command_line import read_command_line
 from toolkit.cli.placement import ConfigFile, Processes
 from toolkit.cli.recipe import config_class_of_file
-from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
+from toolkit.cli.recipe_file import Recipe, find_recipe, split_options, sweep_folder
 from toolkit.cli.sweep_plan import PRUNERS, Asked, base_of, check_agent, check_given, check_hours, make_plan
 from toolkit.config import Refusal, settings_of
 from toolkit.config.places import place_to_write, unwritable
@@ -127,7 +127,7 @@ def sweep(
         _of_directory(recipe, Path(words[0]), values)
         return
     script = find_recipe(recipe, context.command_path)
-    folder = Path(values["sweep_dir"] or Path("sweeps") / Path(script).stem)
+    folder = sweep_folder(script, values["sweep_dir"])
     if values["wandb"] is not None:
         check_given(context, values, _OF_AN_AGENT, "--wandb, where the W&B sweep decides")
         check_agent(words, values["wandb"])

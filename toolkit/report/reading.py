@@ -120,7 +120,6 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
-
 def _read_text(path: Path, complaints: list[str]) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace")

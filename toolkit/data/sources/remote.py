@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from toolkit.config import Refusal
-from toolkit.system.console import say
+from toolkit.system.console import first_line, say
 
 WAITS = (1.0, 4.0, 16.0)  # seconds before a read that failed is tried again
 BLOCK = 1 << 20  # bytes read at a time
@@ -147,5 +147,5 @@ def _store_of(url: str) -> tuple[Any, str]:
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
