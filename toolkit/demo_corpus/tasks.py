@@ -7,7 +7,6 @@ training rows are dropped, so that a held-out metric measures more than memory.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from datasets import Features
 
 Row = dict[str, Any]
+Described = tuple[Function, str]  # a function and the first sentence of its docstring
 
 LIBRARY_FAMILIES = {
     "network": "http urllib email smtplib ftplib imaplib nntplib socket ssl socketserver xmlrpc wsgiref telnetlib poplib cgi "
@@ -157,14 +157,15 @@ def rank() -> Iterator[Row]:
     Where the module has too few, they are of other modules of the split. None has the same sentence.
     """
     for split, described in _described_by_split(LONGEST_RANKED).items():
-        for function, sentence in described:
+        nearest = _nearest_by_length(described, [len(function.code) for function, _ in described])
+        said = [plain(sentence) for _, sentence in described]
+        for place, (function, sentence) in enumerate(described):
 
-            def nearness(other: Function, function: Function = function) -> tuple[bool, float, int]:
-                ratio = abs(math.log(len(other.code) / len(function.code)))
-                return other.module != function.module, ratio, _hash(f"{function.qualname} {other.module} {other.qualname}")
+            def tie(other: int, name: str = function.qualname, described: list[Described] = described) -> int:
+                return _hash(f"{name} {described[other][0].module} {described[other][0].qualname}")
 
-            others = (other for other, its_sentence in described if plain(its_sentence) != plain(sentence))
-            candidates = [function, *heapq.nsmallest(RANKED - 1, others, key=nearness)]
+            others = nearest(place, RANKED - 1, tie, lambda other, own=said[place], said=said: said[other] != own)
+            candidates = [function, *(described[other][0] for other in others)]
             candidates.sort(key=lambda each: _hash(f"{sentence} {each.code}"))
             yield {
                 "query": sentence,
@@ -182,15 +183,13 @@ def choose() -> Iterator[Row]:
     Where the module has too few, they are of other modules of the split. No two are the same.
     """
     for split, described in _described_by_split(LONGEST_RANKED).items():
-        for function, sentence in described:
+        nearest = _nearest_by_length(described, [len(sentence) for _, sentence in described])
+        for place, (function, sentence) in enumerate(described):
 
-            def nearness(
-                other: tuple[Function, str], function: Function = function, length: int = len(sentence)
-            ) -> tuple[Any, ...]:
-                ratio = abs(math.log(len(other[1]) / length))
-                return other[0].module != function.module, ratio, _hash(f"{function.qualname} {other[1]}")
+            def tie(other: int, name: str = function.qualname, described: list[Described] = described) -> int:
+                return _hash(f"{name} {described[other][1]}")
 
-            near = {plain(text): text for _, text in heapq.nsmallest(4 * CHOICES, described, key=nearness)}
+            near = {plain(text := described[other][1]): text for other in nearest(place, 4 * CHOICES, tie)}
             near.pop(plain(sentence), None)
             choices = sorted([sentence, *list(near.values())[: CHOICES - 1]], key=lambda text: _hash(f"{function.code} {text}"))
             yield {
@@ -203,20 +202,51 @@ def choose() -> Iterator[Row]:
             }
 
 
-def _described_functions() -> Iterator[tuple[Function, str]]:
+def _described_functions() -> Iterator[Described]:
     for function in _distinct(read_functions()):
         sentence = first_sentence(function.docstring)
         if sentence and 40 <= len(function.code) <= LONGEST_CODE:
             yield function, sentence
 
 
-def _described_by_split(longest: int) -> dict[str, list[tuple[Function, str]]]:
+def _described_by_split(longest: int) -> dict[str, list[Described]]:
     """Functions of at most `longest` characters with their sentences."""
-    by_split: dict[str, list[tuple[Function, str]]] = defaultdict(list)
+    by_split: dict[str, list[Described]] = defaultdict(list)
     for function, sentence in _described_functions():
         if len(function.code) <= longest:
             by_split[split_of(function.module)].append((function, sentence))
     return by_split
+
+
+def _nearest_by_length(described: list[Described], lengths: list[int]) -> Callable[..., list[int]]:
+    """`nearest(place, number, tie)`: the places that are nearest to `place`, itself included.
+
+    Those of its module are nearest, then those of like length by its ratio, then those with the least `tie(place)`. `allowed`
+    says which places may be taken. There are few different lengths: looking at all pairs takes half a minute for the corpus.
+    """
+    everywhere: dict[int, list[int]] = defaultdict(list)
+    in_module: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for place, ((function, _), length) in enumerate(zip(described, lengths, strict=True)):
+        everywhere[length].append(place)
+        in_module[function.module][length].append(place)
+
+    def nearest(
+        place: int, number: int, tie: Callable[[int], int], allowed: Callable[[int], bool] = lambda other: True
+    ) -> list[int]:
+        module, found = described[place][0].module, list[int]()
+        for own, places in ((True, in_module[module]), (False, everywhere)):
+            of_ratio: dict[float, list[int]] = defaultdict(list)
+            for length in places:
+                of_ratio[abs(math.log(length / lengths[place]))].append(length)
+            for ratio in sorted(of_ratio):
+                if len(found) >= number:
+                    return found[:number]
+                others = sorted(other for length in of_ratio[ratio] for other in places[length])
+                fitting = [other for other in others if allowed(other) and (described[other][0].module == module) is own]
+                found += sorted(fitting, key=tie)
+        return found[:number]
+
+    return nearest
 
 
 def _question(function: Function) -> list[Row]:
