@@ -1,6 +1,7 @@
 """The embedded task with checkable answers: right, as hard as asked for, the same each time, held out by construction."""
 
 import re
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from toolkit.demo_corpus import synthetic
 NAMES = ("arithmetic", "arithmetic/digits=1", "arithmetic/digits=4/terms=5", "arithmetic_solved/terms=3/seed=7")
 
 
-@pytest.fixture(autouse=True)
-def apart(own_cache: Path) -> None:
-    """A cache of its own."""
+@pytest.fixture(autouse=True, scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of its own, in which each name's rows are made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("synthetic"))
+        yield
 
 
 def rows_of(name: str) -> dict[str, list[dict[str, str]]]:

@@ -24,6 +24,7 @@ TASKS = ("arithmetic", "arithmetic_solved")
 SIZES = {"train": 4096, "validation": 512, "test": 512}  # problems of a split, where there are as many
 _VERSION = 1  # raise it when a name gives other rows
 _MOST_DRAWS = 400_000  # until a small space of problems counts as exhausted
+_DRAWS_OF_EACH = 100  # likewise: one that is left out by so many draws of each has a chance of e^-100
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def read_task(task: str) -> tuple[str, Difficulty]:
 
 def draw_problems(difficulty: Difficulty) -> Iterator[tuple[int, ...]]:
     """Problems as their signed terms, the first one above or at zero; a pure function of the difficulty, with repetitions."""
-    for number in range(_MOST_DRAWS):
+    different = 2 ** (difficulty.terms - 1) * 10 ** (difficulty.digits * difficulty.terms)
+    for number in range(min(_MOST_DRAWS, _DRAWS_OF_EACH * different)):
         digest = hashlib.blake2b(f"{difficulty} {number}".encode(), digest_size=4 + 8 * difficulty.terms).digest()
         values = [int.from_bytes(digest[i : i + 8], "big") % 10**difficulty.digits for i in range(4, len(digest), 8)]
         signs = [1, *(-1 if digest[place // 8] >> place % 8 & 1 else 1 for place in range(difficulty.terms - 1))]

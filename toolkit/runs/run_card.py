@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +179,7 @@ def _revision_of(dataset: str | None) -> str | None:
     return dataset.rpartition("@")[2] if dataset and "@" in dataset and "," not in dataset else None
 
 
+@cache
 def library_versions() -> dict[str, str]:
     """Versions of the libraries a result may depend on, those that are installed."""
     versions = {}

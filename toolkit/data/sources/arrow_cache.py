@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from toolkit.config import Refusal
-from toolkit.data.compat import set_fingerprint
 from toolkit.system.console import say
 from toolkit.system.digests import damage_in, write_digests
 from toolkit.system.files import make_folder, put_in_place, remove, waiting_lock
@@ -37,14 +36,15 @@ def cached_splits(key: str, build: Callable[[Path], None]) -> DatasetDict:
 def open_splits(folder: Path) -> DatasetDict:
     """The `<split>.arrow` files of a folder that `cache_folder` has returned, as memory-mapped datasets."""
     from datasets import Dataset, DatasetDict
+    from datasets.table import MemoryMappedTable
 
     splits = DatasetDict()
     for path in sorted(folder.glob("*.arrow"), key=_split_order):
         if path.name.startswith("cache-"):  # what datasets derived from these files lies next to them
             continue
-        rows = Dataset.from_file(str(path), split=path.stem)
-        set_fingerprint(rows, f"{folder.name}-{path.stem}")
-        splits[path.stem] = rows
+        table = MemoryMappedTable.from_file(str(path))
+        # named by its content: the fingerprint that datasets would make has the file's time of modification in it
+        splits[path.stem] = Dataset(table, split=path.stem, fingerprint=f"{folder.name}-{path.stem}")
     return splits
 
 
