@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,20 +29,27 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def edges() -> Iterator[tuple[str, str, str]]:
+MODULES = modules()
+
+
+@cache
+def edges() -> list[tuple[str, str, str]]:
     """(room, room it imports, where): imports at the top of files and inside functions."""
-    there = modules()
-    for name, path in there.items():
+    return [edge for name, path in MODULES.items() for edge in _edges_from(name, path)]
+
+
+def _edges_from(name: str, path: Path) -> Iterator[tuple[str, str, str]]:
+    if "." in name:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             targets = []
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("toolkit."):
                 targets = [f"{node.module}.{alias.name}"[8:] for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module == "toolkit":
-                targets = [alias.name for alias in node.names if alias.name in there]
+                targets = [alias.name for alias in node.names if alias.name in MODULES]
             elif isinstance(node, ast.Import):
                 targets = [alias.name[8:] for alias in node.names if alias.name.startswith("toolkit.")]
             for target in targets:
-                if target.split(".")[0] != name.split(".")[0] and "." in name:
+                if target.split(".")[0] != name.split(".")[0]:
                     yield name.split(".")[0], target.split(".")[0], f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
@@ -85,7 +93,7 @@ def test_imports_point_one_way() -> None:
         above.add(room)
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
+@pytest.mark.parametrize("name", sorted(MODULES))
 def test_every_file_says_its_idea_first(name: str) -> None:
     """Fails when: a file has no docstring."""
-    assert ast.get_docstring(ast.parse(modules()[name].read_text(encoding="utf-8")))
+    assert ast.get_docstring(ast.parse(MODULES[name].read_text(encoding="utf-8")))

@@ -67,6 +67,7 @@ def make_teacher(folder: Path, tokenizer: PreTrainedTokenizerFast, positions: in
 def test_without_a_teacher_one_is_trained_and_the_student_comes_closer_to_it(run_recipe: Any, rows: None, tmp_path: Path) -> None:
     """Fails when: the teacher's gradient step is the student's, or the divergence's sign is wrong."""
     flags = ["--dataset", "rows.jsonl", "--max-length", "48", "--num-samples", "0", "--max-steps", "30", "--vocab-size", "300", "--eval-steps", "30"]
+    flags += ["--hidden-size", "64", "--num-hidden-layers", "2", "--intermediate-size", "128"]
     run = run_recipe("distill", *flags, "--save-strategy", "no", "--temperature", "2")
     assert run.code == 0, run.err
     assert "tiny-llama is trained for 60 steps" in run.out
