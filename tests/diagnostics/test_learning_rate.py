@@ -53,7 +53,7 @@ def invoke(*words: str) -> Any:
 
 
 def test_a_recipe_trains_with_each_rate_in_turn_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when: the recipe's own schedule goes on, or its groups lose the ratio of their rates."""
+    """Fails when: the recipe's own schedule goes on, its groups lose the ratio of their rates, or it evaluates as it would in a run."""
     monkeypatch.chdir(tmp_path)
     seen: list[list[float]] = []
     import toolkit as tk
@@ -65,6 +65,7 @@ def test_a_recipe_trains_with_each_rate_in_turn_and_nothing_is_left(tmp_path: Pa
         return step(accelerator, model, optimizer, batch, loss_fn, rates, **named)
 
     monkeypatch.setattr(tk, "train_step", counted)
+    monkeypatch.setattr(tk, "eval_with_gather", lambda *_: pytest.fail("evaluates"))
     done = invoke("sft", *SMALL, "--learning-rate", "0.002", "--lr-patterns", "embed=0.5", "--steps", "40", "--plot", "curve.svg", "--json")
     assert done.exit_code == 0, done.output + repr(done.exception)
     found = RangeTest(**json.loads(done.stdout))

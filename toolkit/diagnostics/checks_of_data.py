@@ -142,5 +142,7 @@ def _is_2d(tensor: Any) -> bool:
 
 
 def micro_batch_of(forward: Forward, made: Iterable[MicroBatch]) -> MicroBatch | None:
-    """The micro-batch whose ids a forward pass got; None where these were made anew."""
-    return next((each for each in made if each.tensors["input_ids"].data_ptr() == forward.input_ids.data_ptr()), None)
+    """The micro-batch whose ids a forward pass got; None where these are new, or a part (two tokens try a head)."""
+    ids = forward.input_ids
+    same = (each for each in made if each.tensors["input_ids"].data_ptr() == ids.data_ptr())
+    return next((each for each in same if each.tensors["input_ids"].shape == ids.shape), None)

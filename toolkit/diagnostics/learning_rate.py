@@ -21,7 +21,7 @@ from toolkit.config import Refusal, Settings
 from toolkit.config.conditions import trains_a_teacher
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.replacements import Replacements
-from toolkit.diagnostics.short_runs import QUIET, ended_by_signals, forget_accelerator
+from toolkit.diagnostics.short_runs import QUIET, ended_by_signals, forget_accelerator, never_evaluated
 
 LOWEST, HIGHEST = 1e-6, 1.0
 SMOOTHING = 0.9  # weight of the losses before, in a mean that is corrected for its beginning
@@ -66,7 +66,10 @@ def find_learning_rate(main: Callable[[Any], Any], config: Settings, steps: int 
         shares = [group["lr"] / highest for group in optimizer.param_groups]
         return optimizer, lambda progress, objective=None: [rate_at(progress) * share for share in shares]
 
-    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="learning-rate-") as folder, Replacements() as replace:
+    with (
+        ended_by_signals(), never_evaluated(), tempfile.TemporaryDirectory(prefix="learning-rate-") as folder,
+        Replacements() as replace,
+    ):  # fmt: skip
         replace.public("build_optimizer", ramped)
         wanted = {**QUIET, "output_dir": f"{folder}/run", "max_steps": steps, "nonfinite": "skip", "divergence": "warn"}
         try:

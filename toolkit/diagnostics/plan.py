@@ -29,7 +29,7 @@ from toolkit.diagnostics.documents import first_and_last
 from toolkit.diagnostics.ledger import ENGINE, Ledger, as_fake, mark_phases
 from toolkit.diagnostics.one_rank import as_first_rank, exchanged
 from toolkit.diagnostics.replacements import Replacements
-from toolkit.diagnostics.short_runs import ended_by_signals, forget_accelerator
+from toolkit.diagnostics.short_runs import ended_by_signals, forget_accelerator, never_evaluated
 from toolkit.distributed.engines import element_count, engine_of, unwrapped
 from toolkit.distributed.launch import NOTHING_MORE
 from toolkit.models.attention import kernels
@@ -47,9 +47,9 @@ PARTS = (
 _ALONE: dict[str, Any] = {
     "overwrite_output_dir": True, "resume": False, "resume_from": None, "report_to": ["none"], "push_to_hub": False,
     "use_cpu": True, "torch_compile": False, "dataloader_num_workers": 0, "auto_find_batch_size": False, "stop_at_step": None,
-    "stop_deadline": None, "early_stopping_patience": None, "load_best_model_at_end": False, "num_samples": 0, "metrics": [],
-    "predict_with_generate": False, "logging_strategy": "no", "save_strategy": "no", "eval_strategy": "no",
-    "eval_on_start": False, "divergence": "warn", "loss_spike": "warn", "nonfinite": "skip", "async_save": False,
+    "stop_deadline": None, "early_stopping_patience": None, "load_best_model_at_end": False, "logging_strategy": "no",
+    "save_strategy": "no", "divergence": "warn", "loss_spike": "warn", "nonfinite": "skip", "async_save": False,
+    "eval_steps": 10**6, "save_steps": 10**6,  # of basic.py, whose loop is its own
 }  # fmt: skip
 
 
@@ -102,8 +102,8 @@ def plan(
     printed = io.StringIO()
     forget_accelerator()
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="plan-") as folder, contextlib.ExitStack() as stack:
-        for each in (_replaced(seen), planned_for(device), without_weights(), as_first_rank(ranks, environment),
-                     resized_storages(seen.ledger.resized)):  # fmt: skip
+        for each in (_replaced(seen), never_evaluated(), planned_for(device), without_weights(),
+                     as_first_rank(ranks, environment), resized_storages(seen.ledger.resized)):  # fmt: skip
             stack.enter_context(each)
         try:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), seen.ledger:
@@ -191,6 +191,7 @@ def _replaced(seen: _Seen) -> Iterator[None]:
         replace.public("build_optimizer", functools.partial(_optimizer, seen))
         loaders = importlib.import_module(tk.build_dataloaders.__module__)
         replace.attribute(loaders.TrainLoader, "batches", functools.partial(_longest_batches, seen))
+        replace.attribute(loaders.EvalLoader, "__iter__", functools.partial(_no_evaluation, seen))
         replace.attribute(torch.Tensor, "backward", functools.partial(_backward, seen))
         replace.attribute(kernels, "one_by_one", functools.partial(first_and_last, seen.ledger, {}))
         replace.attribute(nn.Module, "to", _stay)
@@ -275,6 +276,13 @@ def _longest_batches(seen: _Seen, original: Callable[..., Iterator[Batch]], load
         seen.ledger.phase = "activations"
         yield seen.longest
     raise _Planned
+
+
+def _no_evaluation(seen: _Seen, original: Callable[..., Iterator[Batch]], loader: Any) -> Iterator[Batch]:
+    """A loop of the recipe's own evaluates after its last step, which may be the first: all steps were taken."""
+    if seen.batches:
+        raise _Planned
+    return original(loader)
 
 
 class _AnyRow:

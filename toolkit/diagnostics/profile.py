@@ -27,7 +27,7 @@ from toolkit.data.loading.batch import Batch
 from toolkit.diagnostics.communication import RankTimes, from_all_ranks, is_collective, means, share_of_waiting, traced_steps
 from toolkit.diagnostics.compat import record_gpu_memory, write_gpu_memory
 from toolkit.diagnostics.replacements import Replacements
-from toolkit.diagnostics.short_runs import QUIET, ended_by_signals, forget_accelerator
+from toolkit.diagnostics.short_runs import QUIET, ended_by_signals, forget_accelerator, never_evaluated
 from toolkit.distributed.engines import engine_of
 from toolkit.tracking.step_metrics import Window
 
@@ -94,7 +94,7 @@ def profile(
         raise Refusal("--teacher: name one. Without it the recipe trains a teacher first, whose steps would be timed.")
     timer, printed = _Timer(steps, trace, memory), io.StringIO()
     forget_accelerator()
-    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="profile-") as folder, _timed(timer):
+    with ended_by_signals(), never_evaluated(), tempfile.TemporaryDirectory(prefix="profile-") as folder, _timed(timer):
         values = values_of(config)
         quiet = {name: value for name, value in {**QUIET, "output_dir": f"{folder}/run"}.items() if name in values}
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import json
@@ -33,8 +34,7 @@ _EIGHT = {"per_device_train_batch_size": GLOBAL_BATCH, "gradient_accumulation_st
 QUIET: dict[str, Any] = {
     "overwrite_output_dir": True, "resume": False, "resume_from": None, "report_to": ["none"], "push_to_hub": False,
     "stop_at_step": None, "stop_deadline": None, "early_stopping_patience": None, "load_best_model_at_end": False,
-    "num_samples": 0, "metrics": [], "predict_with_generate": False, "logging_strategy": "steps", "logging_steps": 1,
-    "save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "async_save": False, "loss_spike": "warn",
+    "logging_strategy": "steps", "logging_steps": 1, "save_strategy": "no", "async_save": False, "loss_spike": "warn",
 }  # fmt: skip
 OTHER_RUNS = ("split", "whole", "overfit", "resumed")
 _SPLIT = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": GLOBAL_BATCH}
@@ -170,6 +170,23 @@ def ended_by_signals() -> Iterator[None]:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def never_evaluated() -> Iterator[None]:
+    """A block whose runs never evaluate. Their settings stay as they are, so that what a run refuses of its evaluation, such as
+    rows too few to hold any out, is refused here too."""
+    with Replacements() as replace:
+        run, reference = (importlib.import_module(f"toolkit.{name}") for name in ("training.run", "preference.reference"))
+        replace.attribute(run.Run, "due", lambda due, run, what: not what.startswith("eval") and due(run, what))
+        replace.attribute(run.Run, "compare_with", lambda *_: None)
+        replace.attribute(reference, "reference_table", _of_training_rows)
+        yield
+
+
+def _of_training_rows(table: Callable[..., Any], *values: Any) -> Any:
+    *before, config, ld_alpha = values
+    return table(*before, dataclasses.replace(config, eval_strategy="no"), ld_alpha)
 
 
 def forget_accelerator() -> None:

@@ -31,10 +31,8 @@ _QUIET: dict[str, Any] = {
     "predict_with_generate": False, "global_batch_size": None, "stop_at_step": None, "stop_deadline": None, "eval_delay": 0.0,
     "divergence": "warn", "loss_spike": "warn", "nonfinite": "skip", "rollouts_from": None,
 }  # fmt: skip
-_SHORT: dict[str, Any] = {
-    "logging_strategy": "steps", "logging_steps": 1, "save_strategy": "no",
-    "save_steps": 10**6, "eval_strategy": "steps", "eval_on_start": True,
-}  # fmt: skip
+_SHORT: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "save_strategy": "no", "save_steps": 10**6}
+_EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_on_start": True}
 _FEW = {"max_train_examples": 512, "max_eval_examples": HELD_OUT}
 _FEW_FILES = {"max_train_examples": 16, "max_eval_examples": 2}
 _NARROW: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
@@ -45,6 +43,8 @@ def shortened(config: AnyConfig, output_dir: Path, changes: Mapping[str, Any]) -
     """The config of a short run; `changes` win. What the recipe has no setting for is left out."""
     values = values_of(config)
     short = {**_QUIET, **_SHORT, "output_dir": str(output_dir)}
+    if values.get("eval_strategy") != "no":  # else there may be no row to evaluate on
+        short |= _EVALUATED
     few = _FEW_FILES if values.get("sample_by") == "document" else _FEW  # a document is a whole file there
     short |= {name: min(values.get(name) or size, size) for name, size in few.items()}
     for name in ("max_length", "max_prompt_length", "max_target_length"):
