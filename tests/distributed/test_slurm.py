@@ -11,8 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from toolkit.cli.main import app
+from toolkit.config import Refusal
 from toolkit.distributed.slurm import SlurmJob, batch_script
+from toolkit.sweeps.journal import JournalFile, Objective, Plan, plan_record
 
 ROOT = Path(__file__).resolve().parents[2]
 specification = importlib.util.spec_from_file_location("slurm_cluster", Path(__file__).with_name("slurm_cluster.py"))
@@ -159,11 +163,47 @@ def test_names_with_spaces_and_signs_reach_slurm_as_they_are(slurm: dict[str, st
     assert f"StdOut={str(folder).replace('%', '%%')}.slurm-{job}.log" in shown
 
 
-@pytest.mark.parametrize("words", [["--sweep-dir", "there/rates"], ["--sweep-dir=there/rates"]])
-def test_the_log_of_a_sweep_is_next_to_its_trials(words: list[str], tmp_path: Path) -> None:
-    """Fails when: --sweep-dir is not looked at."""
-    shown = toolkit("slurm", "submit", RECIPE, "--sweep-workers", "2", *words, "--dry-run", cwd=tmp_path)
-    assert "#SBATCH --output=there/rates.slurm-%A_%a.log" in shown.stdout, shown
+SWEEP = ["slurm", "submit", RECIPE, "--sweep-workers", "4", "--search", "learning_rate=1e-4,1e-3,1e-2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        ([], "--parallel 4 --slots 1"), (["--parallel", "6"], "--slots 2"), (["--processes", "2"], "--processes 2 --parallel 4 --slots 1"),
+        (["--slots=2", "--parallel", "8"], ""),
+    ],
+)
+def test_a_worker_of_a_sweep_types_what_is_its_share(words: list[str], typed: str, tmp_path: Path) -> None:
+    """With its log next to the trials. Fails when: --sweep-dir is not looked at, workers wait for one trial at a time, or each runs all of them."""
+    shown = CliRunner().invoke(app, [*SWEEP, "--sweep-dir=there/rates", *words, "--dry-run"], prog_name="toolkit").stdout
+    assert "#SBATCH --output=there/rates.slurm-%A_%a.log" in shown
+    (command,) = (line.strip() for line in shown.splitlines() if "toolkit sweep" in line)
+    assert command.endswith(typed)
+    assert (command.count("--parallel"), command.count("--slots")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--learning-rat", "1"], "learning-rat"), (["--learning-rate", "1"], "learning-rate"), (["--search", "nothing=1,2"], "nothing"),
+        (["--search", "num_train_epochs=-1,1"], "num-train-epochs"), (["--strategy", "guess"], "guess"), (["--trials", "0"], "--trials"),
+        (["--resume"], "--resume"), (["--output", "x.html"], "--output"), (["--wandb", "x"], "--wandb"), (["--sweep-dir", "/proc/x"], "--sweep-dir"),
+        (["--sweep-dir", "old"], "holds a sweep with another"),
+    ],
+)
+def test_what_a_sweep_refuses_is_refused_before_it_is_sent(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when: the words of a sweep go into the script as they are."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    plan = Plan("other.py", "", [], ["seed=1,2"], "grid", 0, 2, [Objective("eval_loss", False)])
+    JournalFile(tmp_path / "old").append(plan_record(plan)) if "old" in words else None
+    done = CliRunner().invoke(app, [*SWEEP, *words], prog_name="toolkit")
+    assert isinstance(done.exception, Refusal) or getattr(done.exception, "code", 0) == 2, done.output
+    assert said in done.output + str(done.exception)
+    assert "sbatch" not in str(done.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"] * ("old" in words)
 
 
 def test_without_slurm_the_script_can_be_looked_at(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.cli.placement import MOST_RANKS
-from toolkit.cli.recipe_file import Recipe, find_recipe, sweep_folder
+from toolkit.cli.recipe_file import Recipe, find_recipe
 from toolkit.config import Refusal
 from toolkit.system.console import as_typed, say
 
@@ -80,7 +80,11 @@ def submit(
     if sweep_workers:
         if nodes > 1:
             raise Refusal(f"--nodes {nodes}: a trial of a sweep runs on one machine. Remove it, or leave --sweep-workers out.")
-        run_words, folder = [*python, "sweep", script, *words], _sweep_dir(script, words)
+        from toolkit.cli.sweep_workers import words_of_a_worker
+
+        placed = ["--processes", str(processes)] if processes else []
+        sweep_words, folder = words_of_a_worker(script, [*words, *placed], sweep_workers)
+        run_words = [*python, "sweep", *sweep_words]
     else:
         config = _settings(script, words)
         if config.overwrite_output_dir:
@@ -128,13 +132,6 @@ def _settings(script: str, words: list[str]) -> Any:
     config: Any = read_command_line(config_class, words, {}, sys.modules[config_class.__module__].__doc__ or "")
     check_together(config)
     return config
-
-
-def _sweep_dir(script: str, words: list[str]) -> Path:
-    """Where `toolkit sweep` keeps the trials."""
-    typed = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""], strict=True)
-             if word.partition("=")[0].replace("_", "-") == "--sweep-dir"]  # fmt: skip
-    return sweep_folder(script, typed[-1] if typed else None)
 
 
 def _send(text: str, folder: Path) -> str:

@@ -40,7 +40,8 @@ ACTIONS = {
     "status": {"storage"}, "best": {"storage"}, "report": {"storage", "output"},
     "continue": {"storage", "trials", "parallel", "slots", "budget_steps", "budget_hours"},
 }  # fmt: skip
-_OF_AN_AGENT = {"wandb", "trials", "sweep_dir"}
+OF_AN_AGENT = {"wandb", "trials", "sweep_dir"}
+NOT_OF_A_RECIPE = {"output"}
 
 
 def sweep(
@@ -129,11 +130,11 @@ def sweep(
     script = find_recipe(recipe, context.command_path)
     folder = sweep_folder(script, values["sweep_dir"])
     if values["wandb"] is not None:
-        check_given(context, values, _OF_AN_AGENT, "--wandb, where the W&B sweep decides")
+        check_given(context, values, OF_AN_AGENT, "--wandb, where the W&B sweep decides")
         check_agent(words, values["wandb"])
         run_agent(values["wandb"], script, words, folder, settings_of(config_class_of_file(Path(script))), values["trials"])
         return
-    check_given(context, values, values.keys() - {"output"}, "a recipe")
+    check_given(context, values, values.keys() - NOT_OF_A_RECIPE, "a recipe")
     plan = make_plan(script, words, Asked.of(values))
     if values["dry_run"]:
         place_to_write(folder, "--sweep-dir")

@@ -79,13 +79,7 @@ class Sweep:
         """
         with self.journal.exclusive():
             plan, _ = read_journal(self.journal)
-            if plan is not None and (others := other_fields(plan, self.plan)):
-                old, new = differing(*(getattr(each, others[0]) for each in (plan, self.plan)))
-                what = {"recipe_digest": "text of its recipe", "words": "set of the recipe's flags"}.get(others[0], others[0])
-                raise Refusal(
-                    f"--sweep-dir: holds a sweep with another {what.replace('_', ' ')} ({old}; now {new}). "
-                    "Take another --sweep-dir, or type `toolkit sweep continue DIR` for that one."
-                )
+            check_same(plan, self.plan)
             if plan != self.plan:
                 self.journal.append(plan_record(self.plan))
         self.read()
@@ -194,6 +188,21 @@ class Sweep:
             self._schedule.tell(self.jobs[self._told])
             self._told += 1
         return self._told >= count
+
+
+def check_same(before: Plan | None, now: Plan) -> None:
+    """Compare the plan that a journal holds, if any, with another.
+
+    Raises:
+        Refusal: they are of two sweeps.
+    """
+    if before is not None and (others := other_fields(before, now)):
+        old, new = differing(*(getattr(each, others[0]) for each in (before, now)))
+        what = {"recipe_digest": "text of its recipe", "words": "set of the recipe's flags"}.get(others[0], others[0])
+        raise Refusal(
+            f"--sweep-dir: holds a sweep with another {what.replace('_', ' ')} ({old}; now {new}). "
+            "Take another --sweep-dir, or type `toolkit sweep continue DIR` for that one."
+        )
 
 
 def run_sweep(
