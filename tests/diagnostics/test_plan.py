@@ -151,6 +151,39 @@ def test_of_two_ranks_that_shard_the_first_has_half(engine: str, flags: list[str
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the page shows the corpus of Python 3.11")
+def test_the_page_shows_what_its_command_prints() -> None:
+    """But for the steps, which count that Python's functions. Fails when: a number in the page is another one."""
+    page = (ROOT / "docs/how-to/plan-memory.md").read_text()
+    typed, shown = re.search(r"```bash\ntoolkit plan (.+)\n```\n\n```text\n([^`]+)```", page).groups()
+    printed = plan(*shlex.split(typed)).stdout
+    assert [re.sub(r"\d+ steps", "", each).splitlines() for each in (printed, shown)] == [re.sub(r"\d+ steps", "", shown).splitlines()] * 2
+
+
+# A GPU that torch says is there, and that fails when it is touched: this torch was built without CUDA.
+WITH_A_GPU = """
+import runpy, sys, torch
+for where in (torch.cuda, torch.accelerator):
+    where.is_available, where.device_count = lambda: True, lambda: 1
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+sys.argv = ["toolkit", *sys.argv[1:]]
+runpy.run_module("toolkit", run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="a torch with CUDA may find a real one")
+@pytest.mark.parametrize("flags", [["--zero-stage", "2"], pytest.param(["--fsdp"], marks=pytest.mark.slow)])
+def test_a_gpu_of_this_machine_changes_no_plan(flags: list[str]) -> None:
+    """Fails when: engines see it, as DeepSpeed does that takes any (which --use-cpu, that a plan gives, refuses)."""
+    words = [*SMALL, *flags, "--processes", "2", "--device", "24gb", "--json"]
+    command = [sys.executable, "-c", WITH_A_GPU, "plan", *words]
+    found = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    parts = [json.loads(each.stdout)["parts"] for each in (found, plan(*words))]
+    assert parts[0] == parts[1]
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_with_commands_that_do() -> None:
     """Fails when: an alternative has another global batch, or isn't planned itself."""
     whole = json.loads(plan(*SMALL, "--per-device-train-batch-size", "64", "--device", "24gb", "--json").stdout)

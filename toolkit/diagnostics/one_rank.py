@@ -1,4 +1,4 @@
-"""This process as the first of several ranks, without the others: a process group that moves nothing."""
+"""This process as the first of several ranks, without the others and without a GPU: a process group that moves nothing."""
 
 import contextlib
 import importlib
@@ -15,8 +15,12 @@ from toolkit.distributed.launch import Nodes, rank_environments
 
 @contextlib.contextmanager
 def as_first_rank(ranks: int, environment: Mapping[str, str]) -> Iterator[None]:
-    """What this process would be as rank 0 of `ranks`, with the variables that a launcher gives each of them."""
+    """What this process would be as rank 0 of `ranks`, with the variables that a launcher gives each of them.
+
+    A GPU of this machine is not seen: engines would take it. (DeepSpeed asks once, when it is imported.)
+    """
     before = dict(os.environ)
+    os.environ["DS_ACCELERATOR"] = "cpu"
     # Where one rank is not to be alone, the engine makes the group of one itself.
     os.environ.update(rank_environments(ranks, Nodes(main_port=1))[0] | dict(environment))
     try:
@@ -26,6 +30,11 @@ def as_first_rank(ranks: int, environment: Mapping[str, str]) -> Iterator[None]:
             replace.attribute(torch.distributed, "all_gather_object", _all_alike)
             replace.attribute(torch.distributed, "new_group", _other_group)
             replace.attribute(torch.Tensor, "data_ptr", _address)
+            for where in (torch.accelerator, torch.cuda, torch.backends.mps):
+                replace.attribute(where, "is_available", lambda _: False)
+            for where in (torch.accelerator, torch.cuda):
+                replace.attribute(where, "device_count", lambda _: 0)
+            replace.attribute(torch.accelerator, "current_accelerator", lambda *_, **__: None)
             yield
     finally:
         if torch.distributed.is_initialized():
