@@ -83,6 +83,24 @@ def test_a_rollback_does_not_depend_on_when_a_run_was_stopped_and_resumed(tmp_pa
     assert [path.name for path in ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == ["step-74"]
 
 
+def test_a_rollback_that_a_crash_undid_is_done_and_recorded_once(tmp_path: Path) -> None:
+    """Behind it, before the next checkpoint. Fails when: the records of steps that are taken again stay."""
+    expected, _ = train(settings(tmp_path / "whole"), **spiking(SPIKE))
+    config = settings(tmp_path / "run")
+
+    def crash(run: tk.Run) -> None:
+        if run.step == SPIKE + 2:
+            raise KeyError("a crash")
+
+    with pytest.raises(KeyError):
+        train(config, crash, **spiking(SPIKE))
+    model, _ = train(replace(config, resume=True), **spiking(SPIKE))
+    assert torch.equal(weights(model), weights(expected))
+    for name in ("loss_spikes", "rollbacks"):
+        (record,) = read_lines(tmp_path / f"run/incidents/{name}.jsonl")
+        assert record["step"] == SPIKE
+
+
 def test_a_loss_that_jumps_again_and_again_from_one_checkpoint_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """And before there is a checkpoint a spike is a warning. Fails when: rollbacks are not counted, or the first spike raises."""
     config = settings(tmp_path / "run", save_steps=40)

@@ -28,6 +28,8 @@ NOISE = 0.2  # share of a metric's first value by which the last one may be wors
 RECENT = 20  # the last steps, most of which must not have been skipped
 FEWEST_STEPS = 8  # of a run that is warned of because most of its steps were skipped
 MOST_ROLLBACKS = 3  # to one checkpoint
+# Of steps, which a run that is resumed from before them takes again.
+INCIDENTS = ("incidents/nonfinite.jsonl", "incidents/loss_spikes.jsonl", "incidents/rollbacks.jsonl")
 SPIKE_STEPS, SPIKE_SPREADS = 50, 8.0  # a spike is above the median of the last 50 steps by 8 of their usual distances from it
 
 LOWER = "Try a lower --learning-rate,"

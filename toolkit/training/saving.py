@@ -18,6 +18,7 @@ from toolkit.distributed.ranks import largest, on_all, on_main
 from toolkit.runs import directory as output
 from toolkit.system.json_lines import append_line, truncate_lines
 from toolkit.tracking.records import FILES
+from toolkit.training.anomalies import INCIDENTS
 from toolkit.training.resume import changes_since, keeps_its_length, other_reference
 from toolkit.training.run_state import RunState
 
@@ -208,7 +209,7 @@ def settle_directory(path: Path, saver: Saver, state: RunState) -> None:
     root, own = saver.writer.root, is_own(path, saver.writer.root)
     for moved in ckpt.set_aside_later(root, state.step if own else -1, state.best.get("step")):
         saver.say(f"  set aside, as it is {'later than the one resumed from' if own else 'of another run'}: {moved}")
-    for name in FILES:
+    for name in (*FILES, *INCIDENTS):
         truncate_lines(saver.output_dir / name, state.step)
     best = root / f"step-{state.best.get('step')}"
     if best.is_dir():  # the pointer moves after the checkpoint
