@@ -26,6 +26,7 @@ from side_by_side import END, FIRST_WORD, PAD, SHAPES, peak_memory
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes/grpo.py"
 COMPLETIONS, PROMPT_TOKENS, NEW_TOKENS, STEPS = 32, 256, 32, 3
+MICRO_BATCH = COMPLETIONS // 8  # of the peer's best flags; ours is at least a group, whose prompt is read once
 OURS, DEFAULTS, BEST = "ours", "TRL, its defaults", "TRL, best flags"
 
 
@@ -70,9 +71,11 @@ def ours(folder: Path, group: int) -> dict[str, float]:
 
     Run.log = log  # type: ignore[method-assign]
     recipe = runpy.run_path(str(RECIPE), run_name="recipe")
+    size = max(MICRO_BATCH, group)
     recipe["main"](recipe["Config"](
         model=str(folder / "model"), dataset=str(folder / "rows.jsonl"), output_dir=str(folder / "output"), use_cpu=True,
-        per_device_train_batch_size=COMPLETIONS, num_generations=group, max_completion_length=NEW_TOKENS, max_steps=STEPS,
+        per_device_train_batch_size=size, gradient_accumulation_steps=COMPLETIONS // size,
+        num_generations=group, max_completion_length=NEW_TOKENS, max_steps=STEPS,
         eval_strategy="no", eval_on_start=False, save_strategy="no", optim="adamw_torch", learning_rate=1e-6,
         scale_rewards="group",
     ))  # fmt: skip
@@ -108,7 +111,8 @@ SIDES: dict[str, Callable[[Path, int], dict[str, float]]] = {
     OURS: ours,
     DEFAULTS: trl,
     BEST: lambda folder, group: trl(
-        folder, group, gradient_checkpointing=False, per_device_train_batch_size=COMPLETIONS // 8, gradient_accumulation_steps=8
+        folder, group, gradient_checkpointing=False, per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=COMPLETIONS // MICRO_BATCH,
     ),
 }
 

@@ -72,7 +72,7 @@ def test_a_ledger_has_the_bytes_of_live_tensors_by_part_at_the_highest_moment(fa
 def test_documents_that_are_not_computed_hold_as_many_bytes(dropout: float, recomputed: bool) -> None:
     """Of flash attention, and of scores that are written out. The operations grow with the kinds of lengths alone.
 
-    Fails when: `_Kept` keeps nothing, or what was measured stays alive.
+    Fails when: `_Kept` keeps nothing, what was measured stays alive, or masks count for each document.
     """
     times = 2 if dropout else 4  # with dropout each document's scores are written out, one operation after another
     lengths, calls = [30, 30, 20, 20, 20, 17, 17, 12] * times, list[int]()
@@ -85,14 +85,14 @@ def test_documents_that_are_not_computed_hold_as_many_bytes(dropout: float, reco
         return original(*values)
 
     def peak_with(attend: Any) -> int:
-        ledger, kept = Ledger(), dict[Any, int]()
+        ledger, kept, masks = Ledger(), dict[Any, int](), kernels.Masks(torch.device("cpu"))
         rules = kernels.Rules(True, None, None, None, dropout, None)
         with FAKE:
             weight, states = (torch.empty(*shape, requires_grad=True) for shape in ((8, 24), (1, 2, sum(lengths), 8)))
 
         def layer(states: torch.Tensor) -> torch.Tensor:
             query, key, value = (states @ weight).chunk(3, -1)
-            output = attend(ledger, kept, counted, query, key, value, lengths, lengths, rules)
+            output = attend(ledger, kept, counted, query, key, value, lengths, lengths, rules, masks)
             return states + output.transpose(0, 1)[None]
 
         with ledger:

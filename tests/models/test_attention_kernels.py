@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from toolkit.models.attention import kernels as attention_kernels
+from toolkit.models.attention import kernels as attention_kernels, masks as attention_masks
 from toolkit.models.attention.kernels import (
     Rules,
     _block_mask,
@@ -17,6 +17,7 @@ from toolkit.models.attention.kernels import (
     varlen_computes,
     varlen_kernel,
 )
+from toolkit.models.attention.masks import band
 
 LENGTHS = [300, 1, 270, 2, 40]  # shorter and longer than a chunk of queries, and than the windows below
 RULES = [
@@ -77,6 +78,26 @@ def test_loop_gives_each_document_its_own_attention_and_gradients(rules):
     inputs = states()
     found = value_and_gradients(lambda *s: loop_kernel(*s, bounds(), rules), inputs)
     assert error(found, value_and_gradients(lambda *s: plain_attention(*s, rules), inputs)) < 1e-12
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_documents_of_the_same_lengths_share_their_masks_in_all_layers(monkeypatch, window):
+    """Fails when a mask isn't kept, and when one lacks its window, its place among the keys, or its type."""
+    made = []
+    monkeypatch.setattr(attention_kernels, "TINY", 0)
+    monkeypatch.setattr(attention_masks, "band", lambda *given: made.append(given) or band(*given))
+    own, seen = [3, 2, 3, 2, 3, 3], [7, 6, 7, 6, 9, 3]  # answers behind prompts; the same lengths at other places
+    row, keys, rules = bounds(own), bounds(seen), RULES[0]._replace(window=window)
+    for layer in (rules, rules, rules._replace(window=5), rules):
+        for dtype in (torch.float64, torch.float32):
+            query, (_, key, value) = states(dtype, lengths=own)[0], states(dtype, lengths=seen)
+            whole = [query.new_zeros(1, 2, sum(seen), 16), key, value]
+            of_queries = torch.cat([torch.arange(end - count, end) for count, end in zip(own, itertools.accumulate(seen), strict=True)])
+            whole[0][:, :, of_queries] = query
+            expected = plain_attention(*whole, layer, seen)[of_queries]
+            assert error([loop_kernel(query, key, value, row, layer, keys)], [expected]) < 1e-6
+    assert len(made) == len(attention_masks.masks_of(row)) == 2 * len(set(made))
+    assert not attention_masks.masks_of(bounds(own))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -16,27 +16,29 @@ import torch
 if TYPE_CHECKING:
     from toolkit.diagnostics.ledger import Ledger
     from toolkit.models.attention.kernels import Rules
+    from toolkit.models.attention.masks import Masks
 
 Shape = tuple[Any, ...]
 
 
 def first_and_last(
     ledger: Ledger, kept: dict[Shape, int], original: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor,
-    value: torch.Tensor, lengths: list[int], key_lengths: list[int], rules: Rules,
+    value: torch.Tensor, lengths: list[int], key_lengths: list[int], rules: Rules, masks: Masks,
 ) -> torch.Tensor:  # fmt: skip
     """In the place of `one_by_one` of toolkit/models/attention/kernels.py; `kept` holds what was measured before."""
     if len(lengths) < 4:
-        return original(query, key, value, lengths, key_lengths, rules)
+        return original(query, key, value, lengths, key_lengths, rules, masks)
     whole = (query, key, value)
 
     def measured(length: int, keys: int) -> int:
-        """Bytes that one such document keeps, without its output."""
+        """Bytes that one such document keeps, without its output and the masks that all share."""
         states = [each[:, :, : length if each is query else keys] for each in whole]
-        before = ledger.total
+        before, made = ledger.total, len(masks)
         # Not seen by layers that are recomputed, which count what is saved.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
-            output = original(*states, [length], [keys], rules)
-        return ledger.total - before - output.untyped_storage().nbytes()
+            output = original(*states, [length], [keys], rules, masks)
+        shared = sum(mask.nbytes for mask in list(masks.values())[made:])
+        return ledger.total - before - shared - output.untyped_storage().nbytes()
 
     settings = (
         *((each.shape[1], each.shape[3], each.dtype, each.requires_grad) for each in whole),
@@ -52,10 +54,10 @@ def first_and_last(
         for each, counts in ((query, lengths), (key, key_lengths), (value, key_lengths))
     ]
     first, others, last = zip(*parts, strict=True)
-    one = original(*first, lengths[:1], key_lengths[:1], rules).transpose(0, 1)[None]
+    one = original(*first, lengths[:1], key_lengths[:1], rules, masks).transpose(0, 1)[None]
     rest = _Kept.apply(_Others.apply(*others, one.dtype), middle)
     outputs = [one, rest]
-    outputs.append(original(*last, lengths[-1:], key_lengths[-1:], rules).transpose(0, 1)[None])
+    outputs.append(original(*last, lengths[-1:], key_lengths[-1:], rules, masks).transpose(0, 1)[None])
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 

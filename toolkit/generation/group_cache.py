@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from toolkit.models.attention.kernels import band
+from toolkit.models.attention.masks import band
 
 KEYS = 64
 ROOM = 64  # tokens of a completion at first; doubled whenever they are full

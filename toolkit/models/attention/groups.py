@@ -1,9 +1,11 @@
-"""Backward of attention over short documents in bfloat16 on a CPU: several of like length in one product of matrices.
+"""Attention over short documents on a CPU: several of like length in one product of matrices.
 
-torch's flash attention for CPUs (2.13) is slow backward in bfloat16: 0.6 ms and more a call, for a document of 20 tokens as
-well. Written out, for documents in groups, the backward of 16 answers of 75 tokens to prompts of 75 takes 18 ms in place of 42
-(8 heads of 64, one core with AMX), of a hundred documents of 20 tokens 8 in place of 34. Forward is torch's, and so is what
-comes out; the gradients are as close to float64's.
+Two things are slow one document at a time. torch's flash attention for CPUs (2.13) is, backward in bfloat16: 0.6 ms and more a
+call, for a document of 20 tokens as well. Written out, for documents in groups, the backward of 16 answers of 75 tokens to
+prompts of 75 takes 18 ms in place of 42 (8 heads of 64, one core with AMX), of a hundred documents of 20 tokens 8 in place of
+34; forward is torch's there. And calls are, where documents are tiny: of 256 prompts of 6 tokens with 4 answers of 4 each (4
+heads of 32, float32) a layer takes 12 ms forward in place of 34, and 20 backward in place of 93. Gradients are as close to
+float64's.
 """
 
 import itertools
@@ -11,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from toolkit.models.compat import softmax_backward
@@ -18,36 +21,57 @@ from toolkit.models.compat import softmax_backward
 LONGEST = 512  # keys; of longer documents the scores would take memory, and flash attention is as fast
 SCORES_IN_A_GROUP = 2**20  # of all heads: 4 MiB in float32, about what a core's caches hold
 PADDED = 1.5  # times the scores that are needed, at most
+TINY = 1024  # scores of a document, all heads: below, a call for each document takes longer than what it computes
 UNSEEN = -1e30  # finite: a padded query that sees nothing gets weights that are numbers, and no gradient
 
+Span = tuple[int, int]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class Places(NamedTuple):
+    """Where the tokens of a group's documents are in the row, of a table `[documents, longest]`, flat."""
+
+    in_row: torch.Tensor  # int64 `[documents * longest]`: of each token its place in the row, of padding any
+    padding: torch.Tensor  # int64: the places of the table where there is no token
+
+
 class Group(NamedTuple):
-    """Documents that are computed together: where their queries and keys are in the row, and what they see."""
+    """Documents that are computed together: where their queries and keys are, and what they see."""
 
-    queries: list[tuple[int, int]]
-    keys: list[tuple[int, int]]
-    unseen: torch.Tensor  # float32 [documents, 1, longest queries, longest keys]: 0 where seen, else UNSEEN
+    queries: Places
+    keys: Places
+    unseen: torch.Tensor  # float32 [documents, longest queries, longest keys]: 0 where seen, else UNSEEN
 
 
-def with_grouped_backward(
-    attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[Group], scaling: float | None
-) -> torch.Tensor:
-    """What `attend` makes of query `[1, heads, tokens, head_dim]`, key and value with the model's key/value heads."""
+class Groups(NamedTuple):
+    """All documents of a row, and for each of its queries and keys its place in the tables of all groups, joined."""
+
+    groups: list[Group]
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
+def grouped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: Groups, scaling: float | None,
+    attend: Attend | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of each document, `[tokens, heads, head_dim]`; forward is `attend`'s where it is given.
+
+    Of query `[1, heads, tokens, head_dim]`, key and value with the model's key/value heads.
+    """
     with torch.autocast("cpu", enabled=False):
         query, key = query.to(value.dtype), key.to(value.dtype)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output: torch.Tensor = _GroupedBackward.apply(attend, query, key, value, groups, scaling)
+        output: torch.Tensor = _Grouped.apply(attend, query, key, value, groups, scaling)
     return output
 
 
-_groups_of_row: dict[tuple[int, bool, int | None], tuple[weakref.ref[torch.Tensor], list[Group] | None]] = {}
+_groups_of_row: dict[tuple[int, bool, int | None], tuple[weakref.ref[torch.Tensor], Groups | None]] = {}
 
 
 def groups_of(
     bounds: torch.Tensor, key_bounds: torch.Tensor | None, heads: int, causal: bool, window: int | None
-) -> list[Group] | None:
+) -> Groups | None:
     """The documents of a row in groups of like length, None where one is too long; made by a row's first layer, and kept."""
     kept = _groups_of_row.get((heads, causal, window))
     if kept is not None and kept[0]() is bounds:
@@ -56,18 +80,20 @@ def groups_of(
     queries, keys = list(itertools.pairwise(ends)), list(itertools.pairwise(key_ends))
     made = None
     if max(end - start for start, end in keys) <= LONGEST:
-        made = [_group([queries[i] for i in members], [keys[i] for i in members], causal, window)
-                for members in _members(queries, keys, heads)]  # fmt: skip
+        members = list(_members(queries, keys, heads))
+        spans = [[[each[i] for i in group] for group in members] for each in (queries, keys)]
+        groups = [_group(*both, causal, window) for both in zip(spans[0], spans[1], strict=True)]
+        made = Groups(groups, _joined(spans[0], ends[-1]), _joined(spans[1], key_ends[-1]))
     _groups_of_row[heads, causal, window] = (weakref.ref(bounds), made)
     return made
 
 
-def _members(queries: list[tuple[int, int]], keys: list[tuple[int, int]], heads: int) -> Iterator[list[int]]:
+def _members(queries: list[Span], keys: list[Span], heads: int) -> Iterator[list[int]]:
     """Numbers of the documents of each group, the longest first."""
     sizes = [(key_end - key_start, end - start) for (start, end), (key_start, key_end) in zip(queries, keys, strict=True)]
     members: list[int] = []
     most_keys = most_queries = needed = 0
-    for i in sorted((i for i, size in enumerate(sizes) if size[1]), key=lambda i: sizes[i], reverse=True):
+    for i in sorted(range(len(sizes)), key=lambda i: sizes[i], reverse=True):
         if members:
             scores = (len(members) + 1) * max(most_keys, sizes[i][0]) * max(most_queries, sizes[i][1])
             if scores * heads > SCORES_IN_A_GROUP or scores > PADDED * (needed + sizes[i][0] * sizes[i][1]):
@@ -80,7 +106,7 @@ def _members(queries: list[tuple[int, int]], keys: list[tuple[int, int]], heads:
         yield members
 
 
-def _group(queries: list[tuple[int, int]], keys: list[tuple[int, int]], causal: bool, window: int | None) -> Group:
+def _group(queries: list[Span], keys: list[Span], causal: bool, window: int | None) -> Group:
     query_counts, key_counts = (torch.tensor([end - start for start, end in spans]) for spans in (queries, keys))
     key_places = torch.arange(int(key_counts.max()))
     places = torch.arange(int(query_counts.max())) + (key_counts - query_counts)[:, None]  # of queries among the keys
@@ -90,60 +116,87 @@ def _group(queries: list[tuple[int, int]], keys: list[tuple[int, int]], causal: 
         seen = seen & (distance >= 0)
     if window is not None:
         seen = seen & (distance.abs() < window)
-    return Group(queries, keys, torch.zeros(seen.shape).masked_fill_(~seen, UNSEEN)[:, None])
+    return Group(_places(queries), _places(keys), torch.zeros(seen.shape).masked_fill_(~seen, UNSEEN))
 
 
-class _GroupedBackward(torch.autograd.Function):
+def _places(spans: list[Span]) -> Places:
+    starts, ends = np.array(spans).T
+    within = np.arange((ends - starts).max())
+    in_row = np.minimum(starts[:, None] + within, ends[:, None] - 1)
+    padding = np.flatnonzero(within >= (ends - starts)[:, None])
+    return Places(torch.from_numpy(in_row.ravel()), torch.from_numpy(padding))
+
+
+def _joined(spans: list[list[Span]], tokens: int) -> torch.Tensor:
+    sizes = [len(group) * max(end - start for start, end in group) for group in spans]
+    places = np.empty(tokens, dtype=np.int64)
+    for group, size, end_of_table in zip(spans, sizes, itertools.accumulate(sizes), strict=True):
+        for number, (start, end) in enumerate(group):
+            first = end_of_table - size + number * (size // len(group))
+            places[start:end] = np.arange(first, first + end - start)
+    return torch.from_numpy(places)
+
+
+class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[Group],
+        ctx: Any, attend: Attend | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: Groups,
         scaling: float,
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(query, key, value)
         ctx.groups, ctx.scaling = groups, scaling
-        return attend(query, key, value)
+        if attend is not None:
+            return attend(query, key, value)
+        outputs = []
+        for group in groups.groups:
+            _, _, v, weights = _weights(query, key, value, group, scaling)
+            outputs.append(torch.bmm(weights, v).view(query.shape[1], -1, v.shape[-1]))
+        return _row(outputs, groups.queries).transpose(0, 1)
 
     @staticmethod
     def backward(ctx: Any, *of_output: torch.Tensor) -> Any:
         """Formulas 3 and 4 of FlashAttention-2 (arXiv:2307.08691, section 2.2), with the weights computed again."""
         query, key, value = ctx.saved_tensors
         of_row = of_output[0].transpose(0, 1)[None]
-        of_query, of_key, of_value = (torch.zeros_like(states) for states in (query, key, value))
         heads, key_heads = query.shape[1], key.shape[1]
-        for group in ctx.groups:
-            count, _, longest_query, longest_key = group.unseen.shape
-            q = _padded(query, group.queries, longest_query)
-            k, v = (
-                _padded(row, group.keys, longest_key).repeat_interleave(heads // key_heads, dim=1).flatten(0, 1)
-                for row in (key, value)
-            )  # fmt: skip
-            scaled = q.float().mul_(ctx.scaling).flatten(0, 1)
-            scores = torch.bmm(scaled, k.float().transpose(1, 2)).view(count, heads, longest_query, longest_key)
-            weights = torch.softmax(scores.add_(group.unseen), dim=-1).to(v.dtype).flatten(0, 1)
-            of_answer = _padded(of_row, group.queries, longest_query).flatten(0, 1)
+        of_query, of_key, of_value = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+        for group in ctx.groups.groups:
+            scaled, k, v, weights = _weights(query, key, value, group, ctx.scaling)
+            of_answer = _table(of_row, group.queries, group)
             of_weights = torch.bmm(of_answer, v.transpose(1, 2))
             of_scores = softmax_backward(of_weights, weights)
-            for row, spans, found in (
-                (of_query, group.queries, torch.bmm(of_scores, k) * ctx.scaling),
-                (of_key, group.keys, torch.bmm(of_scores.transpose(1, 2), scaled.to(v.dtype))),
-                (of_value, group.keys, torch.bmm(weights.transpose(1, 2), of_answer)),
+            for tables, heads_of_table, found in (
+                (of_query, heads, torch.bmm(of_scores, k).mul_(ctx.scaling)),
+                (of_key, key_heads, torch.bmm(of_scores.transpose(1, 2), scaled.to(v.dtype))),
+                (of_value, key_heads, torch.bmm(weights.transpose(1, 2), of_answer)),
             ):
-                each = found.unflatten(0, (count, heads))
-                if row.shape[1] != heads:  # several heads read one: their gradients add up
-                    each = each.unflatten(1, (key_heads, -1)).float().sum(2)
-                _write(row, spans, each)
-        return None, of_query, of_key, of_value, None, None
+                table = found.view(heads, -1, found.shape[-1])
+                if heads_of_table != heads:  # several heads read one: their gradients add up
+                    table = table.unflatten(0, (key_heads, -1)).float().sum(1).to(table.dtype)
+                tables.append(table)
+        places = (ctx.groups.queries, ctx.groups.keys, ctx.groups.keys)
+        return None, *(_row(*each)[None] for each in zip((of_query, of_key, of_value), places, strict=True)), None, None
 
 
-def _padded(row: torch.Tensor, spans: list[tuple[int, int]], longest: int) -> torch.Tensor:
-    """`[1, heads, tokens, head_dim]` to `[documents, heads, longest, head_dim]`, zeros after a document's end."""
-    padded = row.new_zeros(len(spans), row.shape[1], longest, row.shape[3])
-    for document, (start, end) in zip(padded, spans, strict=True):
-        document[:, : end - start] = row[0, :, start:end]
-    return padded
+def _weights(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Group, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a group the queries times the scaling, float32, its keys and values for all heads, and the weights of the values."""
+    heads = query.shape[1]
+    k, v = (_table(row, group.keys, group, heads // row.shape[1]) for row in (key, value))
+    scaled = _table(query, group.queries, group).float().mul_(scaling)
+    scores = torch.bmm(scaled, k.float().transpose(1, 2)).view(heads, *group.unseen.shape)
+    weights = torch.softmax(scores.add_(group.unseen), dim=-1).to(v.dtype).flatten(0, 1)
+    return scaled, k, v, weights
 
 
-def _write(row: torch.Tensor, spans: list[tuple[int, int]], padded: torch.Tensor) -> None:
-    """The reverse: what belongs to each document, at its place in the row."""
-    for document, (start, end) in zip(padded, spans, strict=True):
-        row[0, :, start:end] = document[:, : end - start]
+def _table(row: torch.Tensor, places: Places, group: Group, times: int = 1) -> torch.Tensor:
+    """`[1, heads, tokens, head_dim]` to `[heads * times * documents, longest, head_dim]`, zeros after a document's end."""
+    table = row[0].index_select(1, places.in_row).index_fill_(1, places.padding, 0)
+    table = table if times == 1 else table.repeat_interleave(times, dim=0)
+    return table.view(len(table) * len(group.unseen), -1, row.shape[3])
+
+
+def _row(tables: list[torch.Tensor], places: torch.Tensor) -> torch.Tensor:
+    """The reverse of all groups: `[heads, places of a table, head_dim]` of each to `[heads, tokens, head_dim]`."""
+    return torch.cat(tables, dim=1).index_select(1, places)

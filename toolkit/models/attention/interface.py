@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from toolkit.config import Refusal
-from toolkit.models.attention.kernels import Rules, band, fastest_kernel, flex_kernel, masked_attention, once_a_row
+from toolkit.models.attention.kernels import Rules, fastest_kernel, flex_kernel, masked_attention
+from toolkit.models.attention.masks import band, once_a_row
 from toolkit.models.attention.packable import NotPackable, check_packable
 from toolkit.models.compat import takes_sdpa
 

@@ -8,18 +8,19 @@ queries: of each document the queries are the last tokens, and the keys before t
 import functools
 import importlib.util
 import inspect
+import operator
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
 from toolkit.config import Refusal
-from toolkit.models.attention.groups import groups_of, with_grouped_backward
+from toolkit.models.attention.groups import TINY, grouped_attention, groups_of
+from toolkit.models.attention.masks import Masks, masks_of, once_a_row
 from toolkit.system.devices import chosen_type
 
-T = TypeVar("T")
 CHUNK = 256  # queries handled together where scores are written out: memory is CHUNK x keys, never length squared
 BLOCK = 128  # tokens in a block of flex attention, torch's own choice
 LEAST_OF_FLEX = 16  # the smallest head dimension that flex attention is compiled for on CUDA
@@ -191,23 +192,6 @@ def _as_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks.sum(1).int()[None, None], blocks.int().argsort(dim=1, descending=True, stable=True).int()[None, None]
 
 
-def once_a_row(make: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], T]:
-    """`make`, which waits for the device, for the two tensors used last: the layers of a row and its backward share them."""
-    kept: list[tuple[weakref.ref[torch.Tensor], T]] = []
-
-    @torch.compiler.disable  # it looks at the identity of a tensor
-    @functools.wraps(make)
-    def of(tensor: torch.Tensor) -> T:
-        for row, made in kept:
-            if row() is tensor:
-                return made
-        made = make(tensor)
-        kept[:] = [*kept[-1:], (weakref.ref(tensor), made)]
-        return made
-
-    return of
-
-
 @once_a_row
 def lengths_of(bounds: torch.Tensor) -> list[int]:
     """Lengths of the documents between bounds."""
@@ -220,36 +204,42 @@ def loop_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, rules: Rules,
     key_bounds: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """One call for each document: any device, any type, dropout. The backward of short ones in bfloat16 on a CPU is in groups.
+    """One call for each document: any device, any type, dropout. On a CPU groups of tiny ones, and of short ones in bfloat16.
 
     Split, not sliced: the backward of a slice fills a tensor of the whole row, which made 431 documents of 19 tokens 11 to
-    30 times slower. Batching documents of equal or rounded length was no faster either.
+    30 times slower. Groups of documents that are not tiny are no faster: in float32 from about 20 tokens and 8 heads on.
     """
     if query.device.type == "mps":  # no grouped heads under a mask there before torch 2.13
         key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
     lengths = lengths_of(bounds)
     key_lengths = lengths if key_bounds is None else lengths_of(key_bounds)
+    masks = masks_of(bounds)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return one_by_one(query, key, value, lengths, key_lengths, rules)
+        return one_by_one(query, key, value, lengths, key_lengths, rules, masks)
 
-    plain = rules.softcap is None and not rules.dropout
-    if chosen_type(query.device) == "cpu" and value.dtype == torch.bfloat16 and plain and torch.is_grad_enabled():
-        groups = groups_of(bounds, key_bounds, query.shape[1], rules.causal, rules.window)
-        if groups is not None:
-            return with_grouped_backward(attend, query, key, value, groups, rules.scaling)
+    if chosen_type(query.device) == "cpu" and rules.softcap is None and not rules.dropout:
+        in_half = value.dtype == torch.bfloat16
+        tiny = query.shape[1] * sum(map(operator.mul, lengths, key_lengths)) <= TINY * len(lengths)
+        if (tiny and (in_half or value.dtype == torch.float32)) or (in_half and torch.is_grad_enabled()):
+            groups = groups_of(bounds, key_bounds, query.shape[1], rules.causal, rules.window)
+            if groups is not None:
+                return grouped_attention(query, key, value, groups, rules.scaling, None if tiny else attend)
     return attend(query, key, value)
 
 
 def one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], key_lengths: list[int], rules: Rules
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], key_lengths: list[int], rules: Rules,
+    masks: Masks,
+) -> torch.Tensor:  # fmt: skip
     """Attention of each document of the row, `[tokens, heads, head_dim]`."""
     documents = zip(query.split(lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2), strict=True)
-    return torch.cat([_one_document(*document, rules) for document in documents], dim=2)[0].transpose(0, 1)
+    return torch.cat([_one_document(*document, rules, masks) for document in documents], dim=2)[0].transpose(0, 1)
 
 
-def _one_document(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _one_document(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules, masks: Masks
+) -> torch.Tensor:
     length, window = query.shape[2], rules.window
     before = key.shape[2] - length  # keys before the first query's own
     if window is not None and window >= before + length:
@@ -262,33 +252,28 @@ def _one_document(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r
         places = range(before + start, before + end)
         first = 0 if window is None else max(0, places.start - window + 1)
         last = key.shape[2] if window is None else min(key.shape[2], places.stop + window - 1)
-        seen = band(places, range(first, places.stop if rules.causal else last), window, rules.causal, query.device)
-        states = query[:, :, start:end], key[:, :, first : first + seen.shape[1]], value[:, :, first : first + seen.shape[1]]
-        outputs.append(masked_attention(*states, seen, rules))
-    return torch.cat(outputs, dim=2)
-
-
-def band(queries: range, keys: range, window: int | None, causal: bool, device: torch.device) -> torch.Tensor:
-    """Which keys of a document which queries see: bool `[queries, keys]`."""
-    distance = torch.arange(queries.start, queries.stop, device=device)[:, None]
-    distance = distance - torch.arange(keys.start, keys.stop, device=device)
-    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    return seen if window is None else seen & (distance.abs() < window)
+        keys = slice(first, places.stop if rules.causal else last)
+        mask = masks[places.start - first, end - start, keys.stop - first, window, rules.causal, query.dtype]
+        outputs.append(masked_attention(query[:, :, start:end], key[:, :, keys], value[:, :, keys], mask, rules))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None, rules: Rules
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rules: Rules
 ) -> torch.Tensor:
-    """Attention under a mask (True: seen); soft-capped, its softmax is in float32 at least, as in transformers' Gemma 2."""
+    """Attention under a mask, of booleans (True: seen) or of numbers added to the scores.
+
+    Soft-capped, its softmax is in float32 at least, as in transformers' Gemma 2.
+    """
     if rules.softcap is None:
         return scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, dropout_p=rules.dropout, scale=rules.scaling, enable_gqa=True
+            query, key, value, attn_mask=mask, dropout_p=rules.dropout, scale=rules.scaling, enable_gqa=True
         )
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(2, 3) * (rules.scaling if rules.scaling is not None else query.shape[-1] ** -0.5)
     scores = rules.softcap * torch.tanh(scores / rules.softcap)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
     return dropout(weights, p=rules.dropout) @ value
