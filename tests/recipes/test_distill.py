@@ -274,11 +274,18 @@ def test_a_teacher_on_a_server_is_asked_once(run_recipe: Any, rows: None, taught
         torch.testing.assert_close(first.weights()[name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_said_of_any_model_is_said_of_the_teacher_by_its_setting() -> None:
-    """Fails when: `_SAID_OF_A_STUDENT` is empty."""
-    for said in ("--model x: Convert it, and take --model converted", "x: no tokenizer. Save it there, or name another with --tokenizer",
-                 "x: is not there; --model-revision main"):  # fmt: skip
-        with pytest.raises(Refusal, match=r"^--teacher x: ") as refusal, named_as_teacher():
-            raise Refusal(said)
-        assert "--model" not in str(refusal.value)
-        assert "--tokenizer" not in str(refusal.value)
+@pytest.mark.parametrize(
+    ("said", "of_teacher"),
+    [
+        ("--model x: Convert it, and take --model converted", "--teacher x: Convert it, and take --teacher converted"),
+        ("--tokenizer x: no tokenizer. Save it there, or name another with --tokenizer", "--teacher x: no tokenizer. Save it there"),
+        ("x: the Hub has no such revision", "--teacher x: the Hub has no such revision"),
+        ("--model-revision main: has no effect on a directory", "--teacher-revision main: has no effect on a directory"),
+        ("x: it needs code. Read that code, then: --trust-remote-code --model-revision COMMIT", "--teacher x: it needs code"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_any_model_is_said_of_the_teacher_by_its_setting(said: str, of_teacher: str) -> None:
+    """Fails when: --model stays in it, --teacher is put before another setting, or it advises what a teacher has no setting for."""
+    with pytest.raises(Refusal) as refusal, named_as_teacher():
+        raise Refusal(said)
+    assert str(refusal.value) == of_teacher

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from toolkit.distillation.vocabulary import SharedVocabulary
 
 
-_SAID_OF_A_STUDENT = {
-    "--model-revision": "--teacher-revision", "take --model": "take --teacher", ", or name another with --tokenizer": "",
-}  # fmt: skip
+# What is advised for any model, of which a teacher has no setting.
+_NOT_FOR_A_TEACHER = (
+    ", or name another with --tokenizer", ". Read that code, then: --trust-remote-code --model-revision COMMIT",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,12 @@ def find_teacher(
 
 @contextmanager
 def named_as_teacher() -> Iterator[None]:
-    """Refusals of the functions that load any model, with the setting that names this one."""
+    """Refusals of the functions that load any model, with the settings that name this one."""
     try:
         yield
     except Refusal as refusal:
-        message = str(refusal).removeprefix("--model ").removeprefix("--tokenizer ")
-        for theirs, own in _SAID_OF_A_STUDENT.items():
-            message = message.replace(theirs, own)
-        raise Refusal(f"--teacher {message}") from refusal
+        message = str(refusal).removeprefix("--tokenizer ")
+        for advice in _NOT_FOR_A_TEACHER:
+            message = message.replace(advice, "")
+        message = message.replace("--model", "--teacher")
+        raise Refusal(message if message.startswith("--") else f"--teacher {message}") from refusal
