@@ -164,6 +164,56 @@ def test_raw_continues_the_text_and_a_seed_repeats_a_draw(made: Path) -> None:
     assert draws[0] == draws[1] != draws[2]
 
 
+@dataclass(frozen=True)
+class DiffusionSettings(tk.ModelConfig, tk.DataConfig, tk.DiffusionConfig, tk.OutputConfig):
+    """Of the masked-diffusion model made here."""
+
+
+def test_a_text_with_a_gap_is_filled_in_as_it_is_and_the_prompt_next_to_it_stays_a_turn(made: Path, tmp_path: Path) -> None:
+    """Fails when: a gap in one prompt leaves the chat template out of all, <|mask|>*0 vanishes, or what has no effect is passed over."""
+    config = DiffusionSettings(model="tiny-llama", tokenizer=str(made / "run/model"), output_dir=str(tmp_path), **(SHAPE | {"vocab_size": None}))
+    tokenizer = tk.load_diffusion_tokenizer(config)
+    model = tk.load_diffusion_model(config, tokenizer)
+    for parameter in model.parameters():
+        parameter.data *= 4
+    tk.save_model(None, model, tokenizer, tmp_path)
+    words = ("generate", tmp_path, "--device", "cpu", "--max-new-tokens", 6, "--json", "--prompt", "one two")
+
+    def texts(*more: object) -> list[str]:
+        return [json.loads(line)["text"] for line in toolkit(*words, *more).stdout.splitlines()]
+
+    (turn,), (text,) = texts(), texts("--raw")
+    assert turn != text
+    beside, filled = texts("--prompt", "one <|mask|>*3 two")
+    assert beside == turn
+    assert filled.startswith("one")  # not the name of a turn
+    assert filled.endswith("two")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one two"}\n{"prompt": "one <|mask|> two"}\n')
+    from_file = toolkit(*words[:-2], "--file", tmp_path / "prompts.jsonl").stdout.splitlines()
+    assert json.loads(from_file[0])["text"] == turn
+    for more, said in (
+        (("--prompt", "one <|mask|>*0 two"), r"<\|mask\|>\*0: stands for no token"),
+        (("--prompt", "one <|mask|> two", "--system", "Be brief."), r"without --system"),
+    ):
+        with pytest.raises(Refusal, match=said):
+            toolkit(*words, *more)
+    with pytest.raises(Refusal, match="--file FILE --json"):
+        toolkit(*words[:4], "--dataset", tmp_path / "prompts.jsonl", "--output", tmp_path / "rows.jsonl")
+
+
+def test_a_systems_message_that_nothing_reads_is_refused(made: Path, tmp_path: Path) -> None:
+    """Fails when: --raw, a tokenizer without a template or a row of messages passes it over."""
+    words = ("generate", made / "run", "--device", "cpu", "--max-new-tokens", 2, "--system", "Be brief.")
+    assert CliRunner().invoke(app, [*map(str, words), "--prompt", "one", "--raw"]).exit_code == 2
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "one"}]}\n')
+    with pytest.raises(Refusal, match=r"chats\.jsonl:1: is a chat, into which --system is not written"):
+        toolkit(*words, "--file", tmp_path / "chats.jsonl")
+    shutil.copytree(made / "run/model", tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").unlink()
+    with pytest.raises(Refusal, match=r"--system: .* has no chat template"):
+        toolkit("generate", tmp_path / "model", *words[2:], "--prompt", "one")
+
+
 def test_pieces_that_are_shown_add_up_to_the_answer(made: Path) -> None:
     """Byte by byte: a character of several bytes is shown when it is whole. Fails when: half a character is shown."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(made / "run/model")

@@ -4,7 +4,7 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -94,6 +94,7 @@ def generate(
     With --dataset the answers are rows of a file that recipes/sft.py and recipes/distill.py read (sequence-level distillation).
     """
     from toolkit.generation.answers import answer_prompts, read_prompts, text_prompt
+    from toolkit.models.diffusion import diffusion_of
 
     if (dataset is None) != (output is None):
         given, other = ("--dataset", "--output") if output is None else ("--output", "--dataset")
@@ -102,6 +103,8 @@ def generate(
         raise typer.BadParameter("has no effect without --dataset.", param_hint="--overwrite" if overwrite else "--split")
     if dataset is not None and (prompt or file or as_json or source_prefix is not None):
         raise typer.BadParameter("leave --prompt, --file, --json and --source-prefix out.", param_hint="--dataset")
+    if system is not None and raw:
+        raise typer.BadParameter("is a turn of a chat, and --raw leaves the chat template out.", param_hint="--system")
     lines = [] if dataset is not None else _prompt_lines(prompt, file)
     settings = {
         "model_revision": model_revision, "tokenizer": tokenizer, "chat_template": chat_template,
@@ -110,6 +113,14 @@ def generate(
     kinds = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
     loaded, tokens = load_to_answer(model, settings, device, kinds[:1] if dataset is not None else kinds)
     sampling = read_sampling(loaded, max_new_tokens, temperature, top_p, denoising_steps, block_length, seed)
+    is_diffusion, is_source = diffusion_of(loaded) is not None, loaded.config.is_encoder_decoder
+    if system is not None and (is_source or not tokens.chat_template):
+        raise Refusal(f"--system: {model} has no chat template that it could be written into. Remove it.")
+    if dataset is not None and is_diffusion:
+        raise Refusal(
+            "--dataset: is for models that write one token behind the other, and this one is a masked-diffusion model. It "
+            "answers a file of prompts: --file FILE --json"
+        )
     if dataset is not None and output is not None:
         from toolkit.models.trained import find_model
 
@@ -119,16 +130,15 @@ def generate(
             system=system, renames=renames,
         )  # fmt: skip
         return
-    is_source = loaded.config.is_encoder_decoder
     if source_prefix is not None and not is_source:
         raise Refusal(f"--source-prefix {source_prefix}: is for encoder-decoders, and {model} is none. Remove it.")
     raw = raw or is_source  # which has no chat template
     before = _prefix_of_run(model, source_prefix) if is_source else ""
-    raw = raw or any(token in text for text in (*(prompt or ()), *lines) for token in _gaps(loaded, tokens))
+    gap = tokens.mask_token if is_diffusion else None
     if prompt:
-        prompts = [text_prompt(text, tokens, raw, system) for text in prompt]
+        prompts = [text_prompt(text, tokens, raw, system, gap) for text in prompt]
     else:
-        prompts = read_prompts(lines, str(file or "standard input"), tokens, raw, system)
+        prompts = read_prompts(lines, str(file or "standard input"), tokens, raw, system, gap)
     printer = _Printer([each.written for each in prompts], as_json)
     answer_prompts(loaded, tokens, [before + each.text for each in prompts], sampling, printer.show, printer.end)
 
@@ -164,13 +174,6 @@ class _Printer:
         if len(self.prompts) > 1:
             say(("\n" if self.next else "") + self.prompts[self.next], style=DIM)
         _show("".join(self.pieces.pop(self.next, [])))
-
-
-def _gaps(model: Any, tokenizer: Any) -> list[str]:
-    """What marks a gap in a text that a masked-diffusion model fills in: such a text is no user's turn."""
-    from toolkit.models.diffusion import diffusion_of
-
-    return [] if diffusion_of(model) is None else [tokenizer.mask_token]
 
 
 def _prefix_of_run(model: str, typed: str | None) -> str:

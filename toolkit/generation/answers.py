@@ -74,9 +74,10 @@ def chat_prompt(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def read_prompts(
-    lines: Iterable[str], name: str, tokenizer: PreTrainedTokenizerBase, raw: bool, system: str | None = None
-) -> list[Prompt]:
-    """A prompt for each line that isn't blank: of a .jsonl file what its row asks, else the line itself.
+    lines: Iterable[str], name: str, tokenizer: PreTrainedTokenizerBase, raw: bool, system: str | None = None,
+    gap: str | None = None,
+) -> list[Prompt]:  # fmt: skip
+    """A prompt for each line that isn't blank: of a .jsonl file what its row asks, else the line itself; `text_prompt`.
 
     Raises:
         Refusal: a line that can't be read or holds no prompt, or no line at all.
@@ -86,23 +87,34 @@ def read_prompts(
         if line.strip() and Path(name).suffix in (".jsonl", ".ndjson"):
             row = read_json_line(line, f"{name}:{number}")
             if isinstance(row.get("prompt"), str):
-                prompts.append(text_prompt(row["prompt"], tokenizer, raw, system))
+                prompts.append(text_prompt(row["prompt"], tokenizer, raw, system, gap))
                 continue
             asked = {key: value for key, value in row.items() if key != "text"} | {"origin": f"{name}:{number}"}
             found = prompt_of(asked, tokenizer)
             if found is None:
                 raise Refusal(f"{name}:{number}: no prompt or messages, only {', '.join(row) or 'nothing'}.")
+            if system:
+                own = "Put a system message into the row."
+                raise Refusal(f"{name}:{number}: is a chat, into which --system is not written. {own}")
             prompts.append(Prompt(found["prompt"], found["prompt"]))
         elif line.strip():
-            prompts.append(text_prompt(line.rstrip("\r\n"), tokenizer, raw, system))
+            prompts.append(text_prompt(line.rstrip("\r\n"), tokenizer, raw, system, gap))
     if not prompts:
         raise Refusal(f"{name}: holds no prompt.")
     return prompts
 
 
-def text_prompt(text: str, tokenizer: PreTrainedTokenizerBase, raw: bool, system: str | None = None) -> Prompt:
-    """A text as a user's turn, where the model has a chat template and `raw` is not asked for; else as it is."""
-    if raw or not tokenizer.chat_template:
+def text_prompt(
+    text: str, tokenizer: PreTrainedTokenizerBase, raw: bool, system: str | None = None, gap: str | None = None
+) -> Prompt:
+    """A text as a user's turn, where the model has a chat template and `raw` is not asked for; else as it is.
+
+    `gap`: what marks a gap that a masked-diffusion model fills in: a text that holds it is no turn.
+    """
+    has_gap = gap is not None and gap in text
+    if has_gap and system:
+        raise Refusal(f"{quoted(text[:60])}: holds {gap} and is filled in as it is, without --system. Remove one of them.")
+    if raw or has_gap or not tokenizer.chat_template:
         return Prompt(text, text)
     messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
     return Prompt(text, chat_prompt(messages, tokenizer))

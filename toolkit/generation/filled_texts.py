@@ -61,7 +61,8 @@ def fill_text(
     A mask token with a number behind it, as `<|mask|>*16`, stands for so many tokens.
 
     Raises:
-        Refusal: no room within the model's positions; a gap at a text's very beginning that the model can't predict.
+        Refusal: no room within the model's positions; a gap of no tokens, or one at a text's very beginning that the model
+            can't predict.
     """
     key = completion_key(seed, 0, 0, 0)
     return _filled(model, tokenizer, [text], [key], max_new_tokens, steps, block_length, temperature)[0]
@@ -77,6 +78,9 @@ def _filled(
     mask, name = diffusion.mask_token_id, str(tokenizer.convert_ids_to_tokens(diffusion.mask_token_id))
     repeated = re.compile(re.escape(name) + r"\*(\d{1,6})")
     rows, firsts = [], list[int | None]()
+    none = next((found[0] for text in texts for found in repeated.finditer(text) if not int(found[1])), None)
+    if none is not None:
+        raise Refusal(f"{none}: stands for no token. Give the number of tokens that are missing there, from 1.")
     for encoding in encoder.encode([repeated.sub(lambda found: name * int(found[1]), text) for text in texts]):
         ids = encoder.add_start(encoding.ids)
         if mask in ids:
