@@ -201,6 +201,20 @@ def test_a_damaged_block_is_asked_anew_with_a_line_that_names_it(models: tuple[n
         assert path.read_bytes() == whole
 
 
+def test_a_block_that_was_copied_from_another_store_is_asked_anew(models: tuple[nn.Module, nn.Module], cache: Path, capsys: Any) -> None:
+    """Of the same examples, at another temperature. Fails when: a block's store is not compared with the folder that it is in."""
+    _, teacher = models
+    stored(teacher, *loaders(None), 4)
+    whole = {path: path.read_bytes() for path in cache.rglob("*.block")}
+    stored(teacher, *loaders(None), 4, temperature=3.0)
+    others = {path.name: path for path in set(cache.rglob("*.block")) - set(whole)}
+    for path in whole:
+        path.write_bytes(others[path.name].read_bytes())
+    stored(teacher, *loaders(None), 4)
+    assert capsys.readouterr().out.count("was written for another store") == len(whole)
+    assert {path: path.read_bytes() for path in whole} == whole
+
+
 def test_a_file_that_is_cut_during_the_run_and_a_full_disk_are_one_message(
     models: tuple[nn.Module, nn.Module], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from toolkit.training.step import to_device
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SECONDS_BETWEEN_LINES = 60.0
 AnyLoader = TypeVar("AnyLoader", TrainLoader, EvalLoader)
 

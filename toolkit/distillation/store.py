@@ -1,7 +1,8 @@
 """A teacher's log-probabilities on disk: for each supervised token the likeliest tokens, and the mass of all others.
 
 A store is a folder of blocks, addressed by a digest of all that its numbers depend on. A block is a file of consecutive
-examples, with its CRC-32, written at once: a killed run leaves whole blocks, and the next one goes on to the same bits.
+examples, with the name of its store and its CRC-32, written at once: a killed run leaves whole blocks, and the next one goes on
+to the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from toolkit.system.files import make_folder, remove, write_atomically
 
 BLOCK_BYTES = 32 << 20
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
-_ARRAYS = ("examples", "tokens", "logps", "ids")  # of a block; the last is missing where all tokens are stored
+_ARRAYS = ("store", "examples", "tokens", "logps", "ids")  # of a block; the last is missing where all tokens are stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Store:
         numbers = np.array(examples, dtype=np.int64)
         of_tokens = [logps.astype(np.float32, copy=False), *([] if ids is None else [ids.astype(self._id_type)])]
         content = io.BytesIO()
-        for array in (numbers, np.array(tokens, dtype=np.int64), *of_tokens):
+        for array in (_name_of(self.folder), numbers, np.array(tokens, dtype=np.int64), *of_tokens):
             np.save(content, array)
         make_folder(self.folder)
         name = f"{number:06}-{hashlib.sha256(numbers.tobytes()).hexdigest()[:8]}.block"
@@ -173,9 +174,11 @@ def blocks_of(rows: Rows, examples: np.ndarray, bytes_per_token: int) -> list[tu
 
 def _places(path: Path) -> dict[int, Stored]:
     content = io.BytesIO(read_sealed(path))
-    examples, tokens = np.load(content, allow_pickle=False), np.load(content, allow_pickle=False)
+    store, examples, tokens = (np.load(content, allow_pickle=False) for _ in _ARRAYS[:3])
+    if not np.array_equal(store, _name_of(path.parent)):
+        raise ValueError("it was written for another store")
     places: dict[str, tuple[int, np.dtype, int]] = {}
-    for name in _ARRAYS[2:]:
+    for name in _ARRAYS[3:]:
         if content.tell() < len(content.getbuffer()):
             np.lib.format.read_magic(content)
             shape, _, dtype = np.lib.format.read_array_header_1_0(content)
@@ -186,6 +189,11 @@ def _places(path: Path) -> dict[int, Stored]:
         example: Stored(path, first, count, places)
         for example, first, count in zip(examples.tolist(), firsts.tolist(), tokens.tolist(), strict=True)
     }
+
+
+def _name_of(folder: Path) -> np.ndarray:
+    """The name of a store, which its blocks hold: one that was moved or copied here from another says so."""
+    return np.frombuffer(folder.name.encode(), dtype=np.uint8)
 
 
 def _part(file: Any, stored: Stored, offset: int, dtype: np.dtype, width: int) -> np.ndarray:
