@@ -386,20 +386,24 @@ def broken(tmp_path, what):
     elif what == "pickled":
         torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
         (directory / "model.safetensors").unlink()
+    elif what == "no weights":
+        (directory / "model.safetensors").unlink()
     elif what == "truncated weights":
         (directory / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes()[:5000])
     return str(directory)
 
 
-@pytest.mark.parametrize("what", ["no config", "truncated config", "unknown type", "a digit too many", "pickled", "truncated weights"])
+@pytest.mark.parametrize("what", ["no config", "truncated config", "unknown type", "a digit too many", "pickled", "no weights", "truncated weights"])
 def test_a_broken_directory_is_refused_in_one_message_that_names_it(tmp_path, what):
-    """Fails when: the whole error is shown, not its first line, or MOST_LAYERS is not asked for (it makes layers until it is killed)."""
+    """Fails when: the whole error is shown, not its first line, MOST_LAYERS is not asked for (it makes layers until it is killed), or
+    a directory without weights is said to hold pickled ones."""
     directory = broken(tmp_path, what)
     with pytest.raises(Refusal) as refused:
         load_model(CAUSAL, ModelConfig(model=directory))
     assert str(refused.value).startswith(f"--model {directory}: ")
     assert "\n" not in str(refused.value)
     assert what != "pickled" or "not in safetensors" in str(refused.value)
+    assert what != "no weights" or "weights are missing" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,10 @@ def _explained(config: ModelConfig, auto_class: str = "AutoModel") -> Iterator[N
     except Exception as error:  # whatever can be wrong there; the cause stays attached
         reason = hub_problem(error, config.model, config.model_revision) or f"it can't be loaded: {first_line(error)}"
         if "safetensors" in str(error) and "file named" in str(error):
+            directory = Path(config.model).expanduser()
+            if directory.is_dir() and not any(directory.glob("*.bin*")):
+                missing = f"weights are missing in it: {first_line(error)} Copy it again, or name another."
+                raise Refusal(f"--model {config.model}: {missing}") from error
             code = (
                 f'import transformers as t; n = {json.dumps(_name(config))}; '
                 f't.{auto_class}.from_pretrained(n).save_pretrained("converted"); '

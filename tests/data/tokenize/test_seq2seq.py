@@ -167,6 +167,7 @@ def test_what_is_too_long_is_counted_dropped_or_refused(tokenizer: Any) -> None:
         ({"source": ["a", "b"], "target": ["c", None]}, {}, "pairs.jsonl:2: target is missing"),
         ({"translation": [{"en": "a", "ro": "b"}, {"en": "a", "ro": ""}]}, {"source_lang": "en", "target_lang": "ro"}, "pairs.jsonl:2: translation.ro is empty"),
         ({"translation": [{"en": "a", "ro": "b"}]}, {"source_lang": "en", "target_lang": "fr"}, "pairs.jsonl:1: translation has en, ro, and not fr"),
+        ({"translation": [{"en": "a", "ro": "b"}]}, {"source_lang": "en_XX", "target_lang": "en_GB"}, "pairs.jsonl:1: --source-lang and --target-lang are both translation.en"),
         ({"translation": [{"en": "a", "ro": "b"}]}, {}, "--source-lang en --target-lang de"),
         ({"question": ["a"], "answer": ["b"]}, {}, "question, answer"),
         ({"source": ["a"], "target": ["b"]}, {"packing": True}, "--packing"),
@@ -174,7 +175,7 @@ def test_what_is_too_long_is_counted_dropped_or_refused(tokenizer: Any) -> None:
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_trained_on_are_refused(rows: dict[str, list[Any]], settings: dict[str, Any], words: str, tokenizer: Any) -> None:
-    """Fails when: an empty target is encoded as its end alone; a missing language is read as no text."""
+    """Fails when: an empty target is encoded as its end alone; a missing language is read as no text, or one text as source and target."""
     with pytest.raises(Refusal, match=words.replace(".", r"\.")):
         tk.tokenize_for_seq2seq(splits(rows), tokenizer, Config(**settings))
 

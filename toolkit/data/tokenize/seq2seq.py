@@ -184,12 +184,17 @@ class SourcesAndTargets:
                 raise Refusal(
                     f"{origin}: translation is {describe(value)}, and must be an object with a text for each language."
                 )
+            read = set[str]()
             for texts, flag, names in zip(found, ("--source-lang", "--target-lang"), self.keys, strict=True):
                 key = next((name for name in names if name in value), None)
                 if key is None:
                     raise Refusal(f"{origin}: translation has {', '.join(value)}, and not {names[0]} ({flag}).")
                 check_texts([value[key]], f"translation.{key}", [origin])
                 texts.append(value[key])
+                read.add(key)
+            if len(read) == 1:
+                both = "--source-lang and --target-lang are both"
+                raise Refusal(f"{origin}: {both} translation.{key}. It has {', '.join(value)}.")
         return found
 
 
