@@ -198,3 +198,11 @@ def test_a_source_without_rollouts_or_of_other_prompts_is_refused(
     later = tk.open_phase(accelerator, model, tmp_path / "b", 2, SETTINGS, source=tmp_path / "a")
     assert later.known == {}
     assert later.source is None
+
+
+def test_a_copy_of_a_file_in_the_ledger_is_no_step(tmp_path: Path) -> None:
+    """Fails when: `steps_of` reads a number out of every name."""
+    (tmp_path / "rollouts").mkdir()
+    for name in ("step-000003.jsonl", "step-000003 (copy).jsonl", "step-000004.old.jsonl", "step-.jsonl"):
+        (tmp_path / "rollouts" / name).touch()
+    assert ledger.steps_of(tmp_path) == [3]

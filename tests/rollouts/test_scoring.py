@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -375,3 +376,76 @@ def test_a_function_may_empty_the_lists_that_it_is_given(is_async: bool) -> None
 
     scored = score_rollouts(rollouts_of([({}, ("a", "bb"))]), [Reward("taking", later if is_async else taking)])
     assert [each.reward for each in scored] == [1.0, 2.0]
+
+
+FAULTS_OF_THEIR_OWN = """
+import asyncio, os, sys
+
+class Odd(BaseException):
+    pass
+
+class Liar(float):
+    def __float__(self):
+        raise RuntimeError("no float")
+
+def odd(completions, **columns):
+    raise Odd("not an Exception")
+
+def interrupt(completions, **columns):
+    raise KeyboardInterrupt
+
+async def cancelled(completions, **columns):
+    raise asyncio.CancelledError
+
+def liar(completions, **columns):
+    return [Liar(1.0) for _ in completions]
+
+def large(completions, **columns):
+    return [1e39 for _ in completions]
+
+def forks(completions, **columns):
+    if os.fork() == 0 and completions[0] != "6":
+        sys.exit(0)  # the other child goes on, and would answer too
+    return [len(c) for c in completions]
+"""
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "said"), [("odd", "Odd: not an Exception"), ("interrupt", "KeyboardInterrupt"), ("cancelled", "CancelledError"),
+                       ("liar", "RuntimeError: no float"), ("large", "returned 1e+39")],
+)  # fmt: skip
+def test_whatever_a_function_raises_or_returns_is_a_fault_by_its_name(tmp_path: Path, name: str, said: str, processes: int) -> None:
+    """A KeyboardInterrupt in the training process is Ctrl-C, and ends the run.
+
+    Fails when: `carry_out` catches Exception alone, `_read` is called outside of it, or LARGEST is 1e300.
+    """
+    if name == "interrupt" and processes == 0:
+        return
+    (tmp_path / "own.py").write_text(FAULTS_OF_THEIR_OWN)
+    rewards = load_rewards(RewardFunctionsConfig(reward_funcs=[f"{tmp_path}/own.py:{name}"], reward_processes=processes))
+    with pytest.raises(Refusal, match=f"reward {name}: {re.escape(said)}.*(\n.*)*completion 0"):
+        score_rollouts(rollouts_of(GROUPS), rewards)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_process_that_a_function_forks_answers_nothing(tmp_path: Path, processes: int) -> None:
+    """It would be taken for the answer to the next call, and in the training process it would train as well.
+
+    Fails when: `_end_fork` does nothing.
+    """
+    (tmp_path / "own.py").write_text(FAULTS_OF_THEIR_OWN)
+    rewards = load_rewards(RewardFunctionsConfig(reward_funcs=[f"{tmp_path}/own.py:forks"], reward_processes=processes))
+    process = os.getpid()
+    try:
+        scored = score_rollouts(rollouts_of(GROUPS), rewards)
+    finally:
+        if os.getpid() != process:
+            os._exit(1)
+    assert [each.reward for each in scored] == [1.0, 1.0, 4.0, 1.0, 3.0, 1.0]
+
+
+def test_a_file_without_the_name_of_a_function_is_said() -> None:
+    """Fails when: the end of the file's name is taken for a function's."""
+    with pytest.raises(Refusal, match="Write rewards.py:name"):
+        load_rewards(RewardFunctionsConfig(reward_funcs=["rewards.py"]))

@@ -15,7 +15,6 @@ tokens that the environment wrote are in it, and no loss counts them. What the p
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,7 +27,7 @@ from toolkit.config.rewards import RewardFunctionsConfig
 from toolkit.data.tokenize.documents import Encoder, build_encoder
 from toolkit.data.tokenize.masks import ChatTemplate, read_chat_template
 from toolkit.generation.sampler import Completion
-from toolkit.rollouts.reward_calls import import_object
+from toolkit.rollouts.reward_calls import LARGEST, import_object
 from toolkit.rollouts.rollout import ENVIRONMENT
 from toolkit.system.console import one_line, say
 
@@ -166,9 +165,10 @@ class Environments:
                 found = one_line(repr(returned), 200)
                 raise TypeError(f"step() returned {found}; messages, a reward and whether it is over would be right")
             answer, reward, over = returned
+            answer = copy.deepcopy(answer)  # the environment may go on changing it
             if not _are_messages(answer):
                 raise TypeError(f"step() returned no messages: {one_line(repr(answer), 200)}")
-            if reward is not None and not math.isfinite(reward):
+            if reward is not None and not abs(reward) <= LARGEST:
                 raise ValueError(f"step() returned the reward {reward}")
             if not isinstance(over, bool | np.bool_):
                 raise TypeError(f"step() returned {over!r} for whether the conversation is over; it must be True or False")
@@ -238,7 +238,7 @@ def load_environment(config: RewardFunctionsConfig, tokenizer: PreTrainedTokeniz
     make: Any = import_object(written, "--environment")
     try:
         made = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Refusal(f"--environment {written}: can't be made without arguments: {type(error).__name__}: {error}") from error
     missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
     if missing:

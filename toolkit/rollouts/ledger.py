@@ -169,7 +169,8 @@ def policy_version(accelerator: Accelerator, model: nn.Module) -> str:
 
 def steps_of(output_dir: str | Path) -> list[int]:
     """The steps whose rollouts a run has as a whole."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in (Path(output_dir) / FOLDER).glob("step-*.jsonl"))
+    numbers = (path.stem.removeprefix("step-") for path in (Path(output_dir) / FOLDER).glob("step-*.jsonl"))
+    return sorted(int(number) for number in numbers if number.isascii() and number.isdigit())  # not a copy that someone made
 
 
 def rollouts_of(output_dir: str | Path, step: int) -> list[Rollout]:

@@ -26,6 +26,7 @@ from toolkit.config import Refusal
 from toolkit.config.setting import nearest
 
 RewardFunction = Callable[..., list[float | None] | Awaitable[list[float | None]]]
+LARGEST = 1e30  # of a reward: float32, in which losses are computed, must hold its sums
 Call = dict[str, list[Any]]  # by argument: prompts, completions, completion_ids and the columns, one item a completion
 
 
@@ -75,6 +76,8 @@ def import_object(written: str, setting: str) -> object:
         Refusal: it can't be imported, or is not there.
     """
     place, colon, name = written.rpartition(":")
+    if not colon and written.endswith(".py"):
+        raise Refusal(f"{setting} {written}: which of this file? Write {written}:name.")
     if not colon:  # as TRL writes it: module.function
         place, _, name = written.rpartition(".")
     flag = f"{setting} {written}"
@@ -114,16 +117,20 @@ def carry_out(function: RewardFunction, call: Call) -> Outcome:
     arguments, misfit = _arguments(function, call)
     if misfit:
         return Outcome([], misfit=misfit)
-    count = len(call["completions"])  # before the function, which may change what it is given
+    count, process = len(call["completions"]), os.getpid()  # before the function, which may change what it is given
     try:
-        returned = function(**arguments)
+        return _read(function(**arguments), count)
     except Refusal as refusal:
         return Outcome([], misfit=str(refusal))
-    except (Exception, SystemExit) as error:
-        if len(call["completions"]) == 1:
-            return failed(call, describe(error))
-        return _joined([carry_out(function, alone) for alone in _one_by_one(call)])
-    return _read(returned, count)
+    except BaseException as error:
+        if os.getpid() == process and _is_from_outside(error):
+            raise
+        problem = describe(error)
+    finally:
+        _end_fork(process)
+    if count == 1:
+        return failed(call, problem)
+    return _joined([carry_out(function, alone) for alone in _one_by_one(call)])
 
 
 async def carry_out_async(function: RewardFunction, call: Call, timeout: float) -> Outcome:
@@ -138,16 +145,37 @@ async def _awaited(function: RewardFunction, call: Call) -> Outcome:
     arguments, misfit = _arguments(function, call)
     if misfit:
         return Outcome([], misfit=misfit)
-    count = len(call["completions"])
+    count, process = len(call["completions"]), os.getpid()
     try:
-        returned = await function(**arguments)  # type: ignore[misc]  # is_async has said so
+        return _read(await function(**arguments), count)  # type: ignore[misc]  # is_async has said so
     except Refusal as refusal:
         return Outcome([], misfit=str(refusal))
-    except (Exception, SystemExit) as error:
-        if len(call["completions"]) == 1:
-            return failed(call, describe(error))
-        return _joined(list(await asyncio.gather(*(_awaited(function, alone) for alone in _one_by_one(call)))))
-    return _read(returned, count)
+    except BaseException as error:
+        if os.getpid() == process and _is_from_outside(error):
+            raise
+        problem = describe(error)
+    finally:
+        _end_fork(process)
+    if count == 1:
+        return failed(call, problem)
+    return _joined(list(await asyncio.gather(*(_awaited(function, alone) for alone in _one_by_one(call)))))
+
+
+def _end_fork(process: int) -> None:
+    """End a copy of the process that the function has forked: it would answer, or train, a second time."""
+    if os.getpid() != process:
+        os._exit(0)
+
+
+def _is_from_outside(error: BaseException) -> bool:
+    """Whether it is meant for the process: Ctrl-C, which a worker never gets, or the time limit of an async call."""
+    if isinstance(error, asyncio.CancelledError):
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # no loop
+            return False
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, KeyboardInterrupt | GeneratorExit) and not _IN_WORKER
 
 
 def too_slow(timeout: float) -> str:
@@ -165,6 +193,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}{f': {words[:300]}' if words else ''}{where}"
 
 
+_IN_WORKER = False  # set by reward_worker
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
@@ -244,9 +273,10 @@ def _read(returned: Any, count: int) -> Outcome:
             values.append(None)
         else:
             number = _as_float(value)
-            values.append(number if math.isfinite(number) else None)
-            if not math.isfinite(number):
-                problems[place] = f"returned {number}"
+            is_usable = abs(number) <= LARGEST  # not a number is not
+            values.append(number if is_usable else None)
+            if not is_usable:
+                problems[place] = f"returned {number}" + (f", beyond {LARGEST:g}" if math.isfinite(number) else "")
     return Outcome(values, problems)
 
 

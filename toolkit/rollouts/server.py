@@ -198,9 +198,12 @@ def _load(server: RolloutServer, name: str, version: str, adapted: bool) -> None
 def _answer_to_probe(server: RolloutServer, name: str) -> object:
     """Greedy tokens, and the log-probabilities of the most probable ones next to them."""
     body = {"model": name, "prompt": server.probe, "max_tokens": 8, "temperature": 0.0, "logprobs": 5}
-    choices = (server.client.ask("/v1/completions", body) or {}).get("choices") or [{}]
-    said = choices[0].get("logprobs") or {}
-    return [said["token_logprobs"], said["top_logprobs"]] if said.get("top_logprobs") else None
+    answer = server.client.ask("/v1/completions", body)
+    with server.client.reading("/v1/completions"):
+        choices = (answer or {}).get("choices") or [{}]
+        said = choices[0].get("logprobs") or {}
+        return [said["token_logprobs"], said["top_logprobs"]] if said.get("top_logprobs") else None
+    raise AssertionError("reading() lets nothing pass")
 
 
 def ask_for_groups(

@@ -107,7 +107,10 @@ class ServerClient:
                 if answer.length:
                     raise _Again(f"the answer was cut {answer.length:,} bytes before its end")
         except urllib.error.HTTPError as error:
-            said = error.read(2000).decode(errors="replace").strip()
+            try:
+                said = error.read(2000).decode(errors="replace").strip()
+            except (OSError, http.client.HTTPException):  # it stalls or closes within its own message
+                said = ""
             what = f"HTTP {error.code} {error.reason}{': ' + said if said else ''}"
             if error.code >= 500 or error.code == 429:
                 wait = error.headers.get("Retry-After", "")
@@ -117,10 +120,13 @@ class ServerClient:
             raise _Again(f"no answer in {self.timeout:g} seconds") from error
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
             raise _Again(str(getattr(error, "reason", "") or error) or type(error).__name__) from error
+        except (ValueError, OverflowError) as error:  # a port above 65535, a name that is none, a key with a line break
+            what = f"can't be asked: {error}. An address is like http://localhost:8000"
+            raise Refusal(f"{self.flag} {self.shown}: {what}.") from error
         text = b"".join(pieces)
         try:
             return json.loads(text) if text.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refusal(f"{self.flag} {self.shown}: {path} answered with what is no JSON: {text[:200]!r}.") from error
 
     @contextmanager
@@ -128,7 +134,7 @@ class ServerClient:
         """A block that reads an answer of `path`, and refuses one of another form."""
         try:
             yield
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             what = f"{path} answered in another form than vLLM's ({type(error).__name__}: {error})"
             raise Refusal(f"{self.flag} {self.shown}: {what}.") from error
 
@@ -199,19 +205,19 @@ def _completion(choice: Mapping[str, Any], prompt: Sequence[int], settings: Samp
         raise _Wrong("no token ids (return_token_ids, and return_tokens_as_token_ids with logprobs, were asked for)")
     if len(tokens) > settings.max_new_tokens:
         raise _Wrong(f"{len(tokens)} tokens, asked for {settings.max_new_tokens} at most")
-    if not all(0 <= token < vocabulary for token in tokens):
-        raise _Wrong(f"token ids outside of the vocabulary of {vocabulary:,}")
+    if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
+        raise _Wrong(f"token ids that are none of the vocabulary of {vocabulary:,}")
     if len(logps) != len(tokens):
         raise _Wrong(f"{len(logps)} log-probabilities of {len(tokens)} sampled tokens")
     if bad:
         raise _Wrong(f"the log-probability {bad[0]} of a token that was sampled")
     if reason != "length" and not ends:
         raise _Wrong(f"finish_reason {reason} behind the token {tokens[-1]}, which is no end of the trained model")
-    kept = _kept(said, tokens) if settings.cuts else None
+    kept = _kept(said, tokens, vocabulary) if settings.cuts else None
     return Completion(list(tokens), [min(0.0, float(logp)) for logp in logps], reason == "length", kept)
 
 
-def _kept(said: Mapping[str, Any], tokens: Sequence[int]) -> list[np.ndarray]:
+def _kept(said: Mapping[str, Any], tokens: Sequence[int], vocabulary: int) -> list[np.ndarray]:
     """The ids that could be drawn at each token: those whose log-probability was said, which add up to 1."""
     tables = said.get("top_logprobs") or []
     if len(tables) != len(tokens):
@@ -226,5 +232,7 @@ def _kept(said: Mapping[str, Any], tokens: Sequence[int]) -> list[np.ndarray]:
                 "distribution that was drawn from: start vLLM with --logprobs-mode processed_logprobs and --max-logprobs "
                 "of --top-k or more"
             )
+        if not all(0 <= each < vocabulary for each in drawn):
+            raise _Wrong(f"token ids in top_logprobs that are none of the vocabulary of {vocabulary:,}")
         kept.append(np.array(sorted(drawn), dtype=np.int64))
     return kept
