@@ -7,6 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from toolkit.config import OptimConfig, Refusal
+from toolkit.optim.optimizers import build_optimizer
 from toolkit.optim.schedules import build_schedule, plateau
 
 RATE = 3e-3
@@ -188,6 +189,15 @@ def test_warm_up_longer_than_the_run_is_all_warm_up_and_stays_in_bounds():
     for name in ("linear", "cosine", "cosine_with_restarts", "polynomial", "step", "exponential", "warmup_stable_decay"):
         factor = build_schedule(OptimConfig(lr_scheduler_type=name, warmup_steps=100), 10)
         assert [factor(step / 10) for step in range(10)] == pytest.approx([step / 100 for step in range(10)]), name
+
+
+def test_a_run_whose_only_step_has_rate_0_says_so(capsys):
+    """Fails when: it is passed over, or said of a run that learns."""
+    said = []
+    for num_steps, warmup_steps in ((1, 0.05), (1, 0), (2, 0.05)):
+        build_optimizer(torch.nn.Linear(2, 2), OptimConfig(warmup_steps=warmup_steps), num_steps)
+        said.append("nothing is learned" in capsys.readouterr().out)
+    assert said == [True, False, False]
 
 
 def test_progress_between_steps_falls_between_their_rates():

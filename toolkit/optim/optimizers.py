@@ -11,6 +11,7 @@ from toolkit.config import OptimConfig, Refusal
 from toolkit.config.conditions import OF_BITSANDBYTES, momentum_of
 from toolkit.config.reading import add_reads, note_made_of, read_apart
 from toolkit.distributed.engines.engine import Piece
+from toolkit.distributed.ranks import say_once
 from toolkit.optim.compat import devices_of_fused_kernels
 from toolkit.optim.muon import COEFFICIENTS, ITERATIONS, muon_step, sharded_muon_step
 from toolkit.optim.parameter_groups import Group, parameter_groups
@@ -44,6 +45,8 @@ def build_optimizer(
     note_made_of(optimizer, names)
     add_reads(config, names & _OF_THE_RATES)
     factor = build_schedule(config, num_steps)
+    if num_steps == 1 and factor(0.0, ()) == 0:
+        say_once("The only step is the first of a warm-up, at rate 0: nothing is learned. Train longer, or --warmup-steps 0")
     highest = [group["lr"] for group in optimizer.param_groups]
 
     def schedule(progress: float, objective: Sequence[float] | None = None) -> list[float]:
