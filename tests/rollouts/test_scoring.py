@@ -447,5 +447,5 @@ def test_a_process_that_a_function_forks_answers_nothing(tmp_path: Path, process
 
 def test_a_file_without_the_name_of_a_function_is_said() -> None:
     """Fails when: the end of the file's name is taken for a function's."""
-    with pytest.raises(Refusal, match=r"Write rewards.py:name"):
+    with pytest.raises(Refusal, match=r"Write rewards\.py:name"):
         load_rewards(RewardFunctionsConfig(reward_funcs=["rewards.py"]))

@@ -246,3 +246,18 @@ def test_an_adapter_is_loaded_by_a_name_of_its_own_and_the_one_before_it_goes(
         assert float(metrics["sampler_logp_gap_max"]) < 1e-5
         assert list(double.adapters) == [f"policy-{server.served}"]
     sampled(accelerator, model, tokenizer, connected(accelerator, double, tokenizer, tmp_path))  # a run that was killed then
+
+
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the key goes to the header as it is."""
+    monkeypatch.setenv("VLLM_API_KEY", "secret\n")
+    with pytest.raises(Refusal, match="VLLM_API_KEY") as refused:
+        ServerClient("http://127.0.0.1:1", timeout=1, retries=0).ask("/v1/models")
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://" + "a" * 70])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    """Fails when: a ValueError of urllib goes through."""
+    with pytest.raises(Refusal, match="can't be asked"):
+        ServerClient(url, timeout=1, retries=0).ask("/v1/models")

@@ -93,6 +93,8 @@ class ServerClient:
     def _once(self, path: str, body: Mapping[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
+            if not key.isascii() or not key.isprintable():
+                raise Refusal("VLLM_API_KEY: has a sign that no header may have, such as a line break. Set it again.")
             headers["Authorization"] = f"Bearer {key}"
         url = path if path.startswith("http") else self.url + path
         data = None if body is None else json.dumps(body).encode()
@@ -120,7 +122,7 @@ class ServerClient:
             raise _Again(f"no answer in {self.timeout:g} seconds") from error
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
             raise _Again(str(getattr(error, "reason", "") or error) or type(error).__name__) from error
-        except (ValueError, OverflowError) as error:  # a port above 65535, a name that is none, a key with a line break
+        except (ValueError, OverflowError) as error:  # a port above 65535, a name that is none
             what = f"can't be asked: {error}. An address is like http://localhost:8000"
             raise Refusal(f"{self.flag} {self.shown}: {what}.") from error
         text = b"".join(pieces)
