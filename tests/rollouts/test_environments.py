@@ -1,7 +1,8 @@
 """Conversations with an environment: what is in a completion, what of it counts, and what its code may do wrong."""
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -166,6 +167,35 @@ class Short(Echo):
         return 3
 
 
+class Half(Echo):
+    def step(self, messages: Any) -> Any:
+        return [{"role": "user", "content": "half of a pair: \ud83d"}], 1.0, False
+
+
+class Forks(Echo):
+    children: ClassVar[list[int]] = []
+
+    def reset(self, row: Any) -> Any:
+        self.children.append(os.fork())
+        return super().reset(row)
+
+    def step(self, messages: Any) -> Any:
+        self.children.append(os.fork())
+        return super().step(messages)
+
+
+def test_a_process_that_an_environment_forks_does_not_go_on(model: Any, tokenizer: Any) -> None:
+    """It would train as well. Fails when: one of the two `end_fork` is left out."""
+    process = os.getpid()
+    try:
+        forked = sampled(model, tokenizer, [0], make=Forks)
+    finally:
+        if os.getpid() != process:
+            os._exit(1)
+    assert {os.waitpid(child, 0)[1] for child in Forks.children} == {0}
+    assert [each.completion_ids for each in forked] == [each.completion_ids for each in sampled(model, tokenizer, [0])]
+
+
 def test_an_environment_may_begin_with_a_prompt_of_its_own(model: Any, tokenizer: Any) -> None:
     """Fails when: `sample_rollouts` samples behind the row's prompt."""
     rollouts = sampled(model, tokenizer, [0], make=Begins)
@@ -173,7 +203,7 @@ def test_an_environment_may_begin_with_a_prompt_of_its_own(model: Any, tokenizer
     assert rollouts[0].row["prompt"] == "7+8+9="
 
 
-@pytest.mark.parametrize(("make", "match"), [(Fails, "no tool of this name"), (Nan, "the reward nan"), (Silent, "no messages"), (Short, "returned 3; messages, a reward"), (Leaves, "SystemExit: 3"), (Unsure, "True or False")])
+@pytest.mark.parametrize(("make", "match"), [(Fails, "no tool of this name"), (Nan, "the reward nan"), (Silent, "no messages"), (Half, "no messages"), (Short, "returned 3; messages, a reward"), (Leaves, "SystemExit: 3"), (Unsure, "True or False")])
 def test_what_an_environment_does_wrong_is_named_or_skipped(model: Any, tokenizer: Any, capsys: Any, make: Any, match: str) -> None:
     """Fails when: an exception ends the process, or a conversation without a reward counts as one of 0."""
     with pytest.raises(Refusal, match=f"(?s)--environment Echo: .*{match}"):

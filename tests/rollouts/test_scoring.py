@@ -432,7 +432,7 @@ def test_whatever_a_function_raises_or_returns_is_a_fault_by_its_name(tmp_path: 
 def test_a_process_that_a_function_forks_answers_nothing(tmp_path: Path, processes: int) -> None:
     """It would be taken for the answer to the next call, and in the training process it would train as well.
 
-    Fails when: `_end_fork` does nothing.
+    Fails when: `end_fork` does nothing.
     """
     (tmp_path / "own.py").write_text(FAULTS_OF_THEIR_OWN)
     rewards = load_rewards(RewardFunctionsConfig(reward_funcs=[f"{tmp_path}/own.py:forks"], reward_processes=processes))

@@ -15,6 +15,8 @@ tokens that the environment wrote are in it, and no loss counts them. What the p
 from __future__ import annotations
 
 import copy
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,13 +29,14 @@ from toolkit.config.rewards import RewardFunctionsConfig
 from toolkit.data.tokenize.documents import Encoder, build_encoder
 from toolkit.data.tokenize.masks import ChatTemplate, read_chat_template
 from toolkit.generation.sampler import Completion
-from toolkit.rollouts.reward_calls import LARGEST, import_object
+from toolkit.rollouts.reward_calls import LARGEST, end_fork, import_object
 from toolkit.rollouts.rollout import ENVIRONMENT
 from toolkit.system.console import one_line, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_HALF_OF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 Message = dict[str, Any]
 Sample = Callable[[int, list[int], list[list[int]], list[int]], list[list[Completion]]]
 
@@ -141,13 +144,15 @@ class Environments:
         return begun
 
     def _reset(self, row: Mapping[str, Any]) -> tuple[Environment, list[Message] | str | None]:
-        where = row.get("origin", "a row")
+        where, process = row.get("origin", "a row"), os.getpid()
         try:
             environment = self.make()
             prompt = environment.reset(copy.deepcopy(dict(row)))
         except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise Refusal(f"--environment {self.name}: reset() of {where}: {type(error).__name__}: {error}") from error
-        if prompt is not None and not isinstance(prompt, str) and (not prompt or not _are_messages(prompt)):
+        finally:
+            end_fork(process)
+        if prompt is not None and not _is_text(prompt) and (not prompt or not _are_messages(prompt)):
             raise Refusal(f"--environment {self.name}: reset() of {where} returned no messages: {one_line(repr(prompt), 200)}")
         return environment, prompt
 
@@ -159,6 +164,7 @@ class Environments:
         if one.problem or turn.truncated:  # no token is left: it never was a whole turn
             one.done = True
             return
+        process = os.getpid()
         try:
             returned = one.environment.step(copy.deepcopy([*one.messages, *one.said]))
             if not isinstance(returned, tuple | list) or len(returned) != 3:
@@ -175,6 +181,8 @@ class Environments:
         except (Exception, SystemExit) as error:  # whatever the user's code raises
             one.problem, one.done = f"{type(error).__name__}: {error}, after the turn {one_line(text, 200)!r}", True
             return
+        finally:
+            end_fork(process)
         one.reward += float(reward or 0.0)
         one.done, one.completion.truncated = bool(over), not over
         if one.done or is_last:
@@ -266,5 +274,10 @@ def _rendered(template: ChatTemplate, answer: list[Message]) -> str:
 
 def _are_messages(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str) for each in value
+        isinstance(each, dict) and _is_text(each.get("role")) and _is_text(each.get("content")) for each in value
     )
+
+
+def _is_text(value: Any) -> bool:
+    """Text that a tokenizer takes and a file holds: half of a surrogate pair is none."""
+    return isinstance(value, str) and not _HALF_OF_A_PAIR.search(value)

@@ -127,7 +127,7 @@ def carry_out(function: RewardFunction, call: Call) -> Outcome:
             raise
         problem = describe(error)
     finally:
-        _end_fork(process)
+        end_fork(process)
     if count == 1:
         return failed(call, problem)
     return _joined([carry_out(function, alone) for alone in _one_by_one(call)])
@@ -155,14 +155,14 @@ async def _awaited(function: RewardFunction, call: Call) -> Outcome:
             raise
         problem = describe(error)
     finally:
-        _end_fork(process)
+        end_fork(process)
     if count == 1:
         return failed(call, problem)
     return _joined(list(await asyncio.gather(*(_awaited(function, alone) for alone in _one_by_one(call)))))
 
 
-def _end_fork(process: int) -> None:
-    """End a copy of the process that the function has forked: it would answer, or train, a second time."""
+def end_fork(process: int) -> None:
+    """End a copy of the process that the user's code has forked: it would answer, or train, a second time."""
     if os.getpid() != process:
         os._exit(0)
 
