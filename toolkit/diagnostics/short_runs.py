@@ -178,7 +178,7 @@ def never_evaluated() -> Iterator[None]:
     rows too few to hold any out, is refused here too."""
     with Replacements() as replace:
         run, reference = (importlib.import_module(f"toolkit.{name}") for name in ("training.run", "preference.reference"))
-        replace.attribute(run.Run, "due", lambda due, run, what: not what.startswith("eval") and due(run, what))
+        replace.attribute(run.Run, "due", lambda due, opened, what: not what.startswith("eval") and due(opened, what))
         replace.attribute(run.Run, "compare_with", lambda *_: None)
         replace.attribute(reference, "reference_table", _of_training_rows)
         yield
