@@ -8,6 +8,7 @@ processes begin with this file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -16,7 +17,7 @@ import numbers
 import os
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -117,19 +118,13 @@ def carry_out(function: RewardFunction, call: Call) -> Outcome:
     arguments, misfit = _arguments(function, call)
     if misfit:
         return Outcome([], misfit=misfit)
-    count, process = len(call["completions"]), os.getpid()  # before the function, which may change what it is given
-    try:
+    count = len(call["completions"])  # before the function, which may change what it is given
+    with _faults_described() as problems:
         return _read(function(**arguments), count)
-    except Refusal as refusal:
-        return Outcome([], misfit=str(refusal))
-    except BaseException as error:
-        if os.getpid() == process and _is_from_outside(error):
-            raise
-        problem = describe(error)
-    finally:
-        end_fork(process)
+    if isinstance(problems[0], Refusal):
+        return Outcome([], misfit=str(problems[0]))
     if count == 1:
-        return failed(call, problem)
+        return failed(call, problems[0])
     return _joined([carry_out(function, alone) for alone in _one_by_one(call)])
 
 
@@ -145,20 +140,30 @@ async def _awaited(function: RewardFunction, call: Call) -> Outcome:
     arguments, misfit = _arguments(function, call)
     if misfit:
         return Outcome([], misfit=misfit)
-    count, process = len(call["completions"]), os.getpid()
-    try:
+    count = len(call["completions"])
+    with _faults_described() as problems:
         return _read(await function(**arguments), count)  # type: ignore[misc]  # is_async has said so
+    if isinstance(problems[0], Refusal):
+        return Outcome([], misfit=str(problems[0]))
+    if count == 1:
+        return failed(call, problems[0])
+    return _joined(list(await asyncio.gather(*(_awaited(function, alone) for alone in _one_by_one(call)))))
+
+
+@contextlib.contextmanager
+def _faults_described() -> Iterator[list[str | Refusal]]:
+    """A block of the user's code: what it raises is in the list, in words, unless it is meant for the process."""
+    problems, process = list[str | Refusal](), os.getpid()
+    try:
+        yield problems
     except Refusal as refusal:
-        return Outcome([], misfit=str(refusal))
+        problems.append(refusal)
     except BaseException as error:
         if os.getpid() == process and _is_from_outside(error):
             raise
-        problem = describe(error)
+        problems.append(describe(error))
     finally:
         end_fork(process)
-    if count == 1:
-        return failed(call, problem)
-    return _joined(list(await asyncio.gather(*(_awaited(function, alone) for alone in _one_by_one(call)))))
 
 
 def end_fork(process: int) -> None:
