@@ -9,6 +9,7 @@ memory-RANK.json: the bytes of all tensors that it held while the model came tog
 import gc
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,16 @@ def bytes_of_tensors() -> int:
 
 
 def watch_memory() -> list[int]:
-    """Bytes of tensors that are alive each time a whole parameter comes together; first, before anything does."""
+    """Bytes of tensors that are alive each time a whole parameter comes together; first, before anything does.
+
+    The thread that did the last exchange of the forward pass lets its buffer go when it is next run: a second is waited.
+    """
     gc.collect()
-    seen, add_up = [bytes_of_tensors()], pieces.add_up
+    before = []
+    for _ in range(20):
+        before.append(bytes_of_tensors())
+        time.sleep(0.05)
+    seen, add_up = [min(before)], pieces.add_up
 
     def watched(parts: torch.Tensor, *, everywhere: bool) -> None:
         seen.append(bytes_of_tensors())
