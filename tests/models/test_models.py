@@ -395,8 +395,8 @@ def broken(tmp_path, what):
 
 @pytest.mark.parametrize("what", ["no config", "truncated config", "unknown type", "a digit too many", "pickled", "no weights", "truncated weights"])
 def test_a_broken_directory_is_refused_in_one_message_that_names_it(tmp_path, what):
-    """Fails when: the whole error is shown, not its first line, MOST_LAYERS is not asked for (it makes layers until it is killed), or
-    a directory without weights is said to hold pickled ones."""
+    """Fails when: the whole error is shown, not its first line, MOST_LAYERS is not asked for (it makes layers until it is killed), a
+    directory without weights is said to hold pickled ones, or a truncated file is not named."""
     directory = broken(tmp_path, what)
     with pytest.raises(Refusal) as refused:
         load_model(CAUSAL, ModelConfig(model=directory))
@@ -404,6 +404,7 @@ def test_a_broken_directory_is_refused_in_one_message_that_names_it(tmp_path, wh
     assert "\n" not in str(refused.value)
     assert what != "pickled" or "not in safetensors" in str(refused.value)
     assert what != "no weights" or "weights are missing" in str(refused.value)
+    assert what != "truncated weights" or ": model.safetensors: " in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_mistyped_and_empty_directories_are_told_with_what_is_there(saved, tmp_p
     assert f"--model {model}: the directory holds no tokenizer" in message
     assert "--tokenizer" in message
     (model / "tokenizer.json").write_text("{")
-    assert f"--tokenizer {model}: its tokenizer can't be loaded" in refusal_of(tokenizer=str(model))
+    assert f"--tokenizer {model}: its tokenizer can't be loaded: tokenizer.json: " in refusal_of(tokenizer=str(model))
     run = tmp_path / "run"
     run.mkdir()
     model.rename(run / "model")

@@ -19,6 +19,7 @@ from toolkit.models.adapter_files import check_no_adapter_inside, settings_of_ba
 from toolkit.models.attention.direction import check_bidirectional, make_bidirectional
 from toolkit.models.attention.interface import check_not_varlen, choose_attention, take_attention_of_padded_rows
 from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable
+from toolkit.models.broken_files import broken_file
 from toolkit.models.compat import class_for, commit_of, set_commit
 from toolkit.models.first_weights import begin_with_words
 from toolkit.models.layers import check_compiler, checkpoint_layers, compile_layers
@@ -251,7 +252,8 @@ def _explained(config: ModelConfig, auto_class: str = "AutoModel") -> Iterator[N
     except Refusal:
         raise
     except Exception as error:  # whatever can be wrong there; the cause stays attached
-        reason = hub_problem(error, config.model, config.model_revision) or f"it can't be loaded: {first_line(error)}"
+        reason = hub_problem(error, config.model, config.model_revision)
+        reason = reason or f"it can't be loaded: {broken_file(config.model)}{first_line(error)}"
         if "safetensors" in str(error) and "file named" in str(error):
             directory = Path(config.model).expanduser()
             if directory.is_dir() and not any(directory.glob("*.bin*")):

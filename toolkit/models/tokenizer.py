@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.conditions import is_built_in
 from toolkit.config.json_and_yaml import read_text_file
+from toolkit.models.broken_files import broken_file
 from toolkit.models.compat import compile_template
 from toolkit.models.shapes import check_config_files
 from toolkit.system.console import first_line
@@ -198,7 +199,7 @@ def _pretrained_tokenizer(config: ModelConfig, is_fast: bool) -> PreTrainedToken
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # whatever a file or the Hub can do wrong; the cause stays attached
-        what = f"its tokenizer can't be loaded: {type(error).__name__}: {first_line(error)}"
+        what = f"its tokenizer can't be loaded: {broken_file(name)}{type(error).__name__}: {first_line(error)}"
         reason = hub_problem(error, name, revision) or what
         if config.tokenizer:  # a built-in shape is no tokenizer
             reason = reason.replace(OFFLINE, "or give a directory")
