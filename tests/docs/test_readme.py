@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from toolkit.cli.main import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -25,3 +27,11 @@ def test_every_file_it_names_is_there() -> None:
     named = set(re.findall(r"`((?:recipes|toolkit|tests|benchmarks|docs)/[\w./]+)`", README)) | set(re.findall(r"\]\((\S+?\.md)\)", README))
     assert named
     assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_the_table_has_every_command_and_no_other() -> None:
+    """Fails when: a command is added to the command line alone, or renamed there."""
+    table = README.partition("| command | what it does |")[2].partition("\n\n")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = {words.split()[0] for cell in first_cells for words in re.findall(r"`([^`]+)`", cell)}
+    assert named == {name for panel in COMMANDS.values() for name in panel}
