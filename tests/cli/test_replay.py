@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import toolkit as tk
 from toolkit.cli import replay as command
 from toolkit.cli.replay_checks import check_inputs, directory_of, read_run, say_what_changed
-from toolkit.runs.provenance import local_digest, toolkit_identity
+from toolkit.runs.provenance import digest_of_source, toolkit_identity
 
 pytestmark = pytest.mark.warm
 
@@ -221,7 +221,7 @@ def test_a_run_of_one_plain_process_is_replayed_from_elsewhere_and_changes_are_s
     card = json.loads(path.read_text())
     assert (card["layout"]["processes"], card["layout"]["precision"], card["end"]["status"]) == (1, "no", "finished")
     assert card["end"]["figures"]["eval_accuracy"] == json.loads((tmp_path / "begun/plain/summary.json").read_text())["eval_accuracy"]
-    assert card["files"] == {"rows.csv": local_digest(str(rows))}
+    assert card["files"] == {"rows.csv": digest_of_source(str(rows))}
     card["toolkit"] |= {"sha256": "0" * 64, "commit": "abc-dirty"}
     path.write_text(json.dumps(card))
     code = f"import sys; sys.stderr = sys.stdout; sys.argv = ['toolkit', 'replay', {str(path.parent)!r}]; from toolkit.cli.main import main; main()"
@@ -241,7 +241,7 @@ def test_a_changed_row_is_refused_at_once(run: Path, tmp_path: Path, monkeypatch
     for name in ("rows.jsonl", "folder/train.csv", "chat.jinja"):
         (tmp_path / name).write_text("a,b\n1,2\n")
     monkeypatch.chdir(tmp_path)
-    files = {name: local_digest(name) for name in names}
+    files = {name: digest_of_source(name) for name in names}
     (tmp_path / "mine.py").write_bytes((run.parent / "mine.py").read_bytes())
     _edited(run, tmp_path / "kept", started={"directory": str(tmp_path)}, files=files)
     card = read_run(tmp_path / "kept")[0]

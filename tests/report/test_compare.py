@@ -214,7 +214,7 @@ def test_trained_runs_differ_from_the_step_and_by_the_setting_that_it_was(
 
 def test_data_files_that_still_lie_there_are_compared_by_rows(run: Path, tmp_path: Path) -> None:
     """Fails when: the rows are not looked up, or those of a file that was changed since are shown."""
-    from toolkit.runs.provenance import local_digest
+    from toolkit.runs.provenance import digest_of_source
 
     other = tmp_path / "b"
     shutil.copytree(run, other)
@@ -224,7 +224,7 @@ def test_data_files_that_still_lie_there_are_compared_by_rows(run: Path, tmp_pat
     first = tmp_path / "a"
     shutil.copytree(run, first)
     for each, path in zip((first, other), files, strict=True):
-        card("files", str(path), local_digest(str(path)))(each)
+        card("files", str(path), digest_of_source(str(path)))(each)
     rows = [each for each in compared(first, other)["differences"] if each["stage"] == "data"]
     assert [each["name"] for each in rows] == ["file", "row 3"]
     assert rows[1]["values"] == ['{"text": "three"}', '{"text": "another"}']

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import toolkit
-from toolkit.runs.provenance import digests_of_files, local_digest, processor_name, toolkit_identity, working_directory
+from toolkit.runs.provenance import digest_of_source, digests_of_files, processor_name, toolkit_identity, working_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,10 +43,10 @@ def test_files_of_data_have_a_digest_of_their_content_wherever_they_lie(tmp_path
         (tmp_path / folder / "data").mkdir(parents=True)
         for name in ("train.jsonl", "test.jsonl"):
             (tmp_path / folder / "data" / name).write_text('{"text": "a"}\n')
-    assert local_digest("one/data") == local_digest(str(tmp_path / "two/data")) == local_digest("two/data/*.jsonl")
+    assert digest_of_source("one/data") == digest_of_source(str(tmp_path / "two/data")) == digest_of_source("two/data/*.jsonl")
     (tmp_path / "two/data/test.jsonl").write_text('{"text": "b"}\n')
-    assert local_digest("one/data") != local_digest("two/data")
-    assert local_digest("stdlib:sft") is local_digest("org/name:small@v1") is None
+    assert digest_of_source("one/data") != digest_of_source("two/data")
+    assert digest_of_source("stdlib:sft") is digest_of_source("org/name:small@v1") is None
     assert digests_of_files("one/data:0.5,org/name:0.5", None).keys() == {"one/data"}
     (tmp_path / "mine.yaml").write_text("- {dataset: one/data, weight: 1}\n- {dataset: stdlib:sft, weight: 1}\n")
     assert digests_of_files("mine.yaml", "two/data/train.jsonl").keys() == {"mine.yaml", "one/data", "two/data/train.jsonl"}

@@ -97,7 +97,7 @@ def script_of(card: dict[str, Any]) -> str:
 
 def check_inputs(script: str, card: dict[str, Any]) -> None:
     """Refuse another recipe, or other files of the data, of the model or of what else a setting names."""
-    from toolkit.runs.provenance import local_digest
+    from toolkit.runs.provenance import digest_of_source
     from toolkit.system.digests import directory_digest, sha256_of
 
     if not Path(script).is_file():
@@ -112,7 +112,7 @@ def check_inputs(script: str, card: dict[str, Any]) -> None:
                 f"{name}: the model's files have changed since that run, which began from others. Put those back to replay it."
             )
     for name, digest in card.get("files", {}).items():
-        now = local_digest(name)
+        now = digest_of_source(name)
         if now is None:
             raise Refusal(f"{name}: is missing (from {Path.cwd()}). Put it back to replay the run, which read it.")
         if now != digest:

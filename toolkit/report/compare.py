@@ -196,13 +196,13 @@ def _section_differences(
 
 def _first_row(ours: tuple[str, str], theirs: tuple[str, str]) -> Iterator[Difference]:
     """The first line that differs of two files which still are what the runs read."""
-    from toolkit.runs.provenance import local_digest  # with numpy
+    from toolkit.runs.provenance import digest_of_source  # with numpy
 
     paths = [Path(name).expanduser() for name, _ in (ours, theirs)]
     try:
         if not all(path.is_file() for path in paths):
             return
-        if (local_digest(ours[0]), local_digest(theirs[0])) != (ours[1], theirs[1]):  # one was changed since
+        if (digest_of_source(ours[0]), digest_of_source(theirs[0])) != (ours[1], theirs[1]):  # one was changed since
             return
         with open(paths[0], "rb") as one, open(paths[1], "rb") as other:
             for number, pair in enumerate(itertools.zip_longest(one, other), 1):

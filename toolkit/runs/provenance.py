@@ -10,7 +10,7 @@ from pathlib import Path
 from toolkit.config import Refusal
 from toolkit.data.sources.find_files import find_files
 from toolkit.data.sources.mixtures import as_mixture
-from toolkit.data.sources.remote import is_url
+from toolkit.data.sources.remote import description_of, files_at, is_url
 from toolkit.system.digests import add_file
 
 
@@ -45,7 +45,7 @@ def git_commit(folder: Path) -> str | None:
 
 
 def digests_of_files(dataset: str | None, *others: str | None) -> dict[str, str]:
-    """By name: digests of the local files of a dataset, or of the parts of a mixture, and of single other files."""
+    """By name: digests of the files of a dataset, or of the parts of a mixture, and of single other files."""
     names = [name for name in others if name]
     if dataset:
         with contextlib.suppress(Refusal):  # a recipe may read its data in a way of its own
@@ -55,27 +55,30 @@ def digests_of_files(dataset: str | None, *others: str | None) -> dict[str, str]
     found = {}
     for name in names:
         with contextlib.suppress(Refusal, OSError):
-            found[name] = local_digest(name)
+            found[name] = digest_of_source(name)
     return {name: digest for name, digest in found.items() if digest is not None}
 
 
-def local_digest(name: str) -> str | None:
+def digest_of_source(name: str) -> str | None:
     """SHA-256 over names, sizes and contents of the files that a file's, a folder's or a pattern's name means; None for others.
 
-    Of a file above 16 MB 8 MB are read, as `add_file` has it.
+    Of a file above 16 MB 8 MB are read, as `add_file` has it. Of one by URL what its store says about it counts.
 
     Raises:
-        Refusal: it looks like a path, and nothing is there.
+        Refusal: it looks like a path, and nothing is there; or its store can't be reached.
     """
-    path = Path(name).expanduser()
+    digest, path = hashlib.sha256(), Path(name).expanduser()
+    if is_url(name):
+        for url in files_at(name):
+            digest.update(f"{url}\0{description_of(url)}\0".encode())
+        return digest.hexdigest()
     if path.is_file():
         files = [(path.name, path)]
     else:
-        splits = None if is_url(name) else find_files(name)
+        splits = find_files(name)
         if splits is None:
             return None
         files = [(file.shown, Path(file.path)) for each in splits.values() for file in each]
-    digest = hashlib.sha256()
     for shown, file in files:
         add_file(digest, shown, file)
     return digest.hexdigest()

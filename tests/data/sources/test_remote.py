@@ -17,6 +17,7 @@ import pytest
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.sources import readers, remote
 from toolkit.data.sources.load import describe_source, load_splits
+from toolkit.runs.provenance import digest_of_source, digests_of_files
 
 pytestmark = pytest.mark.warm
 
@@ -183,6 +184,16 @@ def test_a_download_is_made_once_for_what_the_store_holds(server: Server) -> Non
     assert server.reads == before
     (server.folder / "rows.jsonl").write_bytes(lines([{"text": "row a", "label": 0}] * 40))
     assert load(f"{server.url}/rows.jsonl")["train"]["text"][0] == "row a"
+
+
+def test_a_card_has_a_digest_of_files_by_url_that_changes_with_them(server: Server) -> None:
+    """Fails when: a URL is passed over, or its text alone counts."""
+    url = f"{server.url}/rows.jsonl"
+    (server.folder / "rows.jsonl").write_bytes(lines())
+    before = digests_of_files(f"{url}:0.5,stdlib:sft:0.5", None)
+    assert before == {url: digest_of_source(url)}
+    (server.folder / "rows.jsonl").write_bytes(lines([{"text": "row a", "label": 0}] * 40))
+    assert digest_of_source(url) != before[url]
 
 
 @pytest.mark.parametrize(

@@ -62,22 +62,30 @@ def open_url(url: str) -> BinaryIO:
         raise OSError(_reason(error)) from error
 
 
-def download(url: str) -> Path:
-    """A local copy in the cache, made once for what the store says about the file: its size, time, ETag or the like."""
-    from toolkit.data.sources.arrow_cache import cache_folder  # with pyarrow
+def description_of(url: str) -> str:
+    """What the store says about a file, which changes with its content: its size, time, ETag or the like, as JSON.
 
+    Raises:
+        Refusal: it is not there, or the store can't be reached.
+    """
     store, path = _store_of(url)
     try:
-        found = store.info(path)
-        about = json.dumps(found, sort_keys=True, default=str)
+        return json.dumps(store.info(path), sort_keys=True, default=str)
     except Exception as error:
         raise Refusal(f"--dataset {url}: {_reason(error)}") from None
-    name = path.rpartition("/")[2]
+
+
+def download(url: str) -> Path:
+    """A local copy in the cache, made once for a file's description."""
+    from toolkit.data.sources.arrow_cache import cache_folder  # with pyarrow
+
+    about, name = description_of(url), url.rpartition("/")[2]
 
     def build(folder: Path) -> None:
         from tqdm.auto import tqdm
 
-        bar = tqdm(total=found.get("size"), desc=f"Downloading {name}", unit="B", unit_scale=True, disable=None, leave=False)
+        size = json.loads(about).get("size")
+        bar = tqdm(total=size, desc=f"Downloading {name}", unit="B", unit_scale=True, disable=None, leave=False)
         try:
             with open_url(url) as source, open(folder / name, "wb") as target, bar:
                 while block := source.read(BLOCK):
