@@ -449,3 +449,23 @@ def test_a_file_without_the_name_of_a_function_is_said() -> None:
     """Fails when: the end of the file's name is taken for a function's."""
     with pytest.raises(Refusal, match=r"Write rewards\.py:name"):
         load_rewards(RewardFunctionsConfig(reward_funcs=["rewards.py"]))
+
+
+@pytest.mark.parametrize("processes", [0, 1, 3])
+def test_the_first_fault_ends_the_scoring_and_what_runs_next_to_it_answers_no_later_call(tmp_path: Path, processes: int) -> None:
+    """Fails when: the loop in `_outcomes` goes on behind a fault (0, 1), or `run` leaves the running workers as they are (3)."""
+    (tmp_path / "own.py").write_text(
+        "import time\n"
+        "def noted(completions, **columns):\n"
+        f"    open({str(tmp_path / 'calls')!r}, 'a').write(completions[0])\n"
+        "    time.sleep(2 if completions[0] == 'c' else 0)\n"
+        "    return [ord(completions[0]) / (completions[0] != 'b')]\n"
+    )
+    rewards = load_rewards(RewardFunctionsConfig(reward_funcs=[f"{tmp_path}/own.py:noted"], reward_processes=processes))
+    with pytest.raises(Refusal, match="ZeroDivisionError"):
+        score_rollouts(rollouts_of([({"prompt": each}, [each]) for each in "abcdef"]), rewards)
+    called = (tmp_path / "calls").read_text()
+    assert "f" not in called
+    assert processes or called == "ab"
+    mixed = score_rollouts(rollouts_of([({"prompt": each}, [each]) for each in "bxyz"]), rewards, on_error="skip", say=lambda line: None)
+    assert [each.rewards["noted"] for each in mixed] == [None, *map(ord, "xyz")]

@@ -12,6 +12,7 @@ import tempfile
 import time
 import weakref
 from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -59,44 +60,51 @@ class RewardProcesses:
         self.workers: list[Worker] = []
         weakref.finalize(self, _end_all, self.workers)
 
-    def run(self, source: Source, calls: list[Call], timeout: float, is_async: bool = False) -> list[Outcome]:
-        """The outcome of each call, in their order, whichever ends first.
+    def run(self, source: Source, calls: list[Call], timeout: float, is_async: bool = False) -> Generator[Outcome, None, None]:
+        """The outcome of each call, in their order, whichever ends first. Closed, it ends what is running.
 
         Args:
             timeout: seconds for each call, its import of the function not counted.
             is_async: all calls at once in one process.
         """
         if not calls:
-            return []
+            return
         while len(self.workers) < min(self.count, 1 if is_async else len(calls)):
             self.workers.append(_start())
         if is_async:
-            return self._run_together(source, calls, timeout)
-        outcomes: list[Outcome | None] = [None] * len(calls)
+            yield from self._run_together(source, calls, timeout)
+            return
         waiting, running = deque(range(len(calls))), dict[Worker, tuple[int, float]]()
-        while waiting or running:
-            for number in range(len(self.workers)):
-                if waiting and self.workers[number] not in running:
-                    worker, place = self._with(source, number), waiting.popleft()
-                    running[worker] = place, time.monotonic() + timeout
-                    _send(worker, ("call", source, calls[place]))
-            for worker, message in _messages(list(running), min(deadline for _, deadline in running.values())):
-                place, deadline = running[worker]
-                if message is not None:
-                    outcome: Outcome = message[2]
-                elif worker.process.poll() is not None:
-                    outcome = failed(calls[place], _how_it_ended(worker))
-                elif time.monotonic() >= deadline:
-                    outcome = failed(calls[place], too_slow(timeout))
-                else:
-                    continue
-                outcome.output = worker.take_output()
-                outcomes[place] = outcome
-                del running[worker]
-                if message is None:
-                    self._drop(worker)
-                    self.workers.append(_start())
-        return [outcome for outcome in outcomes if outcome is not None]
+        outcomes, given = dict[int, Outcome](), 0
+        try:
+            while waiting or running:
+                for number in range(len(self.workers)):
+                    if waiting and self.workers[number] not in running:
+                        worker, place = self._with(source, number), waiting.popleft()
+                        running[worker] = place, time.monotonic() + timeout
+                        _send(worker, ("call", source, calls[place]))
+                for worker, message in _messages(list(running), min(deadline for _, deadline in running.values())):
+                    place, deadline = running[worker]
+                    if message is not None:
+                        outcome: Outcome = message[2]
+                    elif worker.process.poll() is not None:
+                        outcome = failed(calls[place], _how_it_ended(worker))
+                    elif time.monotonic() >= deadline:
+                        outcome = failed(calls[place], too_slow(timeout))
+                    else:
+                        continue
+                    outcome.output = worker.take_output()
+                    outcomes[place] = outcome
+                    del running[worker]
+                    if message is None:
+                        self._drop(worker)
+                        self.workers.append(_start())
+                while given in outcomes:
+                    yield outcomes.pop(given)
+                    given += 1
+        finally:
+            for worker in running:  # an answer that came later would be taken for that to another call
+                self._drop(worker)
 
     def _run_together(self, source: Source, calls: list[Call], timeout: float) -> list[Outcome]:
         worker, deadline = self._with(source, 0), time.monotonic() + timeout + GRACE_SECONDS

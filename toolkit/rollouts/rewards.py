@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SECONDS, CODE_SECONDS = 60.0, 5.0  # that a function has for the completions of a prompt, and one completion's code
 
-Runner = Callable[[list[Call]], list[Outcome]]
+Runner = Callable[[list[Call]], Generator[Outcome, None, None]]
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Reward:
     run: Runner | None = None  # carries out calls of the function; None: in this process, one after the other
     model: RewardModel | None = None  # in place of the function
 
-    def outcomes(self, calls: list[Call]) -> list[Outcome]:
-        """What came of each call, in their order."""
+    def outcomes(self, calls: list[Call]) -> Generator[Outcome, None, None]:
+        """What came of each call, in their order. Whoever takes no more of them ends the calls that are running."""
         return (self.run or partial(run_here, self.function))(calls)
 
 
@@ -93,10 +93,15 @@ def load_rewards(config: RewardFunctionsConfig, tokenizer: PreTrainedTokenizerBa
     ]
 
 
-def run_here(function: RewardFunction, calls: list[Call], timeout: float | None = None) -> list[Outcome]:
+def run_here(function: RewardFunction, calls: list[Call], timeout: float | None = None) -> Generator[Outcome, None, None]:
     """The outcomes of calls in this process; async ones all at once, in a thread whose loop is their own."""
     if not is_async(function):
-        return _captured(lambda: [carry_out(function, call) for call in calls])
+        for call in calls:
+            with _captured() as output:
+                outcome = carry_out(function, call)
+            outcome.output = output.getvalue()
+            yield outcome
+        return
 
     async def all_at_once() -> list[Outcome]:
         return list(await asyncio.gather(*(carry_out_async(function, call, timeout or 1e9) for call in calls)))
@@ -104,17 +109,18 @@ def run_here(function: RewardFunction, calls: list[Call], timeout: float | None 
     def in_a_loop() -> list[Outcome]:
         return asyncio.run(all_at_once())
 
-    with ThreadPoolExecutor(1) as thread:
-        return _captured(lambda: thread.submit(in_a_loop).result())
+    with _captured() as output, ThreadPoolExecutor(1) as thread:
+        outcomes = thread.submit(in_a_loop).result()
+    for outcome in outcomes[-1:]:
+        outcome.output = output.getvalue()
+    yield from outcomes
 
 
-def _captured(action: Callable[[], list[Outcome]]) -> list[Outcome]:
-    """The outcomes, the last of them with what was printed."""
+@contextlib.contextmanager
+def _captured() -> Iterator[io.StringIO]:
+    """A block whose printed lines are kept from the screen."""
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
-        outcomes = action()
-    if outcomes:
-        outcomes[-1].output = output.getvalue()
-    return outcomes
+        yield output
 
 
 def _load(
@@ -174,10 +180,10 @@ def _built_in(name: str, config: RewardFunctionsConfig, processes: RewardProcess
     return _in_processes(name, function, source, config, processes)
 
 
-def _run_codes(function: RewardFunction, at_once: int, calls: list[Call]) -> list[Outcome]:
+def _run_codes(function: RewardFunction, at_once: int, calls: list[Call]) -> Generator[Outcome, None, None]:
     """Calls of the reward python, which starts a process for each completion and waits for it."""
     with ThreadPoolExecutor(at_once) as threads:
-        return list(threads.map(partial(carry_out, function), calls))
+        yield from threads.map(partial(carry_out, function), calls)
 
 
 def _of_model(written: str, config: RewardFunctionsConfig, tokenizer: PreTrainedTokenizerBase | None) -> Reward:

@@ -6,6 +6,7 @@ the prompts, and all of them get all values. A reward that fails ends the run or
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,7 @@ def score_rollouts(
     say = say or say_once
     values: dict[str, list[float | None]] = {}
     for reward in rewards:
-        parts, outcomes = _outcomes(rollouts, reward, accelerator)
+        parts, outcomes = _outcomes(rollouts, reward, accelerator, on_error)
         values[reward.name] = _collect(reward, rollouts, parts, outcomes, on_error, output, say)
     weights, scored = {reward.name: reward.weight for reward in rewards}, []
     for place, rollout in enumerate(rollouts):
@@ -101,7 +102,7 @@ def _turns_of(rollout: Rollout) -> list[dict[str, Any]]:
 
 
 def _outcomes(
-    rollouts: list[Rollout], reward: Reward, accelerator: Accelerator | None
+    rollouts: list[Rollout], reward: Reward, accelerator: Accelerator | None, on_error: str
 ) -> tuple[list[list[int]], list[Outcome]]:
     """The parts that are scored at once, as places of their rollouts, and what came of each."""
     rank, ranks = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
@@ -109,7 +110,14 @@ def _outcomes(
         parts = groups_of(rollouts)
 
         def score() -> list[Outcome]:
-            return reward.outcomes([call_of([rollouts[place] for place in part]) for part in parts[rank::ranks]])
+            calls = [call_of([rollouts[place] for place in part]) for part in parts[rank::ranks]]
+            found = list[Outcome]()
+            with contextlib.closing(reward.outcomes(calls)) as outcomes:
+                for outcome in outcomes:
+                    found.append(outcome)
+                    if outcome.misfit or (on_error == "stop" and outcome.problems):  # others would be waited for in vain
+                        break
+            return found + [Outcome([None] * len(call["completions"])) for call in calls[len(found) :]]
     else:
         import torch
 
