@@ -174,23 +174,29 @@ class Half(Echo):
 
 class Forks(Echo):
     children: ClassVar[list[int]] = []
+    process = os.getpid()
+
+    def forks(self) -> None:
+        if os.getpid() != self.process:
+            os._exit(1)  # a child that went on: it must not have children
+        self.children.append(os.fork())
 
     def reset(self, row: Any) -> Any:
-        self.children.append(os.fork())
+        self.forks()
         return super().reset(row)
 
     def step(self, messages: Any) -> Any:
-        self.children.append(os.fork())
+        self.forks()
         return super().step(messages)
 
 
 def test_a_process_that_an_environment_forks_does_not_go_on(model: Any, tokenizer: Any) -> None:
-    """It would train as well. Fails when: one of the two `end_fork` is left out."""
-    process = os.getpid()
+    """It would train as well. Fails when: `end_fork` does nothing."""
+    Forks.process = os.getpid()
     try:
         forked = sampled(model, tokenizer, [0], make=Forks)
     finally:
-        if os.getpid() != process:
+        if os.getpid() != Forks.process:
             os._exit(1)
     assert {os.waitpid(child, 0)[1] for child in Forks.children} == {0}
     assert [each.completion_ids for each in forked] == [each.completion_ids for each in sampled(model, tokenizer, [0])]

@@ -15,7 +15,6 @@ tokens that the environment wrote are in it, and no loss counts them. What the p
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,8 +28,9 @@ from toolkit.config.rewards import RewardFunctionsConfig
 from toolkit.data.tokenize.documents import Encoder, build_encoder
 from toolkit.data.tokenize.masks import ChatTemplate, read_chat_template
 from toolkit.generation.sampler import Completion
-from toolkit.rollouts.reward_calls import LARGEST, end_fork, import_object
+from toolkit.rollouts.reward_calls import LARGEST
 from toolkit.rollouts.rollout import ENVIRONMENT
+from toolkit.rollouts.users_code import faults_described, import_object, process_kept
 from toolkit.system.console import one_line, say
 
 if TYPE_CHECKING:
@@ -144,17 +144,13 @@ class Environments:
         return begun
 
     def _reset(self, row: Mapping[str, Any]) -> tuple[Environment, list[Message] | str | None]:
-        where, process = row.get("origin", "a row"), os.getpid()
-        try:
+        with process_kept(), faults_described() as problems:
             environment = self.make()
             prompt = environment.reset(copy.deepcopy(dict(row)))
-        except (Exception, SystemExit) as error:  # whatever the user's code raises
-            raise Refusal(f"--environment {self.name}: reset() of {where}: {type(error).__name__}: {error}") from error
-        finally:
-            end_fork(process)
-        if prompt is not None and not _is_text(prompt) and (not prompt or not _are_messages(prompt)):
-            raise Refusal(f"--environment {self.name}: reset() of {where} returned no messages: {one_line(repr(prompt), 200)}")
-        return environment, prompt
+            if prompt is not None and not _is_text(prompt) and (not prompt or not _are_messages(prompt)):
+                raise TypeError(f"it returned no messages: {one_line(repr(prompt), 200)}")
+            return environment, prompt
+        raise Refusal(f"--environment {self.name}: reset() of {row.get('origin', 'a row')}: {problems[0]}")
 
     def _take_turn(self, one: Conversation, turn: Completion, most: int, is_last: bool) -> None:
         """The policy's turn, and what the environment says to it."""
@@ -164,27 +160,13 @@ class Environments:
         if one.problem or turn.truncated:  # no token is left: it never was a whole turn
             one.done = True
             return
-        process = os.getpid()
-        try:
-            returned = one.environment.step(copy.deepcopy([*one.messages, *one.said]))
-            if not isinstance(returned, tuple | list) or len(returned) != 3:
-                found = one_line(repr(returned), 200)
-                raise TypeError(f"step() returned {found}; messages, a reward and whether it is over would be right")
-            answer, reward, over = returned
-            answer = copy.deepcopy(answer)  # the environment may go on changing it
-            if not _are_messages(answer):
-                raise TypeError(f"step() returned no messages: {one_line(repr(answer), 200)}")
-            if reward is not None and not abs(reward) <= LARGEST:
-                raise ValueError(f"step() returned the reward {reward}")
-            if not isinstance(over, bool | np.bool_):
-                raise TypeError(f"step() returned {over!r} for whether the conversation is over; it must be True or False")
-        except (Exception, SystemExit) as error:  # whatever the user's code raises
-            one.problem, one.done = f"{type(error).__name__}: {error}, after the turn {one_line(text, 200)!r}", True
+        with process_kept(), faults_described() as problems:
+            answer, reward, over = _answer_in(one.environment.step(copy.deepcopy([*one.messages, *one.said])))
+        if problems:
+            one.problem, one.done = f"{problems[0]}, after the turn {one_line(text, 200)!r}", True
             return
-        finally:
-            end_fork(process)
-        one.reward += float(reward or 0.0)
-        one.done, one.completion.truncated = bool(over), not over
+        one.reward += reward
+        one.done, one.completion.truncated = over, not over
         if one.done or is_last:
             one.done = True
             return
@@ -244,10 +226,11 @@ def load_environment(config: RewardFunctionsConfig, tokenizer: PreTrainedTokeniz
     if not written:
         return None
     make: Any = import_object(written, "--environment")
-    try:
+    made = None
+    with process_kept(), faults_described() as problems:
         made = make()
-    except (Exception, SystemExit) as error:
-        raise Refusal(f"--environment {written}: can't be made without arguments: {type(error).__name__}: {error}") from error
+    if problems:
+        raise Refusal(f"--environment {written}: can't be made without arguments: {problems[0]}")
     missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
     if missing:
         raise Refusal(f"--environment {written}: what it makes has no {' and no '.join(f'{name}()' for name in missing)}.")
@@ -261,6 +244,21 @@ def without_cut(completion: Completion, cuts: bool) -> Completion:
 
 def reward_of(one: Conversation) -> dict[str, float | None]:
     return {ENVIRONMENT: None if one.problem else one.reward}
+
+
+def _answer_in(returned: Any) -> tuple[list[Message], float, bool]:
+    """What `step` returned: messages, which the environment may go on changing, a finite number, and a truth value."""
+    if not isinstance(returned, tuple | list) or len(returned) != 3:
+        found = one_line(repr(returned), 200)
+        raise TypeError(f"step() returned {found}; messages, a reward and whether it is over would be right")
+    answer, reward, over = copy.deepcopy(returned[0]), returned[1], returned[2]
+    if not _are_messages(answer):
+        raise TypeError(f"step() returned no messages: {one_line(repr(answer), 200)}")
+    if reward is not None and not abs(reward) <= LARGEST:
+        raise ValueError(f"step() returned the reward {reward}")
+    if not isinstance(over, bool | np.bool_):
+        raise TypeError(f"step() returned {over!r} for whether the conversation is over; it must be True or False")
+    return answer, float(reward or 0.0), bool(over)
 
 
 def _rendered(template: ChatTemplate, answer: list[Message]) -> str:

@@ -8,23 +8,16 @@ processes begin with this file.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
-import os
-import sys
-import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from toolkit.config import Refusal
-from toolkit.config.setting import nearest
+from toolkit.rollouts.users_code import faults_described, import_object, written_of
 
 RewardFunction = Callable[..., list[float | None] | Awaitable[list[float | None]]]
 LARGEST = 1e30  # of a reward: float32, in which losses are computed, must hold its sums
@@ -70,42 +63,6 @@ def load_function(source: Source) -> RewardFunction:
     return partial(function, **dict(source.arguments)) if source.arguments else function
 
 
-def import_object(written: str, setting: str) -> object:
-    """What a setting names as module:name or file.py:name.
-
-    Raises:
-        Refusal: it can't be imported, or is not there.
-    """
-    place, colon, name = written.rpartition(":")
-    if not colon and written.endswith(".py"):
-        raise Refusal(f"{setting} {written}: which of this file? Write {written}:name.")
-    if not colon:  # as TRL writes it: module.function
-        place, _, name = written.rpartition(".")
-    flag = f"{setting} {written}"
-    if not place or not name:
-        raise Refusal(f"{flag}: write module:function, or path/to/file.py:function.")
-    try:
-        module = _module_of_file(place, flag) if place.endswith(".py") else _import(place)
-    except Refusal:
-        raise
-    except ModuleNotFoundError as error:
-        missing = f"no module {error.name}" if error.name else str(error)
-        where = "" if error.name and place.startswith(error.name) else f", which {place} imports"
-        raise Refusal(
-            f"{flag}: there is {missing}{where}. A module is looked for as Python does, and in {os.getcwd()}; a file is "
-            "given as path/to/file.py:function."
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise Refusal(f"{flag}: importing {place} ended with {describe(error)}. Mend it first.") from error
-    function: Any = module
-    for part in name.split("."):
-        if not hasattr(function, part):
-            near = nearest(part, [each for each in dir(function) if callable(getattr(function, each))])
-            raise Refusal(f"{flag}: {place} has no {part}." + (f" Did you mean {near}?" if near else ""))
-        function = getattr(function, part)
-    return function
-
-
 def is_async(function: RewardFunction) -> bool:
     """Whether a call gives something to wait for: `async def`, also of an object's `__call__` or behind `partial`."""
     while isinstance(function, partial):
@@ -119,7 +76,7 @@ def carry_out(function: RewardFunction, call: Call) -> Outcome:
     if misfit:
         return Outcome([], misfit=misfit)
     count = len(call["completions"])  # before the function, which may change what it is given
-    with _faults_described() as problems:
+    with faults_described() as problems:
         return _read(function(**arguments), count)
     if isinstance(problems[0], Refusal):
         return Outcome([], misfit=str(problems[0]))
@@ -141,7 +98,7 @@ async def _awaited(function: RewardFunction, call: Call) -> Outcome:
     if misfit:
         return Outcome([], misfit=misfit)
     count = len(call["completions"])
-    with _faults_described() as problems:
+    with faults_described() as problems:
         return _read(await function(**arguments), count)  # type: ignore[misc]  # is_async has said so
     if isinstance(problems[0], Refusal):
         return Outcome([], misfit=str(problems[0]))
@@ -150,85 +107,8 @@ async def _awaited(function: RewardFunction, call: Call) -> Outcome:
     return _joined(list(await asyncio.gather(*(_awaited(function, alone) for alone in _one_by_one(call)))))
 
 
-@contextlib.contextmanager
-def _faults_described() -> Iterator[list[str | Refusal]]:
-    """A block of the user's code: what it raises is in the list, in words, unless it is meant for the process."""
-    problems, process = list[str | Refusal](), os.getpid()
-    try:
-        yield problems
-    except Refusal as refusal:
-        problems.append(refusal)
-    except BaseException as error:
-        if os.getpid() == process and _is_from_outside(error):
-            raise
-        problems.append(describe(error))
-    finally:
-        end_fork(process)
-
-
-def end_fork(process: int) -> None:
-    """End a copy of the process that the user's code has forked: it would answer, or train, a second time."""
-    if os.getpid() != process:
-        os._exit(0)
-
-
-def _is_from_outside(error: BaseException) -> bool:
-    """Whether it is meant for the process: Ctrl-C, which a worker never gets, or the time limit of an async call."""
-    if isinstance(error, asyncio.CancelledError):
-        try:
-            task = asyncio.current_task()
-        except RuntimeError:  # no loop
-            return False
-        return task is not None and task.cancelling() > 0
-    return isinstance(error, KeyboardInterrupt | GeneratorExit) and not _IN_WORKER
-
-
 def too_slow(timeout: float) -> str:
     return f"no answer within {timeout:g} seconds (--reward-timeout)"
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line, with the line of the user's code that it comes from."""
-    words = " ".join(_written(error, str).split())
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(_STDLIB)]
-    last = (own or frames)[-1:]
-    where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
-    return f"{type(error).__name__}{f': {words[:300]}' if words else ''}{where}"
-
-
-_IN_WORKER = False  # set by reward_worker
-_STDLIB = os.path.dirname(os.__file__) + os.sep
-
-
-def _import(name: str) -> ModuleType:
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.import_module(name)
-
-
-def _module_of_file(written: str, flag: str) -> ModuleType:
-    """A file as a module; what lies next to it can be imported from it."""
-    path = os.path.abspath(os.path.expanduser(written))
-    if not os.path.isfile(path):
-        raise Refusal(f"{flag}: there is no file {written} (looked for in {os.getcwd()}).")
-    name = f"rewards_of_{os.path.splitext(os.path.basename(path))[0]}_{abs(hash(path)):x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if os.path.dirname(path) not in sys.path:
-        sys.path.append(os.path.dirname(path))
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _arguments(function: RewardFunction, call: Call) -> tuple[Call, str]:
@@ -285,14 +165,6 @@ def _read(returned: Any, count: int) -> Outcome:
     return Outcome(values, problems)
 
 
-def _written(value: object, write: Callable[[object], str]) -> str:
-    """What an object of the user says of itself, which may fail too."""
-    try:
-        return write(value)
-    except Exception:
-        return ""
-
-
 def _as_float(value: numbers.Real) -> float:
     try:
         return float(value)
@@ -301,5 +173,5 @@ def _as_float(value: numbers.Real) -> float:
 
 
 def _of_type(value: object) -> str:
-    shown = _written(value, repr)
+    shown = written_of(value, repr)
     return f"{type(value).__name__} {shown[:60]}{'...' if len(shown) > 60 else ''}"

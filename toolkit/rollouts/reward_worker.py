@@ -17,12 +17,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from toolkit.config import Refusal
-from toolkit.rollouts import reward_calls
+from toolkit.rollouts import users_code
 from toolkit.rollouts.reward_calls import Call, RewardFunction, Source, carry_out, carry_out_async, load_function
 
 
 def main(descriptor: int) -> None:
-    reward_calls._IN_WORKER = True
+    users_code._IN_WORKER = True
     connection = Connection(descriptor)
     waiting: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, waiting), daemon=True).start()

@@ -28,6 +28,7 @@ from toolkit.rollouts.reward_calls import (
     load_function,
 )
 from toolkit.rollouts.reward_processes import RewardProcesses
+from toolkit.rollouts.users_code import process_kept
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,8 +119,8 @@ def run_here(function: RewardFunction, calls: list[Call], timeout: float | None 
 
 @contextlib.contextmanager
 def _captured() -> Iterator[io.StringIO]:
-    """A block whose printed lines are kept from the screen."""
-    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+    """A block of the user's code in this process, whose printed lines are kept from the screen."""
+    with process_kept(), contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
         yield output
 
 
