@@ -22,7 +22,7 @@ from toolkit.generation.sampler import sample_groups
 @dataclass
 class Double:
     """`faults`: what the next answers are, one each: "500", "429", "400", "drop", "stall", "garbage". `lie`: what all of them are,
-    until it is taken back: "old", "tokenizer", "logps", "count", "length", "nan", "nologps", "raw", "few", "form".
+    until it is taken back: "old", "tokenizer", "logps", "count", "length", "nan", "nologps", "raw", "few", "form", "twice".
     `asked`: paths and bodies. `longest`, `max_logprobs`: what it was started with.
     """
 
@@ -109,7 +109,7 @@ class Double:
                    for row, drawn in zip(every, each.tokens, strict=True)]  # fmt: skip
             said = {"token_logprobs": logps, "top_logprobs": top, "tokens": [f"token_id:{token}" for token in each.tokens]}
             choices.append({
-                "index": index, "text": "", "token_ids": 5 if self.lie == "form" else each.tokens, "prompt_token_ids": ids, "stop_reason": None,
+                "index": 0 if self.lie == "twice" else index, "text": "", "token_ids": 5 if self.lie == "form" else each.tokens, "prompt_token_ids": ids, "stop_reason": None,
                 "finish_reason": "length" if each.truncated else "stop", "logprobs": None if self.lie == "nologps" else said,
             })  # fmt: skip
         return choices

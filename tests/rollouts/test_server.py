@@ -133,7 +133,7 @@ def test_what_fails_is_asked_again_and_the_answer_is_the_same(double: Double, fa
 @pytest.mark.parametrize(
     ("fault", "lie", "says"),
     [("400", "", "HTTP 400"), ("garbage", "", "no JSON"), ("", "count", "completions 1, asked for 2"),
-     ("", "length", "7 tokens, asked for 6"), ("", "nan", "log-probability nan"), ("", "nologps", "0 log-probabilities of"), ("", "form", "in another form"),
+     ("", "length", "7 tokens, asked for 6"), ("", "nan", "log-probability nan"), ("", "nologps", "0 log-probabilities of"), ("", "form", "in another form"), ("", "twice", r"numbers \[0, 0\]"),
      ("", "raw", "processed_logprobs")],
 )  # fmt: skip
 def test_a_wrong_answer_is_refused_at_once(double: Double, fault: str, lie: str, says: str) -> None:

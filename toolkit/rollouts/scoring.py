@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
 from toolkit.distributed.ranks import from_all, say_once
-from toolkit.rollouts.reward_calls import Call, Outcome
+from toolkit.rollouts.reward_calls import LARGEST, Call, Outcome
 from toolkit.rollouts.rollout import ENVIRONMENT, Rollout, groups_of
 from toolkit.system.console import one_line, quoted
 
@@ -54,7 +54,7 @@ def score_rollouts(
     Raises:
         Refusal: a function that can't be used: it returns another number of values, or asks for a column that rows don't have;
             and with "stop" one that raises, takes too long, or returns what is no finite number. It names function, row
-            and completion.
+            and completion. And one that with its weight is beyond what is taken of a reward.
     """
     say = say or say_once
     values: dict[str, list[float | None]] = {}
@@ -66,6 +66,13 @@ def score_rollouts(
         own = {name: value for name, value in rollout.rewards.items() if name == ENVIRONMENT}
         own |= {name: column[place] for name, column in values.items()}
         scored.append(replace(rollout, rewards=own, reward=weighted_sum(own, weights)))
+    for rollout in scored:
+        for name, value in rollout.rewards.items():
+            if value is not None and abs(weights.get(name, 1.0) * value) > LARGEST:
+                raise Refusal(
+                    f"--reward-weights: {weights.get(name, 1.0):g} times the reward {name} of a completion, {value:g}, is beyond "
+                    f"{LARGEST:g}. Give a smaller one.\n{_named(rollout)}"
+                )
     without = sum(math.isnan(rollout.reward) for rollout in scored)
     if without:
         say(f"WARNING: {without} of {len(scored)} completions have no reward at all: they move nothing")

@@ -158,8 +158,12 @@ class ServerClient:
         """
         answer = self.ask("/v1/completions", _request(self.model, prompt, settings, size, seed))
         with self.reading(f"/v1/completions, asked about the prompt {where or list(prompt)[:8]},"):
-            choices = sorted((answer or {}).get("choices") or [], key=lambda each: each.get("index", 0))
+            found = (answer or {}).get("choices") or []
+            numbers = [each.get("index", place) for place, each in enumerate(found)]
+            choices = [each for _, each in sorted(zip(numbers, found, strict=True), key=lambda pair: pair[0])]
             problem = f"number of completions {len(choices)}, asked for {size}" if len(choices) != size else ""
+            if not problem and sorted(numbers) != list(range(size)):
+                problem = f"completions with the numbers {sorted(numbers)}, asked for one each of 0 to {size - 1}"
             completions = []
             for choice in () if problem else choices:
                 try:
