@@ -70,8 +70,8 @@ def score_rollouts(
         for name, value in rollout.rewards.items():
             if value is not None and abs(weights.get(name, 1.0) * value) > LARGEST:
                 raise Refusal(
-                    f"--reward-weights: {weights.get(name, 1.0):g} times the reward {name} of a completion, {value:g}, is beyond "
-                    f"{LARGEST:g}. Give a smaller one.\n{_named(rollout)}"
+                    f"--reward-weights: {weights.get(name, 1.0):g} times the reward {name} of a completion, {value:g}, is "
+                    f"beyond {LARGEST:g}. Give a smaller one.\n{_named(rollout)}"
                 )
     without = sum(math.isnan(rollout.reward) for rollout in scored)
     if without:
