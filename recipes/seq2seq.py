@@ -23,7 +23,7 @@ class Config(
     warmup_steps: float = 0.05
     per_device_train_batch_size: int = 16
     per_device_eval_batch_size: int = 32
-    num_train_epochs: float = 4.0
+    num_train_epochs: float = 2.0
     group_by_length: bool = True
     output_dir: str = "runs/seq2seq"
 
