@@ -61,7 +61,7 @@ def main(config: Config) -> tk.Summary:
     in_prompts = tk.in_prompts(config, config.num_generations, accelerator)
     train, evaluation = tk.build_dataloaders(splits, tk.collate_prompts, in_prompts, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
-    drawn = tk.sampling_settings(config, model, tokenizer)
+    drawn = tk.sampling_settings(config, model, tokenizer, splits)
     asked = tk.sampling_settings(config, model, tokenizer, evaluates=True)
     model, optimizer = accelerator.prepare(model, optimizer)
 

@@ -63,7 +63,7 @@ def main(config: Config) -> tk.Summary:
     prompts = tk.in_prompts(config, config.num_generations, accelerator)
     train, evaluation = tk.build_dataloaders(splits, tk.collate_prompts, prompts, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
-    drawn = tk.sampling_settings(config, model, tokenizer)
+    drawn = tk.sampling_settings(config, model, tokenizer, splits)
     asked = tk.sampling_settings(config, model, tokenizer, evaluates=True)
     model, optimizer = accelerator.prepare(model, optimizer)
 

@@ -16,7 +16,7 @@ from toolkit.losses.rollout_logps import rollout_logps
 from toolkit.models.attention.interface import DOCUMENTS, register_attention
 from toolkit.rollouts.batches import collate_rollouts, policy_batches, with_logps
 from toolkit.rollouts.rollout import Rollout
-from toolkit.rollouts.settings import in_prompts
+from toolkit.rollouts.settings import in_prompts, sampling_settings
 from toolkit.training.step import accumulate_gradients, mean_metrics
 
 
@@ -158,3 +158,16 @@ def test_metrics_of_several_updates_are_those_of_one_step() -> None:
     assert {name: float(value) for name, value in mean_metrics(steps).items()} == {
         "loss": 2.0, "ratio_max": 3.0, "nonfinite": 1.0, "applied": 0.0
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("most", "advice"), [(7, "--max-completion-length 6 or --max-prompt-length 9"), (16, "--max-completion-length 6")])
+def test_a_prompt_without_room_for_its_completion_is_refused_before_the_run_meets_it(most: int, advice: str) -> None:
+    """Fails when: `_check_room` takes the mean length, or `sampling_settings` does not call it."""
+    from datasets import Dataset
+    from transformers import LlamaConfig
+
+    splits = {"train": Dataset.from_dict({"length": [3, 10]}), "test": Dataset.from_dict({"length": [4]})}
+    model: Any = SimpleNamespace(config=LlamaConfig(max_position_embeddings=16))
+    tokenizer: Any = SimpleNamespace(eos_token_id=0, chat_template=None)
+    with pytest.raises(Refusal, match=rf"longest prompt has 10 tokens .* 16 positions\. Take {advice}\."):
+        sampling_settings(RolloutConfig(max_completion_length=most), model, tokenizer, splits)

@@ -49,6 +49,14 @@ POLICY_CONTRADICTIONS = (
         "with --max-logprobs 20 or more), or leave {top_p} and {min_p} out.",
     ),
     Contradiction(
+        lambda top_k, num_generations: top_k == 1,
+        "{top_k} leaves one token to draw, with the probability 1, so that nothing is learned: take more, or 0 for all.",
+    ),
+    Contradiction(
+        lambda min_p, num_generations: min_p == 1,
+        "{min_p} leaves the most probable token alone, with the probability 1, so that nothing is learned: take less.",
+    ),
+    Contradiction(
         lambda environment, vf_coef: bool(environment),
         "{environment}: PPO learns a value of every token, also of those that an environment wrote. Take recipes/grpo.py.",
     ),

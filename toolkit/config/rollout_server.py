@@ -25,14 +25,14 @@ class RolloutServerConfig(Settings):
         32, "Prompts that each process asks for at a time.", least=1, most=4096, on_resume="free"
     )
     rollout_server_timeout: float = setting(
-        600.0, "Seconds until a request is given up and sent again.", above=0.0, on_resume="free"
+        600.0, "Seconds until a request is given up and sent again.", above=0.0, most=86_400.0, on_resume="free"
     )
     rollout_server_retries: int = setting(
         5, "How often a request is sent again that failed by the connection, the server (5xx) or its load (429).", least=0,
         most=100, on_resume="free",
     )
     rollout_server_wait: float = setting(
-        240.0, "Seconds to wait for the server when the run starts.", least=0.0, aliases=("vllm_server_timeout",),
+        240.0, "Seconds to wait for the server when the run starts.", least=0.0, most=86_400.0, aliases=("vllm_server_timeout",),
         on_resume="free",
     )
     rollout_server_max_gap: float = setting(

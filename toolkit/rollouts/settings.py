@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.config.rollouts import RolloutConfig
+from toolkit.data.loading.packing import column
 from toolkit.generation.continued_texts import stop_ids
 from toolkit.generation.distribution import SamplingSettings
+from toolkit.models.shapes import positions_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -45,9 +48,19 @@ def in_prompts(config: Config, num_generations: int, accelerator: Accelerator | 
 
 
 def sampling_settings(
-    config: RolloutConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, evaluates: bool = False
-) -> SamplingSettings:
-    """How completions are drawn; in an evaluation at `eval_temperature` and from all tokens."""
+    config: RolloutConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
+    splits: Mapping[str, Any] | None = None, *, evaluates: bool = False,
+) -> SamplingSettings:  # fmt: skip
+    """How completions are drawn; in an evaluation at `eval_temperature` and from all tokens.
+
+    Args:
+        splits: of `tokenize_for_prompts`, whose longest prompt must leave room for the longest completion.
+
+    Raises:
+        Refusal: it does not: the run would end where it meets that prompt. Lengths of a stream are not known.
+    """
+    if splits is not None:
+        _check_room(config.max_completion_length, positions_of(model.config), splits)
     settings = SamplingSettings(
         max_new_tokens=config.max_completion_length, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p,
         min_p=config.min_p, eos_token_ids=tuple(stop_ids(model, tokenizer)), stop_strings=tuple(config.stop_strings),
@@ -55,3 +68,16 @@ def sampling_settings(
     if evaluates:
         return replace(settings, temperature=config.eval_temperature, top_k=0, top_p=1.0, min_p=0.0)
     return settings
+
+
+def _check_room(most: int, positions: int | None, splits: Mapping[str, Any]) -> None:
+    lengths = [int(column(split, "length").max()) for split in splits.values() if hasattr(split, "__len__") and len(split)]
+    longest = max(lengths, default=0)
+    if positions is None or longest + most <= positions:
+        return
+    shorter = {"--max-completion-length": positions - longest, "--max-prompt-length": positions - most}
+    advice = " or ".join(f"{flag} {length}" for flag, length in shorter.items() if length > 0)
+    raise Refusal(
+        f"--max-completion-length {most}: the longest prompt has {longest:,} tokens and the model {positions:,} positions. "
+        f"Take {advice or 'both shorter'}."
+    )
