@@ -462,8 +462,6 @@ POLICY_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("", "clip-min 3 must be below", {"importance_sampling_clip_min": 3.0, "rollout_server": "http://a:1"}, {"importance_sampling_clip_max": 4.0}),
     ("", "would be divided by 0", {"scale_rewards": "group", "loss_type": "reinforce"}, {"advantage_estimator": "rloo"}),
     ("", "--num-generations 1 is no group", {"num_generations": 1}, {"advantage_estimator": "reinforce"}),
-    ("", "--top-k 1 leaves one token", {"top_k": 1}, {"top_k": 2}),
-    ("", "--min-p 1 leaves the most probable", {"min_p": 1.0}, {"min_p": 0.9}),
     ("", "with the mean 0", {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False}, {"kl_in": "reward"}),
     ("", "--overlong-cache 65 must be at most --max-completion-length 64", {"overlong_cache": 65}, {"overlong_cache": 64}),
     ("", "take --loss-type rloo", {"loss_type": "reinforce", "num_iterations": 2}, {"loss_type": "rloo"}),
@@ -487,6 +485,8 @@ PPO_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 ROLLOUT_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("", "add --top-k 20", {"rollout_server": "http://a:1", "top_p": 0.9}, {"top_k": 20}),
+    ("", "--top-k 1 leaves one token", {"top_k": 1}, {"top_k": 2}),
+    ("", "--min-p 1 leaves the most probable", {"min_p": 1.0}, {"min_p": 0.9}),
     *[(name, "without --rollout-server", {name: value}, {"rollout_server": "http://a:1"})
       for name, value in [("rollout_server_model", "a"), ("rollout_server_reload", "http://a:2"), ("rollout_server_requests", 4),
                           ("rollout_server_timeout", 9.0), ("rollout_server_retries", 2), ("rollout_server_max_gap", 0.5)]],

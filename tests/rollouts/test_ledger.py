@@ -206,3 +206,19 @@ def test_a_copy_of_a_file_in_the_ledger_is_no_step(tmp_path: Path) -> None:
     for name in ("step-000003.jsonl", "step-000003 (copy).jsonl", "step-000004.old.jsonl", "step-.jsonl"):
         (tmp_path / "rollouts" / name).touch()
     assert ledger.steps_of(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("text", ["", '{"a": 1}\n'], ids=["empty", "no first line"])
+def test_a_step_of_which_nothing_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    """Fails when: `rollouts_of` warns of lines that are damaged alone."""
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts/step-000001.jsonl").write_text(text)
+    assert tk.rollouts_of(tmp_path, 1) == []
+    assert "step-000001.jsonl: its first line" in capsys.readouterr().err
+
+
+def test_a_step_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """Fails when: an OSError goes through `read_step`."""
+    (tmp_path / "rollouts/step-000001.jsonl").mkdir(parents=True)
+    with pytest.raises(tk.Refusal, match=r"step-000001\.jsonl: can't be read"):
+        tk.rollouts_of(tmp_path, 1)

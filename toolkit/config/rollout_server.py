@@ -32,8 +32,8 @@ class RolloutServerConfig(Settings):
         most=100, on_resume="free",
     )
     rollout_server_wait: float = setting(
-        240.0, "Seconds to wait for the server when the run starts.", least=0.0, most=86_400.0, aliases=("vllm_server_timeout",),
-        on_resume="free",
+        240.0, "Seconds to wait for the server when the run starts.", least=0.0, most=86_400.0,
+        aliases=("vllm_server_timeout",), on_resume="free",
     )
     rollout_server_max_gap: float = setting(
         0.1, "Mean difference of a token's log-probability, server and trained model, nats, above which a step is refused.",

@@ -176,14 +176,24 @@ def steps_of(output_dir: str | Path) -> list[int]:
 def rollouts_of(output_dir: str | Path, step: int) -> list[Rollout]:
     """The rollouts of a step, with the rewards they had, in the order of the training; a warning names a damaged line."""
     path = _whole(Path(output_dir) / FOLDER, step)
-    if (line := damaged_line(path)) is not None:
+    header, groups = read_step(path)
+    if header is None:
+        say(f"WARNING: {path}: its first line, which says how it was sampled, is missing: nothing of it is taken", error=True)
+    elif (line := damaged_line(path)) is not None:
         say(f"WARNING: {path}:{line}: is cut or was changed; such lines are left out", error=True)
-    return [rollout for group in read_step(path)[1] for rollout in group]
+    return [rollout for group in groups for rollout in group]
 
 
 def read_step(path: Path) -> tuple[dict[str, Any] | None, list[list[Rollout]]]:
-    """The first line of a file of the ledger, and its groups. Lines that are cut or changed are left out."""
-    lines = list(intact_records(read_lines(path)))
+    """The first line of a file of the ledger, and its groups. Lines that are cut or changed are left out.
+
+    Raises:
+        Refusal: it is there and can't be read.
+    """
+    try:
+        lines = list(intact_records(read_lines(path)))
+    except OSError as error:
+        raise Refusal(f"{path}: can't be read ({error.strerror}). Move it away, or make it readable.") from error
     if not lines or "policy" not in lines[0]:
         return None, []
     return lines[0], [_group(record) for record in lines[1:] if "rollouts" in record]
@@ -209,7 +219,8 @@ def _of_source(source: Path, wanted: Mapping[str, Any]) -> dict[Key, list[Rollou
         return {}
     header, groups = read_step(_whole(source / FOLDER, step))
     if header is None:
-        raise Refusal(f"--rollouts-from {source}: its rollouts of step {step:,} are missing or damaged.")
+        what = f"its rollouts of step {step:,} are missing or damaged"
+        raise Refusal(f"--rollouts-from {source}: {what}. Sample anew without --rollouts-from.")
     path = _whole(source / FOLDER, step)
     if (line := damaged_line(path)) is not None:
         raise Refusal(f"--rollouts-from {source}: {path}:{line} is cut or was changed. Sample anew without --rollouts-from.")
