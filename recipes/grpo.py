@@ -61,8 +61,7 @@ def main(config: Config) -> tk.Summary:
     in_prompts = tk.in_prompts(config, config.num_generations, accelerator)
     train, evaluation = tk.build_dataloaders(splits, tk.collate_prompts, in_prompts, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
-    drawn = tk.sampling_settings(config, model, tokenizer, splits)
-    asked = tk.sampling_settings(config, model, tokenizer, evaluates=True)
+    drawn, asked = (tk.sampling_settings(config, model, tokenizer, splits, evaluates=each) for each in (False, True))
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def logps_of(model: Any, completions: dict[str, Any]) -> Any:
@@ -88,7 +87,10 @@ def main(config: Config) -> tk.Summary:
             sampler_weights=completions.get("sampler_weights"),
         )  # fmt: skip
 
-    metrics = tk.sampled_reward_metrics(accelerator, tokenizer, rewards, asked, seed=config.seed, environment=environment)
+    faults: dict[str, Any] = {"on_error": config.on_reward_error, "output": config.reward_output}  # of reward functions
+    metrics = tk.sampled_reward_metrics(
+        accelerator, tokenizer, rewards, asked, seed=config.seed, environment=environment, **faults
+    )
     size = config.per_device_train_batch_size
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
         if run.due("eval_on_start"):
@@ -104,9 +106,7 @@ def main(config: Config) -> tk.Summary:
                     accelerator, model, tokenizer, prompts, drawn, num_generations=config.num_generations, seed=config.seed,
                     phase=phase, environment=environment, server=server,
                 )  # fmt: skip
-                sampled += tk.score_rollouts(
-                    rollouts, rewards, accelerator, on_error=config.on_reward_error, output=config.reward_output, say=run.say
-                )
+                sampled += tk.score_rollouts(rollouts, rewards, accelerator, say=run.say, **faults)
                 prompts = run.take(tk.prompts_to_add(sampled, batch.size, config.dynamic_sampling * batch.size))
             tk.save_rollouts(accelerator, phase, sampled, config.rollouts_total_limit)
             rollouts = tk.groups_with_spread(sampled, batch.size)

@@ -63,8 +63,7 @@ def main(config: Config) -> tk.Summary:
     prompts = tk.in_prompts(config, config.num_generations, accelerator)
     train, evaluation = tk.build_dataloaders(splits, tk.collate_prompts, prompts, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
-    drawn = tk.sampling_settings(config, model, tokenizer, splits)
-    asked = tk.sampling_settings(config, model, tokenizer, evaluates=True)
+    drawn, asked = (tk.sampling_settings(config, model, tokenizer, splits, evaluates=each) for each in (False, True))
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def before_updates(model: Any, completions: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +92,8 @@ def main(config: Config) -> tk.Summary:
         both = {"policy_loss": policy_loss.detach(), "value_loss": value_loss.detach()}
         return policy_loss + config.vf_coef * value_loss, {**both, **of_policy, **of_values}
 
-    metrics = tk.sampled_reward_metrics(accelerator, tokenizer, rewards, asked, seed=config.seed)
+    faults: dict[str, Any] = {"on_error": config.on_reward_error, "output": config.reward_output}  # of reward functions
+    metrics = tk.sampled_reward_metrics(accelerator, tokenizer, rewards, asked, seed=config.seed, **faults)
     size = config.per_device_train_batch_size
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:
@@ -107,9 +107,7 @@ def main(config: Config) -> tk.Summary:
                 accelerator, model, tokenizer, batch, drawn, num_generations=config.num_generations, seed=config.seed,
                 phase=phase, server=server,
             )  # fmt: skip
-            rollouts = tk.score_rollouts(
-                rollouts, rewards, accelerator, on_error=config.on_reward_error, output=config.reward_output, say=run.say
-            )
+            rollouts = tk.score_rollouts(rollouts, rewards, accelerator, say=run.say, **faults)
             tk.save_rollouts(accelerator, phase, rollouts, config.rollouts_total_limit)
             rollouts = tk.with_logps(accelerator, model, rollouts, collate, micro_batch_size=size, **before)
             rollouts, of_server = tk.correct_for_server(

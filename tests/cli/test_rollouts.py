@@ -65,7 +65,9 @@ def test_completions_are_scored_again(run: Path, monkeypatch: pytest.MonkeyPatch
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "message"), [(["--step", "7"], "steps 1 to 3"), (["--reward-funcs", "nothing.py:f"], "nothing.py")])
+@pytest.mark.parametrize(("words", "message"), [
+    (["--step", "7"], "steps 1 to 3"), (["--reward-funcs", "nothing.py:f"], "nothing.py"), (["--reward-length", "2"], "no effect without --reward-funcs"),
+])  # fmt: skip
 def test_what_is_not_there_is_refused(run: Path, words: list[str], message: str) -> None:
     """Fails when: a step that was not sampled shows nothing, without a word."""
     with pytest.raises(tk.Refusal, match=message):

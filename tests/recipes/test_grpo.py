@@ -83,6 +83,16 @@ def test_what_cannot_be_trained_is_refused(run_recipe: Any, rows: Path, flags: l
     assert "refused" in run.err or "rror" in run.err
 
 
+def test_an_evaluation_skips_and_hides_what_the_settings_say(run_recipe: Any, rows: Path) -> None:
+    """Fails when: `faults` are not given to `sampled_reward_metrics`: the run ends at its first evaluation."""
+    (rows / "rewards.py").write_text("def digits(completions, **columns):\n    print('chatty')\n    return [1 / (len(text) % 2) for text in completions]\n")
+    run = run_recipe("grpo", *SMALL, "--on-reward-error", "skip", "--reward-output", "hide", "--max-steps", "1", "--eval-temperature", "1")
+    assert run.code == 0, run.err
+    assert "chatty" not in run.out + run.err
+    assert run.out.count("skipped") >= 2
+    assert all(event["eval_reward"] == 1 for event in run.metrics if "eval_reward" in event)
+
+
 WORLD = """
 class World:
     def reset(self, row):

@@ -70,6 +70,9 @@ def rollouts(
         "reward_funcs": reward_funcs, "reward_weights": reward_weights, "answer_column": answer_column,
         "reward_pattern": reward_pattern, "reward_length": reward_length,
     }  # fmt: skip
+    alone = [name for name, value in typed.items() if value is not None and not reward_funcs]
+    if alone:
+        raise Refusal(f"--{alone[0].replace('_', '-')} has no effect without --reward-funcs: add it, or leave this out.")
     rewards = _rewards(directory, typed) if reward_funcs else []
     steps = steps_of(directory)
     if not steps:

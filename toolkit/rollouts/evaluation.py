@@ -13,7 +13,7 @@ from toolkit.data.loading.order import hash_numbers
 from toolkit.distributed.ranks import on_all
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.metrics.metric import Metrics
-from toolkit.rollouts.rollout import ENVIRONMENT
+from toolkit.rollouts.rollout import ENVIRONMENT, Rollout
 from toolkit.rollouts.sampling import Asked, complete, prompts_of
 from toolkit.rollouts.scoring import score_rollouts
 
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 def sampled_reward_metrics(
     accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, rewards: Sequence[Reward], settings: SamplingSettings,
-    *, seed: int = 0, on_error: str = "stop", environment: Environments | None = None,
+    *, seed: int = 0, on_error: str = "stop", output: str = "show", environment: Environments | None = None,
 ) -> Metrics:  # fmt: skip
     """Exact means over the prompts of a split, of one completion each: `reward`, and `reward_<name>` over those it applies to.
 
     And `completion_length`, tokens, and `truncated`, the share without an end. Drawn at a temperature, a completion is a
-    function of the weights, the prompt's number and the seed. Micro-batches are those of `collate_prompts`.
+    function of the weights, the prompt's number and the seed. Micro-batches are those of `collate_prompts`; `on_error` and
+    `output` are those of `score_rollouts`.
     """
 
     def gather(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -42,7 +43,11 @@ def sampled_reward_metrics(
         given = [Asked(number, -1, ids, row) for number, ids, row in rows]  # of no epoch
         asked = on_all(accelerator, lambda: prompts_of(given, environment))
         completed = complete(accelerator, model, tokenizer, asked, settings, 1, seed, environment=environment)
-        scored = on_all(accelerator, lambda: score_rollouts([group[0] for group in completed], rewards, on_error=on_error))
+
+        def score() -> list[Rollout]:
+            return score_rollouts([group[0] for group in completed], rewards, on_error=on_error, output=output)
+
+        scored = on_all(accelerator, score)
         names = [*([ENVIRONMENT] if environment else []), *(reward.name for reward in rewards)]
         named = {f"reward_{name}": [each.rewards[name] for each in scored] for name in names}
         values: dict[str, list[Any]] = {
