@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from toolkit.tracking.step_metrics import StepMetrics
 from toolkit.training.anomalies import IN_A_ROW, WITHOUT_GRADIENT, Divergence
 from toolkit.training.run_state import RunState
 
@@ -48,6 +49,21 @@ def found_in(losses: list[float], norms: list[float] | None = None) -> list[str]
 def test_what_is_warned_of(losses: list[float], norms: list[float] | None, found: list[str]) -> None:
     """Fails when: the highest of the first losses is taken though it went up at once, or zero loss counts as dead."""
     assert found_in(losses, norms) == found
+
+
+@pytest.mark.parametrize(("shares", "norm", "found"), [
+    ([1.0] * 5, 0.0, ["no spread"]), ([1.0] * 4, 0.0, []), ([1.0, 1.0, 0.5, *[1.0] * 20], 0.0, []), ([1.0] * 9, 0.1, []), ([None] * 9, 0.0, []),
+])  # fmt: skip
+def test_a_run_whose_first_groups_have_no_spread_is_warned_of(shares: list[float | None], norm: float, found: list[str]) -> None:
+    """Rewards that never differ within a group, the loss 0 with them. Fails when: the steps need not be the first ones, or a step
+    with a gradient, as PPO's is, counts as one that teaches nothing."""
+    state, warnings = RunState(source="", fingerprint=""), list[str]()
+    for number, share in enumerate(shares):
+        values = {"loss": 0.0, "grad_norm": norm} | ({"groups_without_spread": share} if share is not None else {})
+        state.divergence.steps, state.divergence.applied = number, number
+        warnings += state.add_metrics(StepMetrics(number + 1, values, {}, number, 1, []))[1]
+    assert (state.divergence.found, len(warnings)) == (found, len(found))
+    assert all("toolkit rollouts" in each for each in warnings)
 
 
 def test_noise_between_single_examples_is_no_divergence() -> None:

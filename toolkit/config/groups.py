@@ -40,7 +40,7 @@ class IncidentConfig(Settings):
     max_nonfinite_steps: int = setting(3, "Stop after N such steps in a row.", least=1, most=10**9, on_resume="free")
     divergence: str = setting(
         "warn",
-        "When training goes wrong without an error (no gradient left, a loss far above the first, most steps skipped, a final "
+        "When training goes wrong without an error (no gradient, a loss far above the first, most steps skipped, a final "
         "metric worse than the first): warn, or stop.",
         choices=("warn", "stop"), on_resume="free",
     )

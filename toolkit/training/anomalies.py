@@ -1,4 +1,4 @@
-"""Steps and runs that go wrong: not finite, a loss far above those before, no gradient left, worse than it began.
+"""Steps and runs that go wrong: not finite, a loss far above those before, no gradient, worse than it began.
 
 A step that is not finite was withheld from the weights already, on the device; here it is reported with its rows, like a loss
 spike. Of a whole run there is one warning of each kind, in the log and in summary.json; `--divergence stop` ends it there.
@@ -55,13 +55,17 @@ class Divergence:
     steps: int = 0
     applied: int = 0
     without_gradient: int = 0
+    without_spread: int = 0  # of the first steps
     high: int = 0
     last_loss: float = 0.0  # the last that was finite
     recent: list[bool] = field(default_factory=list)  # whether each of the last steps changed the weights
     found: list[str] = field(default_factory=list)  # the names of the warnings so far
 
-    def after_step(self, loss: float, grad_norm: float, applied: bool) -> list[str]:
-        """Take the next step's numbers; returns warnings, each of them once in a run."""
+    def after_step(self, loss: float, grad_norm: float, applied: bool, without_spread: bool = False) -> list[str]:
+        """Take the next step's numbers; returns warnings, each of them once in a run.
+
+        `without_spread`: the rewards of each of its groups of completions were equal.
+        """
         self.steps, self.applied = self.steps + 1, self.applied + applied
         self.recent = [*self.recent, applied][-RECENT:]
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -79,6 +83,14 @@ class Divergence:
             warnings += self._once(
                 "dead gradient", f"the gradient was exactly 0 in {WITHOUT_GRADIENT} steps in a row (loss {loss:.4g}): nothing "
                 "is learned any more. Try a lower --learning-rate",
+            )  # fmt: skip
+        # Later on it may be that all is learned.
+        self.without_spread = self.without_spread + 1 if without_spread and self.without_spread == self.steps - 1 else 0
+        if self.without_spread == WITHOUT_GRADIENT and grad_norm == 0.0:
+            warnings += self._once(
+                "no spread", f"in the first {WITHOUT_GRADIENT} steps no completion had another reward than the others of its "
+                "group: nothing is learned. The prompts are too hard or too easy for the model, or the reward does not "
+                "read what it writes. toolkit rollouts OUTPUT_DIR --step 1 shows completions and rewards",
             )  # fmt: skip
         if self.high == IN_A_ROW:
             warnings += self._once(

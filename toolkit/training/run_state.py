@@ -121,7 +121,8 @@ class RunState:
             self.nonfinite_in_row, median = 0, spike_above(loss, self.recent_losses)
             self.recent_losses = [*self.recent_losses, loss][-SPIKE_STEPS:]
             self.loss_spikes += median is not None
-        return median, self.divergence.after_step(loss, step.values["grad_norm"], applied)
+        without_spread = step.values.get("groups_without_spread") == 1.0
+        return median, self.divergence.after_step(loss, step.values["grad_norm"], applied, without_spread)
 
     def go_back(self, earlier: RunState) -> dict[str, Any]:
         """The weights are those of an earlier step, and the rows since stay consumed: those steps count as not applied.
