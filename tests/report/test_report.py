@@ -226,6 +226,23 @@ def test_samples_show_the_first_and_the_last_step_beside_the_data(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_run_on_rewards_shows_the_reward_of_each_sample_and_begins_with_its_rewards(tmp_path):
+    """Fails when: the reward is shown as the answer in the data, or only of the last; the loss comes first; more that is truncated
+    or another length counts as better."""
+    samples = [{"step": 4, "prompt": "2+2=", "text": text, "score": f"reward {reward}"} for text, reward in (("4", 1), ("5", 0))]
+    held_out = [{"eval_reward": 0.2 * k, "eval_completion_length": 3.0 + k, "eval_truncated": 0.1 * k} for k in (1, 2)]
+    events = [{"step": k, "loss": 0.1, "reward": 0.2, **each} for k, each in enumerate(held_out)]
+    page = report(write_run(tmp_path / "run", events, samples=samples))
+    shown = [part for part in page.texts if part.strip()]
+    start = shown.index("2+2=")
+    assert shown[start : start + 5] == ["2+2=", "Step 4, reward 1", "4", "Step 4, reward 0", "5"]
+    assert "Training loss" not in shown
+    assert shown.index("Reward") < shown.index("Loss")
+    assert [attributes["class"] for tag, attributes in page.tags if tag == "p" and attributes.get("class") in ("better", "worse", "faint")] == [
+        "better", "faint", "worse"
+    ]  # fmt: skip
+
+
 def test_changed_settings_come_first_with_their_defaults(tmp_path):
     """Fails when: config.yaml is read as YAML alone, which drops the comments."""
     config = "# Model\nmodel: 'tiny-llama'\nvocab_size: 300  # default: none\n\n# Data\nlr_patterns: [a=1, b]  # default: []\n"

@@ -158,6 +158,23 @@ def test_a_terminal_has_one_moving_line_with_the_share_done_and_the_time_left(
     assert shown_lines(screen.getvalue())[-2].startswith("━" * 24 + " 12/12")
 
 
+def test_a_line_of_sampled_completions_begins_with_each_reward_and_what_to_watch(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    """Fails when: a reward of several is left out, or the only one is shown twice; a loss's own `kl` is as before."""
+    progress, _, out = progress_on(monkeypatch, False)
+    one = {"entropy": 0.5, "groups_without_spread": 0.25, "loss": 1.25, "reward": 0.5, "reward_a": 0.5, "reward_std": 0.125}
+    progress.logged(1, one)
+    progress.logged(2, one | {"reward_b": 2.0, "kl": 0.5})
+    progress.logged(3, {"loss": 1.25, "kl": 0.5})
+    lines = [line.partition("  ETA")[0] for line in out.getvalue().splitlines()]
+    assert lines == [
+        "step 1/12  reward 0.5000  without_spread 0.2500  entropy 0.5000  loss 1.2500",
+        "step 2/12  reward 0.5000  reward_a 0.5000  reward_b 2  without_spread 0.2500  entropy 0.5000  kl 0.5000  loss 1.2500",
+        "step 3/12  loss 1.2500",
+    ]
+
+
 def test_the_moving_line_is_one_line_of_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
     """Fails when: it may be longer, and what wraps is left behind by each refresh."""
     monkeypatch.setenv("COLUMNS", "30")

@@ -92,11 +92,12 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 
 def test_a_samples_line_shows_what_tells_its_prompt_from_the_others() -> None:
-    """Fails when: prompts are cut at their ends, or show what the chat template adds to each."""
+    """Fails when: prompts are cut at their ends, show what the chat template adds to each, or lose their own last sign."""
     prompts = [f"<user> Say in one sentence what this Python function does. def {name}(): <end> <assistant>" for name in ("add", "mean")]
     assert [len(each) for each in own_ends(prompts, 20)] == [20, 20]
     assert [each[-8:] for each in own_ends(prompts, 20)] == [" def add", "def mean"]
     assert own_ends(["same", "same"], 9) == ["same", "same"]
+    assert own_ends(["2+2=", "3+4="], 9) == ["2+2=", "3+4="]
     assert own_ends(["a  b"], 9) == ["a b"]
 
 

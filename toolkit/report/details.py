@@ -26,11 +26,11 @@ def show_samples(run: RunRecord) -> str:
     cards = []
     for prompt, samples in by_prompt.items():
         first, last = samples[0], samples[-1]
-        columns = [_sample_text(f"Step {first.get('step', '?')}", first.get("text"), "")] if len(samples) > 1 else []
-        columns.append(_sample_text(f"Step {last.get('step', '?')}", last.get("text"), "newest"))
+        columns = [_sample_text(_when(first), first.get("text"), "")] if len(samples) > 1 else []
+        columns.append(_sample_text(_when(last), last.get("text"), "newest"))
         if last.get("reference") is not None:
             columns.append(_sample_text("In the data", last["reference"], "reference"))
-        between = "".join(_sample_text(f"Step {s.get('step', '?')}", s.get("text"), "") for s in samples[1:-1])
+        between = "".join(_sample_text(_when(s), s.get("text"), "") for s in samples[1:-1])
         more = "1 more step" if len(samples) == 3 else f"{len(samples) - 2} more steps"
         folded = f"<details><summary>{more}</summary>{between}</details>" if between else ""
         cards.append(
@@ -38,6 +38,11 @@ def show_samples(run: RunRecord) -> str:
             f'<div class="columns">{"".join(columns)}</div>{folded}</div>'
         )
     return f'<section><h3>Samples</h3>{"".join(cards)}</section>' if cards else ""
+
+
+def _when(sample: dict[str, Any]) -> str:
+    score = sample.get("score")
+    return f"Step {sample.get('step', '?')}" + (f", {score}" if score is not None else "")
 
 
 def _sample_text(title: str, text: Any, kind: str) -> str:

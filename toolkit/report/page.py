@@ -18,15 +18,18 @@ from toolkit.report.verdict import by_how_much, show_value, verdict
 from toolkit.system.console import one_line
 
 TITLES = {
-    "loss": "Loss", "bits_per_byte": "Bits per byte", "perplexity": "Perplexity", "token_accuracy": "Token accuracy",
-    "accuracy": "Accuracy", "f1": "F1", "precision": "Precision", "recall": "Recall",
+    "reward": "Reward", "loss": "Loss", "bits_per_byte": "Bits per byte", "perplexity": "Perplexity",
+    "token_accuracy": "Token accuracy", "accuracy": "Accuracy", "f1": "F1", "precision": "Precision", "recall": "Recall",
     "matthews_correlation": "Matthews correlation",
     "learning_rate": "Learning rate", "grad_norm": "Gradient norm", "tokens_per_second": "Supervised tokens per second",
     "examples_per_second": "Examples per second", "mfu": "Model FLOPs utilization",
-    "data_wait": "Share of the time that waited for data",
+    "data_wait": "Share of the time that waited for data", "completion_length": "Completion length in tokens",
+    "truncated": "Share of truncated completions", "reward_std": "Spread of rewards within a group",
+    "groups_without_spread": "Share of groups without spread", "kl": "KL", "approx_kl": "Approximate KL",
 }
 # A run is judged by the first of these that it has.
-MAIN_METRICS = ("bits_per_byte", "accuracy", "f1", "matthews_correlation", "loss")
+MAIN_METRICS = ("bits_per_byte", "accuracy", "f1", "matthews_correlation", "loss", "reward")
+NO_DIRECTION = ("completion_length",)  # neither more nor less of it is better
 MOST_DIFFERENCES = 60
 FROM_ZERO = ("learning_rate", "grad_norm", "tokens_per_second", "examples_per_second", "mfu", "data_wait")
 
@@ -193,10 +196,10 @@ def _headline(run: RunRecord) -> str:
     for name in names[:4]:
         first, last = first_and_last(run, f"eval_{name}")
         if last is not None:
-            is_less = _less_is_better(run, name)
+            is_less = None if name in NO_DIRECTION else _less_is_better(run, name)
             tiles.append(_tile(f"Held-out {_in_a_sentence(_title(name))}", last, first, is_less))
     losses = [value for _, value in series_of(run, "loss") if value is not None]
-    if losses:
+    if losses and main != "reward":  # of advantages, the loss says nothing of how good the policy is
         tiles.append(_tile("Training loss", losses[-1], losses[0] if len(losses) > 1 else None, True))
     speeds = sorted(value for _, value in series_of(run, "tokens_per_second") if value is not None)
     if speeds:
@@ -208,12 +211,12 @@ def _headline(run: RunRecord) -> str:
     return f'<section class="headline"><dl class="tiles">{"".join(tiles)}</dl>{board}</section>'
 
 
-def _tile(title: str, last: float, first: float | None, less_is_better: bool) -> str:
+def _tile(title: str, last: float, first: float | None, less_is_better: bool | None) -> str:
     change = ""
     if first is not None and first != last:
-        better = (last < first) == less_is_better
+        kind = "faint" if less_is_better is None else "better" if (last < first) == less_is_better else "worse"
         arrow = "↓" if last < first else "↑"
-        change = f'<p class="{"better" if better else "worse"}">{arrow} from {show_number(first)}</p>'
+        change = f'<p class="{kind}">{arrow} from {show_number(first)}</p>'
     return f'<div class="tile"><dt>{escape(title)}</dt><dd>{show_number(last)}</dd>{change}</div>'
 
 
@@ -248,7 +251,7 @@ def _curves(run: RunRecord) -> str:
     if "tokens_per_second" in names:  # the same curve at another scale
         names = [name for name in names if name != "examples_per_second"]
     main = _main_metric(run)
-    first = [name for name in dict.fromkeys(("loss", main)) if name in names]
+    first = [name for name in dict.fromkeys((main, "loss") if main == "reward" else ("loss", main)) if name in names]
     held_out = [name for name in names if f"eval_{name}" in run.series]
     ordered = list(dict.fromkeys([*first, *held_out, *(name for name in TITLES if name in names), *names]))
     skipped = sum(event.get("nonfinite_steps") or 0 for event in run.events if isinstance(event.get("nonfinite_steps"), int))

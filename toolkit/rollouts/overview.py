@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -43,6 +44,12 @@ def best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[dict[str, st
         ordered = sorted(scored, key=lambda rollout: rollout.reward, reverse=True)
         for each in (ordered[0], ordered[-1])[: len(ordered)]:
             prompt = each.row.get("prompt", "")
-            asked = prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
-            samples.append({"prompt": asked, "text": each.completion, "reference": f"reward {each.reward:g}"})
+            asked = prompt if isinstance(prompt, str) else "\n".join(turns_of(prompt))
+            text = each.completion if each.messages is None else "\n".join(turns_of(each.messages))
+            samples.append({"prompt": asked, "text": text, "score": f"reward {each.reward:g}"})
     return samples
+
+
+def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each turn of a conversation as text, behind its role."""
+    return [f"{turn['role']}: {turn.get('content') or ''}" for turn in messages]

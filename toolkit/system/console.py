@@ -118,6 +118,7 @@ def own_ends(prompts: list[str], width: int) -> list[str]:
     """The end of each prompt, without the text that all of them end with (a chat template's)."""
     ends = zip(*(reversed(prompt) for prompt in prompts), strict=False) if len(prompts) > 1 else ()
     alike = sum(1 for _ in itertools.takewhile(lambda characters: len(set(characters)) == 1, ends))
+    alike = alike if alike > 2 else 0  # the "=" or "?" of each prompt is no template
     return [one_line((prompt[: len(prompt) - alike] or prompt)[::-1], width)[::-1] for prompt in prompts]
 
 

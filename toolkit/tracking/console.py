@@ -30,7 +30,8 @@ class Progress:
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
         """A logging event: a line that stays."""
-        shown = "  ".join(f"{_SHORT[name]} {_as_shown(name, metrics[name])}" for name in _SHORT if name in metrics)
+        labels = _labels(metrics).items()
+        shown = "  ".join(f"{label} {_as_shown(name, metrics[name])}" for name, label in labels if name in metrics)
         self.say(f"step {step}/{self.total_steps}  {shown}  {self._remaining(step)}".rstrip())
 
     def say(self, text: str) -> None:
@@ -54,8 +55,11 @@ class Progress:
         return f"ETA {hours}:{minutes:02}:{seconds:02}" if hours else f"ETA {minutes}:{seconds:02}"
 
 
+_OF_ROLLOUTS = {
+    "groups_without_spread": "without_spread", "completion_length": "length", "entropy": "entropy", "kl": "kl",
+}  # fmt: skip
 _SHORT = {
-    "reward": "reward", "completion_length": "length", "loss": "loss", "learning_rate": "lr", "grad_norm": "norm",
+    "loss": "loss", "learning_rate": "lr", "grad_norm": "norm",
     "tokens_per_second": "supervised_tokens/s",
     "examples_per_second": "examples/s", "mfu": "mfu",
 }  # fmt: skip
@@ -64,6 +68,14 @@ _SHORT = {
 def show_metrics(metrics: Mapping[str, float]) -> str:
     """Names and values in a line."""
     return "  ".join(f"{name} {show_number(value)}" for name, value in metrics.items())
+
+
+def _labels(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The metrics of a line, in order, and what they are called there; where completions are sampled, those come first."""
+    if "reward" not in metrics:
+        return _SHORT
+    each = [name for name in metrics if name.startswith("reward_") and name != "reward_std"]
+    return {"reward": "reward", **{name: name for name in each if len(each) > 1}, **_OF_ROLLOUTS, **_SHORT}
 
 
 def _as_shown(name: str, value: float) -> str:

@@ -30,11 +30,12 @@ class Records:
         self.trackers.log(metrics, where["step"])
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
-        """Write and show generated samples ("prompt", "text", perhaps "reference")."""
+        """Write and show generated samples ("prompt", "text", perhaps "reference" or "score")."""
         if self.is_main:
             for sample, prompt in zip(samples, own_ends([sample["prompt"] for sample in samples], 50), strict=True):
                 self._append(self._samples, {"step": step, **sample})
-                self.display.say(f"  sample ┃ {prompt} ┃ {one_line(sample['text'], 100)}")
+                score = f" ┃ {sample['score']}" if "score" in sample else ""
+                self.display.say(f"  sample ┃ {prompt} ┃ {one_line(sample['text'], 100)}{score}")
             self.trackers.add_samples(samples, step)
 
     def _append(self, file: LineFile, record: dict[str, Any]) -> None:

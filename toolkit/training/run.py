@@ -249,7 +249,7 @@ class Run:
             self.say(f"to beat, {name}: " + show_metrics(baselines))
 
     def add_samples(self, samples: Sequence[Mapping[str, str]]) -> None:
-        """Write generated samples ("prompt", "text", perhaps "reference") to samples.jsonl and show them."""
+        """Write generated samples ("prompt", "text", perhaps "reference" or "score") to samples.jsonl and show them."""
         self.records.add_samples(self.step, samples)
 
     def keep(self, name: str, tensors: torch.Tensor | dict[str, Any]) -> None:
