@@ -65,6 +65,22 @@ def test_completions_are_scored_again(run: Path, monkeypatch: pytest.MonkeyPatch
     ]  # fmt: skip
 
 
+def test_a_conversation_is_shown_turn_by_turn(tmp_path: Path) -> None:
+    """Fails when: its turns are one text, or the tokens that the policy did not write can't be told from its own in the JSON."""
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    rollouts = rollouts_of([({"prompt": [{"role": "user", "content": "2+2+2="}]}, ["2+2= tool 4 assistant 6"])])
+    turns = [("assistant", "2+2="), ("tool", "4"), ("assistant", "6")]
+    rollouts[0].messages = [{"role": role, "content": content} for role, content in turns]
+    rollouts[0].written = [False] * len(rollouts[0].completion_ids)
+    tk.save_rollouts(accelerator, tk.open_phase(accelerator, model, tmp_path, 1, SamplingSettings()), rollouts)
+    assert [line.partition("| ")[2] for line in said(tmp_path, "--step", 1)[1:]] == [
+        "user: 2+2+2=", "assistant: 2+2=", "tool: 4", "assistant: 6"
+    ]  # fmt: skip
+    found = json.loads(said(tmp_path, "--json")[0])
+    assert (found["messages"], found["written"]) == (rollouts[0].messages, rollouts[0].written)
+    assert tk.best_and_worst(rollouts, 1)[0]["text"] == "assistant: 2+2=\ntool: 4\nassistant: 6"
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["--step", "7"], "steps 1 to 3"), (["--reward-funcs", "nothing.py:f"], "nothing.py"), (["--reward-length", "2"], "no effect without --reward-funcs"),
 ])  # fmt: skip

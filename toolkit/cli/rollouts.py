@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ _MOST_STEPS = 20  # lines of the overview: of more steps, so many at even distan
 _SHOWN = 2000  # characters of a prompt and of a completion
 _COLUMNS = (
     "prompt", "epoch", "index", "row", "completion", "prompt_ids", "completion_ids", "logps", "truncated", "rewards", "reward",
+    "messages", "written",
 )  # fmt: skip
 
 
@@ -145,12 +145,16 @@ def _show(step: int, rollout: Rollout, as_json: bool) -> None:
     if as_json:
         say(json_line({"step": step, **{name: getattr(rollout, name) for name in _COLUMNS}}))
         return
+    from toolkit.rollouts.overview import turns_of
+
     prompt = rollout.row.get("prompt", "")
-    asked = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+    asked = prompt if isinstance(prompt, str) else "\n".join(turns_of(prompt))
     each = {name: "none" if value is None else show_number(value) for name, value in rollout.rewards.items()}
     parts = f" ({', '.join(f'{name} {value}' for name, value in each.items())})" if len(each) > 1 else ""
     end = ", without an end" if rollout.truncated else ""
     where = rollout.row.get("origin", f"prompt {rollout.prompt}")
     say(f"step {step}, {where}, completion {rollout.index}: reward {show_number(rollout.reward)}{parts}{end}")
     say(f"  prompt     | {one_line(asked, _SHOWN)}")
-    say(f"  completion | {one_line(rollout.completion, _SHOWN)}")
+    turns = [rollout.completion] if rollout.messages is None else turns_of(rollout.messages)
+    for number, turn in enumerate(turns):
+        say(f"  {'' if number else 'completion':10} | {one_line(turn, _SHOWN)}")
