@@ -149,7 +149,8 @@ DYNAMIC = [
 def test_groups_without_spread_give_their_places_to_the_next_prompts(run_recipe: Any, rows: Path) -> None:
     """Prompts are consumed in the order of the training, each once; a stop in between changes nothing, nor does a ledger.
 
-    Fails when: `Run.take` leaves the position where it was, or the next batch is not read from there.
+    Fails when: `Run.take` leaves the position where it was, or the next batch is not read from there; tokens of a second sampling
+    are left out of the rates, or those of a ledger count as sampled.
     """
     whole = run_recipe("grpo", *DYNAMIC, output_dir="whole")
     assert whole.code == 0, whole.err
@@ -166,6 +167,10 @@ def test_groups_without_spread_give_their_places_to_the_next_prompts(run_recipe:
     kept = [len(rollouts_of(whole.output_dir, step)) for step in range(1, len(steps) + 1)]
     assert max(kept) > 8
     assert all(size <= 24 for size in kept)
+    for step, event in enumerate(steps, 1):
+        tokens = sum(len(each.completion_ids) for each in rollouts_of(whole.output_dir, step))
+        assert event["sampled_tokens_per_second"] * event["sampling_seconds"] == pytest.approx(tokens)
+        assert event["learned_tokens_per_second"] * event["learning_seconds"] == pytest.approx(tokens)
 
     stopped = run_recipe("grpo", *DYNAMIC, "--save-steps", "1", while_running=_stop_after(rows / "out/metrics.jsonl", 2))
     assert stopped.code == 75, stopped.err
@@ -176,6 +181,7 @@ def test_groups_without_spread_give_their_places_to_the_next_prompts(run_recipe:
     replayed = run_recipe("grpo", *DYNAMIC, "--rollouts-from", str(whole.output_dir), output_dir="replayed")
     assert replayed.code == 0, replayed.err
     assert same(whole.weights(), replayed.weights())
+    assert not any("sampled_tokens_per_second" in event for event in replayed.metrics)
 
 
 def test_conversations_are_trained_on_and_a_stopped_run_continues_to_the_same_bits(run_recipe: Any, rows: Path) -> None:

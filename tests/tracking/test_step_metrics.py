@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from toolkit.data.loading.batch import Batch
@@ -23,3 +24,13 @@ def test_an_event_has_means_over_its_steps_and_maxima_of_what_is_one() -> None:
     assert event["ratio"] == 2.0
     assert event["ratio_max"] == 5.0
     assert event["nonfinite_steps"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_metrics_of_a_step_may_be_on_several_devices() -> None:
+    """As those of rollouts are. Fails when: all are stacked together."""
+    window = Window()
+    window.add(1, Batch([], {"examples": 2.0}, []), {"loss": torch.tensor(2.0, device="cuda"), "reward": torch.tensor(0.5)})
+    (step,) = window.read()
+    assert step.values == {"loss": 2.0, "reward": 0.5}

@@ -26,10 +26,14 @@ TITLES = {
     "data_wait": "Share of the time that waited for data", "completion_length": "Completion length in tokens",
     "truncated": "Share of truncated completions", "reward_std": "Spread of rewards within a group",
     "groups_without_spread": "Share of groups without spread", "kl": "KL", "approx_kl": "Approximate KL",
+    "sampling_seconds": "Seconds of sampling a step", "scoring_seconds": "Seconds of scoring a step",
+    "learning_seconds": "Seconds of learning a step", "sampled_tokens_per_second": "Tokens sampled per second",
+    "learned_tokens_per_second": "Tokens learned from per second",
 }
 # A run is judged by the first of these that it has.
 MAIN_METRICS = ("bits_per_byte", "accuracy", "f1", "matthews_correlation", "loss", "reward")
-NO_DIRECTION = ("completion_length",)  # neither more nor less of it is better
+# Neither more nor less of it is better.
+NO_DIRECTION = ("completion_length", "sampling_seconds", "scoring_seconds", "learning_seconds")
 MOST_DIFFERENCES = 60
 FROM_ZERO = ("learning_rate", "grad_norm", "tokens_per_second", "examples_per_second", "mfu", "data_wait")
 

@@ -49,7 +49,8 @@ class Phase:
     """The sampling of one step.
 
     `known`: groups that the ledger has of it, by the same policy with the same settings; `source`: the run that all of them are
-    taken from, None where they are sampled. `header`: what a file of this step begins with.
+    taken from, None where they are sampled. `header`: what a file of this step begins with. `sampling`: seconds in
+    `sample_rollouts`, and `fresh`, the tokens that it drew in them; `began` and `saved`: when it was opened and saved.
     """
 
     folder: Path
@@ -57,6 +58,10 @@ class Phase:
     header: dict[str, Any]
     known: dict[Key, list[Rollout]] = field(default_factory=dict)
     source: Path | None = None
+    sampling: float = 0.0
+    fresh: int = 0
+    began: float = field(default_factory=time.monotonic)
+    saved: float = math.nan
     _failed: bool = False
     _part: IO[str] | None = None
     _synced: float = 0.0
@@ -150,6 +155,7 @@ def save_rollouts(accelerator: Accelerator, phase: Phase, rollouts: Sequence[Rol
     if on_main(accelerator, write) and accelerator.is_local_main_process:
         for path in _parts(phase.folder, phase.step):
             path.unlink(missing_ok=True)
+    phase.saved = time.monotonic()
 
 
 def policy_version(accelerator: Accelerator, model: nn.Module) -> str:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from toolkit.rollouts.advantages import group_has_spread, reward_table, standard_deviation
 from toolkit.rollouts.rollout import Rollout, groups_of
 
+if TYPE_CHECKING:
+    from toolkit.rollouts.ledger import Phase
 
-def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
+
+def rollout_metrics(rollouts: Sequence[Rollout], phase: Phase | None = None) -> dict[str, torch.Tensor]:
     """What the rollouts of a step are like, 0-d each.
 
     `reward`, the mean weighted sum, and `reward_std`, the mean of the groups' standard deviations (of all rewards where a group
     is one completion); `reward_<name>`, the mean of a reward over the completions that it applies to (not a number where there
     is none); `groups_without_spread`, the share of groups whose rewards are equal, of groups that are several;
     `completion_length`, tokens, mean; `truncated`, the share without an end.
+
+    With `phase`, in which they were sampled and saved, called when all updates are done: `sampling_seconds`, `scoring_seconds`
+    (rewards, and writing the ledger), `learning_seconds`; tokens of completions over the first, `sampled_tokens_per_second`
+    (not a number where all were in the ledger), and over the last, `learned_tokens_per_second`.
     """
     table = reward_table(rollouts)
     several = table.shape[1] > 1
@@ -33,7 +41,19 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
         values = [rollout.rewards[name] for rollout in rollouts]
         known = [value for value in values if value is not None]
         found[f"reward_{name}"] = torch.tensor(sum(known) / len(known) if known else float("nan"))
-    return found
+    return found | (_times(rollouts, phase) if phase else {})
+
+
+def _times(rollouts: Sequence[Rollout], phase: Phase) -> dict[str, torch.Tensor]:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # else what is still queued would count as the next step's sampling
+    learning, tokens = time.monotonic() - phase.saved, sum(len(rollout.completion_ids) for rollout in rollouts)
+    found = {
+        "sampling_seconds": phase.sampling, "scoring_seconds": phase.saved - phase.began - phase.sampling,
+        "learning_seconds": learning, "sampled_tokens_per_second": phase.fresh / phase.sampling if phase.fresh else math.nan,
+        "learned_tokens_per_second": tokens / learning,
+    }  # fmt: skip
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
 
 def best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[dict[str, str]]:

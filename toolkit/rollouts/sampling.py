@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,7 +47,7 @@ def sample_rollouts(
         Refusal: a prompt that leaves no room for a completion, or that the ledger trained from does not have; of a server, what
             it can't do or does wrong.
     """
-    ranks, rank = accelerator.num_processes, accelerator.process_index
+    ranks, rank, began = accelerator.num_processes, accelerator.process_index, time.monotonic()
     places, given = list[tuple[int, int]](), list[Asked]()
     for number, (micro_batch, is_real) in enumerate(zip(batch.micro_batches, batch.real, strict=True)):
         rows = zip(batch.indices[number], batch.epochs[number], micro_batch["prompt_ids"], micro_batch["rows"], strict=True)
@@ -75,7 +76,11 @@ def sample_rollouts(
         return [(place, group or next(sampled)) for place, group in zip(places, known, strict=True)]
 
     everyone = [each for of_rank in from_all(accelerator, sample) for each in of_rank]
-    return [rollout for _, group in sorted(everyone, key=lambda each: each[0]) for rollout in group]
+    rollouts = [rollout for _, group in sorted(everyone, key=lambda each: each[0]) for rollout in group]
+    if phase is not None:
+        phase.sampling += time.monotonic() - began
+        phase.fresh += sum(len(each.completion_ids) for each in rollouts if (each.epoch, each.prompt) not in phase.known)
+    return rollouts
 
 
 def prompts_of(given: Sequence[Asked], environment: Environments | None) -> list[Asked]:

@@ -57,6 +57,7 @@ class Progress:
 
 _OF_ROLLOUTS = {
     "groups_without_spread": "without_spread", "completion_length": "length", "entropy": "entropy", "kl": "kl",
+    "sampling_seconds": "sampling_s", "learning_seconds": "learning_s",
 }  # fmt: skip
 _SHORT = {
     "loss": "loss", "learning_rate": "lr", "grad_norm": "norm",

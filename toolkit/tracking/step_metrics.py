@@ -70,11 +70,15 @@ class Window:
     def read(self) -> list[StepMetrics]:
         """Wait for the device once and turn the unread metrics into numbers; returns those steps."""
         fresh, self.unread = self.unread, []
-        if fresh:
-            names = sorted(fresh[0].values)
-            table = torch.stack([torch.stack([step.values[name].double() for name in names]) for step in fresh]).cpu().tolist()
+        for step in fresh:
+            step.values = dict(sorted(step.values.items()))
+        devices = {name: value.device for name, value in fresh[0].values.items()} if fresh else {}
+        for device in sorted(set(devices.values()), key=str):  # metrics of rollouts are on the CPU, those of a step are not
+            names = [name for name in devices if devices[name] == device]
+            kind = torch.float32 if device.type == "mps" else torch.float64
+            table = torch.stack([torch.stack([step.values[name].to(kind) for name in names]) for step in fresh]).tolist()
             for step, row in zip(fresh, table, strict=True):
-                step.values = dict(zip(names, row, strict=True))
+                step.values |= zip(names, row, strict=True)
         self.steps += fresh
         return fresh
 
