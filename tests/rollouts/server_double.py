@@ -136,7 +136,7 @@ def handler_of(double: Double) -> type[BaseHTTPRequestHandler]:
                 answer = double.answer(self.path, body) if not fault else None
             except LookupError:  # what vLLM refuses
                 answer, fault = None, "400"
-            content = b"<html>" if fault == "garbage" else json.dumps(answer).encode() if answer is not None else b""
+            content = b"<html>\n<p>" if fault in ("garbage", "400") else json.dumps(answer).encode() if answer is not None else b""
             self.send_response(int(fault) if fault.isdigit() else 200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -143,6 +143,7 @@ def test_a_wrong_answer_is_refused_at_once(double: Double, fault: str, lie: str,
     with pytest.raises(Refusal, match=says) as refused:
         client_of(double).complete([5, 6], settings, 2, 9, 320, "rows.jsonl:7")
     assert "rows.jsonl:7" in str(refused.value) or fault
+    assert "\n" not in str(refused.value)  # fails when: a page of the server is said as it is
     assert len(double.asked) == 1
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from toolkit.config import Refusal
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.sampler import Completion
-from toolkit.system.console import without_passwords
+from toolkit.system.console import one_line, without_passwords
 
 LONGEST_PAUSE = 30.0  # seconds between two tries
 _NOTHING = -9000.0  # nats: vLLM says -9999 for a token that could not be drawn
@@ -110,7 +110,7 @@ class ServerClient:
                     raise _Again(f"the answer was cut {answer.length:,} bytes before its end")
         except urllib.error.HTTPError as error:
             try:
-                said = error.read(2000).decode(errors="replace").strip()
+                said = one_line(error.read(2000).decode(errors="replace"), 300)
             except (OSError, http.client.HTTPException):  # it stalls or closes within its own message
                 said = ""
             what = f"HTTP {error.code} {error.reason}{': ' + said if said else ''}"
