@@ -26,7 +26,7 @@ from side_by_side import END, FIRST_WORD, PAD, SHAPES, peak_memory
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes/grpo.py"
 COMPLETIONS, PROMPT_TOKENS, NEW_TOKENS, STEPS = 32, 256, 32, 3
-MICRO_BATCH = COMPLETIONS // 8  # of the peer's best flags; ours is at least a group, whose prompt is read once
+MICRO_BATCH = COMPLETIONS // 8  # of the peer's best flags; ours is at least half a group, whose prompt is read once in it
 OURS, DEFAULTS, BEST = "ours", "TRL, its defaults", "TRL, best flags"
 
 
@@ -71,7 +71,7 @@ def ours(folder: Path, group: int) -> dict[str, float]:
 
     Run.log = log  # type: ignore[method-assign]
     recipe = runpy.run_path(str(RECIPE), run_name="recipe")
-    size = max(MICRO_BATCH, group)
+    size = max(MICRO_BATCH, group // 2)
     recipe["main"](recipe["Config"](
         model=str(folder / "model"), dataset=str(folder / "rows.jsonl"), output_dir=str(folder / "output"), use_cpu=True,
         per_device_train_batch_size=size, gradient_accumulation_steps=COMPLETIONS // size,
