@@ -458,7 +458,7 @@ def test_the_first_fault_ends_the_scoring_and_what_runs_next_to_it_answers_no_la
         "import time\n"
         "def noted(completions, **columns):\n"
         f"    open({str(tmp_path / 'calls')!r}, 'a').write(completions[0])\n"
-        "    time.sleep(2 if completions[0] == 'c' else 0)\n"
+        "    time.sleep(30 if completions[0] in 'cdef' else 0)\n"  # longer than the worker of a takes to start
         "    return [ord(completions[0]) / (completions[0] != 'b')]\n"
     )
     rewards = load_rewards(RewardFunctionsConfig(reward_funcs=[f"{tmp_path}/own.py:noted"], reward_processes=processes))
