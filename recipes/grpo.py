@@ -18,7 +18,7 @@ import toolkit as tk
 @dataclass(frozen=True)
 class Config(
     tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.PromptConfig, tk.RolloutConfig, tk.RewardFunctionsConfig,
-    tk.PolicyConfig, tk.OptimConfig, tk.SampleConfig, tk.RunConfig,
+    tk.PolicyConfig, tk.OptimConfig, tk.RunConfig,
 ):  # fmt: skip
     model: str = tk.trained_model("runs/arithmetic/model", otherwise="tiny-llama")
     dataset: str = "synthetic:arithmetic"
@@ -44,9 +44,9 @@ def main(config: Config) -> tk.Summary:
     accelerator = tk.build_accelerator(config)
     tokenizer = tk.load_tokenizer(config)
     server = tk.connect_server(accelerator, config, tokenizer, config.output_dir)
-    rewards = tk.load_rewards(config, tokenizer)
     environment = tk.load_environment(config, tokenizer)
     raw = tk.load_splits(config)
+    rewards = tk.load_rewards(config, tokenizer, raw)
     splits = tk.tokenize_for_prompts(raw, tokenizer, config)
     tk.print_data_report(splits.report)
 

@@ -82,7 +82,7 @@ def test_a_conversation_is_shown_turn_by_turn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--step", "7"], "steps 1 to 3"), (["--reward-funcs", "nothing.py:f"], "nothing.py"), (["--reward-length", "2"], "no effect without --reward-funcs"),
+    (["--step", "7"], "nearest it has are those of step 3"), (["--reward-funcs", "nothing.py:f"], "nothing.py"), (["--reward-length", "2"], "no effect without --reward-funcs"),
 ])  # fmt: skip
 def test_what_is_not_there_is_refused(run: Path, words: list[str], message: str) -> None:
     """Fails when: a step that was not sampled shows nothing, without a word."""

@@ -4,6 +4,7 @@ Run by `conftest.py` in a forked process, with the path of its `python` and then
 """
 
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def tiny_flags(script: str, words: list[str]) -> list[str]:
         wanted = RANGE
     elif given & {"eval_fraction", "eval_strategy"}:  # perhaps no evaluation, with which the setting is refused
         del wanted["max_eval_examples"]
-    if "SampleConfig" not in text:
+    if not {"SampleConfig", "RolloutConfig"} & set(re.findall(r"\w+", text)):
         wanted = {name: value for name, value in wanted.items() if name != "num_samples"}
     return [word for name, value in wanted.items() if name not in given for word in ("--" + name.replace("_", "-"), value)]
 

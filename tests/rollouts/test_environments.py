@@ -142,6 +142,11 @@ class Fails(Echo):
         raise KeyError("no tool of this name")
 
 
+class Absent(Echo):
+    def reset(self, row: dict[str, Any]) -> Any:
+        raise ConnectionError("no game server")
+
+
 class Nan(Echo):
     def step(self, messages: Any) -> Any:
         return [], float("nan"), True
@@ -209,7 +214,7 @@ def test_an_environment_may_begin_with_a_prompt_of_its_own(model: Any, tokenizer
     assert rollouts[0].row["prompt"] == "7+8+9="
 
 
-@pytest.mark.parametrize(("make", "match"), [(Fails, "no tool of this name"), (Nan, "the reward nan"), (Silent, "no messages"), (Half, "no messages"), (Short, "returned 3; messages, a reward"), (Leaves, "SystemExit: 3"), (Unsure, "True or False")])
+@pytest.mark.parametrize(("make", "match"), [(Fails, "no tool of this name"), (Nan, "the reward nan"), (Silent, "no messages"), (Half, "no messages"), (Short, "returned 3; messages, a reward"), (Leaves, "SystemExit: 3"), (Absent, r"reset\(\) of a row: ConnectionError: no game server"), (Unsure, "True or False")])
 def test_what_an_environment_does_wrong_is_named_or_skipped(model: Any, tokenizer: Any, capsys: Any, make: Any, match: str) -> None:
     """Fails when: an exception ends the process, or a conversation without a reward counts as one of 0."""
     with pytest.raises(Refusal, match=f"(?s)--environment Echo: .*{match}"):

@@ -4,12 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from toolkit.config import Refusal
 from toolkit.config.rewards import RewardFunctionsConfig
 from toolkit.rollouts.rewards import load_rewards
 
-GOOD = "def good(completions, **columns):\n    return [1.0] * len(completions)\n\nclass Kind:\n    pass\n\nnumber = 3\n"
+GOOD = "def good(completions, **columns):\n    return [1.0] * len(completions)\n\ndef asks(completions, tests):\n    return [1.0] * len(completions)\n\nstd = good_std = good\nclass Kind:\n    pass\n\nnumber = 3\n"
 
 
 @pytest.fixture
@@ -53,6 +54,8 @@ REFUSED = {
     "weights of 0": (["exact_match"], [0.0], ["--reward-weights"]),
     "twice": (["exact_match", "exact_match"], [], ["twice"]),
     "no length": (["length"], [], ["--reward-length"]),
+    "a name that a metric has": (["good_rewards:good", "good_rewards:good_std"], [], ["reward_good_std"]),
+    "another name that a metric has": (["good_rewards:std"], [], ["reward_std"]),
     "no name": (["good_rewards:"], [], ["module:function"]),
 }
 
@@ -80,3 +83,19 @@ def test_a_pattern_and_a_schema_that_are_none_are_refused_at_once(folder: Path, 
     (folder / "schema.json").write_text('{"type": "objekt"}')
     with pytest.raises(Refusal, match=next(iter(settings)).replace("_", "-")):
         load_rewards(RewardFunctionsConfig(reward_funcs=[name], **settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("written", "answers", "words"), [
+    ("number", "", ["--answer-column", "answer", "split validation"]), ("exact_match", "answr", ["the column answr", "Give --answer-column answer"]),
+    ("good_rewards:asks", "", ["asks for tests", "split train"]),
+])  # fmt: skip
+def test_a_column_that_the_data_have_not_is_refused_before_a_model_is_loaded(folder: Path, written: str, answers: str, words: list[str]) -> None:
+    """The test split, which no run reads, may be without. Fails when: `load_rewards` looks at one split, or at the first evaluation alone."""
+    config = RewardFunctionsConfig(reward_funcs=[written], **({"answer_column": answers} if answers else {}))  # type: ignore[arg-type]
+    rows = Dataset.from_list([{"prompt": "1+1=", "answer": "2"}])
+    others = rows.rename_column("answer", "right") if written == "number" else rows
+    with pytest.raises(Refusal) as refused:
+        load_rewards(config, splits={"train": rows, "validation": others})
+    assert [each for each in words if each not in str(refused.value)] == []
+    good = RewardFunctionsConfig(reward_funcs=["exact_match", "good_rewards:good"])
+    assert len(load_rewards(good, splits={"train": rows, "validation": rows, "test": rows.remove_columns("answer")})) == 2

@@ -231,3 +231,20 @@ def test_groups_of_one_completion_have_the_spread_of_all() -> None:
     assert float(found["reward_std"]) == pytest.approx(float(torch.tensor([0.0, 1.0, 4.0]).std()), abs=1e-12)
     assert "groups_without_spread" not in found
     assert "groups_without_spread" in tk.rollout_metrics(rollouts_of())
+
+
+def test_each_reward_has_its_spread_and_completions_their_shortest_and_longest() -> None:
+    """Against torch's standard deviation, without those that a reward does not apply to.
+
+    Fails when: None counts as 0, or the lengths are those of groups.
+    """
+    values = [None, 0.5, 1.0, 4.0]
+    rollouts = [
+        tk.Rollout(number // 2, number % 2, [5], [7] * (number + 1), [-1.0] * (number + 1), False, {}, "", rewards={"own": value, "other": 1.0}, reward=1.0)
+        for number, value in enumerate(values)
+    ]
+    found = {name: float(value) for name, value in tk.rollout_metrics(rollouts).items()}
+    assert found["reward_own"] == pytest.approx(5.5 / 3)
+    assert found["reward_own_std"] == pytest.approx(float(torch.tensor([0.5, 1.0, 4.0]).std()))
+    assert found["reward_other_std"] == 0
+    assert [found[f"completion_length{which}"] for which in ("", "_min", "_max")] == [2.5, 1, 4]

@@ -171,6 +171,7 @@ LINES = {
     "masked_lm": "step 0/505  eval_loss 8.3624  eval_pseudo_perplexity 4283  eval_masked_accuracy 3.67e-04",
     "distill": "step 3/6  eval_loss 5.6392  eval_perplexity 281.2348  eval_token_accuracy 0.0500  eval_kl 1.2034  eval_kl_at_most 1.3000",
     "grpo": "step 3/6  eval_reward 0.3700  eval_completion_length 4.5000  eval_truncated 0.0100",
+    "ppo": "step 140/220  reward 0.6961  length 3.4261  loss 0.0015  lr 2.15e-04  norm 1.5537  examples/s 118  ETA 1:39",
     "seq2seq": "step 6/6  eval_loss 4.6392  eval_perplexity 103.4622  eval_token_accuracy 0.2500  eval_bleu 0.7000  eval_chrf 11.2000  "
     "eval_rouge1 0.1500  eval_rouge2 0.0300  eval_rougeL 0.1370  eval_rougeLsum 0.1370  eval_exact_match 0",
     "diffusion": "step 500/500  eval_loss 5.3100  eval_loss_stderr 0.0314  eval_perplexity 202.3406  eval_masked_accuracy 0.1607",

@@ -78,7 +78,8 @@ def rollouts(
     if not steps:
         raise Refusal(f"{directory}: no rollouts are there. Runs of recipes/grpo.py and ppo.py write them to DIR/rollouts.")
     if step is not None and step not in steps:
-        raise Refusal(f"--step {step}: {directory} has the rollouts of steps {steps[0]:,} to {steps[-1]:,}.")
+        near = min(steps, key=lambda each: abs(each - step))
+        raise Refusal(f"--step {step}: {directory} has no rollouts of it; the nearest it has are those of step {near:,}.")
 
     def read(number: int) -> list[Rollout]:
         from toolkit.rollouts.scoring import score_rollouts

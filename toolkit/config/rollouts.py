@@ -50,6 +50,9 @@ class RolloutConfig(RolloutServerConfig):
         None, "Keep the rollouts of the newest N steps in OUTPUT_DIR/rollouts; default: of all steps.", least=1,
         on_resume="free",
     )
+    num_samples: int = setting(
+        3, "Prompts whose best and worst completions are shown at each evaluation.", least=0, most=10**4, on_resume="free"
+    )
     eval_temperature: float = setting(
         0.0, "Temperature of the one completion a prompt gets in evaluations; 0: greedy decoding.", least=0.0,
         on_resume="free",

@@ -24,6 +24,7 @@ TITLES = {
     "learning_rate": "Learning rate", "grad_norm": "Gradient norm", "tokens_per_second": "Supervised tokens per second",
     "examples_per_second": "Examples per second", "mfu": "Model FLOPs utilization",
     "data_wait": "Share of the time that waited for data", "completion_length": "Completion length in tokens",
+    "completion_length_min": "Shortest completion in tokens", "completion_length_max": "Longest completion in tokens",
     "truncated": "Share of truncated completions", "reward_std": "Spread of rewards within a group",
     "groups_without_spread": "Share of groups without spread", "kl": "KL", "approx_kl": "Approximate KL",
     "sampling_seconds": "Seconds of sampling a step", "scoring_seconds": "Seconds of scoring a step",
@@ -33,7 +34,10 @@ TITLES = {
 # A run is judged by the first of these that it has.
 MAIN_METRICS = ("bits_per_byte", "accuracy", "f1", "matthews_correlation", "loss", "reward")
 # Neither more nor less of it is better.
-NO_DIRECTION = ("completion_length", "sampling_seconds", "scoring_seconds", "learning_seconds")
+NO_DIRECTION = (
+    "completion_length", "completion_length_min", "completion_length_max", "sampling_seconds", "scoring_seconds",
+    "learning_seconds",
+)  # fmt: skip
 MOST_DIFFERENCES = 60
 FROM_ZERO = ("learning_rate", "grad_norm", "tokens_per_second", "examples_per_second", "mfu", "data_wait")
 
@@ -200,7 +204,7 @@ def _headline(run: RunRecord) -> str:
     for name in names[:4]:
         first, last = first_and_last(run, f"eval_{name}")
         if last is not None:
-            is_less = None if name in NO_DIRECTION else _less_is_better(run, name)
+            is_less = None if name in NO_DIRECTION or name.endswith("_std") else _less_is_better(run, name)
             tiles.append(_tile(f"Held-out {_in_a_sentence(_title(name))}", last, first, is_less))
     losses = [value for _, value in series_of(run, "loss") if value is not None]
     if losses and main != "reward":  # of advantages, the loss says nothing of how good the policy is

@@ -81,9 +81,14 @@ class Environments:
         """The row and the tokens of its prompt, with the prompt that the environment begins with.
 
         Raises:
-            Refusal: an environment that can't be reset.
+            Refusal: an environment that can't be reset, where `on_error` is "stop".
         """
-        prompt = self._reset(row)[1]
+        try:
+            prompt = self._reset(row)[1]
+        except Refusal:
+            if self.on_error == "stop":
+                raise
+            prompt = None  # the row's own: its conversations end with the first turn, without a reward
         return (dict(row), ids) if prompt is None else ({**row, "prompt": prompt}, self._prompt_ids(prompt))
 
     def converse(

@@ -21,8 +21,9 @@ def rollout_metrics(rollouts: Sequence[Rollout], phase: Phase | None = None) -> 
 
     `reward`, the mean weighted sum, and `reward_std`, the mean of the groups' standard deviations (of all rewards where a group
     is one completion); `reward_<name>`, the mean of a reward over the completions that it applies to (not a number where there
-    is none); `groups_without_spread`, the share of groups whose rewards are equal, of groups that are several;
-    `completion_length`, tokens, mean; `truncated`, the share without an end.
+    is none), and `reward_<name>_std`, their standard deviation; `groups_without_spread`, the share of groups whose rewards are
+    equal, of groups that are several; `completion_length`, tokens, mean, and `completion_length_min` and `_max`, those of the
+    shortest and the longest; `truncated`, the share without an end.
 
     With `phase`, in which they were sampled and saved, called when all updates are done: `sampling_seconds`, `scoring_seconds`
     (rewards, and writing the ledger), `learning_seconds`; tokens of completions over the first, `sampled_tokens_per_second`
@@ -30,17 +31,17 @@ def rollout_metrics(rollouts: Sequence[Rollout], phase: Phase | None = None) -> 
     """
     table = reward_table(rollouts)
     several = table.shape[1] > 1
+    lengths = torch.tensor([float(len(rollout.completion_ids)) for rollout in rollouts])
     found = {
         "reward": table.nanmean(),
         "reward_std": standard_deviation(table, 1 if several else None).mean(),
         **({"groups_without_spread": (~group_has_spread(table)).double().mean()} if several else {}),
-        "completion_length": torch.tensor([float(len(rollout.completion_ids)) for rollout in rollouts]).mean(),
+        "completion_length": lengths.mean(), "completion_length_min": lengths.min(), "completion_length_max": lengths.max(),
         "truncated": torch.tensor([float(rollout.truncated) for rollout in rollouts]).mean(),
     }
     for name in rollouts[0].rewards:
-        values = [rollout.rewards[name] for rollout in rollouts]
-        known = [value for value in values if value is not None]
-        found[f"reward_{name}"] = torch.tensor(sum(known) / len(known) if known else float("nan"))
+        values = torch.tensor([math.nan if (value := each.rewards[name]) is None else value for each in rollouts])
+        found[f"reward_{name}"], found[f"reward_{name}_std"] = values.nanmean(), standard_deviation(values)[0]
     return found | (_times(rollouts, phase) if phase else {})
 
 

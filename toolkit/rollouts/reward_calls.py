@@ -111,6 +111,11 @@ def too_slow(timeout: float) -> str:
     return f"no answer within {timeout:g} seconds (--reward-timeout)"
 
 
+def what_is_missing(function: RewardFunction, columns: Sequence[str]) -> str:
+    """What a function asks for that rows with these columns don't have, in words; empty where there is nothing."""
+    return _arguments(function, {name: [] for name in ("prompts", "completions", "completion_ids", *columns)})[1]
+
+
 def _arguments(function: RewardFunction, call: Call) -> tuple[Call, str]:
     """What of the call the function takes: all of it where it has `**columns`; and what it asks for in vain."""
     try:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.rewards import RewardFunctionsConfig
 from toolkit.config.setting import nearest, show_value
+from toolkit.data.tokenize.columns import columns_of
 from toolkit.rollouts.builtin_rewards import BUILT_IN, check_pattern, jsonschema_installed, read_schema
 from toolkit.rollouts.python_reward import python
 from toolkit.rollouts.reward_calls import (
@@ -26,11 +27,13 @@ from toolkit.rollouts.reward_calls import (
     carry_out_async,
     is_async,
     load_function,
+    what_is_missing,
 )
 from toolkit.rollouts.reward_processes import RewardProcesses
 from toolkit.rollouts.users_code import process_kept
 
 if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
     from toolkit.rollouts.reward_model import RewardModel
@@ -59,15 +62,19 @@ class Reward:
         return (self.run or partial(run_here, self.function))(calls)
 
 
-def load_rewards(config: RewardFunctionsConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> list[Reward]:
+def load_rewards(
+    config: RewardFunctionsConfig, tokenizer: PreTrainedTokenizerBase | None = None,
+    splits: Mapping[str, Dataset | IterableDataset] | None = None,
+) -> list[Reward]:  # fmt: skip
     """The rewards of `config.reward_funcs`, all imported and checked: what is wrong is found before the model is loaded.
 
     Args:
         tokenizer: the policy's, for reward models, which must have its vocabulary. Default: that of `config.model`.
+        splits: of `load_splits`, which must have the columns that the rewards read. Default: that is not checked.
 
     Raises:
         Refusal: no reward and no environment, one that can't be imported or called, another number of weights, a reward
-            model with another vocabulary, a setting that a built-in reward needs.
+            model with another vocabulary, a setting that a built-in reward needs, a column that a split does not have.
     """
     written, weights = config.reward_funcs, config.reward_weights
     if not written and not config.environment:
@@ -88,10 +95,30 @@ def load_rewards(config: RewardFunctionsConfig, tokenizer: PreTrainedTokenizerBa
     processes = RewardProcesses(config.reward_processes) if config.reward_processes else None
     loaded = [_load(each, config, tokenizer, processes) for each in written]
     names = _distinct([reward.name for reward in loaded], written)
+    twice = next((name for name in names if name == "std" or f"{name}_std" in names), None)
+    if twice:
+        raise Refusal(f"--reward-funcs: two metrics would be named reward_{twice.removesuffix('_std')}_std. Rename a function.")
+    for split, rows in (splits or {}).items():
+        if split != "test":  # which no run reads
+            for each, reward in zip(written, loaded, strict=True):
+                _check_columns(each, reward, columns_of(rows, split), split)
     return [
         Reward(name, reward.function, weight, reward.run, reward.model)
         for name, reward, weight in zip(names, loaded, weights or [1.0] * len(loaded), strict=True)
     ]
+
+
+def _check_columns(written: str, reward: Reward, columns: Sequence[str], split: str) -> None:
+    """What a function asks for must be there; what a built-in one compares with is a setting of its own."""
+    compared = reward.function.keywords.get("column") if isinstance(reward.function, partial) else None
+    if compared is not None and compared not in columns:
+        near = nearest(compared, columns)
+        raise Refusal(
+            f"--reward-funcs {written}: compares with the column {compared}; the split {split} has {', '.join(columns)}. "
+            f"Give --answer-column{f' {near}' if near else ', the one with the right answer'}."
+        )
+    if reward.model is None and (missing := what_is_missing(reward.function, columns)):
+        raise Refusal(f"--reward-funcs {written}: {missing} in the split {split}.")
 
 
 def run_here(function: RewardFunction, calls: list[Call], timeout: float | None = None) -> Generator[Outcome, None, None]:

@@ -26,6 +26,7 @@ _OF_TRAINING = {
     "train:tokens_per_second": "supervised_tokens/s",
     "train:examples_per_second": "examples/s", "train:mfu": "mfu",
 }  # fmt: skip
+_OF_ROLLOUTS = {"train:reward": "reward", "train:completion_length": "length"}
 _OF_PAIRS = ("rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy")
 # Metrics of the recipes' evaluations next to eval_loss, by a setting that only those recipes have.
 _OF_EVALUATION = {
@@ -158,7 +159,8 @@ def metric_definitions(settings: Mapping[str, Any]) -> list[dict[str, str]]:
     names.append(settings.get("metric_for_best_model", "eval_loss").removeprefix("eval_"))
     by_class = [name.removesuffix(_PER_CLASS) for name in metrics if name.endswith(_PER_CLASS)]
     names += [f"{name}_class_{number}" for name in by_class for number in range(_CLASSES)]
-    printed = _OF_TRAINING | {f"eval:{name}": f"eval_{name}" for name in dict.fromkeys(names)}
+    sampled = _OF_ROLLOUTS if "reward_funcs" in settings else {}
+    printed = _OF_TRAINING | sampled | {f"eval:{name}": f"eval_{name}" for name in dict.fromkeys(names)}
     return [{"Name": name, "Regex": _expression(text)} for name, text in printed.items()][:_MOST_METRICS]
 
 

@@ -75,7 +75,7 @@ def _labels(metrics: Mapping[str, float]) -> dict[str, str]:
     """The metrics of a line, in order, and what they are called there; where completions are sampled, those come first."""
     if "reward" not in metrics:
         return _SHORT
-    each = [name for name in metrics if name.startswith("reward_") and name != "reward_std"]
+    each = [name for name in metrics if name.startswith("reward_") and not name.endswith("_std")]
     return {"reward": "reward", **{name: name for name in each if len(each) > 1}, **_OF_ROLLOUTS, **_SHORT}
 
 
