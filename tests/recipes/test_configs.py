@@ -16,6 +16,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
 ARCHITECTURES = {
     "BAAI/bge-base-en-v1.5": ("Bert", SMALL),
     "Qwen/Qwen3-0.6B": ("Qwen3", {**SMALL, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}),
+    "Qwen/Qwen3-1.7B": ("Qwen3", {**SMALL, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}),
     "Qwen/Qwen3-4B": ("Qwen3", {**SMALL, "num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}),
     "meta-llama/Llama-3.2-1B-Instruct": (
         "Llama",
