@@ -214,6 +214,15 @@ def test_what_the_ledger_has_is_not_asked_for_again(
     assert double.asked == []
 
 
+def test_weights_that_cannot_be_written_end_with_one_message(accelerator: Accelerator, tokenizer: Any, double: Double, tmp_path: Path) -> None:
+    """Fails when: `hand_over` leaves the error of the disk to the run, which ends it with a traceback."""
+    server = connected(accelerator, double, tokenizer, tmp_path / "run")
+    server.directory.parent.parent.mkdir(parents=True, exist_ok=True)
+    server.directory.parent.write_text("a file in the way")
+    with pytest.raises(Refusal, match=rf"can't be written to {server.directory}"):
+        sampled(accelerator, model_of(1), tokenizer, server)
+
+
 def test_another_address_is_given_the_directory_and_the_version(
     accelerator: Accelerator, tokenizer: Any, double: Double, tmp_path: Path
 ) -> None:

@@ -146,7 +146,7 @@ def hand_over(
     A sharded model is gathered on the CPU of the main process, as it is for a save.
 
     Raises:
-        Refusal: the server can't load them, or answers a probe in all digits as it did with other weights.
+        Refusal: they can't be written; the server can't load them, or answers a probe in all digits as with other weights.
     """
     if server.served == version:
         return
@@ -157,7 +157,13 @@ def hand_over(
 
     def load() -> object:
         assert state is not None  # on the main process
-        write_model(server.directory, plain, state, tokenizer, _CARD)
+        try:
+            write_model(server.directory, plain, state, tokenizer, _CARD)
+        except OSError as error:
+            raise Refusal(
+                f"--rollout-server {server.client.url}: the weights for it can't be written to {server.directory} ({error}). "
+                "Make room there, or give another --output-dir."
+            ) from error
         _load(server, name, version, adapted)
         said = _answer_to_probe(server, name)
         if said is not None and said == server.said:
