@@ -16,7 +16,7 @@ SHARED = [
     "--per-device-train-batch-size", "2", "--gradient-accumulation-steps", "3", "--use-cpu",
 ]  # fmt: skip
 LANGUAGE = ["--model", "tiny-llama", "--num-samples", "1", "--sample-max-new-tokens", "4"]
-ROLLOUTS = [*LANGUAGE, "--num-generations", "2", "--max-completion-length", "8", "--reward-funcs", "regex", "--reward-pattern", "[a-m]"]
+ROLLOUTS = [*LANGUAGE[:4], "--num-generations", "2", "--max-completion-length", "8", "--reward-funcs", "regex", "--reward-pattern", "[a-m]"]
 RECIPES = {
     "embedding": [],
     "pretrain": LANGUAGE,

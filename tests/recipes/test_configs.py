@@ -121,8 +121,11 @@ def run_config(run_recipe: Any, folder: Path, path: Path, *flags: str, recipe: s
         make_model(folder / "teacher", yaml.safe_load(path.read_text())["model"], **of_classes)
         short += ["--teacher", "teacher"]
     short += ["--max-completion-length", "4", "--global-batch-size", "16"] if by_rewards else []
-    # bfloat16 is slow on a CPU without it: a few short texts are enough
-    short += ["--sample-max-new-tokens", "8", "--answer-length", "32", "--global-batch-size", "4"] if recipe == "diffusion" else []
+    short += ["--sample-max-new-tokens", "8", "--answer-length", "32"] if recipe == "diffusion" else []
+    if not by_rewards and not is_of_a_built_in_shape(path):  # bfloat16 is slow on a CPU without it: a few short texts are enough
+        settings = yaml.safe_load(path.read_text())
+        short += ["--per-device-train-batch-size", str(min(settings["per_device_train_batch_size"], 4))]
+        short += ["--gradient-accumulation-steps", "2"] if "gradient_accumulation_steps" in settings else ["--global-batch-size", "4"]
     run = run_recipe(recipe, "--config", str(path), *short, *flags, env=env)
     assert run.code == 0, run.out + run.err
     losses = [event["loss"] for event in run.metrics if "loss" in event]
