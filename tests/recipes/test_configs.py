@@ -121,7 +121,9 @@ def run_config(run_recipe: Any, folder: Path, path: Path, *flags: str, recipe: s
         make_model(folder / "teacher", yaml.safe_load(path.read_text())["model"], **of_classes)
         short += ["--teacher", "teacher"]
     short += ["--max-completion-length", "4", "--global-batch-size", "16"] if by_rewards else []
-    short += ["--sample-max-new-tokens", "8", "--answer-length", "32"] if recipe == "diffusion" else []
+    short += ["--answer-length", "32", "--max-eval-examples", "4"] if recipe == "diffusion" else []
+    if "SampleConfig" in (ROOT / f"recipes/{recipe}.py").read_text():
+        short += ["--num-samples", "1", "--sample-max-new-tokens", "8"]
     if not by_rewards and not is_of_a_built_in_shape(path):  # bfloat16 is slow on a CPU without it: a few short texts are enough
         settings = yaml.safe_load(path.read_text())
         short += ["--per-device-train-batch-size", str(min(settings["per_device_train_batch_size"], 4))]

@@ -83,9 +83,9 @@ class Window:
         return fresh
 
     def event(self, optimizer: torch.optim.Optimizer, model: PreTrainedModel, accelerator: Accelerator) -> dict[str, float]:
-        """One logging event for the read steps: means over those that count (maxima of `*_max`), and rates. Empties the window.
+        """One logging event for the read steps: means over those that count (extremes of `*_max`, `*_min`), and rates.
 
-        `data_wait` is the share of the time that this rank waited for batches.
+        The window is empty then. `data_wait` is the share of the time that this rank waited for batches.
         A step that was not finite is counted in `nonfinite_steps` and enters no mean. Nor does a metric that is not a number,
         as that of desirable answers is in a step that has none.
         """
@@ -96,7 +96,8 @@ class Window:
         for name in good[0] if good else ():
             known = [values[name] for values in good if not math.isnan(values[name])]
             if known and name not in FLAGS:
-                event[name] = max(known) if name.endswith("_max") else sum(known) / len(known)
+                extreme = {"_max": max, "_min": min}.get(name[-4:])
+                event[name] = extreme(known) if extreme else sum(known) / len(known)
         event["learning_rate"] = max(group["lr"] for group in optimizer.param_groups)
         event["examples_per_second"] = sum(step.totals["examples"] for step in steps) / seconds
         if "tokens" in steps[0].totals:

@@ -1,0 +1,83 @@
+"""Recipes on a device that is not the CPU: every tensor where the others are. It stands for the GPU that tests don't have."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SMALL = [
+    "--hidden-size", "32", "--num-hidden-layers", "1", "--max-train-examples", "24", "--max-eval-examples", "3", "--max-steps", "3",
+    "--logging-steps", "1", "--global-batch-size", "8", "--per-device-train-batch-size", "4", "--eval-strategy", "steps", "--eval-steps", "2", "--dropout", "0",
+]  # fmt: skip
+SAMPLED = ["--num-samples", "1", "--sample-max-new-tokens", "4"]
+FEW = ["--max-train-examples", "4", "--max-eval-examples", "1"]  # whole files
+ROLLOUTS = ["--model", "tiny-llama", "--max-completion-length", "4", "--num-generations", "4", "--num-samples", "1",
+            "--reward-funcs", "regex", "--reward-pattern", "[a-m]", "--reward-processes", "0", "--eval-temperature", "0"]  # fmt: skip
+RECIPES = {
+    "sft": [*SAMPLED, "--metrics", "exact_match", "--answer-max-new-tokens", "4", "--z-loss", "1e-4", "--label-smoothing-factor", "0.1"],
+    "sft padded": [*SAMPLED, "--no-packing", "--gradient-checkpointing", "--optim", "adamw_torch", "--load-best-model-at-end", "--save-steps", "1", "--async-save"],
+    "pretrain": [*SAMPLED, "--vocab-size", "300", "--max-length", "64", *FEW],
+    "lora": SAMPLED,
+    "dpo": SAMPLED,
+    "dpo padded": [*SAMPLED, "--pair-layout", "padded", "--use-peft"],
+    "kto": SAMPLED,
+    "reward": ["--center-rewards-coefficient", "0.01"],
+    "grpo": [*ROLLOUTS, "--beta", "0.05", "--num-iterations", "2", "--entropy-coef", "0.01", "--top-p", "0.9"],
+    "ppo": ROLLOUTS,
+    "distill": [*SAMPLED, "--dataset", "stdlib:sft", "--max-length", "512", "--teacher", "teacher", "--teacher-top-k", "8"],
+    "diffusion": [*SAMPLED, "--vocab-size", "300", "--max-length", "64", *FEW],
+    "accelerated": [],
+    "masked_lm": ["--vocab-size", "300", "--max-length", "64", *FEW],
+    "token_classification": [],
+    "question_answering": ["--num-samples", "1"],
+    "embedding": ["--two-way", "--false-negative-margin", "0.1"],
+    "reranker": ["--ranking-loss", "listnet"],
+    "multiple_choice": [],
+    "seq2seq": ["--num-samples", "1", "--max-target-length", "8", "--num-beams", "2"],
+}
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_trains_on_another_device_as_on_the_cpu(tiny: Any, recipe: str) -> None:
+    """Losses and evaluations of the two to 1e-5, norms to 1e-4: a step, an evaluation, samples and saves mix no tensors of both.
+
+    Fails when: a metric of a step is made on the CPU and another on the device, or a batch is left where it was collated.
+    """
+    script, flags = str(ROOT / f"recipes/{recipe.split()[0]}.py"), [*SMALL, *RECIPES[recipe]]
+    if recipe == "distill":
+        taught = tiny(*SMALL, "--num-samples", "0", "--max-length", "512", script=str(ROOT / "recipes/sft.py"), output_dir="teacher")
+        assert taught.code == 0, taught.out[-3000:]
+    plain = tiny(*flags, "--use-cpu", script=script, output_dir="plain")
+    assert plain.code == 0, plain.out[-3000:]
+    there = tiny(script, *flags, script=str(HERE / "on_a_device.py"), output_dir="there")
+    assert there.code == 0, there.out[-3000:]
+    assert "1 process on hpu" in there.out
+    for event, other in zip(plain.metrics, there.metrics, strict=True):
+        wanted = {name: value for name, value in event.items() if name in ("loss", "grad_norm") or name.startswith("eval_")}
+        norm = wanted.pop("grad_norm", None)
+        assert {name: other[name] for name in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-5, nan_ok=True)
+        assert norm is None or other["grad_norm"] == pytest.approx(norm, rel=1e-4)  # added up in float64 on the CPU alone
+
+
+REFUSES = """
+import torch
+there = torch.ones(2, device="hpu")
+for wrong in (lambda: there + torch.ones(2), lambda: torch.stack([there, torch.ones(2)]), there.numpy):
+    try:
+        wrong()
+    except (RuntimeError, TypeError) as error:
+        print("refused:", error)
+there[torch.tensor([0])] = (there + torch.tensor(1.0))[torch.tensor([0])]
+print("taken:", there.cpu().numpy(), torch.tensor([1.0, 2.0], device="hpu:0").device)
+"""
+
+
+def test_what_a_device_refuses_is_refused_there(tiny: Any, tmp_path: Path) -> None:
+    """Numbers and indices of the CPU are taken, as CUDA takes them. Fails when: `_carry_out` looks at no shapes."""
+    (tmp_path / "script.py").write_text(REFUSES)
+    done = tiny(str(tmp_path / "script.py"), script=str(HERE / "on_a_device.py"))
+    assert done.code == 0, done.out
+    assert [word in line for word, line in zip(["two devices", "two devices", "fetch it", "[2. 1.] hpu:0"], done.out.splitlines(), strict=True)] == [True] * 4, done.out
