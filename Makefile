@@ -26,8 +26,8 @@ demo: $(CORE)
 	$(BIN)/python recipes/sft.py --model runs/demo/pretrain/model --num-train-epochs 1 --output-dir runs/demo/sft --overwrite-output-dir
 	$(BIN)/toolkit report runs/demo/pretrain runs/demo/sft --output runs/demo/report.html
 
-# Two processes, each with half of the tests; who is done first takes half of what the other has left.
-RUN_TESTS := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests -n 2 --dist worksteal
+# Three processes for two cores, since many tests wait for something; who is done first takes half of what another has left.
+RUN_TESTS := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests -n 3 --dist worksteal
 
 test: $(DEV) $(SDK)
 	$(RUN_TESTS) -m "not slow" $(PYTEST)

@@ -297,9 +297,10 @@ class Runner:
 @pytest.fixture(scope="module", autouse=True)
 def as_it_started() -> Iterator[None]:
     """What a file's tests change in their process is undone before the next file's: the precision that an Accelerator leaves to
-    the one after it, torch's switches, the environment."""
-    environment = dict(os.environ)
+    the one after it, torch's switches, the environment, the folders that modules are looked for in."""
+    environment, folders = dict(os.environ), list(sys.path)
     yield
+    sys.path[:] = folders
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     os.environ.update(environment)

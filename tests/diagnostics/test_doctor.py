@@ -79,7 +79,7 @@ def test_a_recipe_without_a_mistake_is_accused_of_nothing() -> None:
 
 def test_what_a_recipe_prints_is_not_in_the_report(tmp_path: Path) -> None:
     """As DeepSpeed's line at its import was. Fails when: JSON and what is printed share standard output."""
-    copy = tmp_path / "copy.py"
+    copy = tmp_path / "of_mine.py"
     copy.write_text((planted.RECIPES / "accelerated.py").read_text() + "\nprint('a line of the recipe')\n")
     code, report = doctor(str(copy), "--only", "types")
     assert (code, report["recipe"]) == (0, str(copy))
