@@ -10,7 +10,7 @@ from toolkit.config import Refusal
 from toolkit.config.rewards import RewardFunctionsConfig
 from toolkit.rollouts.rewards import load_rewards
 
-GOOD = "def good(completions, **columns):\n    return [1.0] * len(completions)\n\ndef asks(completions, tests):\n    return [1.0] * len(completions)\n\nstd = good_std = good\nclass Kind:\n    pass\n\nnumber = 3\n"
+GOOD = "def good(completions, **columns):\n    return [1.0] * len(completions)\n\ndef asks(completions, tests):\n    return [1.0] * len(completions)\n\ndef asks_wrongly(completions, prompt):\n    return [1.0] * len(completions)\n\nstd = good_std = good\nclass Kind:\n    pass\n\nnumber = 3\n"
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ REFUSED = {
     "twice": (["exact_match", "exact_match"], [], ["twice"]),
     "no length": (["length"], [], ["--reward-length"]),
     "a name that a metric has": (["good_rewards:good", "good_rewards:good_std"], [], ["reward_good_std"]),
-    "another name that a metric has": (["good_rewards:std"], [], ["reward_std"]),
+    "another name that a metric has": (["good_rewards:std"], [], ["reward_std.", "function std"]),
     "no name": (["good_rewards:"], [], ["module:function"]),
 }
 
@@ -87,7 +87,7 @@ def test_a_pattern_and_a_schema_that_are_none_are_refused_at_once(folder: Path, 
 
 @pytest.mark.parametrize(("written", "answers", "words"), [
     ("number", "", ["--answer-column", "answer", "split validation"]), ("exact_match", "answr", ["the column answr", "Give --answer-column answer"]),
-    ("good_rewards:asks", "", ["asks for tests", "split train"]),
+    ("good_rewards:asks", "", ["asks for tests", "split train"]), ("good_rewards:asks_wrongly", "", ["asks for prompt;"]),
 ])  # fmt: skip
 def test_a_column_that_the_data_have_not_is_refused_before_a_model_is_loaded(folder: Path, written: str, answers: str, words: list[str]) -> None:
     """The test split, which no run reads, may be without. Fails when: `load_rewards` looks at one split, or at the first evaluation alone."""

@@ -238,13 +238,13 @@ def test_each_reward_has_its_spread_and_completions_their_shortest_and_longest()
 
     Fails when: None counts as 0, or the lengths are those of groups.
     """
-    values = [None, 0.5, 1.0, 4.0]
+    values = [None, 0.5e20, 1e20, 4e20]  # whose squares float32 can't hold
     rollouts = [
         tk.Rollout(number // 2, number % 2, [5], [7] * (number + 1), [-1.0] * (number + 1), False, {}, "", rewards={"own": value, "other": 1.0}, reward=1.0)
         for number, value in enumerate(values)
     ]
     found = {name: float(value) for name, value in tk.rollout_metrics(rollouts).items()}
-    assert found["reward_own"] == pytest.approx(5.5 / 3)
-    assert found["reward_own_std"] == pytest.approx(float(torch.tensor([0.5, 1.0, 4.0]).std()))
+    assert found["reward_own"] == pytest.approx(5.5e20 / 3)
+    assert found["reward_own_std"] == pytest.approx(1e20 * float(torch.tensor([0.5, 1.0, 4.0]).std()))
     assert found["reward_other_std"] == 0
     assert [found[f"completion_length{which}"] for which in ("", "_min", "_max")] == [2.5, 1, 4]

@@ -40,7 +40,8 @@ def rollout_metrics(rollouts: Sequence[Rollout], phase: Phase | None = None) -> 
         "truncated": torch.tensor([float(rollout.truncated) for rollout in rollouts]).mean(),
     }
     for name in rollouts[0].rewards:
-        values = torch.tensor([math.nan if (value := each.rewards[name]) is None else value for each in rollouts])
+        column = [rollout.rewards[name] for rollout in rollouts]
+        values = torch.tensor([math.nan if value is None else value for value in column], dtype=torch.float64)
         found[f"reward_{name}"], found[f"reward_{name}_std"] = values.nanmean(), standard_deviation(values)[0]
     return found | (_times(rollouts, phase) if phase else {})
 

@@ -95,13 +95,14 @@ def load_rewards(
     processes = RewardProcesses(config.reward_processes) if config.reward_processes else None
     loaded = [_load(each, config, tokenizer, processes) for each in written]
     names = _distinct([reward.name for reward in loaded], written)
-    twice = next((name for name in names if name == "std" or f"{name}_std" in names), None)
-    if twice:
-        raise Refusal(f"--reward-funcs: two metrics would be named reward_{twice.removesuffix('_std')}_std. Rename a function.")
+    taken = {"std", *(f"{name}_std" for name in names)}.intersection(names)
+    if taken:
+        raise Refusal(f"--reward-funcs: another metric has the name reward_{min(taken)}. Rename the function {min(taken)}.")
     for split, rows in (splits or {}).items():
-        if split != "test":  # which no run reads
-            for each, reward in zip(written, loaded, strict=True):
-                _check_columns(each, reward, columns_of(rows, split), split)
+        columns = [name for name in columns_of(rows, split) if name not in ("prompt", "completion")]  # as `call_of` leaves out
+        for each, reward in zip(written, loaded, strict=True):
+            if split != "test":  # which no run reads
+                _check_columns(each, reward, columns, split)
     return [
         Reward(name, reward.function, weight, reward.run, reward.model)
         for name, reward, weight in zip(names, loaded, weights or [1.0] * len(loaded), strict=True)
