@@ -63,7 +63,8 @@ def cache_gradients(
     every_role, every_place, every_key = _of_all_ranks(accelerator, torch.cat(about))[0].unbind(1)
     order = torch.argsort(every_place, stable=True)
     order = order[torch.argsort(every_role[order], stable=True)]
-    texts, leaf = _texts(every_embedding[order], every_role[order], every_place[order], every_key[order])
+    anchors = int(batch.totals["examples"])  # one an example; counting their roles would wait for the device
+    texts, leaf = _texts(every_embedding[order], anchors, every_place[order], every_key[order])
     fitting = max(1, min(MOST_SCORES // len(texts.documents), -(-len(texts) // ranks)))
     sums = _backward(accelerator, texts, loss, block or fitting)
     gradients = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -113,11 +114,10 @@ def _share(micro_batch: dict[str, Any], gradients: torch.Tensor, sums: dict[str,
 
 
 def _texts(
-    embeddings: torch.Tensor, role: torch.Tensor, place: torch.Tensor, key: torch.Tensor
+    embeddings: torch.Tensor, count: int, place: torch.Tensor, key: torch.Tensor
 ) -> tuple[Texts, torch.Tensor]:
-    """Texts in the order of their roles (anchors, positives, negatives), and the leaf that gets the gradients."""
+    """Texts in the order of their roles (`count` anchors, positives, negatives), and the leaf that gets the gradients."""
     leaf = embeddings[:, :-1].clone().requires_grad_()
-    count = int((role == 0).sum())
     owners = torch.searchsorted(place[:count].contiguous(), place[count:].contiguous())
     texts = Texts(leaf[:count], leaf[count:], key[:count], key[count:], owners, embeddings[:count, -1])
     return texts, leaf
