@@ -11,7 +11,7 @@
 | `recipes` | 12 steps of every recipe with its own data, in bf16, four at a time |
 | `steps` | SFT, LoRA, DPO, classification at the shapes of Qwen3-0.6B and 1.7B: tokens/s, MFU, peak memory as a run logs them |
 | `syncs` | each place where a step of SFT or DPO waits for the device, found by torch's sync debug mode |
-| `peers` | `benchmarks/sft.py` and `dpo.py` next to TRL's defaults and best flags at 0.6B |
+| `peers` | `benchmarks/sft.py`, `dpo.py` and `grpo.py` next to TRL's defaults and best flags at 0.6B |
 | `profile` | `toolkit profile sft` at 0.6B: phases of a step, the longest operations |
 
 Models have random weights and texts random words: neither changes how long anything takes. Every part is processes of its own;
@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.side_by_side import END, FIRST_WORD, PAD, SHAPES, Shape, random_lengths
+from benchmarks.side_by_side import BEST, DEFAULTS, END, FIRST_WORD, OURS, PAD, SHAPES, SHAPES_OF, Shape, random_lengths
 
 ROOT = Path(__file__).parents[1]
 WARM_UP, STEPS = 6, 16  # the first compile
@@ -67,16 +67,19 @@ class Bench:
     output: Path
     tiny: bool
     ends: float  # by time.monotonic()
+    names: tuple[str, ...]  # of shapes
+    methods: tuple[str, ...]
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        return {"tiny": TINY} if self.tiny else {name: SHAPES[name] for name in ("qwen3-0.6b", "qwen3-1.7b")}
+        return {"tiny": TINY} if self.tiny else {name: SHAPES[name] for name in self.names}
 
     def run(self, name: str, command: list[str], seconds: float) -> subprocess.CompletedProcess[str] | None:
         """A process of its own, in `logs/NAME.txt`; None where it did not end in time."""
         log = self.output / "logs" / f"{name}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+        found = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": found}
         left = min(3 * seconds if self.tiny else seconds, self.ends - time.monotonic())  # a CPU takes longer
         if left <= 0:
             return None
@@ -96,7 +99,10 @@ class Bench:
 
 
 def tests(bench: Bench) -> None:
-    done = bench.run("tests", [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "-q", "-p", "no:cacheprovider"], 150)
+    files = [str(path) for path in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in path.read_text(encoding="utf-8")]
+    processes = str(max(1, min(6, (os.cpu_count() or 1) // 2)))
+    flags = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "-n", processes]
+    done = bench.run("tests", [sys.executable, "-m", "pytest", *files, *flags], 150)
     bench.record("tests", "pytest -m gpu", result=_last_line(done))
 
 
@@ -118,14 +124,14 @@ def recipes(bench: Bench) -> None:
         done = bench.run(f"recipe-{recipe.stem}", [sys.executable, str(recipe), *flags], 120)
         bench.record("recipes", recipe.stem, result=_end_of(done), seconds=round(time.monotonic() - began, 1))
 
-    with ThreadPoolExecutor(4) as several:
+    with ThreadPoolExecutor(8 if (os.cpu_count() or 1) >= 16 else 4) as several:
         list(several.map(train, sorted((ROOT / "recipes").glob("*.py"))))
 
 
 def steps(bench: Bench) -> None:
     for shape_name, shape in bench.shapes.items():
         model = _make_model(bench.output / "models" / shape_name, shape)
-        for method in METHODS:
+        for method in bench.methods:
             for compiled in (False,) if bench.tiny else (True, False) if method == "sft" else (True,):
                 name = f"{method} {shape_name}{'' if compiled else ', not compiled'}"
                 run = bench.output / "runs" / name.replace(" ", "-").replace(",", "")
@@ -157,9 +163,10 @@ def peers(bench: Bench) -> None:
     if bench.tiny:
         bench.record("peers", "all", result="not rehearsed: python benchmarks/sft.py runs on a CPU too")
         return
-    for script in ("sft", "dpo"):
-        command = [sys.executable, f"benchmarks/{script}.py", "--device", "cuda", "--pairs", "1", "--examples", "256"]
-        done = bench.run(f"peers-{script}", [*command, "--only", "qwen3-0.6b:1:1"], 150)
+    once = ["--pairs", "1", "--examples", "256", "--only", "qwen3-0.6b:1:1", "--sides", OURS, DEFAULTS, BEST]
+    for script, flags in (("sft", once), ("dpo", once), ("grpo", ["--rounds", "1", "--groups", "8", "--shapes", "qwen3-0.6b"])):
+        command = [sys.executable, f"benchmarks/{script}.py", "--device", "cuda", *flags]
+        done = bench.run(f"peers-{script}", command, 180)
         table = "" if done is None else "\n".join(line for line in done.stdout.splitlines() if line.startswith("|"))
         bench.record("peers", script, result=_end_of(done), table=table)
 
@@ -277,6 +284,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all of them where none is named")
     parser.add_argument("--tiny", action="store_true", help="toy shapes")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES_OF["cuda"], default=SHAPES_OF["cuda"])
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS], default=[*METHODS], help="of `steps`")
     parser.add_argument("--minutes", type=float, default=9.5, help="after which no part begins and a running one is ended")
     parser.add_argument("--output", type=Path, default=ROOT / "runs/gpu")
     options = parser.parse_args()
@@ -287,7 +296,8 @@ def main() -> None:
         parser.error("there is no GPU here. A rehearsal at toy shapes: --tiny")
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "results.jsonl").write_text("")
-    bench = Bench(options.output.resolve(), options.tiny, time.monotonic() + 60 * options.minutes)
+    ends = time.monotonic() + 60 * options.minutes
+    bench = Bench(options.output.resolve(), options.tiny, ends, tuple(options.shapes), tuple(options.methods))
     for name in options.parts or PARTS:
         PARTS[name](bench)
     text = "\n".join(_report(bench.output)) + "\n"

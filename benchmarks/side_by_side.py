@@ -234,9 +234,10 @@ def _prepare(comparison: Comparison, cell: str, folder: Path, settings: Any) -> 
 
     shape, share = _cell(cell)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(shape.config()).save_pretrained(folder / "model")
-    if comparison.teacher_of is not None:
-        AutoModelForCausalLM.from_config(comparison.teacher_of(shape).config()).save_pretrained(folder / "teacher")
+    with torch.device(settings.device):
+        AutoModelForCausalLM.from_config(shape.config()).save_pretrained(folder / "model")
+        if comparison.teacher_of is not None:
+            AutoModelForCausalLM.from_config(comparison.teacher_of(shape).config()).save_pretrained(folder / "teacher")
     words = {"<end>": END, "<pad>": PAD} | {f"w{i}": i for i in range(FIRST_WORD, shape.settings["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -67,10 +67,10 @@ def test_a_planted_delay_is_in_its_phase(phase: str, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def made(padding: float = 0.0, device: str = "mps", **shares: float) -> Profile:
+def made(padding: float = 0.0, device: str = "mps", busy: float | None = None, **shares: float) -> Profile:
     seconds = {phase: shares.get(phase, 0.0) for phase in PHASES}
     seconds["forward"] += 1 - sum(seconds.values())
-    return Profile(device, seconds, 1.0, [], padding)
+    return Profile(device, seconds, 1.0, [], padding, busy=busy)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,10 @@ def made(padding: float = 0.0, device: str = "mps", **shares: float) -> Profile:
         (made(optimizer=0.4), {}, "--global-batch-size"),
         (made(), {"gradient_checkpointing": True}, "--gradient-checkpointing"),
         (made(other=0.5), {}, "your loop"),
-        (made(device="cuda"), {"bf16": True, "torch_compile": False}, "--torch-compile"),
+        (made(device="cuda"), {"bf16": True, "torch_compile": False}, "The model is most of a step: try --torch-compile"),
+        (made(device="cuda", busy=0.7), {"bf16": True, "torch_compile": False}, "for 30% of a step: try --torch-compile"),
+        (made(device="cuda", busy=0.7), {"bf16": True, "torch_compile": True}, "larger and fewer micro-batches"),
+        (made(device="cuda", busy=0.9), {"bf16": True, "torch_compile": True}, "nothing stands out"),
         (made(), {}, "nothing stands out"),
     ],
 )

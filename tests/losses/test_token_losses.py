@@ -12,6 +12,9 @@ from toolkit.losses.chunked import logps_in_chunks, sums_in_chunks
 from toolkit.losses.token_losses import token_losses
 
 VOCABULARY, ROWS = 50, 23
+DEVICES = [
+    "cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])
+]  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {}, "smoothed": {"label_smoothing_factor": 0.1}, "z-loss": {"z_loss": 1e-2},
     "all": {"label_smoothing_factor": 0.2, "z_loss": 1e-2, "weights": torch.linspace(0, 3, ROWS)},
@@ -44,23 +47,29 @@ def by_torch(
     return losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 def test_losses_and_gradient_in_the_place_of_the_logits_are_those_of_torch(
-    name: str, dtype: torch.dtype, tolerance: float
+    name: str, dtype: torch.dtype, tolerance: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a row that is almost certain, whose loss is 1e-16 or 0.
+    """On a GPU by the kernel in Triton, in parts of 16 tokens. Also of a row that is almost certain, whose loss is 1e-16 or 0.
 
     Fails when: the last block, which is short, is left out; the gradient's term of z-loss misses its factor 2; weights are
     left out of the gradient; the log-normalizer is rounded before the target's logit is taken from it.
     """
-    logits, targets = logits_and_targets(dtype)
-    wanted, gradient = by_torch(logits, targets, **SETTINGS[name])
-    correct = torch.empty(ROWS, dtype=torch.bool)
+    logits, targets = (tensor.to(device) for tensor in logits_and_targets(dtype))
+    settings = {key: value.to(device) if torch.is_tensor(value) else value for key, value in SETTINGS[name].items()}
+    if device == "cuda":
+        kernel = pytest.importorskip("toolkit.losses.token_losses_gpu")
+        monkeypatch.setattr(kernel, "BLOCK", 16)
+    wanted, gradient = by_torch(logits, targets, **settings)
+    correct = torch.empty(ROWS, dtype=torch.bool, device=device)
     best = logits.argmax(-1)
-    losses = token_losses(logits, targets, **SETTINGS[name], gradient=logits, correct=correct)
-    torch.testing.assert_close(losses, wanted, rtol=min(tolerance, 1e-6), atol=1e-6 * min(tolerance, 1e-7))
-    torch.testing.assert_close(logits, gradient, rtol=tolerance, atol=tolerance / 10)
+    losses = token_losses(logits, targets, **settings, gradient=logits, correct=correct)
+    closest, more = (1e-6, 1) if device == "cpu" else (1e-5, 5)  # the kernel adds part by part
+    torch.testing.assert_close(losses, wanted, rtol=min(tolerance, closest), atol=1e-6 * min(tolerance, 1e-7))
+    torch.testing.assert_close(logits, gradient, rtol=tolerance, atol=more * tolerance / 10)
     assert torch.equal(correct, best == targets)
 
 

@@ -85,3 +85,23 @@ def test_names_of_torch_are_where_they_were(monkeypatch: pytest.MonkeyPatch) -> 
     weights = scores.softmax(-1)
     weights.backward(given := torch.randn(2, 3))
     torch.testing.assert_close(compat.softmax_backward(given, weights.detach()), scores.grad)
+
+
+def test_documents_are_numbered_without_waiting_for_the_device(llama) -> None:
+    """As transformers numbers them on a CPU. Fails when: masking_utils asks another function, or a model with another attention is
+    changed as well."""
+    from transformers import masking_utils
+
+    from toolkit.models.attention.interface import DOCUMENTS, register_attention
+
+    register_attention()
+    config, positions = llama.config, torch.tensor([[0, 1, 2, 0, 1, 0]])
+    on_device = torch.empty(1, 6, 8, device="meta")  # where a value that is asked for raises
+    asked = {"config": config, "inputs_embeds": on_device, "attention_mask": None, "past_key_values": None, "position_ids": positions.to("meta")}
+    with pytest.raises(RuntimeError):
+        masking_utils.create_causal_mask(**asked)
+    config._attn_implementation = DOCUMENTS
+    assert masking_utils.create_causal_mask(**asked).shape == (1, 6)
+    assert masking_utils.create_causal_mask(**asked | {"position_ids": positions}).tolist() == [[0, 0, 0, 1, 1, 2]]
+    on_cpu = asked | {"inputs_embeds": torch.empty(1, 6, 8), "position_ids": positions}
+    assert masking_utils.create_causal_mask(**on_cpu).tolist() == [[0, 0, 0, 1, 1, 2]]

@@ -105,7 +105,7 @@ def test_loss_and_gradient_are_those_of_their_cached_loss(tokenizer: Any, tmp_pa
     wanted.backward()
     every = groups(tokenizer, rows)
     cuts = [every[start : start + 5] for start in range(0, len(every), 5)]
-    batch = Batch([collate_text_groups(cut) for cut in cuts], {}, [True] * len(cuts), list(range(len(cuts))))
+    batch = Batch([collate_text_groups(cut) for cut in cuts], {"examples": float(len(rows))}, [True] * len(cuts), list(range(len(cuts))))
     accelerator, embed = Accelerator(cpu=True), partial(tk.embed_texts, pooling="mean")
     cached = tk.cache_gradients(accelerator, model.train(), batch, embed, partial(tk.info_nce, temperature=0.05))
     found = tk.accumulate_gradients(accelerator, model, cached, tk.cached_gradient_loss(embed))

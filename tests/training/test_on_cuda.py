@@ -1,5 +1,6 @@
 """Steps on a GPU: in the steady state nothing waits for the device, and with full determinism equal runs give equal bits."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import toolkit as tk
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before any test of this process uses CUDA, else determinism is refused
 VOCABULARY, STEPS, WARM_UP = 512, 8, 3
 
 

@@ -103,6 +103,8 @@ def _show(script: str, profile: "Profile") -> None:
         if phase == "communication" and seconds:
             for what, share in (("waiting", profile.waiting), ("transfer", 1 - profile.waiting)):
                 say(f"    {what:<13}{_ms(share * seconds)}{share * profile.share(phase):>7.1%}")
+    if profile.busy is not None:
+        say(f"  the GPU computes for{_ms(profile.busy).rstrip()} of it")
     if profile.padding:
         say(f"  padding: up to {profile.padding:.0%} of the positions of a step")
     say("longest operations, of the time in all of them:")

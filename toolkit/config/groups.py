@@ -79,8 +79,8 @@ class ModelConfig(SeedConfig):
     )
     torch_compile: bool = setting(False, "Compile each layer with torch.compile.", on_resume="dropout")
     torch_compile_backend: str = setting(
-        "inductor", "What compiles. cudagraphs: replays the kernels as they are, on CUDA. aot_eager, eager: to find a fault.",
-        choices=("inductor", "cudagraphs", "aot_eager", "eager"), on_resume="dropout",
+        "inductor", "What compiles. aot_eager, eager: to find a fault.", choices=("inductor", "aot_eager", "eager"),
+        on_resume="dropout",
     )
     chat_template: str | None = setting(
         None, "File with a Jinja chat template, in place of the tokenizer's own.", on_resume="fixed"

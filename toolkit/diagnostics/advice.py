@@ -13,8 +13,6 @@ from toolkit.diagnostics.profile import Profile
 
 def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
     """One sentence: the part of a step that costs most of what could be saved, and the flag for it."""
-    blocking = ("cudaStreamSynchronize", "aten::_local_scalar_dense")
-    waits = sum(share for name, share, _ in profile.operations if name in blocking)
     half = settings.get("bf16") is False and not settings.get("fp16")
     workers = f"--dataloader-num-workers {max(2, 2 * (settings.get('dataloader_num_workers') or 0))}"
     waiting = profile.share("communication") * profile.waiting
@@ -36,10 +34,13 @@ def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
         return f"{share:.0%} of a step is the update: take larger batches (--global-batch-size), so that there are fewer."
     if settings.get("gradient_checkpointing"):
         return "Activations are computed twice: leave out --gradient-checkpointing if they fit, which toolkit plan says."
-    if waits > 0.1:
-        return "The processor waits for the device in each step: log less often, and read no value of a tensor in the loop."
+    idle = 1 - (profile.busy + profile.seconds.get("communication", 0.0)) / profile.step if profile.busy is not None else 0.0
     if profile.device == "cuda" and settings.get("torch_compile") is False:
-        return "The model is most of a step: try --torch-compile, and the largest micro-batch (toolkit plan --largest)."
+        lacks = f"The GPU has nothing to compute for {idle:.0%} of a step" if idle > 0.2 else "The model is most of a step"
+        return f"{lacks}: try --torch-compile, and the largest micro-batch (toolkit plan --largest)."
+    if idle > 0.2:
+        more = "take larger and fewer micro-batches, and read no value of a tensor in the loop."
+        return f"The GPU has nothing to compute for {idle:.0%} of a step: {more}"
     if profile.share("other") > 0.15:
         return f"{profile.share('other'):.0%} of a step is outside of the model: look at what your loop does in each step."
     return "Forward and backward are most of a step, as they should be: nothing stands out."

@@ -28,7 +28,7 @@ class RankTimes:
 
     `seconds`: of a step by phase. `traced`: of each traced step, by phase. `operations`: (name, share of the traced time, calls
     a step), the longest first. `padding`: share of the positions that no token fills, in the worst step. `tokens_per_second`,
-    `mfu`: as logged, the first of all ranks.
+    `mfu`: as logged, the first of all ranks. `busy`: seconds of a step in which a GPU computes, without communication.
     """
 
     seconds: dict[str, float]
@@ -37,6 +37,7 @@ class RankTimes:
     padding: float = 0.0
     tokens_per_second: float | None = None
     mfu: float | None = None
+    busy: float | None = None
 
     def apart(self) -> dict[str, float]:
         """Seconds by phase, and those of `communication` apart from what they interrupt.

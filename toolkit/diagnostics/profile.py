@@ -46,7 +46,8 @@ class Profile:
     `seconds`: of a step by phase, `step` of all of it. Of several ranks `communication` is what no computation hides, apart
     from the phase in which it happens, `waiting` the share of it that is spent on waiting for the slowest rank, and `ranks` the
     seconds of each. `engine`: what the ranks share the work by. `operations`: of the first rank; `padding`: of the worst.
-    `tokens_per_second`: of all ranks; `mfu`: of all their devices.
+    `tokens_per_second`: of all ranks; `mfu`: of all their devices. `busy`: seconds of a step in which the
+    first rank's GPU computes.
     """
 
     device: str
@@ -58,6 +59,7 @@ class Profile:
     mfu: float | None = None
     engine: str = ""
     waiting: float = 0.0
+    busy: float | None = None
     ranks: list[dict[str, float]] = field(default_factory=list)
 
     def share(self, phase: str) -> float:
@@ -120,7 +122,7 @@ def profile_of(ranks: list[RankTimes], device: str, engine: str = "") -> Profile
     return Profile(
         device, seconds, sum(seconds.values()), first.operations, max(rank.padding for rank in ranks),
         first.tokens_per_second, statistics.fmean(used) if used else None, engine if several else "",
-        share_of_waiting(ranks) if several else 0.0, parts if several else [],
+        share_of_waiting(ranks) if several else 0.0, first.busy, parts if several else [],
     )  # fmt: skip
 
 
@@ -185,6 +187,8 @@ class _Timer:
         profiler, on_gpu = self._profiler, torch.cuda.is_available()
         self.close()
         averages = [e for e in profiler.key_averages() if not e.is_user_annotation and not is_collective(e.key)]
+        if on_gpu:  # its kernels; what launches them is listed as well, with their time
+            averages = [e for e in averages if e.device_type == torch.autograd.DeviceType.CUDA]
         totals = [(e.key, e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count) for e in averages]
         whole = sum(each for _, each, _ in totals) or 1.0
         named = sorted(totals, key=lambda each: -each[1])[:8]
@@ -199,6 +203,7 @@ class _Timer:
         return RankTimes(
             medians, traced_steps(profiler.events(), self._marks, on_gpu), operations, self.padding,
             statistics.median(speed) if speed else None, statistics.median(mfu) if mfu else None,
+            1e-6 * whole / TRACED if on_gpu else None,
         )  # fmt: skip
 
     def _switch(self, phase: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from toolkit.losses.token_losses import TokenLogps, token_losses
+from toolkit.losses.token_losses import TokenLogps, runs_as_kernel, token_losses
 from toolkit.metrics.metric import precise_sum
 from toolkit.system.devices import chosen_type
 
@@ -62,7 +62,7 @@ def sums_in_chunks(
         sums = sums_of(piece, logits.detach(), gradient)
         return sums, _gradients(logits, wanted, gradient)
 
-    pieces = _pieces(rows, vocabulary)
+    pieces = _pieces(rows, vocabulary, copied=False)
     if torch.is_grad_enabled() and (rows.requires_grad or parameters):
         return _SumsWithGradients.apply(gradients_of, pieces, rows, *parameters)
     loss, correct = torch.stack([sums_of(piece, logits_of(rows[piece])) for piece in pieces]).sum(0)
@@ -91,9 +91,16 @@ def added_in_chunks(
     return torch.stack([sums_of(piece, logits_of(rows[piece])) for piece in pieces]).sum(0)
 
 
-def _pieces(rows: torch.Tensor, vocabulary: int) -> list[slice]:
-    """Chunks of the positions: one, empty, where there are none, so that sums and gradients are zeros."""
+def _pieces(rows: torch.Tensor, vocabulary: int, copied: bool = True) -> list[slice]:
+    """Chunks of the positions: one, empty, where there are none, so that sums and gradients are zeros.
+
+    Logits of which no copy in float32 is made may be twice as many.
+    """
     size = rows_in_a_chunk(vocabulary, rows.device)
+    kind = rows.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+    if not copied and dtype.itemsize == 2 and runs_as_kernel(rows.device, dtype):
+        size = min(4096, 2 * size)
     return [slice(start, start + size) for start in range(0, max(len(rows), 1), size)]
 
 
@@ -189,7 +196,7 @@ def logps_in_chunks(
         logits, gradient = _logits_and_room(logits_of, chunk)
         return TokenLogps.apply(logits, targets[piece], gradient)
 
-    return _values(logps, parameters, rows, vocabulary)
+    return _values(logps, parameters, rows, vocabulary, copied=False)
 
 
 def values_in_chunks(
@@ -209,8 +216,10 @@ def values_in_chunks(
     return _values(of_chunk, parameters, rows, vocabulary)
 
 
-def _values(of_chunk: Values, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    pieces = _pieces(rows, vocabulary)
+def _values(
+    of_chunk: Values, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int, copied: bool = True
+) -> torch.Tensor:
+    pieces = _pieces(rows, vocabulary, copied)
     if len(pieces) == 1:
         return of_chunk(pieces[0], rows)
     if torch.is_grad_enabled() and (rows.requires_grad or parameters):

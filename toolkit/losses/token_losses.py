@@ -4,9 +4,13 @@ Autograd would hold three tensors as large as the logits: them in float32, their
 most of that time is memory, taken anew from the system for each chunk. Here the only one is the logits themselves.
 """
 
+import functools
+import importlib.util
 from typing import Any
 
 import torch
+
+from toolkit.system.devices import chosen_type
 
 _BLOCK_BYTES = 2**21  # a block, and what is made of it, should stay in a CPU's cache
 
@@ -28,6 +32,12 @@ def token_losses(
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     losses = logits.new_empty(len(logits), dtype=wide)
+    if runs_as_kernel(logits.device, logits.dtype) and logits.stride(-1) == 1 and len(logits):
+        if logits.is_cuda:  # no fake tensors
+            from toolkit.losses.token_losses_gpu import token_losses_into
+
+            token_losses_into(losses, logits, targets, label_smoothing_factor, z_loss, weights, gradient, correct)
+        return losses if weights is None else losses * weights
     vocabulary, size = logits.shape[-1], max(1, len(logits))
     if logits.device.type == "cpu":
         size = max(1, _BLOCK_BYTES // (vocabulary * wide.itemsize))
@@ -56,6 +66,17 @@ def token_losses(
             p.scatter_add_(1, target, torch.full_like(of_target, label_smoothing_factor - 1))
             gradient[block] = p if weights is None else p.mul_(weights[block, None])
     return losses if weights is None else losses * weights
+
+
+def runs_as_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `token_losses` of logits of this type is one kernel, in Triton, without copies of them in float32."""
+    is_there = device.type != "cuda" or _triton_is_there()  # a plan for CUDA has its tensors elsewhere
+    return chosen_type(device) == "cuda" and dtype != torch.float64 and is_there
+
+
+@functools.cache
+def _triton_is_there() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _is_first_largest(scores: torch.Tensor, largest: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

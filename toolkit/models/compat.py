@@ -5,6 +5,7 @@ Seen in transformers 5.23, peft 0.21.2, torch 2.13. The caps in pyproject.toml a
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +77,36 @@ def compile_template(template: str) -> None:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     _compile_jinja_template(template)
+
+
+def number_documents_without_waiting(names: set[str]) -> None:
+    """Let models whose attention is of these names number the documents of packed rows without waiting for a GPU.
+
+    For each forward pass transformers (5.23) asks whether rows hold several documents at all, which is known on the GPU alone.
+    Numbers of rows with one document are as right, so it is not asked there. What masks are made of otherwise stays as it is.
+    """
+    from transformers import masking_utils
+
+    prepare = getattr(masking_utils, "_preprocess_mask_arguments", None)
+    if prepare is None or getattr(prepare, "numbers_without_waiting", False):
+        return
+
+    @functools.wraps(prepare)
+    def prepared(
+        config: PretrainedConfig, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any,
+        position_ids: torch.Tensor | None, *more: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        on_cpu = inputs_embeds.device.type == "cpu" or torch.compiler.is_compiling()
+        other = attention_of(config) not in names or attention_mask is not None or past_key_values is not None
+        if on_cpu or other or position_ids is None:
+            return prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, *more, **named)
+        done, mask, _, *lengths = prepare(config, inputs_embeds, None, None, None, *more, **named)
+        position_ids = position_ids.expand(len(inputs_embeds), -1)
+        starts = torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1
+        return done, mask, starts.cumsum(-1), *lengths
+
+    prepared.numbers_without_waiting = True  # type: ignore[attr-defined]
+    masking_utils._preprocess_mask_arguments = prepared
 
 
 # -- torch -----------------------------------------------------------------------------------------------------------

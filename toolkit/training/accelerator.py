@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,8 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
         keep_freed_memory()
     # Its default. Without it `tokenizers` warns in each process that is forked after the first text was tokenized.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if not on_cpu:  # torch says so of the first backward pass of any program
+        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     if several and not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 cards: Accelerate asks for these two
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1")
     timeout = timedelta(seconds=max(10 * config.hang_timeout, 1800))
@@ -93,12 +96,14 @@ def _be_deterministic(seed: int) -> None:
     """What Trainer means by the name: transformers' own function, before CUDA reads the environment that it sets.
 
     Raises:
-        Refusal: CUDA was started in this process without that environment, as it may be in a notebook.
+        Refusal: CUDA was used in this process without that environment, as it may be in a notebook.
     """
     import torch
     from transformers.trainer_utils import enable_full_determinism
 
-    if torch.cuda.is_initialized() and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":16:8", ":4096:8"):
+    # Being initialized is no use yet: bitsandbytes asks for the GPU's capability when it is imported, as peft does.
+    used = torch.cuda.is_initialized() and torch.cuda.memory_stats().get("allocation.all.allocated", 0) > 0
+    if used and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":16:8", ":4096:8"):
         raise Refusal(
             "--full-determinism: CUDA is in use in this process already, too late to make it deterministic. Start again, with "
             "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, or build the accelerator before anything is put on the GPU."

@@ -53,9 +53,10 @@ def _observe_sums(
             totals[name] = totals[name] + value if name in totals else value
     _refuse_empty(totals)
     # one vector for one reduction; integers are exact in float64 up to 2**53
-    vector = torch.cat([value.flatten() for value in totals.values()]).to(accelerator.device if _ranks(accelerator) else "cpu")
-    vector = accelerator.reduce(vector, reduction="sum").cpu()
-    pieces = vector.split([value.numel() for value in totals.values()])
+    vector = torch.cat([value.flatten() for value in totals.values()])
+    if _ranks(accelerator):
+        vector = accelerator.reduce(vector.to(accelerator.device), reduction="sum")
+    pieces = vector.cpu().split([value.numel() for value in totals.values()])
     return {name: piece.reshape(value.shape).numpy() for (name, value), piece in zip(totals.items(), pieces, strict=True)}
 
 

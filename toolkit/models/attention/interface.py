@@ -17,7 +17,7 @@ from toolkit.config import Refusal
 from toolkit.models.attention.kernels import Rules, fastest_kernel, flex_kernel, masked_attention
 from toolkit.models.attention.masks import band, once_a_row
 from toolkit.models.attention.packable import NotPackable, check_packable
-from toolkit.models.compat import takes_sdpa
+from toolkit.models.compat import number_documents_without_waiting, takes_sdpa
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -45,6 +45,7 @@ def register_attention() -> None:
     for name, kernel in ((DOCUMENTS, fastest_kernel), (FLEX, flex_kernel)):
         AttentionInterface.register(name, functools.partial(_attend, kernel=kernel))
         AttentionMaskInterface.register(name, _document_mask)
+    number_documents_without_waiting({DOCUMENTS, FLEX})
 
 
 def choose_attention(
