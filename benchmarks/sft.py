@@ -8,7 +8,7 @@ runs with its defaults (1.16: bfloat16, padded, activations recomputed), and wit
 packing, or with one row at a time, so that nothing is padded. What each flag brings on this machine, --flags measures. A step
 sees as many tokens packed as padded: rows of the longest text's length, as many as hold the mean batch.
 `benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head is applied at every position, on a GPU at supervised ones
-only: its ratios don't carry over. Never run on a GPU yet (--device cuda): layers are compiled there, the first steps are not
+only: its ratios don't carry over. With --device cuda layers are compiled, the first steps are not
 timed, and model FLOP/s are 6 x parameters x tokens.
 """
 

@@ -2,8 +2,8 @@
 
 `benchmarks/sft.py`, `dpo.py` and `gkd.py` say what the sides do; here is what they share. Models have random weights and rows
 random tokens: neither changes how long anything takes. Time is CPU time, which other processes on the machine disturb
-less than the clock on the wall; with several --threads, which use CPU time while they wait, and on a GPU (--device cuda, never
-run yet) it is the time that passes, for which nothing else may run. What is counted is
+less than the clock on the wall; with several --threads, which use CPU time while they wait, and on a GPU (--device cuda)
+it is the time that passes, for which nothing else may run. What is counted is
 training, and for preferences the reference model's work: not imports, not loading, not tokenizing, not the making of a
 trainer. All of these are in the time to the first step, which begins with the process.
 """
