@@ -34,13 +34,25 @@ def test_full_determinism_is_what_trainer_means_by_it_and_only_where_it_is_asked
     assert json.loads(made.stdout.splitlines()[-1]) == expected
 
 
-def test_full_determinism_is_refused_once_cuda_has_started_without_it(tmp_path, monkeypatch):
-    """In a notebook, say: cuBLAS reads its setting once. Fails when: it isn't looked whether CUDA is in use."""
+def test_full_determinism_is_refused_once_cuda_was_used_without_it(tmp_path, monkeypatch):
+    """In a notebook, say: cuBLAS reads its setting once. That CUDA was started is no use yet: importing bitsandbytes does.
+
+    Fails when: it isn't looked whether CUDA is in use, or whether it was started is asked alone.
+    """
+    from transformers import trainer_utils
+
+    asked = []
+    monkeypatch.setattr(trainer_utils, "enable_full_determinism", asked.append)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    config = tk.RunConfig(output_dir=str(tmp_path), use_cpu=True, full_determinism=True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocation.all.allocated": 1})
     with pytest.raises(tk.Refusal, match="--full-determinism: CUDA is in use in this process already"):
-        tk.build_accelerator(tk.RunConfig(output_dir=str(tmp_path), use_cpu=True, full_determinism=True))
-    assert not torch.are_deterministic_algorithms_enabled()
+        tk.build_accelerator(config)
+    assert not asked
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocation.all.allocated": 0})
+    tk.build_accelerator(config)
+    assert asked == [config.seed]
 
 
 SWEEP = """

@@ -13,7 +13,8 @@ import toolkit as tk
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before any test of this process uses CUDA, else determinism is refused
+if torch.cuda.is_available():
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before a test of this process uses CUDA, else determinism is refused
 VOCABULARY, STEPS, WARM_UP = 512, 8, 3
 
 
