@@ -53,13 +53,6 @@ def test_what_is_written_to_a_modules_tables_are_its_parameters_and_buffers() ->
     assert (module.weight.tolist(), module.running_var.tolist()) == ([2.0, 2.0], [2.0, 2.0])
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists what its processor can")
-def test_a_cpu_says_whether_it_multiplies_bf16() -> None:
-    """Fails when: torch renames what it asks the processor."""
-    flags = Path("/proc/cpuinfo").read_text()
-    assert compat.cpu_multiplies_bf16() == ("avx512_bf16" in flags or "amx_tile" in flags)
-
-
 def test_the_history_of_cudas_allocator_is_recorded_by_these_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU the names and their parameters alone. Fails when: torch renames one."""
     history, snapshot = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot

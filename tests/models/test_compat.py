@@ -3,6 +3,7 @@
 A failure here after an upgrade says which function of toolkit/models/compat.py needs another name.
 """
 
+from pathlib import Path
 
 import jinja2
 import pytest
@@ -105,3 +106,10 @@ def test_documents_are_numbered_without_waiting_for_the_device(llama) -> None:
     assert masking_utils.create_causal_mask(**asked | {"position_ids": positions}).tolist() == [[0, 0, 0, 1, 1, 2]]
     on_cpu = asked | {"inputs_embeds": torch.empty(1, 6, 8), "position_ids": positions}
     assert masking_utils.create_causal_mask(**on_cpu).tolist() == [[0, 0, 0, 1, 1, 2]]
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists what its processor can")
+def test_a_cpu_says_whether_it_multiplies_bf16() -> None:
+    """Fails when: torch renames what it asks the processor."""
+    flags = Path("/proc/cpuinfo").read_text()
+    assert compat.multiplies_bf16("cpu") == ("avx512_bf16" in flags or "amx_tile" in flags)

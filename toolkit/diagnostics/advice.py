@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from toolkit.diagnostics.compat import cpu_multiplies_bf16
 from toolkit.diagnostics.profile import Profile
+from toolkit.models.compat import multiplies_bf16
 
 
 def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
@@ -27,7 +25,7 @@ def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
     if profile.padding > 0.2:
         way = "--packing" if settings.get("packing") is False else "--group-by-length or a smaller --max-length"
         return f"{profile.padding:.0%} of the positions are padding: take {way}."
-    if half and _multiplies_bf16(profile.device):
+    if half and multiplies_bf16(profile.device):
         return f"This {'GPU' if profile.device == 'cuda' else 'CPU'} multiplies bfloat16 faster than float32: take --bf16."
     if profile.share("optimizer") + profile.share("clipping") > 0.3:
         share = profile.share("optimizer") + profile.share("clipping")
@@ -73,9 +71,3 @@ def _late_rank(profile: Profile, settings: Mapping[str, Any], workers: str) -> s
     if phase == "other":
         return f"{where}: look at what your loop does on that rank."
     return f"{where}: compare its device with the others', and what else runs on it{', or take --packing' if unpacked else ''}."
-
-
-def _multiplies_bf16(device: str) -> bool:
-    if device == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return cpu_multiplies_bf16()

@@ -41,11 +41,6 @@ def own_tables(module: nn.Module) -> Iterator[dict[str, torch.Tensor | None]]:
     yield module._buffers
 
 
-def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has units for products in bfloat16."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
 def record_gpu_memory() -> None:
     """From now on CUDA's allocator notes where each block is asked for."""
     torch.cuda.memory._record_memory_history()

@@ -29,6 +29,7 @@ def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
         f"{_count(layout['steps'], 'step')}"
         + (f"; {card['optimizer']['class'].rpartition('.')[2]}" if card["optimizer"] else "")
     ]
+    lines += _what_is_faster(card)
     if recipe.get("copied_from"):
         lines.append(f"{recipe['file']}: {copy_in_words(recipe)}")
     if _is_one_of_several_asked_for(processes):
@@ -37,6 +38,16 @@ def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
             f"For two on the CPU: {as_typed('toolkit', 'train', recipe['path'] or 'RECIPE', '--processes', 2)}"
         )
     return lines
+
+
+def _what_is_faster(card: Mapping[str, Any]) -> list[str]:
+    """Flags that this device is faster with: bfloat16 where it has units for it, and on a GPU what a long run repays."""
+    hardware, layout = card["hardware"], card["layout"]
+    is_full = layout["precision"] == "no" and card["model"]["dtype"] == "float32"
+    flags = ["--bf16 (it has units for products in bfloat16)"] if is_full and hardware.get("multiplies_bf16") else []
+    if hardware["device"] != "cpu" and layout["steps"] >= 200 and card["settings"].get("torch_compile") is False:
+        flags.append("--torch-compile (takes half a minute)")
+    return [f"Faster on this device: {', '.join(flags)}"] if flags else []
 
 
 def given_and_not_read(config: Settings, names: frozenset[str]) -> str:
