@@ -17,7 +17,7 @@ from toolkit.distillation.fill_store import ask_stored, store_teacher
 from toolkit.distillation.on_policy import check_prompts
 from toolkit.distillation.own_teacher import Average, ask_without_adapter
 from toolkit.distillation.server_teacher import connect_teacher
-from toolkit.distillation.trained_teacher import find_teacher, named_as_teacher
+from toolkit.distillation.trained_teacher import check_teacher_on_disk, find_teacher, named_as_teacher
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import say_once
@@ -60,9 +60,16 @@ def load_student_tokenizer(config: ModelConfig, teacher: str | None) -> PreTrain
     """The student's tokenizer: as the settings say, and of a student that is made from scratch the teacher's.
 
     A server hands out no tokenizer.
+
+    Raises:
+        Refusal: the directory of the teacher has no model, or one with other tokens than the student's.
     """
-    if teacher is None or is_on_a_server(teacher) or config.tokenizer is not None or not is_built_in(config.model):
+    if teacher is None or is_on_a_server(teacher):
         return load_tokenizer(config)
+    if config.tokenizer is not None or not is_built_in(config.model):
+        tokenizer = load_tokenizer(config)
+        check_teacher_on_disk(teacher, tokenizer)
+        return tokenizer
     if config.vocab_size is not None:
         raise Refusal(f"--vocab-size {config.vocab_size} has no effect: the student has the teacher's tokens. Remove it.")
     with named_as_teacher():

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from toolkit.config import DeviceConfig, ModelConfig, Refusal, TeacherConfig
+from toolkit.distillation.vocabulary import check_tokens
 from toolkit.distributed.ranks import say_once
 from toolkit.models.compat import commit_of
 from toolkit.models.shapes import positions_of
@@ -96,6 +98,16 @@ def find_teacher(
                 f"Take --max-length {longest}, or another teacher."
             )
         return TrainedTeacher(own, auto_class, published, load_tokenizer(own), digests_of_directories(own.model))
+
+
+def check_teacher_on_disk(teacher: str, student: PreTrainedTokenizerBase) -> None:
+    """Refuse a teacher that is no model or has other tokens, as soon as the student's tokenizer is there: rows take long."""
+    with named_as_teacher():
+        own = _TeacherModel(model=find_model(teacher))
+        if not Path(own.model).expanduser().is_dir():
+            return  # of the Hub: read once, in the revision of the settings
+        published_config(own)
+        check_tokens(load_tokenizer(own), student, teacher)
 
 
 @contextmanager
