@@ -163,7 +163,7 @@ KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
         template("{% for m in messages %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"),
         ("template", "20 s"),
     ),
-    "a template that writes a gigabyte": (template("{{ messages | length * 'x' * 10**9 }}"), ("template",)),
+    "a template that writes 100 megabytes": (template("{{ messages | length * 'x' * 10**8 }}"), ("template",)),
     "an output path too long": (output("x" * 300), ("--output-dir",)),
     "an output path of 5,000 letters": (output("/".join(["x" * 99] * 50)), ("--output-dir",)),
     "an output path in /proc": (output("/proc/x"), ("--output-dir /proc/x",)),
