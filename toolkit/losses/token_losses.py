@@ -39,7 +39,7 @@ def token_losses(
             token_losses_into(losses, logits, targets, label_smoothing_factor, z_loss, weights, gradient, correct)
         return losses if weights is None else losses * weights
     vocabulary, size = logits.shape[-1], max(1, len(logits))
-    if logits.device.type == "cpu":
+    if chosen_type(logits.device) == "cpu":
         size = max(1, _BLOCK_BYTES // (vocabulary * wide.itemsize))
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
         for start in range(0, len(logits), size):
