@@ -334,6 +334,35 @@ def test_varlen_gives_each_document_its_own_attention_and_gradients(rules, dtype
     assert error(found, expected) < 1e-2
 
 
+class Capped(torch.nn.Module):
+    def __init__(self, softcap):
+        super().__init__()
+        self.softcap = softcap
+
+    def forward(self, *inputs):
+        return flex_kernel(*inputs, bounds(), PLAIN._replace(softcap=self.softcap, longest=300))
+
+
+@pytest.mark.parametrize("where", ["alone", "in a compiled layer"])
+def test_compiled_flex_caps_the_scores_of_each_model_by_its_own_number(where, monkeypatch):
+    """Without inductor, which has no flex attention for a CPU with these masks; forward alone.
+
+    Fails when: the number is enclosed, which torch.compile makes a variable of, or a default value, of which it takes the first.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=True, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(attention_kernels, "_flex_attention", lambda _: compiled)
+    inputs = [3 * tensor.float() for tensor in states()]
+    with torch.no_grad():
+        for softcap in (2.0, 3.5, None, 0.5):
+            layer = Capped(softcap)
+            if where != "alone":
+                layer.compile(dynamic=True, backend="aot_eager")
+            wanted = plain_attention(*inputs, PLAIN._replace(softcap=softcap))
+            assert error([layer(*inputs)], [wanted]) < 1e-5, softcap
+
+
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("rules", RULES, ids=str)

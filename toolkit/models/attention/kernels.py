@@ -115,19 +115,29 @@ def flex_kernel(
     """torch.nn.attention.flex_attention, which also has soft-capping and float32. torch has no backward for it on a CPU."""
     if rules.dropout:
         raise Refusal("--attn-implementation flex_attention: has no attention dropout. Use auto, or --attention-dropout 0.")
-    softcap = rules.softcap
-
-    def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        return softcap * torch.tanh(score / softcap) if softcap is not None else score
-
     block_mask = _block_mask(bounds, key_bounds, query.shape[2], key.shape[2], rules.causal, rules.window)
     scale = query.shape[-1] ** -0.5 if rules.scaling is None else rules.scaling
     q, k, v = (_widened(states.to(value.dtype), LEAST_OF_FLEX) for states in (query, key, value))
     output = _flex_attention(query.is_cuda)(
-        q, k, v, block_mask=block_mask, scale=scale, score_mod=None if softcap is None else capped,
+        q, k, v, block_mask=block_mask, scale=scale, score_mod=None if rules.softcap is None else _capped(rules.softcap),
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     return output[0].transpose(0, 1)[..., : value.shape[-1]]
+
+
+_capping: dict[float, Callable[..., torch.Tensor]] = {}
+
+
+@torch.compiler.assume_constant_result
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    """Soft-capping of scores, with the number in the function's code.
+
+    torch.compile (2.13) makes a variable of a number that a function encloses, which flex attention doesn't take; and one that
+    is a default value it takes for that of every other such function.
+    """
+    if softcap not in _capping:
+        _capping[softcap] = eval(f"lambda score, *_: {softcap!r} * tanh(score / {softcap!r})", {"tanh": torch.tanh})
+    return _capping[softcap]
 
 
 @functools.cache
