@@ -69,7 +69,7 @@ def test_losses_and_gradient_in_the_place_of_the_logits_are_those_of_torch(
     losses = token_losses(logits, targets, **settings, gradient=logits, correct=correct)
     closest, more = (1e-6, 1) if device == "cpu" else (1e-5, 5)  # the kernel adds part by part
     torch.testing.assert_close(losses, wanted, rtol=min(tolerance, closest), atol=1e-6 * min(tolerance, 1e-7))
-    torch.testing.assert_close(logits, gradient, rtol=tolerance, atol=more * tolerance / 10)
+    torch.testing.assert_close(logits, gradient, rtol=2 * tolerance if more > 1 else tolerance, atol=more * tolerance / 10)
     assert torch.equal(correct, best == targets)
 
 

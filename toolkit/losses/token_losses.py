@@ -70,13 +70,14 @@ def token_losses(
 
 def runs_as_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `token_losses` of logits of this type is one kernel, in Triton, without copies of them in float32."""
-    is_there = device.type != "cuda" or _triton_is_there()  # a plan for CUDA has its tensors elsewhere
+    is_there = device.type != "cuda" or _triton_is_there(device)  # a plan for CUDA has its tensors elsewhere
     return chosen_type(device) == "cuda" and dtype != torch.float64 and is_there
 
 
 @functools.cache
-def _triton_is_there() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _triton_is_there(device: torch.device) -> bool:
+    """On a device that it compiles for, from Ampere on."""
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _is_first_largest(scores: torch.Tensor, largest: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

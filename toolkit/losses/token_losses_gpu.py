@@ -25,12 +25,14 @@ def token_losses_into(
 
     Logits `[rows, V]` in at most float32, whose rows have their numbers next to each other, as have those of `gradient`.
     """
-    _losses_of_rows[(len(logits),)](
-        logits, targets, losses, losses if weights is None else weights, logits if gradient is None else gradient,
-        losses if correct is None else correct, logits.stride(0), 0 if gradient is None else gradient.stride(0),
-        float(label_smoothing_factor), float(z_loss), logits.shape[1], weights is not None, gradient is not None,
-        correct is not None, BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+    targets, weights = targets.contiguous(), None if weights is None else weights.contiguous()
+    with torch.cuda.device(logits.device):  # Triton launches on the current one
+        _losses_of_rows[(len(logits),)](
+            logits, targets, losses, losses if weights is None else weights, logits if gradient is None else gradient,
+            losses if correct is None else correct, logits.stride(0), 0 if gradient is None else gradient.stride(0),
+            float(label_smoothing_factor), float(z_loss), logits.shape[1], weights is not None, gradient is not None,
+            correct is not None, BLOCK, num_warps=WARPS,
+        )  # fmt: skip
     if gradient is not None:
         torch.autograd.graph.increment_version(gradient)  # as torch does for its own operations in place
 

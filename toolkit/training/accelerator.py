@@ -73,8 +73,9 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
         keep_freed_memory()
     # Its default. Without it `tokenizers` warns in each process that is forked after the first text was tokenized.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    if not on_cpu:  # torch says so of the first backward pass of any program
+    if not on_cpu:  # what torch says of any program: of its first backward pass, and of ranks that wait for each other
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
+        warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     if several and not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 cards: Accelerate asks for these two
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1")
     timeout = timedelta(seconds=max(10 * config.hang_timeout, 1800))
