@@ -8,7 +8,7 @@ both answers, the reference computed once before training. TRL (1.16) runs with 
 recomputed, a second model for the reference), and with the flags that save work: on a CPU no recomputation, and one pair at a
 time, which pads least. What each flag brings on this machine, --flags measures; --float32 has all sides in that precision.
 `benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head is applied at every position, on a GPU at answers only:
-its ratios don't carry over, and on a GPU the time to compile is in what is timed.
+its ratios don't carry over. The first steps on a GPU are not timed.
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,8 @@ def make_rows(shape: Shape, share: float, count: int, random_numbers: np.random.
 
 def measured(task: Task) -> dict[str, float]:
     rows = task.rows()
-    return {"pairs": float(len(rows)), "supervised tokens": float(sum(rows["chosen_tokens"]) + sum(rows["rejected_tokens"]))}
+    supervised = sum(rows["chosen_tokens"]) + sum(rows["rejected_tokens"])
+    return {"pairs": task.watch.share() * len(rows), "supervised tokens": task.watch.share() * supervised}
 
 
 def ours(task: Task, **settings: Any) -> dict[str, float]:

@@ -69,7 +69,7 @@ def make_rows(shape: Shape, share: float, count: int, random_numbers: np.random.
 
 
 def measured(task: Task, tokens: float, first_loss: float, **more: float) -> dict[str, float]:
-    return {"supervised tokens": EPOCHS * tokens, "first loss": first_loss, **more}
+    return {"supervised tokens": task.watch.share() * EPOCHS * tokens, "first loss": first_loss, **more}
 
 
 def ours(task: Task, **settings: Any) -> dict[str, float]:

@@ -52,7 +52,6 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 HELPFUL = ("no checkpointing", "packing")
 ONE_ROW = {**FLAGS["no checkpointing"], **FLAGS["one row at a time, accumulated"]}
-UNTIMED_STEPS = {"cpu": 0, "cuda": 4}  # those that compile
 
 
 @dataclass(frozen=True)
@@ -88,13 +87,12 @@ def measured(task: Task, model: Any) -> dict[str, float]:
         return counted
     parameters = sum(parameter.numel() for parameter in model.parameters())
     flops = 6 * parameters * task.watch.share() * sum(rows["length"])
-    return {**counted, "MFU %": 100 * flops / task.watch.seconds / peak}
+    return {**counted, "MFU %": 100 * flops / task.watch.total() / peak}
 
 
 def ours(task: Task, **settings: Any) -> dict[str, float]:
     from datasets import DatasetDict
 
-    task.watch.warm_up = UNTIMED_STEPS[task.device]
     config = Config(**{
         **our_settings(task), "packing": True, "max_length": task.shape.longest, "learning_rate": 2e-5,
         "per_device_train_batch_size": packed_rows_of_a_step(task), **settings,
@@ -119,7 +117,6 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    task.watch.warm_up = UNTIMED_STEPS[task.device]
     if settings.get("per_device_train_batch_size") == 1:
         settings = {**settings, "gradient_accumulation_steps": task.batch}  # a step is of as many rows, however they are cut
     if settings.get("per_device_train_batch_size") == PACKED_ROWS:

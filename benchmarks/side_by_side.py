@@ -67,17 +67,18 @@ SHAPES = {
     "qwen3-0.6b": _qwen3(1024, 3072), "qwen3-1.7b": _qwen3(2048, 6144),
 }  # fmt: skip
 SHAPES_OF = {"cpu": ("head-heavy", "body-heavy"), "cuda": ("qwen3-0.6b", "qwen3-1.7b")}
+UNTIMED_STEPS = {"cpu": 0, "cuda": 4}  # those that compile
 PROMPT_SHARES = {"1:1": 1 / 2, "4:1": 4 / 5}  # prompt : answer
 
 
 @dataclass
 class Stopwatch:
-    """Seconds of what is timed, and those that the process took up to the end of its first step."""
+    """Seconds of the timed steps, of what is done once before them, and up to the end of the process's first step."""
 
     device: str
     threads: int = 1
-    warm_up: int = 0  # steps before the timing begins, such as those that compile
     seconds: float = 0.0
+    before: float = 0.0
     first_step: float = 0.0
     steps: int = 0
     _since: float = 0.0
@@ -96,18 +97,25 @@ class Stopwatch:
     def running(self) -> Iterator[None]:
         self._since = self.now()
         yield
-        self.seconds += self.now() - self._since
+        if self.steps:
+            self.seconds += self.now() - self._since
+        else:
+            self.before += self.now() - self._since
 
     def step_done(self) -> None:
         self.steps += 1
         if self.steps == 1:
             self.first_step = self.now()
-        if self.steps == self.warm_up:
+        if self.steps == UNTIMED_STEPS[self.device]:
             self.seconds, self._since = 0.0, self.now()
 
     def share(self) -> float:
         """Of all steps those that were timed."""
-        return (self.steps - self.warm_up) / self.steps
+        return (self.steps - UNTIMED_STEPS[self.device]) / self.steps
+
+    def total(self) -> float:
+        """Seconds of the timed steps, and their share of what was done before all of them."""
+        return self.seconds + self.share() * self.before
 
 
 @dataclass(frozen=True)
@@ -274,7 +282,7 @@ def _run_one(side: Side, settings: Any) -> None:
     """One run; what it took goes out as the last line."""
     watch = Stopwatch(settings.device, settings.threads)
     task = Task(settings.run, _cell(settings.only)[0], settings.device, settings.batch, watch)
-    measured = {**side(task), "seconds": task.watch.seconds, "first step": task.watch.first_step}
+    measured = {**side(task), "seconds": task.watch.total(), "first step": task.watch.first_step}
     measured["peak GB"] = peak_memory()
     if settings.device == "cuda":
         import torch
