@@ -180,7 +180,7 @@ def card(**changes: object) -> dict:
     return {
         "layout": layout, "model": {"parameters": 1_000_000, "trainable": 4_096, "dtype": "float32"},
         "hardware": {"device": "cpu"}, "optimizer": {"class": "torch.optim.adamw.AdamW", "defaults": {}},
-        "recipe": {"file": "mine.py", "path": "mine.py", "copied_from": "sft.py", "lines_changed": 1},
+        "recipe": {"file": "mine.py", "path": "mine.py", "copied_from": "sft.py", "lines_changed": 1}, "settings": {},
     }  # fmt: skip
 
 
