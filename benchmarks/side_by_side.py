@@ -77,6 +77,7 @@ class Stopwatch:
 
     device: str
     threads: int = 1
+    warm_up: int = 0  # steps before the timing begins, such as those that compile
     seconds: float = 0.0
     before: float = 0.0
     first_step: float = 0.0
@@ -106,12 +107,14 @@ class Stopwatch:
         self.steps += 1
         if self.steps == 1:
             self.first_step = self.now()
-        if self.steps == UNTIMED_STEPS[self.device]:
+        if self.steps == self.warm_up:
             self.seconds, self._since = 0.0, self.now()
 
     def share(self) -> float:
         """Of all steps those that were timed."""
-        return (self.steps - UNTIMED_STEPS[self.device]) / self.steps
+        if self.steps <= self.warm_up:
+            raise SystemExit(f"{self.steps} steps, of which the first {self.warm_up} are not timed: take more --examples")
+        return (self.steps - self.warm_up) / self.steps
 
     def total(self) -> float:
         """Seconds of the timed steps, and their share of what was done before all of them."""
@@ -280,7 +283,7 @@ def _in_a_process(script: str, cell: str, name: str, folder: Path, settings: Any
 
 def _run_one(side: Side, settings: Any) -> None:
     """One run; what it took goes out as the last line."""
-    watch = Stopwatch(settings.device, settings.threads)
+    watch = Stopwatch(settings.device, settings.threads, UNTIMED_STEPS[settings.device])
     task = Task(settings.run, _cell(settings.only)[0], settings.device, settings.batch, watch)
     measured = {**side(task), "seconds": task.watch.total(), "first step": task.watch.first_step}
     measured["peak GB"] = peak_memory()

@@ -73,6 +73,17 @@ def test_losses_and_gradient_in_the_place_of_the_logits_are_those_of_torch(
     assert torch.equal(correct, best == targets)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_that_are_ruled_out_have_no_probability(device: str) -> None:
+    """-inf, in places and over a whole part of the kernel. Fails when: the mean of the logits, which is -inf, is taken times 0."""
+    logits = torch.linspace(-1, 1, 2 * VOCABULARY, device=device).view(2, VOCABULARY)
+    logits[0, 3], logits[1, :30] = -torch.inf, -torch.inf
+    targets = torch.tensor([7, 40], device=device)
+    wanted, gradient = by_torch(logits, targets)
+    losses = token_losses(logits, targets, gradient=logits)
+    torch.testing.assert_close((losses, logits), (wanted, gradient), rtol=1e-5, atol=1e-6)
+
+
 def test_of_several_largest_logits_the_first_is_the_prediction() -> None:
     """As argmax has it. Fails when: `correct` is whether the target's logit is the largest."""
     correct = torch.empty(3, dtype=torch.bool)

@@ -44,13 +44,14 @@ def test_full_determinism_is_refused_once_cuda_was_used_without_it(tmp_path, mon
     asked = []
     monkeypatch.setattr(trainer_utils, "enable_full_determinism", asked.append)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     config = tk.RunConfig(output_dir=str(tmp_path), use_cpu=True, full_determinism=True)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocation.all.allocated": 1})
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"allocation.all.allocated": 1})
     with pytest.raises(tk.Refusal, match="--full-determinism: CUDA is in use in this process already"):
         tk.build_accelerator(config)
     assert not asked
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocation.all.allocated": 0})
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"allocation.all.allocated": 0})
     tk.build_accelerator(config)
     assert asked == [config.seed]
 

@@ -223,6 +223,13 @@ def test_evaluation_leaves_the_model_as_it_was(accelerator: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_one_process_reduces_nothing(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ZeRO a single process has a group, of NCCL on a GPU, which takes no tensor of the CPU. Fails when: it is asked to."""
+    monkeypatch.setattr(type(accelerator), "reduce", lambda *_, **__: pytest.fail("the sums of one process were reduced"))
+    found = eval_with_gather(accelerator, Memory(CLASSES), loader(7, 4, examples_of("single_label")), classification_metrics([], CLASSES))
+    assert found["eval_loss"] > 0
+
+
 def test_an_empty_split_is_refused(accelerator: Any) -> None:
     """Fails when: the sums of nothing are finalized."""
     from toolkit.config import Refusal

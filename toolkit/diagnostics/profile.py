@@ -203,7 +203,7 @@ class _Timer:
         return RankTimes(
             medians, traced_steps(profiler.events(), self._marks, on_gpu), operations, self.padding,
             statistics.median(speed) if speed else None, statistics.median(mfu) if mfu else None,
-            1e-6 * whole / TRACED if on_gpu else None,
+            1e-6 * whole / TRACED if on_gpu and totals else None,  # no kernels of a run on the CPU
         )  # fmt: skip
 
     def _switch(self, phase: str) -> None:

@@ -62,14 +62,13 @@ def load_student_tokenizer(config: ModelConfig, teacher: str | None) -> PreTrain
     A server hands out no tokenizer.
 
     Raises:
-        Refusal: the directory of the teacher has no model, or one with other tokens than the student's.
+        Refusal: the directory of the teacher has no model.
     """
     if teacher is None or is_on_a_server(teacher):
         return load_tokenizer(config)
     if config.tokenizer is not None or not is_built_in(config.model):
-        tokenizer = load_tokenizer(config)
-        check_teacher_on_disk(teacher, tokenizer)
-        return tokenizer
+        check_teacher_on_disk(teacher)
+        return load_tokenizer(config)
     if config.vocab_size is not None:
         raise Refusal(f"--vocab-size {config.vocab_size} has no effect: the student has the teacher's tokens. Remove it.")
     with named_as_teacher():

@@ -43,19 +43,6 @@ def shared_vocabulary(
     Raises:
         Refusal: a token that only one of them has, or a model with fewer rows than tokens.
     """
-    theirs, ours = check_tokens(teacher, student, name)
-    for who, vocabulary, rows in (("the teacher", theirs, teacher_rows), ("the student", ours, student_rows)):
-        if vocabulary and max(vocabulary.values()) >= rows:
-            raise Refusal(f"--teacher {name}: {who} has {rows:,} logits and a token with number {max(vocabulary.values())}.")
-    if theirs == ours:
-        return SharedVocabulary(min(teacher_rows, student_rows))
-    return _in_other_order(theirs, ours, name)
-
-
-def check_tokens(
-    teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase, name: str
-) -> tuple[dict[str, int], dict[str, int]]:
-    """The vocabularies of teacher and student; raises Refusal where one of them has a token that the other lacks."""
     theirs, ours = teacher.get_vocab(), student.get_vocab()
     if theirs.keys() != ours.keys():
         only = [_first(theirs, ours, "teacher"), _first(ours, theirs, "student")]
@@ -64,7 +51,12 @@ def check_tokens(
             f"{'; '.join(filter(None, only))}), so that their distributions can't be compared. Name a teacher of the student's "
             "family, or give a student that begins from scratch the teacher's tokens: --tokenizer THE_TEACHER"
         )
-    return theirs, ours
+    for who, vocabulary, rows in (("the teacher", theirs, teacher_rows), ("the student", ours, student_rows)):
+        if vocabulary and max(vocabulary.values()) >= rows:
+            raise Refusal(f"--teacher {name}: {who} has {rows:,} logits and a token with number {max(vocabulary.values())}.")
+    if theirs == ours:
+        return SharedVocabulary(min(teacher_rows, student_rows))
+    return _in_other_order(theirs, ours, name)
 
 
 def _in_other_order(theirs: dict[str, int], ours: dict[str, int], name: str) -> SharedVocabulary:

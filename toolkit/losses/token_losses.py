@@ -6,6 +6,10 @@ most of that time is memory, taken anew from the system for each chunk. Here the
 
 import functools
 import importlib.util
+import os
+import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,8 +80,11 @@ def runs_as_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _triton_is_there(device: torch.device) -> bool:
-    """On a device that it compiles for, from Ampere on."""
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    """On a device that it compiles for, from Ampere on, with what it compiles its own launcher with."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    is_able = importlib.util.find_spec("triton") is not None and compiler is not None and headers.exists()
+    return is_able and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _is_first_largest(scores: torch.Tensor, largest: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

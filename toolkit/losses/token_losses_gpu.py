@@ -30,8 +30,8 @@ def token_losses_into(
         _losses_of_rows[(len(logits),)](
             logits, targets, losses, losses if weights is None else weights, logits if gradient is None else gradient,
             losses if correct is None else correct, logits.stride(0), 0 if gradient is None else gradient.stride(0),
-            float(label_smoothing_factor), float(z_loss), logits.shape[1], weights is not None, gradient is not None,
-            correct is not None, BLOCK, num_warps=WARPS,
+            float(label_smoothing_factor), float(z_loss), logits.shape[1], label_smoothing_factor != 0, weights is not None,
+            gradient is not None, correct is not None, BLOCK, num_warps=WARPS,
         )  # fmt: skip
     if gradient is not None:
         torch.autograd.graph.increment_version(gradient)  # as torch does for its own operations in place
@@ -40,8 +40,8 @@ def token_losses_into(
 @triton.jit
 def _losses_of_rows(
     logits, targets, losses, weights, gradient, correct, logits_stride, gradient_stride, smoothing, z_loss,
-    vocabulary: tl.constexpr, has_weights: tl.constexpr, has_gradient: tl.constexpr, has_correct: tl.constexpr,
-    block: tl.constexpr,
+    vocabulary: tl.constexpr, smoothed: tl.constexpr, has_weights: tl.constexpr, has_gradient: tl.constexpr,
+    has_correct: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -57,7 +57,8 @@ def _losses_of_rows(
         before, largest = largest, tl.maximum(largest, here)
         base = tl.where(largest == -float("inf"), 0.0, largest)  # so far every token may be ruled out
         total = total * tl.exp(before - base) + tl.sum(tl.exp(scores - base), 0)
-        sum_of_scores += tl.sum(tl.where(inside, scores, 0.0), 0)
+        if smoothed:  # else a token that is ruled out would make it 0 * inf
+            sum_of_scores += tl.sum(tl.where(inside, scores, 0.0), 0)
     log_z = largest + tl.log(total)
     loss = largest - of_target + tl.log(total)  # log_z is rounded: of a token that is almost certain nothing would be left
     loss += smoothing * (of_target - sum_of_scores / vocabulary) + z_loss * log_z * log_z

@@ -103,7 +103,8 @@ def _be_deterministic(seed: int) -> None:
     from transformers.trainer_utils import enable_full_determinism
 
     # Being initialized is no use yet: bitsandbytes asks for the GPU's capability when it is imported, as peft does.
-    used = torch.cuda.is_initialized() and torch.cuda.memory_stats().get("allocation.all.allocated", 0) > 0
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    used = any(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0) > 0 for device in devices)
     if used and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":16:8", ":4096:8"):
         raise Refusal(
             "--full-determinism: CUDA is in use in this process already, too late to make it deterministic. Start again, with "
