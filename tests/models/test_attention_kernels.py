@@ -1,6 +1,7 @@
 """Kernels for packed rows against a plain masked softmax over each document, in value and in gradient."""
 
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -345,10 +346,7 @@ class Capped(torch.nn.Module):
 
 @pytest.mark.parametrize("where", ["alone", "in a compiled layer"])
 def test_compiled_flex_caps_the_scores_of_each_model_by_its_own_number(where, monkeypatch):
-    """Without inductor, which has no flex attention for a CPU with these masks; forward alone.
-
-    Fails when: the number is enclosed, which torch.compile makes a variable of, or a default value, of which it takes the first.
-    """
+    """Without inductor, which has no flex attention for a CPU with these masks; forward alone. Fails when: all share one cap."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=True, backend="aot_eager", fullgraph=True)
@@ -361,6 +359,20 @@ def test_compiled_flex_caps_the_scores_of_each_model_by_its_own_number(where, mo
                 layer.compile(dynamic=True, backend="aot_eager")
             wanted = plain_attention(*inputs, PLAIN._replace(softcap=softcap))
             assert error([layer(*inputs)], [wanted]) < 1e-5, softcap
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(" " in torch.__file__ or shutil.which("g++") is None, reason="needs g++, and torch in a folder without a space in its name")
+def test_inductor_takes_the_number_that_caps_the_scores():
+    """Fails when: the number is enclosed or a default value; torch.compile makes a variable of it, which inductor doesn't take."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=True)
+    query, key, value = (torch.randn(1, 2, 256, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    for softcap in (2.0, 3.5, 0.5):
+        scores = softcap * torch.tanh(query @ key.transpose(2, 3) / 4 / softcap)
+        found = compiled(query, key, value, score_mod=attention_kernels._capped(softcap), scale=0.25)
+        assert error([found], [scores.softmax(-1) @ value]) < 1e-5, softcap
 
 
 @pytest.mark.gpu
