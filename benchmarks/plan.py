@@ -31,6 +31,9 @@ _WIDE = ["--hidden-size", "512", "--num-hidden-layers", "4", "--num-attention-he
 _QWEN, _BF16, _CKPT = ["--model", "tiny-qwen3"], ["--bf16"], ["--gradient-checkpointing"]
 _ADAMW, _PADDED = ["--optim", "adamw_torch"], ["--no-packing"]
 _SPLIT = ["--per-device-train-batch-size", "2", "--gradient-accumulation-steps", "4"]
+_COMPLETIONS = ["--per-device-train-batch-size", "128"]
+_FEW = [*_WIDE, "--max-train-examples", "200"]
+_TAUGHT = [*_FEW, "--teacher", "a language model"]  # made where the benchmark runs
 CELLS: dict[str, tuple[str, list[str]]] = {
     "sft": ("sft", _MODEL),
     "sft-adamw": ("sft", [*_MODEL, *_ADAMW]),
@@ -78,6 +81,19 @@ CELLS: dict[str, tuple[str, list[str]]] = {
     "embedding": ("embedding", []),
     "reranker": ("reranker", []),
     "multiple-choice": ("multiple_choice", []),
+    "grpo": ("grpo", [*_MODEL, *_COMPLETIONS]),
+    "grpo-bf16-reference": ("grpo", [*_WIDE, *_BF16, *_COMPLETIONS, "--beta", "0.04", "--top-k", "20"]),
+    "grpo-lora": ("grpo", [*_WIDE, *_COMPLETIONS, "--use-peft", "--gradient-accumulation-steps", "2"]),
+    "grpo-recomputed": ("grpo", [*_WIDE, *_COMPLETIONS, *_CKPT, "--steps-per-generation", "2", "--num-iterations", "2"]),
+    "ppo": ("ppo", [*_WIDE, *_COMPLETIONS]),
+    "ppo-bf16": ("ppo", [*_MODEL, *_COMPLETIONS, *_BF16, *_ADAMW, "--gradient-accumulation-steps", "2"]),
+    "distill": ("distill", [*_TAUGHT]),
+    "distill-bf16": ("distill", [*_TAUGHT, *_BF16, "--cross-entropy-share", "0.5"]),
+    "distill-stored": ("distill", [*_TAUGHT, "--teacher-top-k", "32"]),
+    "distill-own-answers": ("distill", [*_TAUGHT, "--dataset", "stdlib:sft", "--on-policy-share", "0.5"]),
+    "distill-itself": ("distill", [*_FEW, "--self-distillation", "ema", "--cross-entropy-share", "0.5"]),
+    "distill-adapter-off": ("distill", [*_FEW, "--use-peft", "--self-distillation", "base"]),
+    "distill-classifier": ("distill_classifier", ["--teacher", "a classifier", "--hidden-size", "256"]),
 }  # fmt: skip
 # Of two ranks: what shards them, and the cells that each does.
 _ALL_SHARDED = ["--deepspeed", str(ROOT / "tests" / "all_sharded.json")]  # a default file leaves small parameters whole
@@ -148,6 +164,7 @@ def measure(name: str, side: str) -> dict[str, float]:
 
     recipe, flags = CELLS[name]
     script = import_recipe(ROOT / "recipes" / f"{recipe}.py")
+    flags = [_make_teacher(each) if each in _TEACHERS else each for each in flags]
     config = read_command_line(config_class_of(script.main), [*flags, "--use-cpu"], os.environ, "")
     began = time.monotonic()
     if side == "plan":
@@ -157,6 +174,26 @@ def measure(name: str, side: str) -> dict[str, float]:
     return _really(script.main, config, profiled=side == "real")
 
 
+_TEACHERS = {
+    "a language model": ("AutoModelForCausalLM", "tiny-llama", {}),
+    "a classifier": ("AutoModelForSequenceClassification", "tiny-bert", {"num_labels": 7}),
+}  # fmt: skip
+
+
+def _make_teacher(name: str) -> str:
+    """A directory here with a model of random weights, made by the first rank that needs it."""
+    import toolkit as tk
+
+    auto_class, shape, settings = _TEACHERS[name]
+    if not Path(name).is_dir():
+        config = tk.ModelConfig(model=shape, hidden_size=512)
+        tokenizer = tk.load_tokenizer(config)
+        model = tk.load_model(auto_class, config, tokenizer, **settings)
+        model.save_pretrained(name)
+        tokenizer.save_pretrained(name)
+    return name
+
+
 def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
     """The same two steps with real tensors: the highest moment of the second by torch's allocator, or of the process."""
     import torch
@@ -164,6 +201,8 @@ def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
     import toolkit as tk
     from toolkit.diagnostics import plan as planner
     from toolkit.diagnostics.ledger import Ledger
+    from toolkit.diagnostics.planned_rollouts import PlannedRollouts
+    from toolkit.diagnostics.planned_teachers import replace_teachers
     from toolkit.diagnostics.replacements import Replacements
 
     seen = planner._Seen(Ledger())
@@ -186,6 +225,11 @@ def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
         replace.attribute(torch.distributed.Work, "wait", wait)
         loaders = importlib.import_module(tk.build_dataloaders.__module__)
         replace.attribute(loaders.TrainLoader, "batches", batches)
+        if "teacher" in vars(config):  # answers of the same lengths, and as many that are stored
+            replace_teachers(replace, seen.ledger)
+        if "num_generations" in vars(config):
+            size, updates = config.per_device_train_batch_size, config.steps_per_generation
+            PlannedRollouts(seen.ledger, size, updates, seen.updating).replace(replace)
         main(planner._alone(config, folder))
     if not profiled:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -72,10 +72,14 @@ def largest_micro_batch(config: Settings, device: Device, make: Planner) -> tupl
     Doubled or halved from the config's own until one fits and one doesn't, then where a line between the two meets the memory:
     most of what is needed grows with the examples. The micro-batch holds the longest ones, so it ends with all of them.
     """
-    tried, best, too_many = values_of(config).get("per_device_train_batch_size", 1), None, 0
+    values = values_of(config)
+    tried, best, too_many = values.get("per_device_train_batch_size", 1), None, 0
     left, over = 0, 0  # bytes, of the best and of too many
     while True:
-        plan = make(with_changes(config, {"per_device_train_batch_size": tried, "gradient_accumulation_steps": 1}))
+        changes = {"per_device_train_batch_size": tried, "gradient_accumulation_steps": 1}
+        if "num_generations" in values:  # a step has whole groups, and here two micro-batches
+            changes["global_batch_size"] = -(-2 * tried // values["num_generations"]) * values["num_generations"]
+        plan = make(with_changes(config, changes))
         spare = device.memory - needed(plan, device)
         if spare >= 0 and best and plan.tokens == best[1].tokens:  # no more examples than that
             return best

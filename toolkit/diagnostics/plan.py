@@ -28,6 +28,8 @@ from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.documents import first_and_last
 from toolkit.diagnostics.ledger import ENGINE, Ledger, as_fake, mark_phases
 from toolkit.diagnostics.one_rank import as_first_rank, exchanged
+from toolkit.diagnostics.planned_rollouts import SAMPLING, PlannedRollouts
+from toolkit.diagnostics.planned_teachers import TEACHER, replace_teachers
 from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.short_runs import ended_by_signals, forget_accelerator, never_evaluated
 from toolkit.distributed.engines import element_count, engine_of, unwrapped
@@ -40,8 +42,8 @@ from toolkit.system.devices import planned_for
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 STEPS = 2
 PARTS = (
-    "weights", "master weights", "gradients", "optimizer state", "reference", "activations", "logits", "update", ENGINE,
-    "other",
+    "weights", "master weights", "gradients", "optimizer state", "reference", TEACHER, "reward model", "activations", "logits",
+    SAMPLING, "update", ENGINE, "other",
 )  # fmt: skip
 # Where the run goes, what it is compared with, what it does now and then: not what a step needs.
 _ALONE: dict[str, Any] = {
@@ -50,6 +52,7 @@ _ALONE: dict[str, Any] = {
     "stop_deadline": None, "early_stopping_patience": None, "load_best_model_at_end": False, "logging_strategy": "no",
     "save_strategy": "no", "divergence": "warn", "loss_spike": "warn", "nonfinite": "skip", "async_save": False,
     "eval_steps": 10**6, "save_steps": 10**6,  # of basic.py, whose loop is its own
+    "rollouts_from": None, "dynamic_sampling": 1,
 }  # fmt: skip
 
 
@@ -95,14 +98,14 @@ def plan(
     file gives each of them.
 
     Raises:
-        Refusal: the recipe refuses its settings or data; or it samples or computes with values, of which no plan is made.
+        Refusal: the recipe refuses its settings or data; or it computes with values, of which no plan is made.
     """
     check_plannable(config)
     seen = _Seen(Ledger())
     printed = io.StringIO()
     forget_accelerator()
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="plan-") as folder, contextlib.ExitStack() as stack:
-        for each in (_replaced(seen), never_evaluated(), planned_for(device), without_weights(),
+        for each in (_replaced(seen, values_of(config)), never_evaluated(), planned_for(device), without_weights(),
                      as_first_rank(ranks, environment), resized_storages(seen.ledger.resized)):  # fmt: skip
             stack.enter_context(each)
         try:
@@ -126,10 +129,8 @@ def plan(
 def check_plannable(config: Settings) -> None:
     """Refuse what no plan is made of."""
     values = values_of(config)
-    if "num_generations" in values:
-        raise Refusal("no plan of a recipe that samples: how much its model will write isn't known before.")
-    if "teacher" in values:
-        raise Refusal("no plan of a recipe with a teacher. Plan sft with its settings, and add the teacher's weights.")
+    if "teacher" in values and not values["teacher"] and not values.get("self_distillation"):
+        raise Refusal("--teacher: no plan of one that is trained first, where none is named. Give the directory of a model.")
     if values.get("load_in_4bit"):
         raise Refusal("--load-in-4bit: no plan of weights in 4 bits. Plan it with --dtype bfloat16: it needs less than that.")
     if values.get("streaming"):
@@ -145,6 +146,11 @@ class _Seen:
         self.train: Any = None
         self.longest: Batch | None = None
         self.engine = ""
+        self.micro_batch_size, self.update_size = 0, 0  # examples in one, and in all of an update
+
+    def updating(self, batch: Batch, micro_batch_size: int, update_size: int) -> None:
+        """A micro-batch of completions, where the loader's are of prompts."""
+        self.longest, self.micro_batch_size, self.update_size = batch, micro_batch_size, update_size
 
     def plan(self, was_compiled: bool) -> Plan:
         model = self.trained_model
@@ -159,8 +165,7 @@ class _Seen:
         name = type(model).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
         return Plan(
             parts, self.ledger.peak_phase, self.process, name, trained + frozen, trained,
-            self.train.micro_batch_size,
-            -(-self.train.global_batch_size // (self.train.micro_batch_size * self.train.world_size)),
+            self.micro_batch_size, -(-self.update_size // (self.micro_batch_size * self.train.world_size)),
             _tokens(self.longest.micro_batches[0]) if self.longest else 0, self.train.num_steps,
             self.train.world_size, self.engine, notes,
         )  # fmt: skip
@@ -182,12 +187,13 @@ def _alone(config: AnyConfig, folder: str) -> AnyConfig:
 
 
 @contextlib.contextmanager
-def _replaced(seen: _Seen) -> Iterator[None]:
+def _replaced(seen: _Seen, values: Mapping[str, Any]) -> Iterator[None]:
     """What makes models, batches and steps, replaced by what makes them of fake tensors and follows them."""
     with Replacements() as replace:
         for name in ("load_model", "load_encoder"):
             replace.public(name, functools.partial(_made, seen))
-        replace.public("add_adapter", functools.partial(_made, seen))
+        for name in ("add_adapter", "add_value_head"):
+            replace.public(name, functools.partial(_made, seen))
         replace.public("build_optimizer", functools.partial(_optimizer, seen))
         loaders = importlib.import_module(tk.build_dataloaders.__module__)
         replace.attribute(loaders.TrainLoader, "batches", functools.partial(_longest_batches, seen))
@@ -200,6 +206,11 @@ def _replaced(seen: _Seen) -> Iterator[None]:
         replace.attribute(reference, "_place_frozen", functools.partial(_frozen, seen))
         accelerate = importlib.import_module("accelerate")
         replace.attribute(accelerate.Accelerator, "prepare", functools.partial(_prepared, seen))
+        if "teacher" in values:
+            replace_teachers(replace, seen.ledger)
+        if "num_generations" in values:
+            size, updates = values["per_device_train_batch_size"], values["steps_per_generation"]
+            PlannedRollouts(seen.ledger, size, updates, seen.updating).replace(replace)
         yield
 
 
@@ -260,7 +271,7 @@ def _backward(seen: _Seen, original: Callable[..., Any], *values: Any, **named: 
 
 def _longest_batches(seen: _Seen, original: Callable[..., Iterator[Batch]], loader: Any, *values: Any) -> Iterator[Batch]:
     """Two batches, of the longest micro-batch each, which is accumulated where the run accumulates."""
-    seen.train = loader
+    seen.train, seen.micro_batch_size, seen.update_size = loader, loader.micro_batch_size, loader.global_batch_size
     longest = loader.longest_micro_batch()
     for number, batch in enumerate(original(loader, *values)):
         if number == STEPS:
@@ -268,7 +279,7 @@ def _longest_batches(seen: _Seen, original: Callable[..., Iterator[Batch]], load
         count = min(len(batch.micro_batches), 2)
         seen.longest = dataclasses.replace(
             batch, micro_batches=[longest] * count, real=[True] * count, seeds=batch.seeds[:count],
-            indices=[batch.indices[0]] * count, epochs=[batch.epochs[0]] * count,
+            indices=[loader.longest_examples()] * count, epochs=[batch.epochs[0]] * count,
         )  # fmt: skip
         seen.batches += 1
         seen.process = seen.process or resident()

@@ -284,17 +284,22 @@ def _check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], limits
             )
 
 
+def cache_bytes_of_group(model: PreTrainedModel, prompt: int, size: int, max_new_tokens: int) -> int:
+    """Bytes of the keys and values of `size` completions of one prompt, of `prompt` tokens, at their longest."""
+    config, element = model.config.get_text_config(), next(model.parameters()).element_size()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * element * (prompt + size * max_new_tokens))
+
+
 def _prompts_at_a_time(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], size: int, settings: SamplingSettings, cache_bytes: int | None
 ) -> int:
     """So many that the keys and values of their groups fit."""
-    config, parameter = model.config.get_text_config(), next(model.parameters())
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    of_a_token = 2 * config.num_hidden_layers * heads * width * parameter.element_size()
-    of_a_group = of_a_token * (max(map(len, prompts), default=0) + size * settings.max_new_tokens)
+    of_a_group = cache_bytes_of_group(model, max(map(len, prompts), default=0), size, settings.max_new_tokens)
     if cache_bytes is None:
-        cache_bytes = torch.cuda.mem_get_info(parameter.device)[0] // 2 if parameter.is_cuda else CACHE_ON_CPU
+        device = next(model.parameters()).device
+        cache_bytes = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else CACHE_ON_CPU
     return max(1, cache_bytes // max(1, of_a_group))
 
 
