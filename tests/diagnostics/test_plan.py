@@ -25,6 +25,7 @@ from toolkit.diagnostics.fitting import largest_micro_batch
 from toolkit.diagnostics.ledger import FAKE, Ledger
 from toolkit.diagnostics.plan import Plan
 from toolkit.losses.chunked import rows_in_a_chunk
+from toolkit.losses.token_losses import runs_as_kernel
 from toolkit.models.attention import kernels
 from toolkit.system.devices import chosen_type, planned_for
 
@@ -316,13 +317,17 @@ def test_devices_are_known_by_name_by_instance_and_by_size() -> None:
     assert find_device("ml.p5.48xlarge").memory == find_device("H100").memory
     assert (find_device("ml.g5.12xlarge").count, find_device("24gb").kind, find_device("mac-64gb").kind) == (4, "cuda", "mps")
     assert find_device("mac-64gb").memory == 48 * GIB
+    assert [find_device(name).ampere for name in ("t4", "ml.p3.2xlarge", "a10g", "16gb")] == [False, False, True, True]
     with pytest.raises(Refusal):
         find_device("h1000")
 
 
 def test_a_plan_for_a_gpu_makes_its_choices_on_the_cpu() -> None:
-    """Fails when: chosen_type forgets the block, or its end."""
+    """Fails when: chosen_type forgets the block, or its end, or a kernel is planned on a GPU that is too old for it."""
     cpu = torch.device("cpu")
     with planned_for("cuda"):
         assert (chosen_type(cpu), rows_in_a_chunk(151_936, cpu)) == ("cuda", 1766)
+        assert runs_as_kernel(cpu, torch.bfloat16)
+    with planned_for("cuda", ampere=False):
+        assert (chosen_type(cpu), runs_as_kernel(cpu, torch.bfloat16)) == ("cuda", False)
     assert (chosen_type(cpu), rows_in_a_chunk(151_936, cpu)) == ("cpu", 441)

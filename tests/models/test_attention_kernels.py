@@ -224,7 +224,7 @@ def test_what_a_device_has_is_found_out_while_a_layer_is_compiled(monkeypatch):
     Fails when: assume_constant_result is taken away from `_varlen_is_there`.
     """
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *_, enable_gqa=False, **__: q * (2.0 if enable_gqa else 1.0))
-    monkeypatch.setattr(attention_kernels, "_capability", torch.compiler.disable(lambda device: (9, 0)))  # no part of a graph
+    monkeypatch.setattr(attention_kernels, "is_ampere", torch.compiler.disable(lambda device: True))  # no part of a graph
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="eager", dynamic=True)

@@ -76,23 +76,24 @@ def plan(
     devices = [find_device(name) for name in values["device"] or ["this"]]
     main, config = read_recipe(Path(os.path.abspath(script)), words)
 
-    def make(config: "Settings", kind: str = devices[0].kind) -> "Plan":
-        return make_plan(main, config, kind, ranks, environment)
+    def make(config: "Settings", device: "Device" = devices[0]) -> "Plan":
+        return make_plan(main, config, device.kind, ranks, environment, ampere=device.ampere)
 
-    plans = {kind: make(config, kind) for kind in dict.fromkeys(each.kind for each in devices)}
-    first = plans[devices[0].kind]
+    like = {(each.kind, each.ampere): each for each in devices}
+    plans = {kind: make(config, each) for kind, each in like.items()}
+    first = plans[devices[0].kind, devices[0].ampere]
     seconds = values["step_seconds"] or (_measured(script, words, values["measure"]) if values["measure"] else None)
     best = _largest(config, devices[0], make) if values["largest"] else None
     fits = needed(first, devices[0]) <= devices[0].memory
     if values["as_json"]:
         shown = {**vars(first), "peak": first.peak, "step_seconds": seconds, "largest_micro_batch": best}
         shown["cost"] = first.steps * seconds / 3600 * values["price"] if seconds and values["price"] else None
-        sizes = {each.name: {"memory": each.memory, "needed": needed(plans[each.kind], each)} for each in devices}
+        sizes = {each.name: {"memory": each.memory, "needed": needed(plans[each.kind, each.ampere], each)} for each in devices}
         say(json.dumps({**shown, "devices": sizes}, indent=1))
         raise typer.Exit(0 if fits else 1)
     _show(script, first, devices[0])
     for each in devices:
-        _show_fit(plans[each.kind], each)
+        _show_fit(plans[each.kind, each.ampere], each)
     if values["largest"]:
         say(f"largest micro-batch on {devices[0].name}: {best if best else 'none'}")
     if not fits and not best:

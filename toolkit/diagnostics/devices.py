@@ -25,6 +25,7 @@ _INSTANCES = {
     "ml.p4de.24xlarge": ("a100-80gb", 8), "ml.p5.48xlarge": ("h100", 8), "ml.p5e.48xlarge": ("h200", 8),
     "ml.p5en.48xlarge": ("h200", 8), "ml.p6-b200.48xlarge": ("b200", 8),
 }  # fmt: skip
+_BEFORE_AMPERE = ("t4", "v100", "v100-32gb")
 CONTEXT = round(0.6 * GIB)  # of CUDA with cuBLAS's and cuDNN's workspaces
 FRAGMENTED = 0.05  # of the tensors, that the allocator of CUDA can't use
 SLACK = 0.3  # the same of glibc on a CPU, and of kernels that ask no allocator: 22 to 40 % were measured
@@ -33,12 +34,16 @@ OTHERS = 40 * 2**20  # what a process on a CPU comes to hold besides in its firs
 
 @dataclass(frozen=True)
 class Device:
-    """`memory`: bytes of one device; `kind`: torch's type of device; `count`: how many one machine has."""
+    """`memory`: bytes of one device; `kind`: torch's type of device; `count`: how many one machine has.
+
+    `ampere`: whether a GPU has the compute capability 8.0 or later, as all that are known by their memory alone are taken to.
+    """
 
     name: str
     kind: str
     memory: int
     count: int = 1
+    ampere: bool = True
 
 
 def find_device(name: str) -> Device:
@@ -52,9 +57,9 @@ def find_device(name: str) -> Device:
         return _this()
     if low in _INSTANCES:
         gpu, count = _INSTANCES[low]
-        return Device(low, "cuda", round(_GPUS[gpu] * GIB), count)
+        return Device(low, "cuda", round(_GPUS[gpu] * GIB), count, gpu not in _BEFORE_AMPERE)
     if low in _GPUS:
-        return Device(low, "cuda", round(_GPUS[low] * GIB))
+        return Device(low, "cuda", round(_GPUS[low] * GIB), ampere=low not in _BEFORE_AMPERE)
     sized = re.fullmatch(r"(?:(mac|cpu)-)?(\d+(?:\.\d+)?)gb", low)
     if sized and float(sized[2]):
         size = float(sized[2])
@@ -72,7 +77,8 @@ def _this() -> Device:
 
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        return Device(f"this {properties.name}", "cuda", properties.total_memory, torch.cuda.device_count())
+        count, is_new = torch.cuda.device_count(), properties.major >= 8
+        return Device(f"this {properties.name}", "cuda", properties.total_memory, count, is_new)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if torch.backends.mps.is_available():
         return Device("this Mac", "mps", round(memory * 2 / 3))

@@ -89,10 +89,11 @@ class Plan:
 
 
 def plan(
-    main: Callable[[Any], Any], config: Settings, device: str = "cpu", ranks: int = 1,
-    environment: Mapping[str, str] = NOTHING_MORE,
+    main: Callable[[Any], Any], config: Settings, kind: str = "cpu", ranks: int = 1,
+    environment: Mapping[str, str] = NOTHING_MORE, *, ampere: bool = True,
 ) -> Plan:  # fmt: skip
-    """Plan a recipe's `main` on one device of a kind, "cpu" or "cuda"; nothing is computed, no weight is read or made.
+    """Plan a recipe's `main` on one device of a kind, "cpu" or "cuda" (`ampere`: or later); nothing is computed, no weight is
+    read or made.
 
     Of several `ranks` this process is the first, in a group that exchanges nothing. `environment`: what an Accelerate config
     file gives each of them.
@@ -105,7 +106,7 @@ def plan(
     printed = io.StringIO()
     forget_accelerator()
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="plan-") as folder, contextlib.ExitStack() as stack:
-        for each in (_replaced(seen, values_of(config)), never_evaluated(), planned_for(device), without_weights(),
+        for each in (_replaced(seen, values_of(config)), never_evaluated(), planned_for(kind, ampere), without_weights(),
                      as_first_rank(ranks, environment), resized_storages(seen.ledger.resized)):  # fmt: skip
             stack.enter_context(each)
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from toolkit.system.devices import chosen_type
+from toolkit.system.devices import chosen_type, is_ampere
 
 _BLOCK_BYTES = 2**21  # a block, and what is made of it, should stay in a CPU's cache
 
@@ -74,17 +74,16 @@ def token_losses(
 
 def runs_as_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `token_losses` of logits of this type is one kernel, in Triton, without copies of them in float32."""
-    is_there = device.type != "cuda" or _triton_is_there(device)  # a plan for CUDA has its tensors elsewhere
-    return chosen_type(device) == "cuda" and dtype != torch.float64 and is_there
+    is_there = device.type != "cuda" or _triton_is_there()  # a plan for CUDA has its tensors elsewhere
+    return chosen_type(device) == "cuda" and dtype != torch.float64 and is_ampere(device) and is_there
 
 
 @functools.cache
-def _triton_is_there(device: torch.device) -> bool:
-    """On a device that it compiles for, from Ampere on, with what it compiles its own launcher with."""
+def _triton_is_there() -> bool:
+    """With what it compiles its own launcher with."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = Path(sysconfig.get_path("include"), "Python.h")
-    is_able = importlib.util.find_spec("triton") is not None and compiler is not None and headers.exists()
-    return is_able and torch.cuda.get_device_capability(device) >= (8, 0)
+    return importlib.util.find_spec("triton") is not None and compiler is not None and headers.exists()
 
 
 def _is_first_largest(scores: torch.Tensor, largest: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

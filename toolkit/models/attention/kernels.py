@@ -19,7 +19,7 @@ from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 from toolkit.config import Refusal
 from toolkit.models.attention.groups import TINY, grouped_attention, groups_of
 from toolkit.models.attention.masks import Masks, masks_of, once_a_row
-from toolkit.system.devices import chosen_type
+from toolkit.system.devices import chosen_type, is_ampere
 
 CHUNK = 256  # queries handled together where scores are written out: memory is CHUNK x keys, never length squared
 BLOCK = 128  # tokens in a block of flex attention, torch's own choice
@@ -63,13 +63,7 @@ def flex_computes(dtype: torch.dtype, rules: Rules) -> bool:
 
 @torch.compiler.assume_constant_result  # in a compiled layer: asked for while it is compiled, and no break in its graph
 def _varlen_is_there(device: torch.device) -> bool:
-    is_new = device.type != "cuda" or _capability(device) >= (8, 0)  # a plan for CUDA has its tensors elsewhere
-    return is_new and importlib.util.find_spec("torch.nn.attention.varlen") is not None
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if torch.version.cuda is not None else (0, 0)
+    return is_ampere(device) and importlib.util.find_spec("torch.nn.attention.varlen") is not None
 
 
 def varlen_kernel(
