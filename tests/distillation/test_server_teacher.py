@@ -77,6 +77,20 @@ def test_a_store_that_a_server_fills_is_that_of_the_same_model_here(
     assert all(len(body["prompt"]) > 1 for body in sent)
 
 
+def test_a_server_is_asked_in_each_step_where_the_student_writes_answers(double: Double, tokenizer: PreTrainedTokenizerFast) -> None:
+    """With the loss that its stored answers have. Fails when: it is asked beforehand, of texts that nobody has written yet."""
+    train, evaluation = loaders("bfd")
+    student, found = llama(len(tokenizer), 0), []
+    for share in (0.5, 0.0):
+        config = tk.DistillationConfig(teacher_top_k=3, on_policy_share=share)
+        teacher, loader, _ = tk.build_teacher(
+            Accelerator(cpu=True), student, tokenizer, config, train, evaluation, teacher=f"{double.url}/v1", max_length=16, packed=True
+        )
+        assert (loader is train) == bool(share)
+        found.append(loss_and_gradients(student, teacher, loader, "reverse_kl")[0])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 def test_what_a_server_lacks_is_refused_before_the_first_step(double: Double, tokenizer: PreTrainedTokenizerFast) -> None:
     """Fails when: the probe is left out, so that each text finds it out anew; `reading` catches nothing."""
     for lie, message in (("tokenizer", "another tokenizer"), ("nologps", "without prompt_logprobs"), ("few", "4 log-probabilities, asked for 5"), ("nan", "nan"), ("form", "in another form")):

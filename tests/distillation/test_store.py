@@ -1,5 +1,6 @@
 """A stored teacher: the numbers of the one in memory, asked once, whole after a kill, and noticed when they are damaged."""
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -168,12 +169,12 @@ def test_a_kill_while_it_is_stored_changes_no_bit(models: tuple[nn.Module, nn.Mo
             path.unlink()
         written: list[Path] = []
 
-        def dies(path: Path, content: bytes, kill: int = kill, written: list[Path] = written) -> None:
+        def dies(path: Path, content: bytes, own: Path, kill: int = kill, written: list[Path] = written) -> None:
             if len(written) == kill:
-                path.write_bytes(content[: len(content) // 2])
+                own.write_bytes(content[: len(content) // 2])
                 raise KeyboardInterrupt
             written.append(path)
-            original(path, content)
+            original(path, content, own)
 
         monkeypatch.setattr(stores, "write_atomically", dies)
         with pytest.raises(KeyboardInterrupt):
@@ -182,6 +183,21 @@ def test_a_kill_while_it_is_stored_changes_no_bit(models: tuple[nn.Module, nn.Mo
         assert len(contents()) == kill
         stored(teacher, *loaders("bfd"), 4)
         assert contents() == whole
+
+
+def test_what_a_killed_process_was_writing_is_removed_when_nobody_writes_it_any_more(
+    models: tuple[nn.Module, nn.Module], cache: Path
+) -> None:
+    """Fails when: another process's block goes that is being written, or a dead one's stays for ever."""
+    _, teacher = models
+    stored(teacher, *loaders(None), 4)
+    folder = next(cache.rglob("*.block")).parent
+    now, long_ago = (folder / f".000000-12345678.block.{number}" for number in (1, 2))
+    for path in (now, long_ago):
+        path.write_bytes(b"half")
+    os.utime(long_ago, (0, 0))
+    stored(teacher, *loaders(None), 4)
+    assert (now.exists(), long_ago.exists()) == (True, False)
 
 
 @pytest.mark.fast(1)
@@ -230,7 +246,7 @@ def test_a_file_that_is_cut_during_the_run_and_a_full_disk_are_one_message(
     with pytest.raises(tk.Refusal, match=r"--teacher-top-k 5: log-probabilities of \d+ tokens are .* has 100 B left"):
         stored(teacher, *loaders(None), 5)
 
-    def full(path: Path, content: bytes) -> None:
+    def full(path: Path, content: bytes, own: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.undo()

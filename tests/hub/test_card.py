@@ -43,6 +43,31 @@ def test_the_hubs_reader_finds_base_license_data_task_and_metrics() -> None:
         assert words in card.text
 
 
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ({"who": "teacher", "setting": "teacher", "commit": "beef"}, "Distilled from [org/large](https://huggingface.co/org/large) at `beef`."),
+        ({"who": "teacher", "setting": "teacher", "commit": None, "/home/ann/secret/large": "d1"}, "Distilled from `large`."),
+        ({"who": "teacher", "setting": "teacher", "server_model": "org/served", "root": "/r"}, "Distilled from [org/served]"),
+        ({"commit": "beef"}, ""),
+        (None, ""),
+    ],
+)  # fmt: skip
+def test_the_card_names_the_teacher_and_the_divergence(reference: dict[str, Any] | None, said: str) -> None:
+    """Fails when: a reference counts as a teacher, a path is shown, or beta where the divergence does not read it."""
+    settings = {**RUN_CARD["settings"], "teacher": "org/large", "distillation_loss": "reverse_kl", "beta": 0.5, "skew_alpha": 0.1, "temperature": 2.0}
+    text = model_card({**RUN_CARD, "settings": settings, "reference": reference}, METRICS, "run", "Qwen3ForCausalLM")
+    assert ("Distilled from" in text) == bool(said)
+    assert said in text
+    assert "ann" not in text.replace("ann/m", "")
+    assert ("| distillation_loss | reverse_kl |" in text, "| beta |" in text, "| skew_alpha |" in text) == (True, False, False)
+
+
+def test_a_card_without_data_has_no_empty_table() -> None:
+    """As of a teacher that is trained on the way. Fails when: the section of the training is written."""
+    assert "## Training" not in model_card({}, {}, "run", "LlamaForCausalLM")
+
+
 @pytest.mark.parametrize("adapter", [None, "elsewhere", "inside"])
 @pytest.mark.parametrize("license", [None, "mit", "llama3.2", "Qwen RESEARCH (v1)", "qwen-research"])
 def test_the_hub_takes_every_card(license: str | None, adapter: str | None) -> None:

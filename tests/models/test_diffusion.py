@@ -98,13 +98,30 @@ def test_what_was_saved_is_loaded_as_it_was_and_refused_by_what_writes_from_left
         load_diffusion_model(replace(config, attention_annealing=0.5), tokenizer)
 
 
-def test_models_that_cannot_look_ahead_and_settings_that_fit_no_model_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    """Fails when: a recurrent model is trained as if it saw both sides."""
-    mamba = transformers.MambaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0)
-    transformers.AutoModelForCausalLM.from_config(mamba).save_pretrained(tmp_path / "mamba")
-    tokenizer.save_pretrained(tmp_path / "mamba")
-    with pytest.raises(Refusal, match="looks to the left only"):
-        load_diffusion_model(Config(model=str(tmp_path / "mamba")), tokenizer)
+_SMALL = {"vocab_size": 300, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MambaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0),
+        transformers.Lfm2Config(**_SMALL, num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+        transformers.JambaConfig(**_SMALL, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=1, use_mamba_kernels=False),
+        transformers.MptConfig(vocab_size=300, d_model=16, n_heads=2, n_layers=1, max_seq_len=64),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_models_some_of_whose_layers_cannot_look_ahead_are_refused(tmp_path: Path, tokenizer: Any, config: Any) -> None:
+    """Fails when: a recurrent model is trained as if it saw both sides, one attention layer of a hybrid is enough, or the
+    error of a forward pass without a causal mask is shown as it is."""
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(Refusal, match="can't be made to look to both sides"):
+        load_diffusion_model(Config(model=str(tmp_path / "model")), tokenizer)
+
+
+def test_settings_that_fit_no_model_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    """Fails when: sliding windows are packed, or a masked language model is trained to predict the next token."""
     windows = Config(model=saved(tmp_path, "Gemma2", tokenizer, head_dim=8, sliding_window=6))
     for refused, packed in ((windows, True), (replace(windows, attention_annealing=0.5), False)):
         with pytest.raises(Refusal, match="sliding windows"):

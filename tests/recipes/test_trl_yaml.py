@@ -262,16 +262,23 @@ def test_every_argument_of_trainer_is_known() -> None:
     assert {name for name in names - ours if not is_foreign(name)} == {"hub_token"}  # a secret, which is never a setting
 
 
-@pytest.mark.parametrize("name", ["GRPOConfig", "RLOOConfig"])
-def test_every_argument_of_their_policy_gradients_is_known(name: str) -> None:
-    """Of the installed TRL; a moving reference is dpo's here. Fails when: TRL gains one, or a row of one is removed."""
+MOVING = {"sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"}  # a reference that does is dpo's here
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "unknown"),
+    [("GRPOConfig", "grpo", MOVING), ("RLOOConfig", "grpo", MOVING), ("DistillationConfig", "distill", set())],
+)
+def test_every_argument_of_their_other_trainers_is_known(name: str, recipe: str, unknown: set[str]) -> None:
+    """Of the installed TRL. Fails when: TRL gains one, or a row of one is removed."""
     import trl
 
-    names = {field.name for field in dataclasses.fields(getattr(trl, name))}
-    ours = {spelling for each in settings_of(config_of("grpo")).values() for spelling in (each.name, *each.aliases)}
-    assert {each for each in names - ours if not is_foreign(each)} == {
-        "hub_token", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"
-    }  # fmt: skip
+    fields = {field.name: field for field in dataclasses.fields(getattr(trl, name))}
+    ours = {spelling for each in settings_of(config_of(recipe)).values() for spelling in (each.name, *each.aliases)}
+    assert {each for each in fields.keys() - ours if not is_foreign(each)} == {"hub_token", *unknown}
+    if recipe == "distill":  # and its defaults are taken
+        given = {key: field.default for key, field in fields.items() if field.default is not dataclasses.MISSING and key not in ours}
+        assert read_values(config_of(recipe), given | {"max_completion_length": 512})["max_new_tokens"] == 512
 
 
 def test_a_file_of_their_former_ppo_is_taken_or_said_key_by_key() -> None:
@@ -291,7 +298,7 @@ def test_a_file_of_their_former_ppo_is_taken_or_said_key_by_key() -> None:
             read_values(config_of("ppo"), {**written, key: value})
 
 
-@pytest.mark.parametrize("name", ["axolotl_qlora", "llama_factory_lora"])
+@pytest.mark.parametrize("name", ["axolotl_qlora", "axolotl_kd", "llama_factory_lora"])
 @pytest.mark.parametrize("recipe", SETTINGS)
 def test_keys_of_other_trainers_get_their_counterparts_and_no_guess(recipe: str, name: str) -> None:
     """All of them in one message. Fails when: a key is taken out of COUNTERPARTS (`adapter. Did you mean adam_beta1?`)."""

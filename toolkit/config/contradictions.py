@@ -189,7 +189,9 @@ CONTRADICTIONS = (
         "TRL does for 0) or reverse_kl (for 1).",
     ),
     Contradiction(
-        lambda on_policy_share, teacher_top_k: on_policy_share > 0 and teacher_top_k is not None,
+        lambda on_policy_share, teacher_top_k, teacher: (
+            on_policy_share > 0 and teacher_top_k is not None and not is_on_a_server(teacher)
+        ),
         "{on_policy_share} asks the teacher about texts that the student has just written, and {teacher_top_k} asks it once "
         "about the data: leave one of them out.",
     ),
@@ -208,7 +210,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda teacher, teacher_top_k: is_on_a_server(teacher) and teacher_top_k is None,
-        "{teacher} is a server, which is asked once for its likeliest tokens: add --teacher-top-k 20.",
+        "{teacher} is a server, which is asked for its most probable tokens: add --teacher-top-k 20.",
     ),
     Contradiction(
         lambda teacher, teacher_top_k, temperature: is_on_a_server(teacher) and temperature != 1.0,

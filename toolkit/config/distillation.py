@@ -45,8 +45,9 @@ class DistillationConfig(TeacherConfig):
         0.999, "ema: how much of the average stays at each step.", least=0.0, below=1.0, on_resume="fixed"
     )
     teacher_top_k: int | None = setting(
-        None, "Ask the teacher once, before the first step, and keep the log-probabilities of its k likeliest tokens at each "
-        "supervised position on disk, for this run and others. Default: it is asked in each step.",
+        None, "Ask the teacher once, before the first step, and keep the log-probabilities of its k most probable tokens at "
+        "each supervised position on disk, for this run and others. Default: it is asked in each step. A server is asked for k "
+        "tokens, with --on-policy-share in each step.",
         least=1, most=2**20, on_resume="fixed",
     )
     on_policy_share: float = setting(
@@ -54,7 +55,8 @@ class DistillationConfig(TeacherConfig):
         least=0.0, most=1.0, aliases=("lmbda",), on_resume="fixed",
     )
     max_new_tokens: int = setting(
-        128, "Longest answer that the student writes, in tokens.", least=1, most=2**20, on_resume="fixed",
+        128, "Longest answer that the student writes, in tokens.", least=1, most=2**20, aliases=("max_completion_length",),
+        on_resume="fixed",
     )
     distillation_loss: str = setting(
         "forward_kl", "How far the student is from its teacher. forward_kl: the usual. reverse_kl: only what the teacher is "

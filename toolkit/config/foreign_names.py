@@ -47,6 +47,10 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "ref_model_name_or_path": ((), "leave it out: the reference is the model as it was when training began."),
     # Distillation
     "seq_kd": ((False,), "write the teacher's texts (toolkit generate --dataset), and train on them with toolkit train sft."),
+    "top_p": ((1, 1.0), "leave it out: what is written is drawn from the whole distribution; grpo and ppo have it."),
+    "top_k": ((0, -1), "leave it out: what is written is drawn from the whole distribution; grpo and ppo have it."),
+    "min_p": ((0, 0.0), "leave it out: what is written is drawn from the whole distribution; grpo and ppo have it."),
+    "vllm_server_base_url": ((), "leave it out: this recipe samples by itself; grpo and ppo have rollout_server."),
     # Rollouts and policy gradients
     "num_generations_eval": ((1,), "leave it out: an evaluation samples one completion of each prompt."),
     "generation_batch_size": ((), "write global_batch_size, the completions of a step, and steps_per_generation, its updates."),
@@ -157,7 +161,7 @@ PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("use_transformers_continuous_batching", "transformers_continuous_batching_config",
                      "use_transformers_paged", "cache_implementation"),
                     ((False,), "the completions of a step are decoded together.")),
-    **dict.fromkeys(("vllm_mode", "vllm_server_host", "vllm_server_port"), ((), "use_vllm reads it.")),
+    **dict.fromkeys(("vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"), ((), "use_vllm reads it.")),
     **dict.fromkeys(("vllm_model_impl", "vllm_enable_sleep_mode", "vllm_group_port", "vllm_gpu_memory_utilization",
                      "vllm_max_model_length", "vllm_tensor_parallel_size"),
                     ((), "it is for the start of vLLM, which is not started here.")),

@@ -66,7 +66,7 @@ def build_classifier_teacher(
     shared = shared_vocabulary(found.tokenizer, tokenizer, rows, own_rows, teacher)
     order = _order_of_classes(found.config, student.config, teacher)
     model = found.load()
-    found.describe(f"--teacher {teacher}", model, shared, tokenizer)
+    found.describe(f"--teacher {teacher}", model, shared)
     # a decoder is read at its last token before padding, which is the student's
     pad = int(tokenizer.pad_token_id)
     model.config.pad_token_id = pad if shared.of_teacher is None else int(shared.of_teacher[pad])

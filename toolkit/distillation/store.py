@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from toolkit.system.digests import read_sealed, seal
 from toolkit.system.files import make_folder, remove, write_atomically
 
 BLOCK_BYTES = 32 << 20
+ABANDONED = 3600.0  # seconds since a block that is being written has grown
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 _ARRAYS = ("store", "examples", "tokens", "logps", "ids")  # of a block; the last is missing where all tokens are stored
 
@@ -63,8 +65,13 @@ class Store:
         return np.dtype(np.uint16 if self.vocabulary <= 1 << 16 else np.uint32)
 
     def open(self) -> None:
-        """Read every block once and note where its examples lie. A damaged one is removed, and a line says so."""
+        """Read every block once and note where its examples lie. A damaged one is removed, and a line says so; so are parts
+        of blocks that a killed process has left."""
         self.known = {}
+        for path in self.folder.glob(".*.block.*"):  # of a process that was killed while it wrote one, which takes seconds
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > ABANDONED:
+                    remove(path)
         for path in sorted(self.folder.glob("*.block")):
             try:
                 self.known |= _places(path)
@@ -94,8 +101,7 @@ class Store:
         name = f"{number:06}-{hashlib.sha256(numbers.tobytes()).hexdigest()[:8]}.block"
         own = self.folder / f".{name}.{os.getpid()}"  # two runs on the same data may write at the same time
         try:
-            write_atomically(own, seal(content.getvalue()))
-            os.replace(own, self.folder / name)
+            write_atomically(self.folder / name, seal(content.getvalue()), own)
         except BaseException:
             with contextlib.suppress(OSError):
                 own.unlink()

@@ -89,7 +89,8 @@ def build_teacher(
         student: the model that learns, with its adapter; prepared or not.
         tokenizer: the student's. A teacher that has the same tokens under other numbers is asked in its own.
         teacher: its directory, that of the run that trained it, or its name on the Hub; of an adapter its base is found. The
-            address of a server, with `config.teacher_top_k`. None with `config.self_distillation`, where it is made of the
+            address of a server, with `config.teacher_top_k`, which is asked in each step where the student writes answers of
+            its own, else beforehand too. None with `config.self_distillation`, where it is made of the
             student.
         max_length, packed: of the rows, as the student sees them.
 
@@ -108,11 +109,12 @@ def build_teacher(
     )  # fmt: skip
     sizes = _num_logits(found.config), _num_logits(unwrapped(student).config)
     shared = shared_vocabulary(found.tokenizer, tokenizer, *sizes, teacher)
+    found.compare_templates(f"--teacher {teacher}", tokenizer)  # also where an earlier run has asked it
     made_of = found.made_of
 
     def load() -> TeacherFn:
         model = found.load(packed=packed)
-        found.describe(f"--teacher {teacher}", model, shared, tokenizer)
+        found.describe(f"--teacher {teacher}", model, shared)
         return ask_model(engine_of(accelerator).place_frozen(accelerator, model), shared)
 
     if config.teacher_top_k is None:
@@ -137,8 +139,11 @@ def _on_a_server(
     ask, known_by = connect_teacher(
         accelerator, url, tokenizer, top_k=config.teacher_top_k, vocabulary=size, max_length=max_length
     )
+    made_of = {"who": "teacher", "setting": "teacher", **known_by}
+    if config.on_policy_share:  # what the student writes is asked about in each step, and so is the rest
+        return Teacher(ask, made_of), train, evaluation
     train, evaluation = _stored(accelerator, lambda: ask, known_by, train, evaluation, config, size)
-    return Teacher(ask_stored(size), {"who": "teacher", "setting": "teacher", **known_by}), train, evaluation
+    return Teacher(ask_stored(size), made_of), train, evaluation
 
 
 def _stored(

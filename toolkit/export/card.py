@@ -19,9 +19,11 @@ from toolkit.system.console import printable
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Settings that say how a model was trained. Nothing else of the run card's settings is shown.
 SHOWN = (
-    "loss_type", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm",
-    "label_smoothing_factor", "num_train_epochs", "max_steps", "max_length", "packing", "bf16", "fp16", "dtype", "use_peft",
-    "lora_r", "lora_alpha", "lora_dropout", "load_in_4bit", "seed",
+    "loss_type", "beta", "self_distillation", "distillation_loss", "skew_alpha", "temperature", "cross_entropy_share",
+    "teacher_top_k", "on_policy_share", "match_layers", "match_attention", "attention_annealing", "learning_rate",
+    "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "label_smoothing_factor", "num_train_epochs",
+    "max_steps", "max_length", "packing", "bf16", "fp16", "dtype", "use_peft", "lora_r", "lora_alpha", "lora_dropout",
+    "load_in_4bit", "seed",
 )  # fmt: skip
 _TASKS = {
     "ForCausalLM": ("text-generation", "Text generation"),
@@ -82,7 +84,7 @@ def model_card(
         _origin(base, of_model, license, adapter, begun if below else None),
         f"## Evaluation\n\nOn rows that were not trained on.\n\n{_table('metric', found)}" if found else "",
         f"## How to use it\n\n{_usage(name, architecture, adapter, task == _DIFFUSION)}",
-        f"## Training\n\nData: {data}.\n\n{_table('setting', _settings(run_card))}",
+        f"## Training\n\nData: {data}.\n\n{_teacher(run_card)}{_table('setting', _settings(run_card))}" if of_data else "",
         f"## Versions\n\n{_table('library', run_card['versions'])}" if run_card.get("versions") else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -164,11 +166,27 @@ def _usage(name: str, architecture: str, adapter: str | None, is_diffusion: bool
     return f"```python\n{imports}\n\nname = {json.dumps(name)}\ntokenizer = AutoTokenizer.from_pretrained(name)\n{load}\n```"
 
 
+def _teacher(run_card: Mapping[str, Any]) -> str:
+    """The model that it was distilled from, as a paragraph; a directory here as others may see it."""
+    reference = run_card.get("reference") or {}
+    if reference.get("who") != "teacher":
+        return ""
+    directories = [name for name in reference if name not in ("who", "setting", "commit", "server_model", "root")]
+    name = str(reference.get("server_model") or next(iter(directories), None) or run_card["settings"].get("teacher") or "")
+    shown = f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else _code(shown_model(name))
+    at = f" at {_code(reference['commit'])}" if reference.get("commit") else ""
+    return f"Distilled from {shown}{at}.\n\n"
+
+
 def _settings(run_card: Mapping[str, Any]) -> dict[str, Any]:
     settings, layout = run_card.get("settings") or {}, run_card.get("layout") or {}
     with_value = {name: settings[name] for name in SHOWN if settings.get(name) not in (None, False, [], ())}
     if "max_steps" in with_value:
         with_value.pop("num_train_epochs", None)  # which that overrides
+    divergence = str(with_value.get("distillation_loss", ""))
+    for name, of in (("beta", "jsd"), ("skew_alpha", "skewed")):
+        if divergence and not divergence.startswith(of):
+            with_value.pop(name, None)
     optimizer, recipe = run_card.get("optimizer"), run_card.get("recipe") or {}
     if optimizer and not optimizer.get("from_settings", "optim" in settings):
         with_value.pop("optim", None)

@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -50,6 +50,7 @@ REPLAYED_DATA = "TOOLKIT_REPLAYED_DATA"  # the variable that tells a replay's ru
 def write_run_card(
     path: Path, accelerator: Accelerator | None, config: Settings, model: PreTrainedModel, train: TrainLoader | StreamLoader,
     optimizer: torch.optim.Optimizer | None = None, continued: Sequence[str] = (), say: Callable[[str], None] = print,
+    reference: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write settings, recipe, data, model, libraries, hardware and layout of a run as JSON. What is in it is listed here.
 
@@ -59,6 +60,7 @@ def write_run_card(
     Args:
         optimizer: the object that updates the weights; what the settings say of it is not what an edited recipe uses.
         continued: what the run continued with otherwise than it began, at which step; the settings tell the last of it alone.
+        reference: what the reference or the teacher is made of, that `open_run` is given.
 
     Raises:
         Refusal: it is the run of a replay, and its training data are not those of the original.
@@ -102,6 +104,7 @@ def write_run_card(
             "parameters": sum(element_count(p) for p in model.parameters()),
             "trainable": sum(element_count(p) for p in model.parameters() if p.requires_grad),
         },
+        "reference": reference and dict(reference),
         "optimizer": described and {**described, "from_settings": is_made_of_settings(unwrapped_optimizer(optimizer))},
         "files": digests_of_files(*(names[name] for name in ("dataset", "chat_template", "deepspeed"))),
         "seeds": {name: value for name, value in settings.items() if name == "seed" or name.endswith("_seed")},

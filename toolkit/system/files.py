@@ -94,9 +94,13 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file so that a reader, a crash or a power loss sees the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def write_atomically(path: Path, content: str | bytes, temporary: Path | None = None) -> None:
+    """Replace a file so that a reader, a crash or a power loss sees the old content or the new one.
+
+    Args:
+        temporary: what the content is written to first, where several processes may write the file at once.
+    """
+    temporary = temporary or path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()

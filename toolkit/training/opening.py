@@ -147,7 +147,9 @@ def _begin(
     def describe() -> None:
         output.write_config(config)
         card = saver.output_dir / "run.json"
-        write_run_card(card, accelerator, config, saver.model, train, saver.optimizer, state.continued, say)
+        write_run_card(
+            card, accelerator, config, saver.model, train, saver.optimizer, state.continued, say, state.reference_made_of
+        )
 
     if not is_over:
         on_main(accelerator, describe)

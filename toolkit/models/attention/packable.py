@@ -23,6 +23,7 @@ _LAYERS = {
     "window_attention": "cuts its windows by the position in the row",
 }  # fmt: skip
 _RECURRENT_TYPES = re.compile(r"mamba|rwkv|jamba|bamba|zamba|xlstm|recurrent|falcon_h1|nemotron_h|granitemoehybrid|kimi_linear")
+_FROM_THE_LEFT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 _SINKS = {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -54,7 +55,7 @@ def check_packable(model_config: PretrainedConfig, model_class: type | None = No
     for layer_type in layer_types:
         if layer_type not in ("full_attention", "sliding_attention"):
             refuse(f"has layers of type {layer_type}; such a layer {_LAYERS.get(layer_type, 'is not known to be exact')}")
-    if _RECURRENT_TYPES.search(model_config.model_type) or is_stateful(model_class):
+    if layers_from_the_left(model_config, model_class):
         refuse(f"has recurrent layers; such a layer {_RECURRENT}")
     for rope_type in _rope_types(text_config):
         if rope_type in ("dynamic", "longrope"):
@@ -70,6 +71,14 @@ def check_packable(model_config: PretrainedConfig, model_class: type | None = No
     windowed = getattr(text_config, "sliding_window", None) or "sliding_attention" in layer_types
     if model_class is not None and windowed and not takes_flash_attention(model_class):
         refuse(f"({model_class.__name__}) has sliding windows that it does not hand to its attention function")
+
+
+def layers_from_the_left(model_config: PretrainedConfig, model_class: type | None = None) -> str | None:
+    """What layers of a model read a row from left to right whatever its masks are; None where none of them is known to."""
+    for layer_type in getattr(model_config.get_text_config(), "layer_types", None) or []:
+        if layer_type in _FROM_THE_LEFT:
+            return f"layers of type {layer_type}"
+    return "recurrent layers" if _RECURRENT_TYPES.search(model_config.model_type) or is_stateful(model_class) else None
 
 
 def _rope_types(text_config: Any) -> set[str]:
