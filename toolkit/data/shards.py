@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from toolkit.config import Refusal
+from toolkit.data.loading.columns import column
 from toolkit.data.sources.arrow_cache import check_uncut, mapped_files
 from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH
 from toolkit.system.console import say
@@ -90,7 +91,7 @@ def write_shards(
 def _write_split(rows: Dataset, folder: Path, split: str, mark: str, seed: int, num_shards: int | None) -> Written:
     from tqdm.auto import tqdm
 
-    lengths = rows.with_format("numpy", columns=["length"])[:]["length"]
+    lengths = column(rows, "length")
     tokens = int(lengths.sum())
     count = num_shards or max(1, min(len(rows), math.ceil(tokens / SHARD_TOKENS)))
     if count > len(rows):

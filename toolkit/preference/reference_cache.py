@@ -18,8 +18,9 @@ from torch import nn
 from toolkit.config import AdapterConfig, ModelConfig, settings_of
 from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.columns import column
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
-from toolkit.data.loading.packing import PlainRows, column
+from toolkit.data.loading.packing import PlainRows
 from toolkit.data.loading.some_rows import SomeRows, digest_of_columns, seen_in_training
 from toolkit.distributed.engines import unwrapped
 from toolkit.distributed.ranks import largest, on_main, say_once

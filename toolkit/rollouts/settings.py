@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.config.rollouts import RolloutConfig
-from toolkit.data.loading.packing import column
+from toolkit.data.loading.columns import column
 from toolkit.generation.continued_texts import stop_ids
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.models.shapes import positions_of

@@ -28,13 +28,16 @@ def collate_packed(documents: list[dict[str, Any]], *, aligned: bool = False) ->
     before the labels or, where these are `aligned` (tags, masked tokens), their own.
     """
     lengths = np.array([len(document["input_ids"]) for document in documents])
-    bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    ends = np.cumsum(lengths)
+    bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
     longest = int(lengths.max())
     row = {
-        "input_ids": np.concatenate([np.asarray(document["input_ids"], dtype=np.int64) for document in documents]),
-        "labels": np.concatenate([_labels_of(document, aligned) for document in documents]),
-        "position_ids": np.concatenate([np.arange(length) for length in lengths]),
+        "input_ids": np.concatenate([document["input_ids"] for document in documents]).astype(np.int64),
+        "labels": np.concatenate([document.get("labels", document["input_ids"]) for document in documents]).astype(np.int64),
+        "position_ids": np.arange(ends[-1]) - np.repeat(ends - lengths, lengths),
     }
+    if not aligned:
+        row["labels"][ends - lengths] = IGNORED  # of each document's first token: nothing comes before it to predict it from
     return {
         **{name: torch.from_numpy(values)[None] for name, values in row.items()},
         **_of_noise(documents),

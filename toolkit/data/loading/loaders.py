@@ -22,6 +22,7 @@ from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate import collate_padded
 from toolkit.data.loading.collate_answers import collate_answers
 from toolkit.data.loading.collate_pairs import collate_pairs
+from toolkit.data.loading.columns import column
 from toolkit.data.loading.order import StepPlan, cut_step, generator_of, hash_numbers, plan_steps
 from toolkit.data.loading.packing import (
     Augment,
@@ -30,7 +31,6 @@ from toolkit.data.loading.packing import (
     Packing,
     PlainRows,
     Rows,
-    column,
     pack_best_fit,
     pack_wrapped,
 )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from toolkit.config import Refusal
+from toolkit.data.loading.columns import column
 from toolkit.data.loading.order import epoch_order
-from toolkit.data.loading.packing import column
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from toolkit.data.loading.collate import IGNORED
+from toolkit.data.loading.columns import Columns, column
 from toolkit.data.sources.arrow_cache import check_uncut, mapped_files
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 Augment = Callable[[Document, np.random.Generator, float], Document]
 OF_TOKENS = ("input_ids", "labels", "word_starts")  # columns with one entry a token
+CUT_PIECES = 1000  # pieces of documents whose labels are read at a time
 NOT_COLLATED = ("length", "origin", "prompt_key", "target")  # columns of a tokenized row that no micro-batch is made from
 
 
@@ -171,16 +173,12 @@ class Rows(Protocol):
     units: dict[str, np.ndarray]
 
 
-def column(dataset: Dataset, name: str) -> np.ndarray:
-    """A column of numbers of a map-style dataset."""
-    return np.asarray(dataset.with_format("numpy", columns=[name])[name][:])
-
-
 class PlainRows:
     """One document an example."""
 
     def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset.with_format("numpy", columns=[c for c in dataset.column_names if c not in NOT_COLLATED])
+        columns = [name for name in dataset.column_names if name not in NOT_COLLATED]
+        self.dataset, self._columns = dataset.with_format("numpy", columns=columns), Columns(dataset, columns)
         self._files = mapped_files(dataset)
         self._origin = dataset.with_format(None).select_columns(["origin"]) if "origin" in dataset.column_names else None
         self.lengths = column(dataset, "length")
@@ -191,13 +189,13 @@ class PlainRows:
 
     def documents(self, examples: list[int]) -> list[Document]:
         check_uncut(self._files)
-        columns = self.dataset[examples]
-        documents = [{name: values[i] for name, values in columns.items()} for i in range(len(examples))]
+        columns = self._columns.read(examples)
+        documents = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return self._with_mismatched(documents) if "mismatched_row" in columns else documents
 
     def _with_mismatched(self, documents: list[Document]) -> list[Document]:
         """Each with `mismatched`: the tokens of an answer that belongs to another prompt."""
-        others = self.dataset[[int(document["mismatched_row"]) for document in documents]]
+        others = self._columns.read([int(document["mismatched_row"]) for document in documents])
         answers = [ids[start:] for ids, start in zip(others["input_ids"], others["prompt_tokens"], strict=True)]
         return [
             {**document, "mismatched": answer[: document["mismatched_tokens"]]}
@@ -238,16 +236,19 @@ class PackedRows:
         if "labels" not in self.plain.dataset.column_names:
             tokens[cut] = packing.ends[cut] - packing.starts[cut] - 1
             return tokens
-        for i in cut.tolist():
-            labels = np.asarray(self.plain.dataset[int(packing.documents[i])]["labels"])
-            tokens[i] = (labels[packing.starts[i] + 1 : packing.ends[i]] != IGNORED).sum()
+        for some in np.array_split(cut, len(cut) // CUT_PIECES + 1):
+            documents = self.plain.documents(packing.documents[some].tolist()) if len(some) else []
+            for i, document in zip(some.tolist(), documents, strict=True):
+                tokens[i] = (document["labels"][packing.starts[i] + 1 : packing.ends[i]] != IGNORED).sum()
         return tokens
 
 
 def cut_document(document: Document, start: int, end: int) -> Document:
     """The tokens from `start` to `end` of a document, and what goes with them."""
+    if start == 0 and end == len(document["input_ids"]):
+        return document
     cut = {name: value[start:end] if name in OF_TOKENS else value for name, value in document.items()}
-    if "supervised_tokens" in cut and end - start < len(document["input_ids"]):
+    if "supervised_tokens" in cut:
         cut["supervised_tokens"] = count_supervised(cut)
     return cut
 
