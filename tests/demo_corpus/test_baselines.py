@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from toolkit.data.texts import text_size
+from toolkit.demo_corpus import language_baselines
 from toolkit.demo_corpus.class_baselines import class_baselines, label_baselines
-from toolkit.demo_corpus.language_baselines import answer_baselines, compression_baselines
+from toolkit.demo_corpus.language_baselines import answer_baselines, compression_baselines, text_baselines
 from toolkit.demo_corpus.ngrams import ngram_bits_per_byte
 
 VOCAB = 7
@@ -99,6 +101,33 @@ def test_compressors_see_all_texts_as_one() -> None:
     assert found["gzip"] == pytest.approx(deflated, rel=0.05)  # the same method in another envelope
     noise = np.random.default_rng(0).integers(0, 128, 20_000).astype(np.uint8).tobytes().decode()
     assert all(6.9 < bits < 7.8 for bits in compression_baselines([noise]).values())
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    def __len__(self) -> int:
+        return VOCAB
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join("abcdefg"[i] for i in ids)
+
+
+def test_of_a_large_validation_split_the_first_documents_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits and bytes of the same text, in whole documents.
+
+    Fails when: the bytes are those of all documents, or one document too few is taken.
+    """
+    documents = [tokens(20, seed) for seed in range(60)]
+    splits = {
+        name: Dataset.from_dict({"input_ids": part, "length": list(map(len, part))})
+        for name, part in (("train", documents[:30]), ("validation", documents[30:]), ("first", documents[30:36]))
+    }
+    whole = text_baselines(splits, Letters())
+    assert text_size(splits, Letters()) == {"num_bytes": 600, "num_tokens": 600, "vocab_size": VOCAB}
+    monkeypatch.setattr(language_baselines, "HELD_OUT_TOKENS", 110)
+    first = text_baselines({"train": splits["train"], "validation": splits["first"]}, Letters())
+    assert text_baselines(splits, Letters()) == first != whole
 
 
 def test_answers_are_judged_by_their_supervised_tokens_only() -> None:

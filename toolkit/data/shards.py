@@ -21,6 +21,7 @@ from toolkit.data.sources.arrow_cache import check_uncut, mapped_files
 from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH
 from toolkit.system.console import say
 from toolkit.system.files import make_folder, put_in_place, remove, waiting_lock
+from toolkit.system.progress import progress
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -89,8 +90,6 @@ def write_shards(
 
 
 def _write_split(rows: Dataset, folder: Path, split: str, mark: str, seed: int, num_shards: int | None) -> Written:
-    from tqdm.auto import tqdm
-
     lengths = column(rows, "length")
     tokens = int(lengths.sum())
     count = num_shards or max(1, min(len(rows), math.ceil(tokens / SHARD_TOKENS)))
@@ -100,7 +99,7 @@ def _write_split(rows: Dataset, folder: Path, split: str, mark: str, seed: int, 
     table, files = rows.select_columns(columns).with_format("arrow"), mapped_files(rows)
     parts = np.array_split(np.random.default_rng(seed).permutation(len(rows)), count)
     size = 0
-    with tqdm(total=len(rows), desc=f"Writing {split}", unit=" rows", disable=None, leave=False) as bar:
+    with progress(f"Writing {split}", "rows", len(rows)) as add:
         for number, part in enumerate(parts):
             path = folder / f"{split}-{number:05}-of-{count:05}.parquet"
             with _writer(path, columns) as writer:
@@ -108,7 +107,7 @@ def _write_split(rows: Dataset, folder: Path, split: str, mark: str, seed: int, 
                     check_uncut(files)
                     group = part[start : start + GROUP_ROWS]
                     writer.write_table(_marked(table[group], mark, writer.schema))
-                    bar.update(len(group))
+                    add(len(group))
             size += path.stat().st_size
             say(f"{path.name}: {len(part):,} rows, {int(lengths[part].sum()):,} tokens, {path.stat().st_size / 1e6:,.1f} MB")
     return Written(count, len(rows), tokens, size)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from toolkit.data.loading.collate import IGNORED
+from toolkit.data.loading.columns import column
 from toolkit.data.loading.token_masks import special_ids
 from toolkit.data.texts import texts_of_tokens
 from toolkit.demo_corpus.ngrams import ngram_bits_per_byte
@@ -26,21 +27,24 @@ if TYPE_CHECKING:
     from toolkit.data.loading.loaders import EvalLoader
 
 NGRAM_TOKENS = 4_000_000  # training tokens that n-grams are counted on: a few seconds
+HELD_OUT_TOKENS = 1_000_000  # of validation that baselines are taken of: xz takes a second for a megabyte
+BATCH_ROWS = 1000  # read at a time
 Splits = Mapping[str, "Dataset"]
 
 
 def text_baselines(tokenized: Splits, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
-    """Bits per byte, on the text of the validation tokens, of gzip and xz and of n-gram models.
+    """Bits per byte, on the text of the first million validation tokens, of gzip and xz and of n-gram models.
 
     The n-grams are counted on the first 4 million training tokens. Nothing for a stream.
     """
     if "validation" not in tokenized or not all(hasattr(tokenized[name], "__len__") for name in ("train", "validation")):
         return {}
-    vocab_size, texts = len(tokenizer), texts_of_tokens(list(tokenized["validation"]["input_ids"]), tokenizer)
+    validation = _first_documents(tokenized["validation"], HELD_OUT_TOKENS)
+    vocab_size, texts = len(tokenizer), texts_of_tokens(list(validation["input_ids"]), tokenizer)
     num_bytes = sum(len(text.encode()) for text in texts)
     baselines = compression_baselines(texts)
     if vocab_size**3 < 2**63:
-        train, held_out = _tokens(tokenized["train"]), _tokens(tokenized["validation"])
+        train, held_out = _tokens(tokenized["train"]), _tokens(validation)
         for name, order in (("bigram", 2), ("trigram", 3)):
             baselines[name] = ngram_bits_per_byte(train, held_out, num_bytes, vocab_size, order)
     return baselines
@@ -89,14 +93,24 @@ def compression_baselines(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _supervised_tokens(split: Dataset) -> np.ndarray:
-    """The tokens of a split whose labels count, from its beginning on."""
-    rows = split.with_format("numpy", columns=["labels" if "labels" in split.column_names else "input_ids"])
-    labels = np.concatenate([np.asarray(row[1:]) for (row,) in (tuple(row.values()) for row in rows)])
-    return labels[labels != IGNORED][:NGRAM_TOKENS]
+    """The first tokens of a split whose labels count."""
+    found, count = list[np.ndarray](), 0
+    for batch in split.select_columns(["labels" if "labels" in split.column_names else "input_ids"]).iter(BATCH_ROWS):
+        rows = next(iter(batch.values()))
+        labels = np.concatenate([np.zeros(0, np.int64), *(row[1:] for row in rows)])
+        found.append(labels[labels != IGNORED])
+        if (count := count + len(found[-1])) >= NGRAM_TOKENS:
+            break
+    return np.concatenate(found)[:NGRAM_TOKENS].astype(np.int64)
 
 
 def _tokens(split: Dataset) -> np.ndarray:
     """The first tokens of a split, documents one behind the other."""
-    enough = np.searchsorted(np.cumsum(np.asarray(split["length"][:])), NGRAM_TOKENS) + 1
-    rows = split.select(range(min(len(split), int(enough)))).with_format("numpy", columns=["input_ids"])
-    return np.concatenate([np.asarray(ids) for ids in rows["input_ids"][:]])[:NGRAM_TOKENS]
+    rows = _first_documents(split, NGRAM_TOKENS).select_columns(["input_ids"])
+    return np.concatenate([np.concatenate(batch["input_ids"]) for batch in rows.iter(BATCH_ROWS)])[:NGRAM_TOKENS]
+
+
+def _first_documents(split: Dataset, tokens: int) -> Dataset:
+    """As many documents as it takes to have so many tokens."""
+    enough = np.searchsorted(np.cumsum(column(split, "length")), tokens) + 1
+    return split.select(range(min(len(split), int(enough))))

@@ -132,6 +132,13 @@ def show_number(value: float) -> str:
     return f"{value:{comma}.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.2e}"
 
 
+def show_time(seconds: float) -> str:
+    """Such as 6:05 or 1:06:05."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
 def as_typed(*words: object) -> str:
     """The words as one shell command, quoted where needed: messages tell people to type only what they can paste."""
     return shlex.join(map(str, words))

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from toolkit.system.console import say, show_moving_line, show_number
+from toolkit.system.console import say, show_moving_line, show_number, show_time
 
 
 class Progress:
@@ -49,10 +49,7 @@ class Progress:
         done = step - self.first_step
         if done < 1:
             return ""
-        seconds = (time.monotonic() - self.started) / done * (self.total_steps - step)
-        minutes, seconds = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"ETA {hours}:{minutes:02}:{seconds:02}" if hours else f"ETA {minutes}:{seconds:02}"
+        return f"ETA {show_time((time.monotonic() - self.started) / done * (self.total_steps - step))}"
 
 
 _OF_ROLLOUTS = {

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from datasets import Dataset
 
 from toolkit.config import Refusal
+from toolkit.data.sources import held_out
 from toolkit.data.sources.held_out import batch_keys, first_key, row_keys, split_by_content, stream_by_content
 from toolkit.system.console import warn_once
 
@@ -43,6 +45,32 @@ def test_held_out_rows_are_those_of_a_plain_loop_over_hashes() -> None:
     assert held_out == held_out_by_a_loop(rows, FRACTION)
     assert train == [row for row in rows if row not in held_out]
     assert abs(len(held_out) - 300) < 4 * (3000 * FRACTION * (1 - FRACTION)) ** 0.5  # four standard deviations
+
+
+def test_the_keys_of_many_rows_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second start hashes none of them; other rows, of as many columns and lines, have their own.
+
+    Fails when: nothing is kept; the key of what is kept leaves out the rows.
+    """
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(held_out, "KEPT_ROWS", 1000)
+    rows, others, hashed = texts(1500), texts(1500, seed=1), list[int]()
+    hash_rows = held_out.row_keys
+    monkeypatch.setattr(held_out, "row_keys", lambda given: hashed.append(len(given)) or hash_rows(given))
+    expected = [(each[0], held_out_by_a_loop(each, FRACTION)) for each in (rows, others)]
+    for each, (_, wanted) in zip((rows, others), expected, strict=True):
+        assert sides(each)[1] == sides(each)[1] == wanted
+    assert hashed == [1500, 1500]
+    assert sides(texts(900))[1] == held_out_by_a_loop(texts(900), FRACTION)
+    assert len(list(tmp_path.glob("keys-*/keys.npy"))) == 2
+
+
+def test_the_sides_have_fingerprints_of_their_rows() -> None:
+    """What is derived from them is found again, and not that of others. Fails when: the share is left out of the name."""
+    rows = Dataset.from_list(texts(300))
+    names = [part._fingerprint for share in (0.1, 0.1, 0.3) for part in split_by_content(rows, share, frozenset(), "rows")]
+    assert names[:2] == names[2:4]
+    assert len(set(names)) == 4
 
 
 def test_no_row_changes_sides_as_a_file_grows() -> None:

@@ -23,11 +23,13 @@ from toolkit.data.sources.find_files import COLUMNAR, DataFile
 from toolkit.data.sources.readers import Row, number_columns, read_rows, what_is, with_numbers
 from toolkit.data.sources.remote import is_url, open_url
 from toolkit.system.console import first_line, quoted
+from toolkit.system.progress import with_progress
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 BATCH_ROWS = 2000  # rows that become Arrow at once
+LINES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")  # of which a row is a line, nearly always
 STREAM_SAMPLE = 1000  # first rows of a stream, which decide its columns
 
 
@@ -107,14 +109,20 @@ def _without_origin(rows: Iterable[Row]) -> Iterator[Row]:
 # Text: the columns and types are those of all rows together.
 
 
-def _with_bar(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The same tables; on a terminal, from the third second on, with a bar that counts their rows."""
-    from tqdm.auto import tqdm
+def _with_bar(tables: Iterable[pa.Table], total: int | None) -> Iterator[pa.Table]:
+    return with_progress(tables, "Reading", "rows", total, len)
 
-    with tqdm(desc="Reading", unit=" rows", disable=None, leave=False, delay=3) as bar:
-        for table in tables:
-            yield table
-            bar.update(len(table))
+
+def _count_lines(files: list[DataFile]) -> int | None:
+    """How many rows files have at most, where a row is a line; None where that can't be seen without parsing them."""
+    if not all(Path(file.path).suffix in LINES and file.sample_by == "line" for file in files):
+        return None
+    count = 0
+    for file in files:
+        with open(file.path, "rb", buffering=0) as content:
+            while piece := content.read(1 << 20):
+                count += piece.count(b"\n")
+    return count
 
 
 class _Widened(Exception):
@@ -126,12 +134,12 @@ class _Widened(Exception):
 
 def _write_rows(files: list[DataFile], target: Path) -> None:
     types = number_columns(_without_origin(_text_rows(files))) if _is_csv(files) else {}
-    schema = pa.schema([])
+    schema, total = pa.schema([]), _count_lines(files)
     while True:  # from the start again when a later batch widens the columns: rare, and at most once for each widening
         try:
             tables = _tables(files, types, schema)
             first = next(tables)
-            write_tables(target, first.schema, _with_bar(itertools.chain([first], tables)))
+            write_tables(target, first.schema, _with_bar(itertools.chain([first], tables), total))
             return
         except _Widened as wider:
             schema = wider.schema
@@ -213,12 +221,15 @@ def _odd_row(files: list[DataFile]) -> Refusal:
 
 
 def _write_columnar(files: list[DataFile], target: Path) -> None:
+    from pyarrow.parquet import read_metadata
+
     features = _features(files)
     tables = _columnar_tables(files, features)
     first = next(tables, None)
     if first is None:
         raise Refusal(f"{', '.join(file.path for file in files)}: no rows.")
-    write_tables(target, features.arrow_schema, _with_bar(itertools.chain([first], tables)))
+    total = sum(read_metadata(file.path).num_rows for file in files) if files[0].ending == ".parquet" else None
+    write_tables(target, features.arrow_schema, _with_bar(itertools.chain([first], tables), total))
 
 
 def _features(files: list[DataFile]) -> Features:

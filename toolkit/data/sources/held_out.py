@@ -14,18 +14,23 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.config import Refusal
+from toolkit.data.compat import fingerprint_of
+from toolkit.data.sources.arrow_cache import cache_folder
 from toolkit.data.tokenize.masks import common_prefix
 from toolkit.system.console import first_line, warn_once
+from toolkit.system.progress import with_progress
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 BATCH_ROWS = 10_000
+KEPT_ROWS = 200_000  # of a source whose keys are kept for the next start
 # next to a row's input these say who, where and what about it; two rows that differ only here are the same row
 ABOUT_A_ROW = frozenset({"origin", "id", "idx", "index", "label", "labels", "score", "weight"})
 # Two texts that begin with their prompt may continue alike for a while, and how far differs from pair to pair. So the prompt
@@ -64,7 +69,7 @@ def split_by_content(
     """
     if {"chosen", "rejected"} <= set(rows.column_names) and "prompt" not in rows.column_names:
         _warn_of_untold_prompts(rows.select_columns(["chosen", "rejected"]).iter(batch_size=BATCH_ROWS), name)
-    keys = row_keys(rows)
+    keys = _kept_keys(rows)
     held_out = _is_held_out(keys, fraction, always)
     if held_out.all() and not is_needed:
         return rows, rows.select([])
@@ -75,8 +80,12 @@ def split_by_content(
             "evaluation split (--eval-split, or a folder with train.* and validation.*), or train without: --eval-fraction 0"
             + (" A text file can be read in smaller rows: --sample-by paragraph" if name.endswith(".txt") else "")
         )
-    places = np.arange(len(rows))
-    return rows.select(places[~held_out]), rows.select(places[held_out])
+    content = hashlib.blake2b(f"{fingerprint_of(rows)} ".encode() + held_out.tobytes(), digest_size=12).hexdigest()
+    training, held = (  # with names of ours: datasets would pickle all the numbers to make one
+        rows.select(np.flatnonzero(chosen), new_fingerprint=f"{side}-{content}")
+        for side, chosen in (("training", ~held_out), ("held-out", held_out))
+    )
+    return training, held
 
 
 def stream_by_content(
@@ -109,11 +118,25 @@ def first_key(rows: Dataset | IterableDataset, name: str) -> int:
 
 def row_keys(rows: Dataset) -> np.ndarray:
     """Keys of all rows, uint64 [rows]; a few seconds for a million texts."""
-    parts = [
-        _keys(table.column_names, cache(lambda name, table=table: table[name].to_pylist()), len(table))
-        for table in rows.with_format("arrow").iter(batch_size=BATCH_ROWS)
-    ]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+    keys, done = np.zeros(len(rows), np.uint64), 0
+    for table in with_progress(rows.with_format("arrow").iter(batch_size=BATCH_ROWS), "Hashing rows", "rows", len(rows), len):
+        read = cache(lambda name, table=table: table[name].to_pylist())
+        keys[done : done + len(table)] = _keys(table.column_names, read, len(table))
+        done += len(table)
+    return keys
+
+
+def _kept_keys(rows: Dataset) -> np.ndarray:
+    """Of many rows they are kept in the cache, under a key of the rows: to hash ten million takes most of a second start."""
+    if len(rows) < KEPT_ROWS:
+        return row_keys(rows)
+    code = hashlib.blake2b(Path(__file__).read_bytes()).hexdigest()  # which decides what an input is
+    content = f"{code} {fingerprint_of(rows)} {sorted(rows.column_names)}"
+    folder = cache_folder(
+        f"keys-{hashlib.sha256(content.encode()).hexdigest()[:24]}", lambda folder: np.save(folder / "keys.npy", row_keys(rows))
+    )
+    keys: np.ndarray = np.load(folder / "keys.npy", allow_pickle=False)
+    return keys
 
 
 def batch_keys(batch: Mapping[str, Sequence[Any]]) -> np.ndarray:

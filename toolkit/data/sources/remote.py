@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from toolkit.config import Refusal
 from toolkit.system.console import first_line, say
+from toolkit.system.progress import progress
 
 WAITS = (1.0, 4.0, 16.0)  # seconds before a read that failed is tried again
 BLOCK = 1 << 20  # bytes read at a time
@@ -82,14 +83,12 @@ def download(url: str) -> Path:
     about, name = description_of(url), url.rpartition("/")[2]
 
     def build(folder: Path) -> None:
-        from tqdm.auto import tqdm
-
         size = json.loads(about).get("size")
-        bar = tqdm(total=size, desc=f"Downloading {name}", unit="B", unit_scale=True, disable=None, leave=False)
         try:
-            with open_url(url) as source, open(folder / name, "wb") as target, bar:
+            bar = progress(f"Downloading {name}", "B", size)
+            with open_url(url) as source, open(folder / name, "wb") as target, bar as add:
                 while block := source.read(BLOCK):
-                    bar.update(target.write(block))
+                    add(target.write(block))
         except OSError as error:
             if error.filename is not None:  # of the local copy
                 raise

@@ -29,6 +29,7 @@ from toolkit.data.tokenize.documents import Documents, Rules, build_encoder, che
 from toolkit.data.tokenize.format import Format, FormatRows, Splits
 from toolkit.data.tokenize.masks import turn_end_ids
 from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH, check_marks, vocabulary_mark
+from toolkit.system.progress import progress
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -159,11 +160,10 @@ def _tables(
     numbers: Iterator[int], processes: int,
 ) -> Iterator[pa.Table]:  # fmt: skip
     import pyarrow as pa
-    from tqdm.auto import tqdm
 
     form, files = reader.form, mapped_files(split)
     rows = split.with_format(None).select_columns(list(reader.plan.columns))
-    with tqdm(total=len(split), desc=f"Tokenizing {reader.name}", unit=" rows", disable=None, leave=False) as bar:
+    with progress(f"Tokenizing {reader.name}", "rows", len(split)) as add:
         for documents, part, number in read_in_order(rows, reader.read, BATCH_ROWS, processes):
             measures.append(part)
             columns = _columns(documents, reader)
@@ -176,7 +176,7 @@ def _tables(
                     columns[name] = pa.ListArray.from_arrays(bounds, pa.array(flat, pa.int32()))
                     digest.update(flat.tobytes())
             yield pa.table(columns, schema=schema)
-            bar.update(number)
+            add(number)
             check_uncut(files)
 
 
