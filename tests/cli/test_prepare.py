@@ -1,5 +1,6 @@
 """toolkit prepare: what is written are the rows that recipes make of the text, for one vocabulary, whole or not at all."""
 
+import io
 import json
 import os
 import random
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from typer.testing import CliRunner
 
 import toolkit as tk
@@ -217,10 +220,52 @@ def test_by_url_every_rank_reads_its_part_of_the_same_order_and_goes_on_where_it
     store.rm("/prepared", recursive=True)
 
 
+def flipped_unnoticed(content: bytes) -> bytes:
+    """With one bit changed so that a reader that compares no checksum gets other tokens, all of the vocabulary."""
+    right = parquet.read_table(io.BytesIO(content), columns=["input_ids"])["input_ids"].to_pylist()
+    for at in range(100, len(content)):
+        changed = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        try:
+            found = parquet.read_table(io.BytesIO(changed), columns=["input_ids"])["input_ids"].to_pylist()
+        except (OSError, pa.ArrowException):
+            continue
+        if found != right and all(ids and min(ids) >= 0 and max(ids) < 300 for ids in found):
+            return changed
+    raise AssertionError
+
+
+@pytest.mark.parametrize("where", ["folder", "url"])
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
+def test_a_file_that_is_missing_or_damaged_is_named(
+    damage: str, streaming: bool, where: str, tokenizers: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Nobody trains on what is left of it, or on other tokens. A pattern may name a part of the files.
+
+    Fails when: the numbers in the files' names are not counted; pages have no checksums, or nobody compares them.
+    """
+    out, name = tmp_path / "out", "train-00001-of-00003.parquet"
+    rows = write_rows(tmp_path / "rows.jsonl", "lm", 3000)
+    assert run(rows, out, "--model", tokenizers[0], "--num-shards", 3, "--eval-fraction", 0)[0] == 0
+    content = (out / name).read_bytes()
+    (out / name).unlink()
+    if damage != "missing":
+        (out / name).write_bytes(content[: len(content) // 2] if damage == "cut" else flipped_unnoticed(content))
+    dataset = str(out) if where == "folder" else f"memory://{damage}-{streaming}"
+    if where == "url":
+        store = fsspec.filesystem("memory")
+        for file, each in contents(out).items():
+            store.pipe(f"/{damage}-{streaming}/{file}", each)
+    remote.files_at.cache_clear()
+    with pytest.raises(tk.Refusal, match=name):
+        tokenized("lm", dataset, tokenizers[0], eval_fraction=0.0, streaming=streaming)
+    if damage == "missing":
+        found = tokenized("lm", f"{dataset}/*.parquet", tokenizers[0], eval_fraction=0.0, streaming=streaming)
+        assert len(found["train"]) == 2000
+
+
 def test_the_mark_takes_no_place(tokenizers: tuple[Path, Path], tmp_path: Path) -> None:
     """It is one text for all rows of a file. Fails when: columns are not encoded by a dictionary."""
-    from pyarrow import parquet
-
     assert run(write_rows(tmp_path / "rows.jsonl", "lm"), tmp_path / "out", "--model", tokenizers[0])[0] == 0
     group = parquet.ParquetFile(next((tmp_path / "out").glob("train*"))).metadata.row_group(0)
     column = next(group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema == TOKENIZED_WITH)

@@ -125,8 +125,8 @@ def test_of_a_large_validation_split_the_first_documents_are_compared_with(monke
     }
     whole = text_baselines(splits, Letters())
     assert text_size(splits, Letters()) == {"num_bytes": 600, "num_tokens": 600, "vocab_size": VOCAB}
-    monkeypatch.setattr(language_baselines, "HELD_OUT_TOKENS", 110)
     first = text_baselines({"train": splits["train"], "validation": splits["first"]}, Letters())
+    monkeypatch.setattr(language_baselines, "HELD_OUT_TOKENS", 110)
     assert text_baselines(splits, Letters()) == first != whole
 
 

@@ -118,7 +118,7 @@ def _writer(path: Path, columns: list[str]) -> pa.parquet.ParquetWriter:
     from pyarrow import parquet
 
     schema = pa.schema([*((name, pa.list_(pa.int32())) for name in columns), (TOKENIZED_WITH, pa.string())])
-    return parquet.ParquetWriter(path, schema, compression="zstd")
+    return parquet.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True)
 
 
 def _marked(table: pa.Table, mark: str, schema: pa.Schema) -> pa.Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.config import Refusal
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-DECODED_ROWS = 1000  # at a time
+DECODED_ROWS = 1000  # at a time: of all of them the tokens would be an object each
 TOKENIZER_ROWS = 200_000  # rows of a stream that a tokenizer is trained on: more change it little
 
 
@@ -48,14 +48,8 @@ def texts_of_tokens(documents: Iterable[list[int]], tokenizer: PreTrainedTokeniz
 def text_size(tokenized: Mapping[str, Dataset], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """UTF-8 bytes and tokens of the validation split, and the size of the vocabulary: what bits per byte are counted with."""
     num_bytes = num_tokens = 0
-    for rows in _batches(tokenized.get("validation", [])):
-        num_bytes += sum(len(text.encode()) for text in texts_of_tokens(rows, tokenizer))
-        num_tokens += sum(map(len, rows))
+    if "validation" in tokenized:
+        for batch in tokenized["validation"].select_columns(["input_ids"]).iter(DECODED_ROWS):
+            num_bytes += sum(len(text.encode()) for text in texts_of_tokens(batch["input_ids"], tokenizer))
+            num_tokens += sum(map(len, batch["input_ids"]))
     return {"num_bytes": num_bytes, "num_tokens": num_tokens, "vocab_size": len(tokenizer)}
-
-
-def _batches(split: Iterable[Mapping[str, Any]]) -> Iterator[list[list[int]]]:
-    """The tokens of some documents at a time: of all of them they would be an object each in memory."""
-    documents = (row["input_ids"] for row in split)
-    while batch := list(islice(documents, DECODED_ROWS)):
-        yield batch

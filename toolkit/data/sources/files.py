@@ -109,10 +109,6 @@ def _without_origin(rows: Iterable[Row]) -> Iterator[Row]:
 # Text: the columns and types are those of all rows together.
 
 
-def _with_bar(tables: Iterable[pa.Table], total: int | None) -> Iterator[pa.Table]:
-    return with_progress(tables, "Reading", "rows", total, len)
-
-
 def _count_lines(files: list[DataFile]) -> int | None:
     """How many rows files have at most, where a row is a line; None where that can't be seen without parsing them."""
     if not all(Path(file.path).suffix in LINES and file.sample_by == "line" for file in files):
@@ -139,7 +135,7 @@ def _write_rows(files: list[DataFile], target: Path) -> None:
         try:
             tables = _tables(files, types, schema)
             first = next(tables)
-            write_tables(target, first.schema, _with_bar(itertools.chain([first], tables), total))
+            write_tables(target, first.schema, with_progress(itertools.chain([first], tables), "Reading", "rows", total, len))
             return
         except _Widened as wider:
             schema = wider.schema
@@ -229,7 +225,7 @@ def _write_columnar(files: list[DataFile], target: Path) -> None:
     if first is None:
         raise Refusal(f"{', '.join(file.path for file in files)}: no rows.")
     total = sum(read_metadata(file.path).num_rows for file in files) if files[0].ending == ".parquet" else None
-    write_tables(target, features.arrow_schema, _with_bar(itertools.chain([first], tables), total))
+    write_tables(target, features.arrow_schema, with_progress(itertools.chain([first], tables), "Reading", "rows", total, len))
 
 
 def _features(files: list[DataFile]) -> Features:
@@ -289,7 +285,7 @@ def _open(file: DataFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         if file.ending == ".parquet":
             from pyarrow.parquet import ParquetFile
 
-            parquet = ParquetFile(source)
+            parquet = ParquetFile(source, page_checksum_verification=True)  # where it has any, as ours do
             return parquet.schema_arrow, parquet.iter_batches(BATCH_ROWS)
         is_stream = source.read(6) != b"ARROW1"
         source.seek(0)

@@ -68,7 +68,7 @@ def find_files(source: str) -> Splits | None:
         return _files_of_url(source)
     path = os.path.expanduser(source)
     if os.path.isdir(path):
-        return _saved_to_disk(Path(path)) or _by_split(source, path, _files_below(path))
+        return _saved_to_disk(Path(path)) or _by_split(source, path, _none_missing(source, _files_below(path)))
     if os.path.isfile(path):
         return {"train": [_known(_named(path, os.path.dirname(path)))]}
     if kind := is_special(path):
@@ -105,7 +105,7 @@ def _files_of_url(url: str) -> Splits:
     if not inside:
         there = ", ".join(os.path.basename(name) for name in found[:5])
         raise Refusal(f"--dataset {url}: no data files there ({there}). Data files end in {_ENDINGS}.")
-    return _by_split(url, root, inside)
+    return _by_split(url, root, inside if root != url.rstrip("/") else _none_missing(url, inside))
 
 
 def _files_below(folder: str) -> list[str]:
@@ -115,6 +115,25 @@ def _files_below(folder: str) -> list[str]:
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         found += [os.path.join(inside, name) for name in names if not name.startswith(".") and name not in _ABOUT_THE_DATA]
     return [name for name in found if DataFile(name, "").ending and not is_special(name)]
+
+
+def _none_missing(source: str, paths: list[str]) -> list[str]:
+    """The files of a folder, refused where one of `train-00000-of-00006.parquet` ... is not among them."""
+    series: dict[tuple[str, int, str], dict[int, str]] = defaultdict(dict)
+    for path in paths:
+        if found := re.fullmatch(r"(.*-)(\d{1,6})-of-(\d{1,6})([.-][^/\\]*)", path):
+            series[found[1], int(found[3]), found[4]][int(found[2])] = path
+    for (begin, count, end), numbers in series.items():
+        first = int(0 not in numbers and count in numbers)  # some count from 1
+        if missing := [number for number in range(first, first + count) if number not in numbers]:
+            width = len(next(iter(numbers.values()))) - len(begin) - len(end) - len("-of-")
+            name = f"{begin}{missing[0]:0{width // 2}}-of-{count:0{width // 2}}{end}"
+            more = f", nor are {len(missing) - 1:,} more of its {count:,}" if len(missing) > 1 else ""
+            raise Refusal(
+                f"--dataset {source}: {name} is not there{more}. Copy the folder again; or, to read what is there, name it "
+                f"by a pattern: --dataset '{source.rstrip('/')}/*{end}'"
+            )
+    return paths
 
 
 def _by_split(source: str, root: str, paths: list[str]) -> Splits:
