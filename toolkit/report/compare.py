@@ -70,7 +70,7 @@ def compare_runs(directories: Sequence[Path]) -> list[Comparison]:
         Refusal: a directory holds no run, or two runs are of different kinds.
     """
     check_runs(directories)
-    first, *others = (read_run(directory) for directory in directories)
+    first, *others = (read_run(directory, keep_events=True) for directory in directories)
     for other in others:
         _check_kinds(first, other)
     return [compare(first, other) for other in others]

@@ -19,7 +19,7 @@ from toolkit.report.plots import (
     svg,
     value_labels,
 )
-from toolkit.report.reading import Points
+from toolkit.report.series import Points
 
 # Eight that are told apart also with a red-green weakness (Okabe and Ito, https://jfly.uni-koeln.de/color), on light and dark.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d1f", "#7f7f7f")
@@ -42,8 +42,8 @@ def draw_overlay(
     title: str, runs: Sequence[tuple[str, Points, Points]], *, from_zero: bool = False, is_noisy: bool = True
 ) -> str:
     """One metric of all runs as HTML; `runs`: (name, training curve, held-out curve). Empty where there is nothing finite."""
-    train = sorted((point for _, points, _ in runs for point in points), key=lambda point: point[0])
-    held_out = sorted((point for _, _, points in runs for point in points), key=lambda point: point[0])
+    train = [point for _, points, _ in runs for point in points]
+    held_out = [point for _, _, points in runs for point in points]
     if all(value is None for _, value in train + held_out):
         return ""
     axes = axes_of(Plot(title, train, held_out, from_zero=from_zero, is_noisy=is_noisy))

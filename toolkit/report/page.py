@@ -262,7 +262,7 @@ def _curves(run: RunRecord) -> str:
     first = [name for name in dict.fromkeys((main, "loss") if main == "reward" else ("loss", main)) if name in names]
     held_out = [name for name in names if f"eval_{name}" in run.series]
     ordered = list(dict.fromkeys([*first, *held_out, *(name for name in TITLES if name in names), *names]))
-    skipped = sum(event.get("nonfinite_steps") or 0 for event in run.events if isinstance(event.get("nonfinite_steps"), int))
+    skipped = run.nonfinite_steps
     drawn = []
     for name in ordered:
         note = ""
@@ -300,7 +300,7 @@ def _change(first: float | None, last: float) -> str:
 def _steps(run: RunRecord) -> str:
     steps = run.summary.get("steps")
     if not isinstance(steps, (int, float)):
-        steps = run.events[-1]["step"] if run.events else None
+        steps = run.last_step
     return show_number(steps) if isinstance(steps, (int, float)) else "–"
 
 

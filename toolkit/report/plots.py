@@ -4,17 +4,20 @@ A wide SVG scaled down to a phone would shrink its text beyond reading. So the S
 width, and a dot is a line of no length with round ends), and every label is HTML, placed by percentage.
 """
 
-import bisect
+import heapq
 import html
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from toolkit.report.numbers import log_ticks, round_ticks, show_number
-from toolkit.report.reading import Points
+from toolkit.report.series import Points
 
 WIDTH, HEIGHT = 1000, 1000  # of the SVG's own coordinates; the page decides the shape
 MOST_POINTS = 2000
+MOST_SMOOTHED = 500  # points of a smoothed curve
+LONG = 20_000  # points, from which on importing numpy takes less time than sorting without it
 SMOOTH_FROM = 30  # points; a shorter curve is drawn as it is
 
 
@@ -78,25 +81,24 @@ def smooth(points: Points) -> Points:
 
     The window holds about a twentieth of the points. Where a run begins it stays symmetrical, since a loss is steep there;
     where it ends, a last value is no better known than the others, and half a window remains. Of a long curve every n-th
-    point, as many as are drawn; the window moves with each, so that the time grows with the points, not with their square.
+    point is drawn, since two neighbors share most of their windows.
     """
     finite = [(step, value) for step, value in points if value is not None]
-    reach, stride = max(2, len(finite) // 40), math.ceil(len(finite) / MOST_POINTS)
-    window: list[float] = []  # in order
-    start = end = 0
+    values: Any = [value for _, value in finite]
+    in_order: Callable[[Any], Any] = sorted
+    total: Callable[[Any], float] = sum
+    if len(values) > LONG:
+        import numpy
+
+        values, in_order, total = numpy.array(values), numpy.sort, numpy.sum
+    reach, stride = max(2, len(finite) // 40), max(1, math.ceil(len(finite) / MOST_SMOOTHED))
     smoothed: Points = []
-    for index, (step, _) in enumerate(finite):
+    for index in [*range(0, len(finite) - 1, stride), *range(len(finite))[-1:]]:
         side = min(reach, index)
-        while end < min(index + side + 1, len(finite)):
-            bisect.insort(window, finite[end][1])
-            end += 1
-        while start < index - side:
-            del window[bisect.bisect_left(window, finite[start][1])]
-            start += 1
-        if index % stride == 0 or index == len(finite) - 1:
-            quarter = len(window) // 4
-            middle = window[quarter : len(window) - quarter]
-            smoothed.append((step, sum(middle) / len(middle)))
+        window = in_order(values[index - side : index + side + 1])
+        quarter = len(window) // 4
+        middle = window[quarter : len(window) - quarter]
+        smoothed.append((finite[index][0], total(middle) / len(middle)))
     return smoothed
 
 
@@ -132,13 +134,14 @@ def _share(value: float, low: float, high: float) -> float:
 def axes_of(plot: Plot) -> Axes:
     """A frame around what a plot shows, without spikes and without what is far from everything else."""
     steps = [step for step, _ in plot.train + plot.held_out]
-    values = sorted(value for _, value in plot.train if value is not None)
+    values = [value for _, value in plot.train if value is not None]
     held_out = [value for _, value in plot.held_out if value is not None]
     if len(values) >= SMOOTH_FROM and not plot.logarithmic:
         # One spike would press the rest flat: it is cut off at the frame, and said below it.
-        usual = values[math.ceil(0.98 * len(values)) - 1]
-        if values[-1] - values[0] > 3 * (usual - values[0]) > 0:
-            values = [value for value in values if value <= usual + 0.5 * (usual - values[0])]
+        least, highest = min(values), heapq.nlargest(len(values) - math.ceil(0.98 * len(values)) + 1, values)
+        usual = highest[-1]
+        if highest[0] - least > 3 * (usual - least) > 0:
+            values = [value for value in values if value <= usual + 0.5 * (usual - least)]
     if plot.marks and len(held_out) > 2:
         # The untrained model is far from what there is to beat; a frame that holds both would show neither.
         low, high = min(held_out[1:]), max(held_out[1:])

@@ -1,22 +1,21 @@
 """What a run has left in its directory, read for the report. Any file may be missing or cut off: what is there is shown."""
 
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from toolkit.config import Refusal
 from toolkit.config.files import NOT_READ
 from toolkit.report.numbers import finite_number
-from toolkit.system.json_lines import parse_object
-
-Points = list[tuple[float, float | None]]  # (step, value); None where the value was not finite
+from toolkit.report.series import NOT_METRICS, Points, Series, add_events
+from toolkit.system.json_lines import parse_object, read_blocks
 
 FILES = ("metrics.jsonl", "samples.jsonl", "summary.json", "run.json", "config.yaml")  # that a run writes, and that are read
-NOT_METRICS = ("step", "epoch", "examples", "time", "supervised_tokens", "nonfinite_steps")
 _SETTING_LINE = re.compile(rf"([A-Za-z_]\w*):\s*(.*?)(?:  # (?:default: (.*?))?(?:(?:; )?{NOT_READ})?)?")
 
 
@@ -39,23 +38,15 @@ class RunRecord:
     """A run as its files tell it."""
 
     directory: Path
-    events: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, by step
+    series: dict[str, Series] = field(default_factory=dict)  # metrics.jsonl by metric, in order of appearance
+    last_step: float | None = None
+    nonfinite_steps: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl by step, where it was asked for
     samples: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)  # run.json
     settings: list[SettingLine] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)  # what could not be read
-
-    @cached_property
-    def series(self) -> dict[str, Points]:
-        """What `events` hold of each name, in order of appearance: read once, however many plots and tiles show it."""
-        found: dict[str, Points] = {}
-        for event in self.events:
-            step = float(event["step"])
-            for name, value in event.items():
-                if _is_number(value):
-                    found.setdefault(name, []).append((step, finite_number(value)))
-        return found
 
     def setting(self, name: str) -> str | None:
         """The value of a setting as text."""
@@ -75,21 +66,32 @@ def check_runs(directories: Iterable[str | Path]) -> None:
             raise Refusal(f"{directory}: holds none of {', '.join(FILES)}; the --output-dir of a run is needed.")
 
 
-def read_run(directory: Path) -> RunRecord:
-    """Read all files of a run that can be read."""
+def read_run(directory: Path, keep_events: bool = False) -> RunRecord:
+    """Read all files of a run that can be read. `keep_events`: also what each line of metrics.jsonl holds."""
     complaints: list[str] = []
-    lines = _read_lines(directory / "metrics.jsonl", complaints)
-    events = [event for event in lines if finite_number(event.get("step")) is not None]
-    samples = _read_lines(directory / "samples.jsonl", complaints)
+    series: dict[str, Series] = {}
+    kept: list[dict[str, Any]] = []
+    last_step, nonfinite_steps = -math.inf, 0
+    for records in _read_blocks(directory / "metrics.jsonl", complaints):
+        events = [record for record in records if finite_number(record.get("step")) is not None]
+        add_events(series, events)
+        last_step = max([last_step, *(event["step"] for event in events)])
+        counts = (event.get("nonfinite_steps") for event in events)
+        nonfinite_steps += sum(count for count in counts if isinstance(count, int))
+        kept += events if keep_events else []
+    series = {name: found for name, found in series.items() if found.steps}
+    kept.sort(key=itemgetter("step"))
+    samples = [sample for records in _read_blocks(directory / "samples.jsonl", complaints) for sample in records]
     summary = _read_object(directory / "summary.json", complaints)
     card = _read_object(directory / "run.json", complaints)
     settings = _read_settings(directory / "config.yaml", card, complaints)
-    return RunRecord(directory, sorted(events, key=lambda e: e["step"]), samples, summary, card, settings, complaints)
+    last = last_step if last_step > -math.inf else None
+    return RunRecord(directory, series, last, nonfinite_steps, kept, samples, summary, card, settings, complaints)
 
 
 def series_of(run: RunRecord, name: str) -> Points:
     """Every logged value of a metric by step."""
-    return run.series.get(name, [])
+    return run.series[name].points() if name in run.series else []
 
 
 def metric_names(run: RunRecord) -> list[str]:
@@ -116,10 +118,6 @@ def baselines_of(run: RunRecord) -> dict[str, float]:
     return {str(name): number for name, value in pairs if (number := finite_number(value)) is not None}
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
 def _read_text(path: Path, complaints: list[str]) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
@@ -130,17 +128,18 @@ def _read_text(path: Path, complaints: list[str]) -> str | None:
         return None
 
 
-def _read_lines(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
-    records, bad = [], 0
-    for line in (_read_text(path, complaints) or "").splitlines():
-        record = parse_object(line)
-        if record is not None:
-            records.append(record)
-        elif line.strip():
-            bad += 1
+def _read_blocks(path: Path, complaints: list[str]) -> Iterator[list[dict[str, Any]]]:
+    bad = 0
+    try:
+        for records, damaged in read_blocks(path):
+            bad += damaged
+            yield records
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        complaints.append(f"{path.name} cannot be read ({error.strerror}).")
     if bad:
         complaints.append(f"{path.name}: {bad} line{'s' if bad > 1 else ''} could not be read.")
-    return records
 
 
 def _read_object(path: Path, complaints: list[str]) -> dict[str, Any]:
