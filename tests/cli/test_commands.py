@@ -58,6 +58,25 @@ def test_a_help_page_loads_nothing_heavy(command: str) -> None:
     assert f"Usage: toolkit {command}".rstrip() in page
 
 
+@pytest.mark.parametrize("words", [("runs", "."), ("train", "sft", "--help"), ("train", "no-such-recipe"), ("checkpoints", "--help")])
+def test_texts_and_paths_are_taken_without_pydantic_and_without_settings(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Fails when: Typer converts a text, a path or an option that nobody typed; or `toolkit.config` loads every group of settings."""
+    reported = subprocess.run(
+        [COLD, "-c", LOADED.replace('name.partition(".")[0] for name', "name for name"), json.dumps(words)],
+        capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ).stdout  # fmt: skip
+    loaded = set(json.loads(reported.partition("LOADED ")[2])[1])
+    assert {"torch", "numpy", "pydantic", "toolkit.config.rewards"} & loaded == set()
+
+
+def test_what_typer_converts_it_still_does(tmp_path: Path) -> None:
+    """Fails when: every value is taken as it was typed, or a missing argument is taken for none."""
+    assert "--processes" in toolkit("train", "--processes", "two", "sft").stderr
+    assert "RECIPE" in toolkit("train").stderr
+    assert "RUN_DIR" in toolkit("report").stderr
+    assert toolkit("report", str(tmp_path / "no such run")).returncode == 2
+
+
 def test_the_list_of_commands_loads_none_of_them() -> None:
     """Fails when: listing or completing builds each command from its function."""
     reported = subprocess.run(

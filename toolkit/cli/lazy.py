@@ -1,7 +1,10 @@
 """Commands that are imported when they are called, and the look of their help pages."""
 
 import importlib
+import os
+import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -14,7 +17,11 @@ Table = Mapping[str, Mapping[str, tuple[str, str]]]  # panel -> command -> (modu
 
 
 class Command(TyperCommand):
-    """A command whose help page is drawn in panels."""
+    """A command whose help page is drawn in panels, and whose texts and paths are taken without pydantic."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """With Typer's own --help."""
+        return [_without_pydantic(parameter) for parameter in super().get_params(ctx)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         show_page(_usage(self, ctx), self.help or "", _panels(self, ctx))
@@ -83,6 +90,32 @@ def _load(name: str, where: str, flags_follow: bool) -> Any:
     app = typer.Typer(add_completion=False, **LOOK)
     app.command(name, cls=Command, context_settings={"allow_interspersed_args": not flags_follow})(target)
     return typer.main.get_command(app)
+
+
+def _without_pydantic(parameter: Any) -> Any:
+    """Typer (0.29) imports pydantic, a third of a short command's time, to convert what needs no conversion.
+
+    That are options nobody typed, texts, and paths that can be read or don't exist: Typer refuses the others.
+    """
+    if "process_value" in vars(parameter) or not hasattr(parameter, "type_descriptor"):  # done, or Typer before 0.29
+        return parameter
+    convert, annotation = parameter.process_value, parameter.type_descriptor.annotation
+    is_list = parameter.multiple or parameter.nargs == -1
+    kind = (typing.get_args(annotation) or (annotation,))[0]
+
+    def is_plain(text: Any) -> bool:
+        is_path = kind is Path and isinstance(text, str) and (os.access(text, os.R_OK) or not os.path.exists(text))
+        return is_path or (kind is str and isinstance(text, str))
+
+    def process_value(context: Any, value: Any) -> Any:
+        values = () if value is None else tuple(value) if is_list and not isinstance(value, str) else (value,)
+        if not all(map(is_plain, values)) or (not values and parameter.required):
+            return convert(context, value)
+        taken: Any = list(map(kind, values)) if is_list else kind(value) if values else None
+        return parameter.callback(context, parameter, taken) if parameter.callback else taken
+
+    parameter.process_value = process_value
+    return parameter
 
 
 def _usage(command: Any, ctx: Any) -> str:

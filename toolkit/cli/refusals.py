@@ -9,7 +9,6 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from toolkit.config import Refusal
-from toolkit.data.sources.find_files import with_given_paths
 from toolkit.system.console import BOLD, RED, printable, styled, write
 
 if TYPE_CHECKING:
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 
 def print_refusal(refusal: Refusal) -> None:
     """The message on standard error: wrapped on a terminal, whole lines in a log, where they are searched for."""
+    from toolkit.data.sources.find_files import with_given_paths  # with the readers of compressed files
+
     _print(f"refused: {with_given_paths(str(refusal))}")
 
 

@@ -1,6 +1,7 @@
 """toolkit train: run a recipe, as one process or as several, with its signals and its exit code."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +12,6 @@ from toolkit.cli.placement import (
     MainPort,
     NodeCount,
     NodeRank,
-    Placement,
     Processes,
     placement_of,
     what_is_started,
@@ -42,16 +42,30 @@ def train(
     words, values = split_options(context, flags or [])
     script = find_recipe(recipe)
     if {"-h", "--help"} & set(words):
-        placement = Placement()
-    else:
-        placement = placement_of(values)
-        say(what_is_started(placement, script, words), error=True)
-    command = [sys.executable, script, *words]
-    code = launch(command, placement.processes, placement.nodes, environment=placement.environment)
-    if {"-h", "--help"} & set(words):
+        code = _show_help(script, words)
         own = [flag for option in context.command.params for flag in option.opts if flag.startswith("--")]
         say(f"\nOptions of `{context.command_path}`, which may be among these: {', '.join(own)}.\n"
               f"`{context.command_path} --help` says more.")  # fmt: skip
-    elif code == REFUSED and (meant := near_own_option(context, words)):
+        raise typer.Exit(code)
+    placement = placement_of(values)
+    say(what_is_started(placement, script, words), error=True)
+    command = [sys.executable, script, *words]
+    code = launch(command, placement.processes, placement.nodes, environment=placement.environment)
+    if code == REFUSED and (meant := near_own_option(context, words)):
         say(meant, error=True)
     raise typer.Exit(code)
+
+
+def _show_help(script: str, words: list[str]) -> int:
+    """The recipe in this process, which has imported what it needs for that; its exit code."""
+    import runpy
+
+    sys.argv = [script, *words]
+    sys.path.insert(0, str(Path(script).resolve().parent))  # as `python script` does
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            say(end.code, error=True)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0

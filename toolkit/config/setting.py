@@ -147,9 +147,10 @@ def _find_settings(config_class: type[Settings]) -> dict[str, Setting]:
     hints = typing.get_type_hints(config_class)
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     found: dict[str, Setting] = {}
+    declared = {owner: inspect.get_annotations(owner) for owner in config_class.__mro__}
     for group in config_class.__mro__[: config_class.__mro__.index(Settings)]:
-        for name in inspect.get_annotations(group):
-            declarations = [owner for owner in config_class.__mro__ if name in inspect.get_annotations(owner)]
+        for name in declared[group]:
+            declarations = [owner for owner, names in declared.items() if name in names]
             if name not in fields or group is not declarations[-1]:
                 continue
             metadata: dict[str, Any] = {}

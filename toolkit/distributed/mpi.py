@@ -5,7 +5,6 @@ import zlib
 from collections.abc import MutableMapping
 
 from toolkit.config import Refusal
-from toolkit.distributed.launch import MAIN_PORT, threads_of_a_rank
 
 # Rank, number of ranks, and the same on this host.
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -35,6 +34,8 @@ def adopt_mpi_ranks(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _adopt(names: tuple[str, ...], environment: MutableMapping[str, str]) -> None:
+    from toolkit.distributed.launch import MAIN_PORT, threads_of_a_rank
+
     # The rank first: of a refusal that all of them meet, rank 0 tells.
     environment["RANK"] = environment[names[0]]
     if missing := [name for name in names if name not in environment]:

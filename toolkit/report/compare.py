@@ -156,7 +156,7 @@ def _typed_settings(run: RunRecord, notes: list[str]) -> dict[str, Any]:
 
 def _without_effect() -> frozenset[str]:
     """Settings on which no weight depends: a resume may change them freely."""
-    classes = (each for each in vars(toolkit.config).values() if isinstance(each, type))
+    classes = (each for name in dir(toolkit.config) if isinstance(each := getattr(toolkit.config, name), type))
     groups = [each for each in classes if issubclass(each, toolkit.config.Settings)]
     found = (setting for group in groups for setting in settings_of(group).values())
     return frozenset(setting.name for setting in found if setting.on_resume in ("free", "evaluation"))

@@ -1,13 +1,14 @@
 """The page: its sections as HTML. Everything that comes from a run is escaped."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.metrics.baselines import compared_with_baselines, in_words
 from toolkit.metrics.direction import greater_is_better
-from toolkit.report.compare import Comparison, Difference
 from toolkit.report.details import show_environment, show_files, show_samples, show_settings
 from toolkit.report.numbers import show_count, show_number, show_seconds
 from toolkit.report.overlay import STYLE as OVERLAY_STYLE, draw_overlay
@@ -16,6 +17,9 @@ from toolkit.report.reading import RunRecord, baselines_of, check_runs, first_an
 from toolkit.report.style import SCRIPT, STYLE
 from toolkit.report.verdict import by_how_much, show_value, verdict
 from toolkit.system.console import one_line
+
+if TYPE_CHECKING:
+    from toolkit.report.compare import Comparison, Difference
 
 TITLES = {
     "reward": "Reward", "loss": "Loss", "bits_per_byte": "Bits per byte", "perplexity": "Perplexity",

@@ -6,7 +6,6 @@ By allow-list: only variables and keys that are named here are read, and what lo
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -142,6 +141,8 @@ def _accelerate_config() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
+    import importlib.metadata  # with the whole of email
+
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
