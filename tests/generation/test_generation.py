@@ -178,6 +178,19 @@ def test_a_model_saved_between_two_samples_is_sampled_alike(model, tokenizer, ac
     assert texts(sample_texts(accelerator, model, tokenizer, PROMPTS, GREEDY)) == before
 
 
+def test_a_model_is_written_without_looking_for_wrappers_around_it(model, tokenizer, tmp_path, monkeypatch):
+    """That imports DeepSpeed. Fails when: `write_model` saves outside of `saved_as_they_are`, or what that replaces has moved."""
+    from transformers import modeling_utils
+
+    looked_at = []
+    monkeypatch.setattr(modeling_utils, "extract_model_from_parallel", lambda each, **_: looked_at.append(each) or each)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    write_model(tmp_path / "model", model, state, tokenizer, "", "float32")
+    assert not looked_at
+    model.save_pretrained(tmp_path / "without")
+    assert looked_at
+
+
 def test_wrapping_checkpointing_and_the_models_own_decoding_settings_change_no_text(model, tokenizer, accelerator):
     """Fails when: the wrapped model is called, or the model's repetition penalty gets through."""
     expected = texts(sample_texts(accelerator, model, tokenizer, PROMPTS, WARM))

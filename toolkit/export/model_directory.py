@@ -18,6 +18,7 @@ from toolkit.distributed.ranks import on_main
 from toolkit.export.card import base_license, model_card, with_name
 from toolkit.models.adapter_files import base_of_adapter, is_adapted
 from toolkit.models.adapter_saving import save_adapter
+from toolkit.models.compat import saved_as_they_are
 from toolkit.models.projections import is_of_projections
 from toolkit.models.value_head import is_of_value_head
 from toolkit.runs.summary import Summary
@@ -123,7 +124,7 @@ def write_model(
         del state[name]  # of the training alone
     shapes = {name: tensor.shape for name, tensor in state.items()}  # save_pretrained empties the dictionary
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in state]
-    with written_next_to(temporary), _ending_turns(model, tokenizer):
+    with written_next_to(temporary), _ending_turns(model, tokenizer), saved_as_they_are():
         with no_progress_bar():
             if is_adapted(model):
                 save_adapter(cast("PeftModel", model), temporary, state)

@@ -5,7 +5,9 @@ Seen in transformers 5.23, peft 0.21.2, torch 2.13. The caps in pyproject.toml a
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,22 @@ def set_commit(config: PretrainedConfig, commit: str | None) -> None:
 def attention_of(config: PretrainedConfig) -> str | None:
     """The attention function that a model's layers call: sdpa, eager, or a registered name."""
     return getattr(config, "_attn_implementation", None)
+
+
+@contextlib.contextmanager
+def saved_as_they_are() -> Iterator[None]:
+    """Within this `save_pretrained` takes models as they are, without looking for DDP's or DeepSpeed's wrapper around them.
+
+    For that transformers (5.23) calls Accelerate (1.15), which imports DeepSpeed: seconds in every run where it is installed.
+    """
+    from transformers import modeling_utils
+
+    before = modeling_utils.unwrap_model
+    setattr(modeling_utils, "unwrap_model", lambda model: model)  # noqa: B010, mypy takes an overloaded function for a constant
+    try:
+        yield
+    finally:
+        setattr(modeling_utils, "unwrap_model", before)  # noqa: B010
 
 
 def class_for(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
