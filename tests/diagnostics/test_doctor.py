@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from typer.testing import CliRunner
 import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.config import Refusal
+from toolkit.diagnostics.checks_of_steps import check_alone, check_split
 from toolkit.diagnostics.findings import CHECKS
+from toolkit.diagnostics.records import Record, Update
 from toolkit.diagnostics.small import with_small_model
 
 _SPEC = importlib.util.spec_from_file_location("planted", Path(__file__).with_name("planted.py"))
@@ -68,6 +71,24 @@ def test_all_checks_together_find_what_each_finds(tmp_path: Path) -> None:
     code, report = doctor(str(copy), "--no-packing")
     assert (code, len(report["checks"])) == (1, len(CHECKS))
     assert {"split", "alone"} <= {finding["check"] for finding in report["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("errors", "state"), [([math.nan], "skipped"), ([math.inf, math.nan], "skipped"), ([math.nan, 0.5, 0.1], "finding"), ([math.nan, 1e-7], "ok")]
+)
+def test_a_gradient_that_is_not_finite_is_no_mistake_of_padding(errors: list[float], state: str) -> None:
+    """That it is not finite is a finding of its own. Fails when: NaN is a distance like others, or hides that of another row."""
+    record = Record(alone=[(error, 2, "mine.py:1") for error in errors])
+    assert check_alone(record, tk.ModelConfig()).state == state
+
+
+def test_a_split_whose_gradient_is_not_finite_says_so() -> None:
+    """Fails when: it says that there was none."""
+    one, other = (
+        Record(updates=[Update([], {}, {"w": torch.tensor([number])}, None, 1, "")]) for number in (1.0, math.inf)
+    )  # fmt: skip
+    outcome = check_split(one, other, tk.ModelConfig())
+    assert (outcome.state, outcome.note) == ("skipped", "a gradient was not finite")
 
 
 def test_a_recipe_without_a_mistake_is_accused_of_nothing() -> None:

@@ -79,6 +79,14 @@ def test_a_recipe_trains_with_each_rate_in_turn_and_nothing_is_left(tmp_path: Pa
     assert draw(found).count("<polyline") == 2
 
 
+def test_the_command_to_begin_with_names_one_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the rate that was typed stays before the one that was found."""
+    found = judged(RATES, curve(1e-2))
+    monkeypatch.setattr("toolkit.diagnostics.learning_rate.find_learning_rate", lambda *_: found)
+    done = invoke("sft", "--learning_rate=0.5", "--max-steps", "9", "--learning-rate", "0.4")
+    assert done.stdout.splitlines()[-1].endswith(f"sft.py --max-steps 9 --learning-rate {found.suggested:g}"), done.output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import toolkit as tk
 from benchmarks.plan import command_of
 from toolkit.cli.main import app
-from toolkit.cli.plan import _without
+from toolkit.cli.recipe_file import without_flags
 from toolkit.config import BatchConfig, Refusal
 from toolkit.diagnostics.devices import CONTEXT, GIB, Device, find_device
 from toolkit.diagnostics.documents import first_and_last
@@ -276,7 +276,7 @@ def test_a_teacher_is_planned_in_memory_or_by_what_is_stored_of_it(tmp_path: Pat
 def test_a_command_that_fits_names_no_flag_twice() -> None:
     """Fails when: what was typed stands before what replaces it."""
     words = ["--learning-rate", "1", "--per_device_train_batch_size=8", "--bf16", "--max-length", "9"]
-    kept = _without(words, {"per_device_train_batch_size": 2, "max_length": 4, "bf16": True})
+    kept = without_flags(words, {"per_device_train_batch_size": 2, "max_length": 4, "bf16": True})
     assert kept == ["--learning-rate", "1"]
 
 

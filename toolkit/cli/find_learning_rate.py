@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
+from toolkit.cli.recipe_file import Recipe, find_recipe, split_options, without_flags
 from toolkit.distributed.launch import launch
 from toolkit.system.console import BOLD, as_typed, say
 
@@ -56,7 +56,8 @@ def find_learning_rate(
     _show(found)
     if values["plot"]:
         say(f"the curve is in {values['plot']}")
-    say(as_typed("toolkit", "train", script, *words, "--learning-rate", f"{found.suggested:g}"), style=BOLD)
+    others = without_flags(words, {"learning_rate": found.suggested})
+    say(as_typed("toolkit", "train", script, *others, "--learning-rate", f"{found.suggested:g}"), style=BOLD)
 
 
 def _show(found: "RangeTest") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.cli.placement import ConfigFile, Processes
-from toolkit.cli.recipe_file import Recipe, find_accelerate_config, find_recipe, split_options
+from toolkit.cli.recipe_file import Recipe, find_accelerate_config, find_recipe, split_options, without_flags
 from toolkit.distributed.launch import launch
 from toolkit.system.console import BOLD, GREEN, RED, as_typed, say
 
@@ -151,21 +151,9 @@ def _show_alternatives(config: "Settings", device: "Device", make: Any, script: 
         none = False
         flags = [word for name, value in changes.items() for word in _as_flag(name, value)]
         say(f"  {_gib(needed(plan, device))} with {' '.join(flags)}")
-        say(f"    {as_typed('toolkit', 'train', script, *_without(words, changes), *flags)}")
+        say(f"    {as_typed('toolkit', 'train', script, *without_flags(words, changes), *flags)}")
     if none:
         say("  nothing that was tried fits: take a smaller model, a shorter --max-length or a larger device, or shard it.")
-
-
-def _without(words: list[str], changes: dict[str, Any]) -> list[str]:
-    """A command line without the flags that are changed, whose values follow them or stand behind an equals sign."""
-    kept, is_value = list[str](), False
-    for word in words:
-        flag, equals, _ = word.partition("=")
-        is_changed = word.startswith("--") and flag[2:].replace("-", "_") in changes
-        if not is_changed and not is_value:
-            kept.append(word)
-        is_value = is_changed and not equals and changes[flag[2:].replace("-", "_")] is not True
-    return kept
 
 
 def _as_flag(name: str, value: Any) -> list[str]:

@@ -98,6 +98,22 @@ def split_options(context: typer.Context, words: Sequence[str]) -> tuple[list[st
     return kept, values
 
 
+def without_flags(words: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
+    """A recipe's words without the settings that are changed, whose values follow them or stand behind an equals sign.
+
+    Of one that becomes True no value follows.
+    """
+    kept, is_value = list[str](), False
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        is_changed = word.startswith("--") and name in changes
+        if not is_changed and not is_value:
+            kept.append(word)
+        is_value = is_changed and not equals and changes[name] is not True
+    return kept
+
+
 def _meant_with(file: str, command: str) -> str:
     """What was probably meant by naming data or settings in the place of a recipe."""
     from toolkit.data.sources.files import DataFile

@@ -16,6 +16,7 @@ from toolkit.diagnostics.records import Gradients, Record, Update
 
 SAME = 1e-3  # relative distance of two gradients that are to be equal; rounding in float32 is about 1e-6
 SAME_IN_HALF = 0.05  # of bfloat16 weights
+_NOT_FINITE = "a gradient was not finite"
 _VECTOR = "norms, biases and other vectors"
 
 
@@ -27,8 +28,9 @@ def check_split(split: Record, whole: Record, config: Settings) -> Outcome:
         return skipped(_why(split) or _why(whole) or "no update was seen")
     one, other = split.updates[0], whole.updates[0]
     error, ratio, cosine = distance(one.unclipped, other.unclipped)
-    if math.isnan(error):
-        return skipped("no gradient was seen")
+    if not math.isfinite(error):
+        norms = norm_of(one.unclipped) + norm_of(other.unclipped)
+        return skipped("no gradient was seen" if math.isfinite(norms) else _NOT_FINITE)
     note = f"relative error {error:.1e}"
     if error < same_enough(whole):
         return found(note, [])
@@ -62,7 +64,10 @@ def check_alone(record: Record, config: Settings) -> Outcome:
         return skipped("this loss compares the examples of a micro-batch with each other")
     if not record.alone:
         return skipped("no micro-batch of several documents that tk.train_step could be tried on")
-    error, documents, where = max(record.alone)
+    finite = [each for each in record.alone if math.isfinite(each[0])]
+    if not finite:
+        return skipped(_NOT_FINITE)
+    error, documents, where = max(finite)
     packed = bool(getattr(config, "packing", False))
     note = f"relative error {error:.1e}, {documents} documents {'packed' if packed else 'padded'}"
     if error < same_enough(record):
