@@ -11,6 +11,7 @@ process without a profiler, next to what the plan says it needs, its margin incl
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import json
@@ -230,6 +231,7 @@ def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
         if "num_generations" in vars(config):
             size, updates = config.per_device_train_batch_size, config.steps_per_generation
             PlannedRollouts(seen.ledger, size, updates, seen.updating).replace(replace)
+        replace.public("cache_gradients", functools.partial(planner._cached, seen))
         main(planner._alone(config, folder))
     if not profiled:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -110,7 +110,7 @@ def test_documents_that_are_not_computed_hold_as_many_bytes(dropout: float, reco
 
 @pytest.mark.parametrize(
     "cell",
-    ["accelerated", *(pytest.param(each, marks=pytest.mark.slow) for each in ("dpo-lora", "accelerated-fsdp", "ppo", "distill"))],
+    ["accelerated", *(pytest.param(each, marks=pytest.mark.slow) for each in ("dpo-lora", "embedding", "accelerated-fsdp", "ppo", "distill"))],
 )
 def test_the_plan_is_what_the_allocator_holds_when_the_steps_are_taken(cell: str) -> None:
     """Within a hundredth of torch's own record of its allocations. benchmarks/RESULTS.md has more cells.
@@ -150,6 +150,22 @@ def test_of_two_ranks_that_shard_the_first_has_half(engine: str, flags: list[str
     assert parts["optimizer state"] == pytest.approx(whole, rel=0.02)
     if engine == "ZeRO-2":  # weights in one block, and as much in buckets; its shapes of the weights would be a third
         assert parts["engine"] == pytest.approx(2 * whole, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_contrastive_plan_has_the_scores_of_the_whole_global_batch(ranks: int) -> None:
+    """Each pair's anchor with each pair's document, in blocks that the ranks share, and their gradient.
+
+    Fails when: the first pass is over the micro-batches of the second alone, or a fake tensor of cpu:0 meets one of cpu.
+    """
+    words = ["--hidden-size", "32", "--num-hidden-layers", "1", "--vocab-size", "300", "--max-length", "16", "--max-train-examples", "1024"]
+    words += ["--per-device-train-batch-size", "32", "--gradient-accumulation-steps", str(32 // ranks), "--processes", str(ranks)]
+    found = plan("embedding", *words, "--device", "24gb", "--json")
+    assert found.returncode == 0, found.stderr
+    scores = 4 * 1024 * 1024 / ranks
+    shown = json.loads(found.stdout)
+    assert (shown["accumulation"], shown["ranks"]) == (32 // ranks, ranks)
+    assert 2 * scores < shown["peak"] < 12 * scores, shown
 
 
 @pytest.mark.slow

@@ -44,6 +44,8 @@ class Ledger(TorchDispatchMode):
         if any(hasattr(kind, "to_local") for kind in types):  # a DTensor first does the same on its local part
             return NotImplemented
         engine = calling_engine()
+        if kwargs and args and isinstance(args[0], FakeTensor) and str(kwargs.get("device")).startswith("cpu:"):
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # as a rank's accelerator has it; fakes of the two don't mix
         # A fake has no value. What asks for one goes on as if all were well: others ask whether a norm is finite, DeepSpeed
         # whether it is not, in a truth value or a byte, and would pass over the step that makes the optimizer's state.
         if reads_a_value(func) and isinstance(args[0], FakeTensor):

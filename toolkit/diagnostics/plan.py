@@ -146,6 +146,7 @@ class _Seen:
         self.removed: list[Callable[[], None]] = []
         self.train: Any = None
         self.longest: Batch | None = None
+        self.accumulated = 1
         self.engine = ""
         self.micro_batch_size, self.update_size = 0, 0  # examples in one, and in all of an update
 
@@ -199,6 +200,7 @@ def _replaced(seen: _Seen, values: Mapping[str, Any]) -> Iterator[None]:
         loaders = importlib.import_module(tk.build_dataloaders.__module__)
         replace.attribute(loaders.TrainLoader, "batches", functools.partial(_longest_batches, seen))
         replace.attribute(loaders.EvalLoader, "__iter__", functools.partial(_no_evaluation, seen))
+        replace.public("cache_gradients", functools.partial(_cached, seen))
         replace.attribute(torch.Tensor, "backward", functools.partial(_backward, seen))
         replace.attribute(kernels, "one_by_one", functools.partial(first_and_last, seen.ledger, {}))
         replace.attribute(nn.Module, "to", _stay)
@@ -277,17 +279,32 @@ def _longest_batches(seen: _Seen, original: Callable[..., Iterator[Batch]], load
     for number, batch in enumerate(original(loader, *values)):
         if number == STEPS:
             break
-        count = min(len(batch.micro_batches), 2)
-        seen.longest = dataclasses.replace(
-            batch, micro_batches=[longest] * count, real=[True] * count, seeds=batch.seeds[:count],
-            indices=[loader.longest_examples()] * count, epochs=[batch.epochs[0]] * count,
-        )  # fmt: skip
+        seen.accumulated = len(batch.micro_batches)
+        seen.longest = _repeated(batch, longest, min(seen.accumulated, 2), loader.longest_examples())
         seen.batches += 1
         seen.process = seen.process or resident()
         seen.ledger.restart()
         seen.ledger.phase = "activations"
         yield seen.longest
     raise _Planned
+
+
+def _repeated(batch: Batch, micro_batch: dict[str, Any], count: int, examples: list[int]) -> Batch:
+    return dataclasses.replace(
+        batch, micro_batches=[micro_batch] * count, real=[True] * count, seeds=[batch.seeds[0]] * count,
+        indices=[examples] * count, epochs=[batch.epochs[0]] * count,
+    )  # fmt: skip
+
+
+def _cached(
+    seen: _Seen, original: Callable[..., Batch], accelerator: Any, model: nn.Module, batch: Batch, *values: Any
+) -> Batch:  # fmt: skip
+    """The first pass of a contrastive loss is over the whole global batch; the second is accumulated like other steps."""
+    micro_batch, count = batch.micro_batches[0], seen.accumulated
+    anchors = int((micro_batch["role"] == 0).sum()) * count * accelerator.num_processes
+    whole = dataclasses.replace(_repeated(batch, micro_batch, count, batch.indices[0]), totals={**batch.totals, "examples": float(anchors)})
+    done = original(accelerator, model, whole, *values)
+    return dataclasses.replace(batch, micro_batches=done.micro_batches[: len(batch.micro_batches)])
 
 
 def _no_evaluation(seen: _Seen, original: Callable[..., Iterator[Batch]], loader: Any) -> Iterator[Batch]:
