@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -9,9 +10,11 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.config import Refusal
-from toolkit.diagnostics.learning_rate import HIGHEST, LOWEST, RangeTest, draw, judged, rate_at
+from toolkit.diagnostics.learning_rate import HIGHEST, LOWEST, RangeTest, draw, find_learning_rate, judged, rate_at
+from toolkit.training.anomalies import Unstable
 
 SMALL = ["--hidden-size", "32", "--num-hidden-layers", "1", "--max-length", "512", "--max-train-examples", "64", "--max-eval-examples", "8"]
 RATES = [rate_at(step / 200) for step in range(200)]
@@ -48,6 +51,25 @@ def test_a_curve_that_says_nothing_is_refused(losses: list[float], said: str) ->
         judged(RATES, losses)
 
 
+@dataclass(frozen=True)
+class Config(tk.OptimConfig, tk.RunConfig):
+    output_dir: str = "unused"
+
+
+@pytest.mark.parametrize(("finite", "said"), [(0, "from the start: look"), (7, "after 7 steps: take more --steps")])
+def test_a_run_that_ends_itself_for_its_losses_is_refused_in_one_message(finite: int, said: str) -> None:
+    """Three steps in a row that are not finite. Fails when: the exception that ended the run is what a user sees."""
+
+    def main(config: Config) -> None:
+        lines = [{"step": step, "loss": 2.0 if step <= finite else math.nan} for step in range(1, finite + 4)]
+        Path(config.output_dir).mkdir()
+        Path(config.output_dir, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        raise Unstable("3 steps in a row")
+
+    with pytest.raises(Refusal, match=said):
+        find_learning_rate(main, Config(), 20)
+
+
 def invoke(*words: str) -> Any:
     return CliRunner().invoke(app, ["find-learning-rate", *words], prog_name="toolkit")
 
@@ -56,8 +78,6 @@ def test_a_recipe_trains_with_each_rate_in_turn_and_nothing_is_left(tmp_path: Pa
     """Fails when: the recipe's own schedule goes on, its groups lose the ratio of their rates, or it evaluates as it would in a run."""
     monkeypatch.chdir(tmp_path)
     seen: list[list[float]] = []
-    import toolkit as tk
-
     step = tk.train_step
 
     def counted(accelerator: Any, model: Any, optimizer: Any, batch: Any, loss_fn: Any, rates: list[float], **named: Any) -> Any:

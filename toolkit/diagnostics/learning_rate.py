@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import math
@@ -82,7 +83,9 @@ def find_learning_rate(main: Callable[[Any], Any], config: Settings, steps: int 
         finally:
             forget_accelerator()
         found = _losses(Path(folder) / "run" / "metrics.jsonl")
-    if len(found) < min(steps, 20):
+    diverged = importlib.import_module("toolkit.training.anomalies")
+    ended_itself = isinstance(problem, diverged.Unstable | diverged.Diverged)
+    if len(found) < min(steps, 20) and not ended_itself:
         raise problem or Refusal(f"the run took {len(found)} steps, and a range test needs 20.")
     return judged([rate_at((step - 1) / steps) for step, _ in found], [loss for _, loss in found])
 
@@ -107,7 +110,8 @@ def judged(rates: Sequence[float], losses: Sequence[float]) -> RangeTest:
         if number > 10 and smoothed[-1] > FAILED * min(smoothed):
             break
     if len(smoothed) < 12:
-        raise Refusal("the loss is not finite from the start: look for the mistake with `toolkit doctor`.")
+        when = f"after {len(smoothed)} steps: take more --steps, or" if smoothed else "from the start:"
+        raise Refusal(f"the loss is not finite {when} look for the mistake with `toolkit doctor`.")
     best = min(range(len(smoothed)), key=smoothed.__getitem__)
     if smoothed[best] > 0.99 * max(smoothed[: best + 1]):
         raise Refusal("the loss does not fall at any rate: take more --steps, or look for the mistake with `toolkit doctor`.")
