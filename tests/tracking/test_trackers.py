@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 import toolkit as tk
+from toolkit.config import settings_of
 from toolkit.tracking import trackers
 from toolkit.tracking.logged_before import logged_to_mlflow, logged_to_trackio
-from toolkit.tracking.services import PROJECT, Opened
-from toolkit.training.accelerator import tracker_names
+from toolkit.tracking.services import OPEN, PROJECT, Opened, tracker_names
 
 pytestmark = pytest.mark.warm
 
@@ -255,3 +255,8 @@ def test_all_missing_trackers_are_told_at_once_with_what_to_install(missing: lis
     with pytest.raises(tk.Refusal) as refused:
         tracker_names(tk.RunConfig(report_to=["wandb", "tensorboard", "mlflow"]))
     assert str(refused.value) == said
+
+
+def test_report_to_takes_the_trackers_that_there_are() -> None:
+    """Fails when: a tracker is added to OPEN alone, or to the setting's choices alone."""
+    assert set(settings_of(tk.RunConfig)["report_to"].choices) == {*OPEN, "all", "none"}

@@ -86,10 +86,10 @@ def packages_for(settings: Mapping[str, Any], recipe: Path, accelerate_config: P
     Args:
         accelerate_config: the file of --accelerate-config.
     """
-    from toolkit.training.accelerator import TRACKER_PACKAGES
+    from toolkit.tracking.services import packages_of
 
     trackers = [name for name in settings.get("report_to", []) if name not in ("none", "all")]
-    wanted = {package for name in trackers for package in TRACKER_PACKAGES.get(name, name).split()}
+    wanted = {package for name in trackers for package in packages_of(name)}
     of_settings = settings.get("zero_stage") or settings.get("deepspeed")
     if of_settings or "DeepSpeedPlugin" in recipe.read_text(encoding="utf-8") or _says_deepspeed(accelerate_config):
         wanted.add("deepspeed")

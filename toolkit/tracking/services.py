@@ -1,14 +1,15 @@
-"""What differs between wandb, TensorBoard, trackio and MLflow: how each is started, and takes a table and files."""
+"""What differs between wandb, TensorBoard, trackio and MLflow: what each is installed with, how it starts, takes a table and files."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import RunConfig
+from toolkit.config import Refusal, RunConfig
 from toolkit.system.files import write_atomically
 from toolkit.tracking.logged_before import Logged, logged_to_mlflow, logged_to_trackio
 
@@ -140,3 +141,23 @@ def _mlflow_files(tracker: Any, files: Sequence[Path]) -> None:
 OPEN = {"wandb": _open_wandb, "tensorboard": _open_tensorboard, "trackio": _open_trackio, "mlflow": _open_mlflow}
 ADD_TABLE = {"wandb": _wandb_table, "tensorboard": _tensorboard_table, "trackio": _trackio_table, "mlflow": _mlflow_table}
 KEEP_FILES = {"wandb": _wandb_files, "trackio": _trackio_files, "mlflow": _mlflow_files}
+# What a tracker is installed with where that isn't its name: the whole of MLflow wants other versions of pyarrow and protobuf.
+_PACKAGES = {"mlflow": ("mlflow-skinny", "sqlalchemy", "alembic")}
+
+
+def tracker_names(config: RunConfig) -> list[str]:
+    """The trackers asked for, each with its library present."""
+    names = [name for name in config.report_to if name != "none"]
+    if "all" in names:
+        return [name for name in OPEN if importlib.util.find_spec(name)]
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        what = "the library is" if len(missing) == 1 else "their libraries are"
+        packages = " ".join(package for name in missing for package in packages_of(name))
+        raise Refusal(f"--report-to {','.join(missing)}: {what} not installed. Type: pip install {packages}")
+    return names
+
+
+def packages_of(name: str) -> tuple[str, ...]:
+    """What is to be installed for a tracker."""
+    return _PACKAGES.get(name, (name,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import warnings
 from datetime import timedelta
@@ -12,13 +11,10 @@ from toolkit.config import Refusal, RunConfig
 from toolkit.config.rules import check_made_in_code
 from toolkit.system.allocator import keep_freed_memory
 from toolkit.system.console import say
+from toolkit.tracking.services import tracker_names
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, DeepSpeedPlugin
-
-TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
-# What a tracker is installed with where that isn't its name: the whole of MLflow wants other versions of pyarrow and protobuf.
-TRACKER_PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
 
 
 def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | None = None) -> Accelerator:
@@ -111,16 +107,3 @@ def _be_deterministic(seed: int) -> None:
             "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, or build the accelerator before anything is put on the GPU."
         )
     enable_full_determinism(seed)
-
-
-def tracker_names(config: RunConfig) -> list[str]:
-    """The trackers asked for, each with its library present."""
-    names = [name for name in config.report_to if name != "none"]
-    if "all" in names:
-        return [name for name in TRACKERS if importlib.util.find_spec(name)]
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        what = "the library is" if len(missing) == 1 else "their libraries are"
-        packages = " ".join(TRACKER_PACKAGES.get(name, name) for name in missing)
-        raise Refusal(f"--report-to {','.join(missing)}: {what} not installed. Type: pip install {packages}")
-    return names
