@@ -13,8 +13,9 @@ import pytest
 
 from toolkit.config import Refusal
 from toolkit.report import write_report
-from toolkit.report.numbers import log_ticks, round_ticks, show_bytes, show_count, show_number, show_seconds
+from toolkit.report.numbers import log_ticks, round_ticks, show_bytes, show_count, show_seconds
 from toolkit.report.plots import Plot, draw_plot, smooth, thin
+from toolkit.system.numbers import show_digits
 
 pytestmark = pytest.mark.warm
 
@@ -418,7 +419,7 @@ def test_the_final_value_stands_on_the_side_without_the_training_curve(trained, 
 
 def test_numbers_are_written_for_people():
     """Fails when: a number loses a digit, or a short range the ticks between powers of ten."""
-    assert [show_number(v) for v in (1234567, 86.44, 1.65234, 0.01234, 0.00025, 12345.6, 0, -3.5, 99999.5)] == [
+    assert [show_digits(v) for v in (1234567, 86.44, 1.65234, 0.01234, 0.00025, 12345.6, 0, -3.5, 99999.5)] == [
         "1,234,567", "86.44", "1.652", "0.0123", "2.5e-4", "12,346", "0", "-3.500", "100,000",
     ]  # fmt: skip
     assert [show_seconds(v) for v in (0.0421, 4.21, 59.7, 123, 18720)] == ["42.1 ms", "4.2 s", "1 min 0 s", "2 min 3 s", "5 h 12 min"]

@@ -16,7 +16,7 @@ from toolkit import checkpoint as ckpt
 from toolkit.cli.command_line import channels_named, container_settings, find_channels, read_command_line
 from toolkit.cli.recipe import deliver_model
 from toolkit.config import Refusal, settings_of
-from toolkit.system.console import show_number
+from toolkit.system.numbers import show_decimals
 from toolkit.system.sagemaker_container import waits_for_s3
 
 
@@ -156,10 +156,10 @@ def test_half_a_checkpoint_that_came_back_from_s3_is_removed_and_an_older_one_fo
 def test_numbers_have_no_commas_in_a_container(machine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """SageMaker reads them with float. Fails when: they are shown as on a terminal."""
     numbers = [1234567, 4096.0, 12345.678, 0.5]
-    assert [float(show_number(number)) for number in numbers] == [1234567, 4096, 12346, 0.5]
+    assert [float(show_decimals(number)) for number in numbers] == [1234567, 4096, 12346, 0.5]
     monkeypatch.delenv("SM_HOSTS")
-    assert [show_number(number) for number in numbers] == ["1,234,567", "4,096", "12,346", "0.5000"]
-    assert [show_number(number) for number in (3.14159e93, -2e15, 2e6)] == ["3.14e+93", "-2.00e+15", "2,000,000"]
+    assert [show_decimals(number) for number in numbers] == ["1,234,567", "4,096", "12,346", "0.5000"]
+    assert [show_decimals(number) for number in (3.14159e93, -2e15, 2e6)] == ["3.14e+93", "-2.00e+15", "2,000,000"]
 
 
 def test_outside_a_container_damage_is_left_for_a_person_to_look_at(tmp_path: Path) -> None:

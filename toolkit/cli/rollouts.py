@@ -13,8 +13,9 @@ import typer
 from toolkit.cli.setting_options import option, read_options
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.rewards import RewardFunctionsConfig
-from toolkit.system.console import one_line, say, show_number
+from toolkit.system.console import one_line, say
 from toolkit.system.json_lines import json_line
+from toolkit.system.numbers import show_decimals
 
 if TYPE_CHECKING:
     from toolkit.rollouts.rollout import Rollout
@@ -132,7 +133,7 @@ def _overview(steps: Sequence[int], read: Any) -> None:
         metrics = {name: float(value) for name, value in rollout_metrics(found).items()}
         if not lines:
             lines.append(["step", "completions", *metrics])
-        lines.append([f"{number:,}", f"{len(found):,}", *(show_number(metrics.get(name, math.nan)) for name in lines[0][2:])])
+        lines.append([f"{number:,}", f"{len(found):,}", *(show_decimals(metrics.get(name, math.nan)) for name in lines[0][2:])])
     if not lines:
         raise Refusal("There is no whole completion in these files: each was cut or changed.")
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -150,11 +151,11 @@ def _show(step: int, rollout: Rollout, as_json: bool) -> None:
 
     prompt = rollout.row.get("prompt", "")
     asked = prompt if isinstance(prompt, str) else "\n".join(turns_of(prompt))
-    each = {name: "none" if value is None else show_number(value) for name, value in rollout.rewards.items()}
+    each = {name: "none" if value is None else show_decimals(value) for name, value in rollout.rewards.items()}
     parts = f" ({', '.join(f'{name} {value}' for name, value in each.items())})" if len(each) > 1 else ""
     end = ", without an end" if rollout.truncated else ""
     where = rollout.row.get("origin", f"prompt {rollout.prompt}")
-    say(f"step {step}, {where}, completion {rollout.index}: reward {show_number(rollout.reward)}{parts}{end}")
+    say(f"step {step}, {where}, completion {rollout.index}: reward {show_decimals(rollout.reward)}{parts}{end}")
     say(f"  prompt     | {one_line(asked, _SHOWN)}")
     turns = [rollout.completion] if rollout.messages is None else turns_of(rollout.messages)
     for number, turn in enumerate(turns):

@@ -9,7 +9,8 @@ import typer
 
 from toolkit.cli.table import table, width_of_screen
 from toolkit.config import Refusal
-from toolkit.system.console import DIM, GREEN, RED, as_typed, one_line, say, show_number
+from toolkit.system.console import DIM, GREEN, RED, as_typed, one_line, say
+from toolkit.system.numbers import show_decimals
 
 if TYPE_CHECKING:
     from toolkit.report.run_list import RunLine
@@ -78,7 +79,7 @@ def _cells(line: "RunLine") -> list[str]:
     steps = "" if line.steps is None else f"{line.steps:,}"
     steps += f"/{line.planned:,}" if line.planned is not None else ""
     old = age(line)
-    numbers = ["" if each is None else show_number(each) for each in (line.best, line.last)]
+    numbers = ["" if each is None else show_decimals(each) for each in (line.best, line.last)]
     times = ["" if each is None else show_seconds(each) for each in (line.seconds, line.device_seconds)]
     shown = [line.name, line.recipe, line.status, steps, line.metric, *numbers, *times, _show_age(old), line.note]
     return [one_line(each, 160) for each in shown]

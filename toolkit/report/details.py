@@ -8,8 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from toolkit.report.numbers import show_bytes, show_number
+from toolkit.report.numbers import show_bytes
 from toolkit.report.reading import RunRecord, SettingLine
+from toolkit.system.numbers import show_digits
 
 FILES = (
     ("summary.json", "final metrics"), ("metrics.jsonl", "every logged metric"), ("samples.jsonl", "every sample"),
@@ -106,7 +107,7 @@ def _environment_row(item: tuple[str, Any]) -> str:
     name, value = item
     if isinstance(value, (dict, list)):
         value = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else ", ".join(map(str, value))
-    shown = show_number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+    shown = show_digits(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
     if re.fullmatch(r"[0-9a-f]{32,}", shown):  # a digest: its start tells it from others
         shown = shown[:12] + "…"
     return f"<tr><th>{escape(name.replace('_', ' '))}</th><td>{escape('–' if value is None else shown)}</td></tr>"

@@ -1,27 +1,8 @@
-"""Numbers as a person reads them."""
+"""Seconds, counts, bytes and the ticks of an axis as a person reads them on a page."""
 
 import math
 
-
-def is_usable(value: float) -> bool:
-    """Whether a number from a file is finite, and no whole number of hundreds of digits, which no float is."""
-    return abs(value) < 1e300
-
-
-def show_number(value: float) -> str:
-    """About four significant digits: 12,345 · 86.4 · 1.652 · 0.0123 · 2.5e-4 · 3.14e93."""
-    if not is_usable(value):
-        return str(float("inf") if value > 0 else -float("inf") if value < 0 else value)
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    size = abs(value)
-    if 1000 <= size < 1e15:
-        return f"{value:,.0f}"
-    if 1e-3 <= size < 1e15:
-        digits = max(0, 3 - math.floor(math.log10(size)))
-        return f"{value:.{min(digits, 4)}f}"
-    mantissa, _, exponent = f"{value:.2e}".partition("e")
-    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+from toolkit.system.numbers import is_usable
 
 
 def show_seconds(seconds: float) -> str:

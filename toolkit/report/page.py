@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from toolkit.metrics.baselines import compared_with_baselines, in_words
 from toolkit.metrics.direction import greater_is_better
 from toolkit.report.details import show_environment, show_files, show_samples, show_settings
-from toolkit.report.numbers import show_count, show_number, show_seconds
+from toolkit.report.numbers import show_count, show_seconds
 from toolkit.report.overlay import STYLE as OVERLAY_STYLE, draw_overlay
 from toolkit.report.plots import Plot, draw_plot
 from toolkit.report.reading import RunRecord, baselines_of, check_runs, first_and_last, metric_names, read_run, series_of
 from toolkit.report.style import SCRIPT, STYLE
 from toolkit.report.verdict import by_how_much, show_value, verdict
 from toolkit.system.console import one_line
+from toolkit.system.numbers import show_digits
 
 if TYPE_CHECKING:
     from toolkit.report.compare import Comparison, Difference
@@ -216,7 +217,7 @@ def _headline(run: RunRecord) -> str:
     speeds = sorted(value for _, value in series_of(run, "tokens_per_second") if value is not None)
     if speeds:
         usual = float(f"{speeds[len(speeds) // 2]:.3g}")  # the median; its last digits are noise
-        tiles.append(f'<div class="tile"><dt>Supervised tokens per second</dt><dd>{show_number(usual)}</dd></div>')
+        tiles.append(f'<div class="tile"><dt>Supervised tokens per second</dt><dd>{show_digits(usual)}</dd></div>')
     board = _baseline_board(run, main) if main else ""
     if not tiles and not board:
         return '<p class="empty">No metrics were logged yet.</p>'
@@ -228,8 +229,8 @@ def _tile(title: str, last: float, first: float | None, less_is_better: bool | N
     if first is not None and first != last:
         kind = "faint" if less_is_better is None else "better" if (last < first) == less_is_better else "worse"
         arrow = "↓" if last < first else "↑"
-        change = f'<p class="{kind}">{arrow} from {show_number(first)}</p>'
-    return f'<div class="tile"><dt>{escape(title)}</dt><dd>{show_number(last)}</dd>{change}</div>'
+        change = f'<p class="{kind}">{arrow} from {show_digits(first)}</p>'
+    return f'<div class="tile"><dt>{escape(title)}</dt><dd>{show_digits(last)}</dd>{change}</div>'
 
 
 def _baseline_board(run: RunRecord, main: str) -> str:
@@ -245,12 +246,12 @@ def _baseline_board(run: RunRecord, main: str) -> str:
     verdict = ""
     if compared:
         kind = "worse" if compared.unbeaten else "better"
-        words = in_words(compared._replace(name="this model, with"), show_number)
+        words = in_words(compared._replace(name="this model, with"), show_digits)
         verdict = f'<p class="{kind}">{escape(words[:1].upper() + words[1:])}.</p>'
     longest = max(abs(value) for value, _, _ in rows) or 1.0
     bars = "".join(
         f'<tr class="{kind}"><th>{escape(name)}</th><td class="bar"><i style="width:{max(0.0, value) / longest:.1%}"></i></td>'
-        f"<td class=n>{show_number(value)}</td></tr>"
+        f"<td class=n>{show_digits(value)}</td></tr>"
         for value, name, kind in rows
     )
     order = "lower is better" if is_less else "higher is better"
@@ -298,14 +299,14 @@ def _less_is_better(run: RunRecord, name: str) -> bool:
 
 
 def _change(first: float | None, last: float) -> str:
-    return f"{show_number(first)} → <b>{show_number(last)}</b>" if first is not None else f"<b>{show_number(last)}</b>"
+    return f"{show_digits(first)} → <b>{show_digits(last)}</b>" if first is not None else f"<b>{show_digits(last)}</b>"
 
 
 def _steps(run: RunRecord) -> str:
     steps = run.summary.get("steps")
     if not isinstance(steps, (int, float)):
         steps = run.last_step
-    return show_number(steps) if isinstance(steps, (int, float)) else "–"
+    return show_digits(steps) if isinstance(steps, (int, float)) else "–"
 
 
 def _duration(run: RunRecord) -> str:

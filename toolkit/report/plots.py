@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.report.numbers import log_ticks, round_ticks, show_number
+from toolkit.report.numbers import log_ticks, round_ticks
 from toolkit.report.series import Points
+from toolkit.system.numbers import show_digits
 
 WIDTH, HEIGHT = 1000, 1000  # of the SVG's own coordinates; the page decides the shape
 MOST_POINTS = 2000
@@ -188,8 +189,8 @@ def line(points: Points, axes: Axes, kind: str) -> str:
 def dots(points: Points, axes: Axes, kind: str, name: str) -> str:
     """A dot at each finite value, which says its step and value under the pointer."""
     return "".join(
-        f'<path class="dot {kind}" d="M{_place(step, value, axes)}h.01"><title>step {show_number(step)}: '
-        f"{show_number(value)} ({html.escape(name)})</title></path>"
+        f'<path class="dot {kind}" d="M{_place(step, value, axes)}h.01"><title>step {show_digits(step)}: '
+        f"{show_digits(value)} ({html.escape(name)})</title></path>"
         for step, value in thin(points)
         if value is not None
     )
@@ -239,7 +240,7 @@ def _tick_texts(ticks: list[float]) -> list[str]:
 def _marks(plot: Plot, axes: Axes) -> str:
     """Dashed lines at the baselines to beat."""
     return "".join(
-        f'<path class="mark" d="M0,{axes.y(value):.2f}H{WIDTH}"><title>{html.escape(name)}: {show_number(value)}</title></path>'
+        f'<path class="mark" d="M0,{axes.y(value):.2f}H{WIDTH}"><title>{html.escape(name)}: {show_digits(value)}</title></path>'
         for name, value in _visible_marks(plot, axes)
     )
 
@@ -257,7 +258,7 @@ def _mark_labels(plot: Plot, axes: Axes) -> str:
         column = next((column for column, last in enumerate(lowest) if last - y > 0.08), None)
         if column is not None:
             aside = f";margin-left:{30 * column}%" if column else ""
-            labels += f'<span class="mark" style="top:{y:.2%}{aside}">{html.escape(name)} {show_number(value)}</span>'
+            labels += f'<span class="mark" style="top:{y:.2%}{aside}">{html.escape(name)} {show_digits(value)}</span>'
             lowest[column] = y
     return labels
 
@@ -272,7 +273,7 @@ def _end_label(plot: Plot, axes: Axes) -> str:
     trained = [axes.y(value) / HEIGHT for _, value in plot.train[-1:] if value is not None]
     is_free = not trained or trained[0] > y
     side = "below" if y < 0.2 or (not is_free and y < 0.85) else "above"
-    return f'<span class="end {side}" style="left:{x:.2%};top:{y:.2%}">{show_number(value)}</span>'
+    return f'<span class="end {side}" style="left:{x:.2%};top:{y:.2%}">{show_digits(value)}</span>'
 
 
 def _legend(plot: Plot, is_smoothed: bool) -> str:
@@ -296,11 +297,11 @@ def _notes(plot: Plot, axes: Axes) -> str:
     outside = [(value, step) for step, value in everything if value is not None and not low <= value <= high]
     if outside:
         value, step = max(outside)
-        of_them = f", the highest {show_number(value)}" if len(outside) > 1 else f": {show_number(value)}"
-        notes.append(f"{len(outside)} of {len(everything)} values lie outside the frame{of_them} at step {show_number(step)}.")
+        of_them = f", the highest {show_digits(value)}" if len(outside) > 1 else f": {show_digits(value)}"
+        notes.append(f"{len(outside)} of {len(everything)} values lie outside the frame{of_them} at step {show_digits(step)}.")
     gaps = [step for step, value in everything if value is None]
     if gaps:
-        some = ", ".join(map(show_number, gaps[:5])) + (" …" if len(gaps) > 5 else "")
+        some = ", ".join(map(show_digits, gaps[:5])) + (" …" if len(gaps) > 5 else "")
         notes.append(f"Not finite at step {some}.")
     if len(plot.train) > MOST_POINTS:
         notes.append(f"Drawn from {len(plot.train):,} values: the least and the greatest of each stretch.")
@@ -315,5 +316,5 @@ def _spoken(plot: Plot) -> str:
     for name, points in (("training", plot.train), ("held out", plot.held_out)):
         finite = [value for _, value in points if value is not None]
         if finite:
-            said.append(f"{name} from {show_number(finite[0])} to {show_number(finite[-1])}")
+            said.append(f"{name} from {show_digits(finite[0])} to {show_digits(finite[-1])}")
     return ", ".join(said)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from toolkit.report.compare import ABSENT, Comparison, Difference
-from toolkit.report.numbers import is_usable
+from toolkit.system.numbers import is_usable
 
 _CAUSES = ("setting", "environment", "model", "data")
 _RATE = ("learning_rate", "lr_", "warmup_", "min_lr", "max_steps", "num_train_epochs", "layer_lr_decay", "loraplus_lr_ratio")

@@ -10,7 +10,8 @@ from toolkit.config.setting import free_on_resume, given_settings, show_setting
 from toolkit.metrics.baselines import compared_with_baselines, in_words
 from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.copies import copy_in_words
-from toolkit.system.console import as_typed, show_number
+from toolkit.system.console import as_typed
+from toolkit.system.numbers import show_decimals
 
 
 def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
@@ -71,12 +72,12 @@ def verdict_of(status: str, values: Mapping[str, Any], config: Settings) -> str 
     metric = str(baselines.get("figure"))
     decides = settings.get("metric_for_best_model") in (metric, metric.removeprefix("eval_"))
     compared = compared_with_baselines(baselines, values, settings.get("greater_is_better") if decides else None)
-    parts = [in_words(compared, show_number)] if compared else []
+    parts = [in_words(compared, show_decimals)] if compared else []
     name = "eval_" + str(settings.get("metric_for_best_model", "loss")).removeprefix("eval_")
     first, last = values.get(f"first_{name}"), values.get(name)
     if isinstance(first, float) and isinstance(last, float):
         is_better = last > first if greater_is_better(name, settings.get("greater_is_better")) else last < first
-        parts += [] if is_better else [f"{name} is no better than at the first evaluation ({show_number(first)})"]
+        parts += [] if is_better else [f"{name} is no better than at the first evaluation ({show_decimals(first)})"]
     return f"{status}: {'; '.join(parts)}" if parts else None
 
 

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from toolkit.config import Refusal
-from toolkit.report.numbers import show_number, show_seconds
+from toolkit.report.numbers import show_seconds
 from toolkit.report.style import STYLE
 from toolkit.sweeps.importance import importances
 from toolkit.sweeps.journal import Job, Plan
@@ -20,6 +20,7 @@ from toolkit.sweeps.shown import count_line, seed_lines
 from toolkit.sweeps.space import read_space
 from toolkit.sweeps.trials import commands_of
 from toolkit.system.console import as_typed
+from toolkit.system.numbers import show_digits
 
 
 def sweep_page(folder: Path, plan: Plan, jobs: Sequence[Job], target: Path) -> str:
@@ -71,7 +72,7 @@ def _head(folder: Path, plan: Plan, jobs: Sequence[Job], best: Sequence[Trial]) 
     facts = [plan.recipe, plan.strategy, f"pruned by {plan.prune}" if plan.prune != "none" else "", judged, *plan.constraints]
     line = " · ".join(escape(fact) for fact in facts if fact)
     values = result_of(best[0], plan).values if len(best) == 1 else ()
-    tiles = [(f"Best {each.metric}", show_number(value)) for each, value in zip(plan.objectives, values, strict=False)]
+    tiles = [(f"Best {each.metric}", show_digits(value)) for each, value in zip(plan.objectives, values, strict=False)]
     tiles += [("Trials", str(len(trials))), ("Failed", str(failed)), ("Stopped early", str(stopped))]
     tiles += [("Steps trained", f"{steps_used(jobs):,}")] if steps_used(jobs) else []
     tiles += [("Time of all trials", show_seconds(seconds))] if seconds else []
@@ -89,7 +90,7 @@ def _best(folder: Path, plan: Plan, jobs: Sequence[Job], best: Sequence[Trial], 
         commands = "\n".join(_command(command) for command in commands_of(plan, jobs, trial.number))
         if not plan.recipe_digest:  # a function's
             commands = escape(", ".join(f"{name}={value!r}" for name, value in trial.settings.items()))
-        values = ", ".join(f"{name} {show_number(value)}" for name, value in _named_values(trial, plan))
+        values = ", ".join(f"{name} {show_digits(value)}" for name, value in _named_values(trial, plan))
         shown.append(f'<p>{_link(folder, trial, place)} {escape(values)}</p><pre class="command">{commands}</pre>')
     return f"<section><h3>{title}</h3>{''.join(shown)}</section>"
 
@@ -158,7 +159,7 @@ def _table(folder: Path, plan: Plan, jobs: Sequence[Job], best: Sequence[Trial],
     for trial in trials:
         outcome = trial.outcome
         values = outcome.values if outcome else {}
-        cells = [show_number(values[name]) if name in values else "–" for name in metrics]
+        cells = [show_digits(values[name]) if name in values else "–" for name in metrics]
         cells += [str(trial.settings.get(name, "–")) for name in names]
         took = show_seconds(outcome.seconds) if outcome and outcome.seconds else "–"
         cells += [f"{outcome.step:,}" if outcome else "–", took]
@@ -184,7 +185,7 @@ def _ended(trial: Trial, reached: str) -> str:
 
 
 def _label(trial: Trial, plan: Plan) -> str:
-    values = ", ".join(f"{name} {show_number(value)}" for name, value in _named_values(trial, plan))
+    values = ", ".join(f"{name} {show_digits(value)}" for name, value in _named_values(trial, plan))
     settings = ", ".join(f"{name} {_short(str(value))}" for name, value in trial.settings.items())
     return f"trial {trial.number}: {values}; {settings}"
 
@@ -197,7 +198,7 @@ def _named_values(trial: Trial, plan: Plan) -> list[tuple[str, float]]:
 def _short(text: str) -> str:
     """A number with many digits in four."""
     try:
-        return show_number(float(text)) if len(text) > 8 else text
+        return show_digits(float(text)) if len(text) > 8 else text
     except ValueError:
         return text
 

@@ -6,9 +6,10 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from toolkit.report.numbers import round_ticks, show_count, show_number
+from toolkit.report.numbers import round_ticks, show_count
 from toolkit.sweeps.pruning import Curve
 from toolkit.sweeps.space import Dimension, Point
+from toolkit.system.numbers import show_digits
 
 SIZE = 1000.0  # of the SVG's own coordinates; the page decides the shape
 
@@ -94,7 +95,7 @@ def parallel(space: Sequence[Dimension], metric: str, rows: Sequence[tuple[Point
         left = 100 * place / (columns - 1)
         drawn += f'<path class="axis" d="M{10 * left:.1f},0V{SIZE * foot:.0f}"/>'
         labels += f'<span class="name" style="left:{left:.2f}%">{html.escape(each.name if each else metric)}</span>'
-        ticks = _ticks(each) if each else [(0.0, show_number(high)), (1.0, show_number(low))]
+        ticks = _ticks(each) if each else [(0.0, show_digits(high)), (1.0, show_digits(low))]
         if each and any(each.name not in settings for settings, _, _ in rows):
             ticks.append((1 / foot, "–"))
         for height, text in ticks:
@@ -138,7 +139,7 @@ class _Frame:
 
 
 def _shown(tick: float) -> str:
-    return show_count(tick) if abs(tick) >= 1e6 else show_number(tick)
+    return show_count(tick) if abs(tick) >= 1e6 else show_digits(tick)
 
 
 def _svg(spoken: str, drawn: str) -> str:
@@ -157,4 +158,4 @@ def _ticks(dimension: Dimension) -> list[tuple[float, str]]:
         return [(1 - dimension.share_of(choice), choice) for choice in dimension.choices]
     ends = [(0.0, dimension.high), (1.0, dimension.low)]
     middle = dimension.at(0.5)
-    return [(height, show_number(value)) for height, value in [*ends, (1 - dimension.share_of(middle), float(middle))]]
+    return [(height, show_digits(value)) for height, value in [*ends, (1 - dimension.share_of(middle), float(middle))]]

@@ -10,7 +10,7 @@ from toolkit.sweeps.journal import Job, Plan
 from toolkit.sweeps.outcomes import planned_steps_of, progress_of, trial_folder
 from toolkit.sweeps.results import steps_used
 from toolkit.sweeps.schedule import planned_steps, trials_in
-from toolkit.system.console import show_number
+from toolkit.system.numbers import show_decimals
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def reached_in_words(plan: Plan, jobs: Sequence[Job], folder: Path) -> dict[int,
         reached = reached_by(job, jobs, plan, folder)
         if reached.end is None and not reached.step:
             continue
-        value = "" if reached.value is None else f", {metric} {show_number(reached.value)}"
+        value = "" if reached.value is None else f", {metric} {show_decimals(reached.value)}"
         found[job.trial] = f"at step {reached.step}{'' if reached.end is None else f' of {reached.end}'}{value}"
     return found
 

@@ -14,7 +14,8 @@ from toolkit.sweeps.results import Trial, best_trials, metrics_of, result_of, sp
 from toolkit.sweeps.schedule import trials_in, without_seed
 from toolkit.sweeps.space import Point
 from toolkit.sweeps.trials import Running
-from toolkit.system.console import say, show_moving_line, show_number
+from toolkit.system.console import say, show_moving_line
+from toolkit.system.numbers import show_decimals
 
 
 def status_lines(plan: Plan, jobs: Sequence[Job], folder: Path, lives: Callable[[str], bool]) -> list[str]:
@@ -38,7 +39,7 @@ def trial_line(trial: Trial, plan: Plan, reached: str = "") -> str:
     elif not result_of(trial, plan).values:
         how = f"failed ({outcome.reason})"
     else:
-        how = "  ".join(f"{name} {show_number(outcome.values[name])}" for name in dict.fromkeys(metrics_of(plan)))
+        how = "  ".join(f"{name} {show_decimals(outcome.values[name])}" for name in dict.fromkeys(metrics_of(plan)))
         if any(violation > 0 for violation in result_of(trial, plan).violations):
             how += " (beyond a constraint)"
         if outcome.same_as is not None:
@@ -78,8 +79,8 @@ def seed_lines(plan: Plan, jobs: Sequence[Job]) -> list[str]:
     name = plan.objectives[0].metric
     lines = []
     for mean, values, point in found:
-        spread = f" ± {show_number(statistics.stdev(values))}" if len(values) > 1 else ""
-        lines.append(f"{name} {show_number(mean)}{spread} ({len(values)} seeds)  {show_point(point)}")  # type: ignore[arg-type]
+        spread = f" ± {show_decimals(statistics.stdev(values))}" if len(values) > 1 else ""
+        lines.append(f"{name} {show_decimals(mean)}{spread} ({len(values)} seeds)  {show_point(point)}")  # type: ignore[arg-type]
     if len(found) > 1 and min(len(found[0][1]), len(found[1][1])) > 1:
         lines.append(seeds_needed(found[0][1], found[1][1]))
     return lines
@@ -121,11 +122,11 @@ class Live:
         parts = []
         for job in running:
             reached = reached_by(job, jobs, plan, self._folder)
-            value = "" if reached.value is None else f" {show_number(reached.value)}"
+            value = "" if reached.value is None else f" {show_decimals(reached.value)}"
             parts.append(f"{job.trial:04d}{value}" + (f" at {reached.step}/{reached.end}" if reached.end else ""))
         trials = trials_of(jobs)
         best = best_trials(list(trials.values()), plan)
-        value = show_number(result_of(best[0], plan).values[0]) if best else ""
+        value = show_decimals(result_of(best[0], plan).values[0]) if best else ""
         best_shown = f"best {name} {value} ({best[0].number:04d})" if best else "no value yet"
         ended = sum(job.outcome is not None for job in jobs)
         line = f"runs {', '.join(parts)} | {best_shown} | {ended} ended{'' if plan.rungs else f' of {trials_in(plan)}'}"

@@ -1,4 +1,4 @@
-"""Text for the screen or a log: no control sequences of others, no passwords of URLs, numbers and commands in one format.
+"""Text for the screen or a log: no control sequences of others, no passwords of URLs, commands in one format.
 
 Everything the toolkit prints goes through `say`, because any message may quote data: a column name, a line of JSON, a path.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import os
 import re
 import shlex
@@ -16,8 +15,6 @@ import shutil
 import sys
 from collections.abc import MutableMapping, Sequence
 from typing import TextIO
-
-from toolkit.system.sagemaker_container import in_container
 
 DIM, BOLD, RED, GREEN, CYAN, MARKED = "2", "1", "31", "32", "36", "4;32"  # ECMA-48, "select graphic rendition"
 _JOINERS = "\u200c\u200d"  # within words and emoji: they join what is next to them, and command nothing
@@ -120,16 +117,6 @@ def own_ends(prompts: list[str], width: int) -> list[str]:
     alike = sum(1 for _ in itertools.takewhile(lambda characters: len(set(characters)) == 1, ends))
     alike = alike if alike > 2 else 0  # the "=" or "?" of each prompt is no template
     return [one_line((prompt[: len(prompt) - alike] or prompt)[::-1], width)[::-1] for prompt in prompts]
-
-
-def show_number(value: float) -> str:
-    """A metric in few characters; in a SageMaker job without commas, which its regular expressions for metrics don't match."""
-    comma = "" if in_container() else ","
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) < 1e15):
-        return f"{int(value):{comma}}"
-    if not math.isfinite(value) or 0.001 <= abs(value) < 1000:
-        return f"{value:.4f}"
-    return f"{value:{comma}.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.2e}"
 
 
 def show_time(seconds: float) -> str:

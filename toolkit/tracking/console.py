@@ -5,7 +5,8 @@ import sys
 import time
 from collections.abc import Mapping
 
-from toolkit.system.console import say, show_moving_line, show_number, show_time
+from toolkit.system.console import say, show_moving_line, show_time
+from toolkit.system.numbers import show_decimals
 
 
 class Progress:
@@ -65,7 +66,7 @@ _SHORT = {
 
 def show_metrics(metrics: Mapping[str, float]) -> str:
     """Names and values in a line."""
-    return "  ".join(f"{name} {show_number(value)}" for name, value in metrics.items())
+    return "  ".join(f"{name} {show_decimals(value)}" for name, value in metrics.items())
 
 
 def _labels(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -78,5 +79,5 @@ def _labels(metrics: Mapping[str, float]) -> dict[str, str]:
 
 def _as_shown(name: str, value: float) -> str:
     if name.endswith("_per_second") and math.isfinite(value):  # it varies by more than a third digit would say
-        return f"{value:.3g}" if abs(value) < 1000 else show_number(round(value))
-    return show_number(value)
+        return f"{value:.3g}" if abs(value) < 1000 else show_decimals(round(value))
+    return show_decimals(value)

@@ -1,4 +1,4 @@
-"""What differs between wandb, TensorBoard, trackio and MLflow: what each is installed with, how it starts, takes a table and files."""
+"""What differs between wandb, TensorBoard, trackio and MLflow: how each is installed, starts, and takes a table and files."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from toolkit import checkpoint as ckpt
 from toolkit.config import Refusal
 from toolkit.distributed.ranks import on_all, on_main
-from toolkit.system.console import show_number
+from toolkit.system.numbers import show_decimals
 
 if TYPE_CHECKING:
     from toolkit.training.run import Run
@@ -33,9 +33,9 @@ def load_best(run: Run) -> None:
         run.say(f"WARNING: the best weights can't be loaded ({refusal}); the last ones are kept")
         return
     if len(ranked) > 1:
-        kept = ", ".join(f"step-{step} ({show_number(value)})" for value, step in ranked)
+        kept = ", ".join(f"step-{step} ({show_decimals(value)})" for value, step in ranked)
         run.say(f"the best checkpoints by {best['name']}, all kept: {kept}")
-    run.say(f"best {best['name']} {show_number(best['value'])} at step {best['step']}: its weights are loaded")
+    run.say(f"best {best['name']} {show_decimals(best['value'])} at step {best['step']}: its weights are loaded")
 
 
 def stopped_improving(values: Sequence[float], patience: int | None, greater_is_better: bool = False) -> bool:
