@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.config import Refusal
-from toolkit.generation.answers import StreamedText
+from toolkit.generation.answers import Sampling, StreamedText, answer
 from toolkit.generation.continued_texts import stop_ids
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,6 +151,16 @@ def test_what_a_generation_config_wants_beyond_the_sampler_is_done(made: Path, t
     found = toolkit("generate", folder, "--prompt", "one two", "--raw", "--max-new-tokens", 12, "--json").stdout
     assert json.loads(found)["text"] == tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True)
     assert len(set(wanted[0].tolist())) == wanted.shape[1]
+
+
+def test_an_answer_of_transformers_generate_leaves_the_process_its_random_numbers(made: Path) -> None:
+    """The draw depends on its seed alone. Fails when: the generators are seeded outside of fork_rng, or not at all."""
+    model, tokenizer = (kind.from_pretrained(made / "run/model") for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer))
+    model.generation_config.no_repeat_ngram_size = 1  # what the sampler has not
+    before = torch.get_rng_state()
+    draws = [answer(model, tokenizer, "six", Sampling(temperature=2.0, seed=seed, max_new_tokens=12), lambda _: None) for seed in (1, 1, 2)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert draws[0] == draws[1] != draws[2]
 
 
 def test_raw_continues_the_text_and_a_seed_repeats_a_draw(made: Path) -> None:

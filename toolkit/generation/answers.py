@@ -283,8 +283,9 @@ def _generated(
                 text.add(*tokens.flatten().tolist())
 
         streamer = SimpleNamespace(put=put, end=lambda: None)
-    torch.manual_seed(sampling.seed)
-    with torch.inference_mode():
+    own = [] if model.device.type == "cpu" else [model.device]  # generate draws from the process's generators
+    with torch.inference_mode(), torch.random.fork_rng(own, device_type=model.device.type):
+        torch.manual_seed(sampling.seed)
         output = generate(
             input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=settings, streamer=streamer
         )
