@@ -5,13 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from accelerate import DistributedType
 
 from toolkit.cli.profile import differs, of_rank
 from toolkit.diagnostics.advice import first_change
 from toolkit.diagnostics.communication import RankTimes, Spent, not_hidden, share_of_waiting
 from toolkit.diagnostics.profile import PHASES, Profile, profile_of
+from toolkit.distributed.engines import engine_of
 
 pytestmark = pytest.mark.warm
 ROOT = Path(__file__).parents[2]
@@ -136,14 +140,14 @@ def test_hidden_communication_costs_nothing() -> None:
     assert not_hidden([], [(0, 3)]) == []
 
 
-def job(engine: str = "DDP", late: str = "", exchanging: float = 0.0, waiting: float = 0.0) -> Profile:
+def job(exchanged: Any = "nothing", late: str = "", exchanging: float = 0.0, waiting: float = 0.0) -> Profile:
     """Two ranks, of which the second is late in a phase by as much as the first waits."""
     ranks = [{**dict.fromkeys(PHASES, 0.1), "communication": exchanging + waiting * scale} for scale in (1, -1)]
     if late:
         ranks[1][late] += 2 * waiting
     seconds = {phase: (ranks[0][phase] + ranks[1][phase]) / 2 for phase in ranks[0]}
     share = waiting / exchanging if exchanging else 0.0
-    return Profile("mps", seconds, sum(seconds.values()), [], engine=engine, waiting=share, ranks=ranks)
+    return Profile("mps", seconds, sum(seconds.values()), [], exchanged=exchanged, waiting=share, ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -154,16 +158,24 @@ def job(engine: str = "DDP", late: str = "", exchanging: float = 0.0, waiting: f
         (job(late="forward", exchanging=0.3, waiting=0.2), {"packing": False}, "rank 1, which is behind in forward: compare its device"),
         (job(exchanging=0.3, waiting=0.2), {"packing": False}, "now one, now another, as their rows differ in length or their devices are shared: take --packing"),
         (job(exchanging=0.3, waiting=0.2), {"group_by_length": False}, "--group-by-length"),
-        (job("DDP", exchanging=0.3), {}, "--gradient-accumulation-steps"),
-        (job("ZeRO-2", exchanging=0.3), {}, "--per-device-train-batch-size"),
-        (job("ZeRO-3, parameters on the CPU", exchanging=0.3), {}, "--zero-stage 2"),
-        (job("FSDP2", exchanging=0.3), {}, "--zero-stage 2"),
-        (job("DDP", exchanging=0.05), {}, "waits for data"),
+        (job("nothing", exchanging=0.3), {}, "--gradient-accumulation-steps"),
+        (job("gradients", exchanging=0.3), {}, "--per-device-train-batch-size"),
+        (job("weights", exchanging=0.3), {}, "--zero-stage 2"),
+        (job("nothing", exchanging=0.05), {}, "waits for data"),
     ],
 )  # fmt: skip
 def test_ranks_that_wait_come_before_everything_else(profile: Profile, settings: dict[str, object], said: str) -> None:
     """Fails when: the late rank is the one that waits most, or transfer counts as waiting."""
     assert said in first_change(profile, settings)
+
+
+@pytest.mark.parametrize(("stage", "exchanged"), [(1, "nothing"), (2, "gradients"), (3, "weights")])
+def test_what_ranks_exchange_in_each_micro_batch_follows_from_the_stage_of_zero(stage: int, exchanged: str) -> None:
+    """Fails when: stage 1 counts as stage 2, which has the advice for engines that exchange gradients in each."""
+    accelerator: Any = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED, state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+    )
+    assert engine_of(accelerator).exchanged(accelerator) == exchanged
 
 
 LATE_RANK = "            import os, time\n            time.sleep(int(os.environ['RANK']))\n"
@@ -186,6 +198,7 @@ def test_a_late_rank_is_named_once_for_the_job(engine: list[str], tmp_path: Path
     assert found.returncode == 0, found.stderr
     profile = json.loads(found.stdout)  # of one rank alone
     assert len(profile["ranks"]) == 2
+    assert profile["exchanged"] == "weights"
     punctual, late = profile["ranks"]
     assert late["other"] > 0.5 + punctual["other"]
     assert punctual["communication"] > 0.5 + late["communication"]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.diagnostics.profile import Profile
+from toolkit.distributed.engines.engine import Exchanged
 from toolkit.models.compat import multiplies_bf16
 
 
@@ -19,7 +20,7 @@ def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
         return f"{waiting:.0%} of a step the ranks wait for the slowest of them: {late}"
     transfer = profile.share("communication") - waiting
     if transfer > 0.2:
-        return f"{transfer:.0%} of a step is communication that no computation hides: {_LESS_TRANSFER[_kind(profile.engine)]}"
+        return f"{transfer:.0%} of a step is communication that no computation hides: {_LESS_TRANSFER[profile.exchanged]}"
     if profile.share("data") > 0.1:
         return f"{profile.share('data'):.0%} of a step waits for data: take {workers}."
     if profile.padding > 0.2:
@@ -44,18 +45,11 @@ def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
     return "Forward and backward are most of a step, as they should be: nothing stands out."
 
 
-_LESS_TRANSFER = {
-    "DDP": "take more micro-batches a step (--gradient-accumulation-steps), after which alone gradients are exchanged.",
-    "ZeRO": "take larger micro-batches and fewer of them (--per-device-train-batch-size, --gradient-accumulation-steps).",
+_LESS_TRANSFER: dict[Exchanged, str] = {
+    "nothing": "take more micro-batches a step (--gradient-accumulation-steps), after which alone gradients are exchanged.",
+    "gradients": "take larger micro-batches and fewer of them (--per-device-train-batch-size, --gradient-accumulation-steps).",
     "weights": "every micro-batch gathers the weights: take larger and fewer ones, or --zero-stage 2 where it fits.",
 }  # fmt: skip
-
-
-def _kind(engine: str) -> str:
-    """What the ranks exchange in each micro-batch: nothing, gradients, or weights too."""
-    if engine.startswith(("ZeRO-3", "FSDP2")):
-        return "weights"
-    return "DDP" if engine.startswith(("DDP", "ZeRO-1")) else "ZeRO"
 
 
 def _late_rank(profile: Profile, settings: Mapping[str, Any], workers: str) -> str:

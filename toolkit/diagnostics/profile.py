@@ -29,6 +29,7 @@ from toolkit.diagnostics.compat import record_gpu_memory, write_gpu_memory
 from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.short_runs import QUIET, ended_by_signals, forget_accelerator, never_evaluated
 from toolkit.distributed.engines import engine_of
+from toolkit.distributed.engines.engine import Exchanged
 from toolkit.tracking.step_metrics import Window
 
 WARM_UP, TRACED = 3, 3  # steps: compiling, first allocations; and those under torch's profiler, which slows them
@@ -45,7 +46,8 @@ class Profile:
 
     `seconds`: of a step by phase, `step` of all of it. Of several ranks `communication` is what no computation hides, apart
     from the phase in which it happens, `waiting` the share of it that is spent on waiting for the slowest rank, and `ranks` the
-    seconds of each. `engine`: what the ranks share the work by. `operations`: of the first rank; `padding`: of the worst.
+    seconds of each. `engine`: what the ranks share the work by, `exchanged`: between them in each
+    micro-batch. `operations`: of the first rank; `padding`: of the worst.
     `tokens_per_second`: of all ranks; `mfu`: of all their devices. `busy`: seconds of a step in which the
     first rank's GPU computes.
     """
@@ -58,6 +60,7 @@ class Profile:
     tokens_per_second: float | None = None
     mfu: float | None = None
     engine: str = ""
+    exchanged: Exchanged = "nothing"
     waiting: float = 0.0
     busy: float | None = None
     ranks: list[dict[str, float]] = field(default_factory=list)
@@ -110,10 +113,10 @@ def profile(
     if not timer.measured:
         needed = WARM_UP + steps + TRACED
         raise Refusal(f"the run ended before {needed} steps, which a profile of {steps} needs. Give it more data.")
-    return profile_of(timer.measured, timer.device, timer.engine)
+    return profile_of(timer.measured, timer.device, timer.engine, timer.exchanged)
 
 
-def profile_of(ranks: list[RankTimes], device: str, engine: str = "") -> Profile:
+def profile_of(ranks: list[RankTimes], device: str, engine: str = "", exchanged: Exchanged = "nothing") -> Profile:
     """The profile of a run from what each of its ranks measured."""
     several = len(ranks) > 1
     parts = [rank.apart() if several else rank.seconds for rank in ranks]
@@ -121,7 +124,7 @@ def profile_of(ranks: list[RankTimes], device: str, engine: str = "") -> Profile
     used = [rank.mfu for rank in ranks if rank.mfu is not None]
     return Profile(
         device, seconds, sum(seconds.values()), first.operations, max(rank.padding for rank in ranks),
-        first.tokens_per_second, statistics.fmean(used) if used else None, engine if several else "",
+        first.tokens_per_second, statistics.fmean(used) if used else None, engine if several else "", exchanged,
         share_of_waiting(ranks) if several else 0.0, first.busy, parts if several else [],
     )  # fmt: skip
 
@@ -135,6 +138,7 @@ class _Timer:
         self.events: list[dict[str, float]] = []  # as logged
         self.measured: list[RankTimes] = []  # by each rank; filled at the end
         self.padding, self.device, self.engine = 0.0, "cuda" if torch.cuda.is_available() else "cpu", ""
+        self.exchanged: Exchanged = "nothing"
         self._now: dict[str, float] = defaultdict(float)
         self._phase, self._since, self._outer = "other", time.perf_counter(), list[str]()
         self._profiler: Any = None
@@ -269,4 +273,5 @@ def _logged(timer: _Timer, original: Callable[..., Any], window: Any, optimizer:
     event, engine = original(window, optimizer, model, accelerator), engine_of(accelerator)
     timer.events.append(event)
     timer.engine = engine.label(accelerator) if engine.shards else "DDP"
+    timer.exchanged = engine.exchanged(accelerator)
     return event

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from torch import nn
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.optim import Optimizer
+
+Exchanged = Literal["nothing", "gradients", "weights"]  # weights: they and their gradients
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +63,7 @@ class Engine:
     forward and backward, which keeps ranks from exchanging gradients before the last one where the engine allows it.
     `clip_and_update(accelerator, model, optimizer, loss, max_grad_norm)`: clip by the global norm, update unless something
     is not finite, clear the gradients. `place_frozen(accelerator, model)`: a second model that is only evaluated, sharded where
-    the engine shards weights.
+    the engine shards weights. `exchanged(accelerator)`: between the ranks in each micro-batch.
 
     Of the engines that shard, else None: `pieces(accelerator, model, optimizer)` are those of all trained parameters, in one
     order on every rank; `whole_parameters(model)` gives each parameter in turn, whole, to every rank (a collective);
@@ -73,7 +75,7 @@ class Engine:
     accumulating: Callable[[Accelerator, nn.Module, bool], AbstractContextManager[None]]
     clip_and_update: Callable[[Accelerator, nn.Module, Optimizer, torch.Tensor, float], dict[str, torch.Tensor]]
     place_frozen: Callable[[Accelerator, nn.Module], nn.Module]
-    shards_weights: Callable[[Accelerator], bool] = lambda accelerator: False
+    exchanged: Callable[[Accelerator], Exchanged] = lambda accelerator: "nothing"
     pieces: Callable[[Accelerator, nn.Module, Optimizer | None], list[Piece]] | None = None
     whole_parameters: Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]] | None = None
     put_whole: Callable[[Accelerator, nn.Module, dict[str, torch.Tensor]], None] | None = None
@@ -82,3 +84,7 @@ class Engine:
     def shards(self) -> bool:
         """Whether a rank keeps only a part of the optimizer's state."""
         return self.pieces is not None
+
+    def shards_weights(self, accelerator: Accelerator) -> bool:
+        """Whether a rank keeps only a part of the parameters between two steps."""
+        return self.exchanged(accelerator) == "weights"

@@ -96,5 +96,6 @@ def place_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 ENGINE = Engine(
-    label, backward, accumulating, clip_and_update, place_frozen, lambda accelerator: True, pieces, whole_parameters, put_whole
-)
+    label, backward, accumulating, clip_and_update, place_frozen, lambda accelerator: "weights", pieces, whole_parameters,
+    put_whole,
+)  # fmt: skip

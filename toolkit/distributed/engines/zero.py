@@ -15,7 +15,7 @@ from torch import nn
 
 from toolkit.config import Refusal
 from toolkit.distributed.compat import fragment_of, infinite_norm
-from toolkit.distributed.engines.engine import Engine, Piece
+from toolkit.distributed.engines.engine import Engine, Exchanged, Piece
 from toolkit.distributed.engines.pieces import bring_pieces
 
 if TYPE_CHECKING:
@@ -112,13 +112,14 @@ def label(accelerator: Accelerator) -> str:
     return f"ZeRO-{zero['stage']}" + (offload[moved[0]] if moved else "")
 
 
-def shards_weights(accelerator: Accelerator) -> bool:
-    return bool(accelerator.state.deepspeed_plugin.zero_stage == 3)
+def exchanged(accelerator: Accelerator) -> Exchanged:
+    of_stage: dict[int, Exchanged] = {1: "nothing", 2: "gradients", 3: "weights"}
+    return of_stage[accelerator.state.deepspeed_plugin.zero_stage]
 
 
 def place_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Under stage 3 in an engine of its own; whole on every rank under stages 1 and 2."""
-    if not shards_weights(accelerator):
+    if not ENGINE.shards_weights(accelerator):
         return model.to(accelerator.device)
     import deepspeed
 
@@ -130,5 +131,5 @@ def place_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 ENGINE = Engine(
-    label, backward, accumulating, clip_and_update, place_frozen, shards_weights, pieces, whole_parameters, put_whole
+    label, backward, accumulating, clip_and_update, place_frozen, exchanged, pieces, whole_parameters, put_whole
 )
