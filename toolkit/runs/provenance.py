@@ -15,10 +15,16 @@ from toolkit.system.digests import add_file
 
 
 def toolkit_identity() -> dict[str, str | None]:
-    """Version, SHA-256 over the text of all modules, and the git commit where a clone is what runs.
+    """Version, `code_digest`, and the git commit where a clone is what runs."""
+    import toolkit
 
-    Recipes that a wheel brings along are left out: a run card has the digest of its own.
-    """
+    folder = Path(toolkit.__file__).resolve().parents[1]
+    is_clone = (folder / ".git").exists()  # else a clone of something else may lie around the environment
+    return {"version": toolkit.__version__, "sha256": code_digest(), "commit": git_commit(folder) if is_clone else None}
+
+
+def code_digest() -> str:
+    """SHA-256 over names and text of all modules; recipes that a wheel brings along are left out: a run has that of its own."""
     import toolkit
 
     package = Path(toolkit.__file__).resolve().parent
@@ -27,9 +33,7 @@ def toolkit_identity() -> dict[str, str | None]:
         name = path.relative_to(package)
         if name.parts[0] != "_recipes":
             digest.update(name.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    is_clone = (package.parent / ".git").exists()  # else a clone of something else may lie around the environment
-    commit = git_commit(package.parent) if is_clone else None
-    return {"version": toolkit.__version__, "sha256": digest.hexdigest(), "commit": commit}
+    return digest.hexdigest()
 
 
 def git_commit(folder: Path) -> str | None:
@@ -80,7 +84,7 @@ def digest_of_source(name: str) -> str | None:
             return None
         files = [(file.shown, Path(file.path)) for each in splits.values() for file in each]
     for shown, file in files:
-        add_file(digest, shown, file)
+        add_file(digest.update, shown, file)
     return digest.hexdigest()
 
 

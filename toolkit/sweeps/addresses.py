@@ -14,15 +14,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import toolkit
 from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
 from toolkit.runs.copies import text_hash
+from toolkit.runs.provenance import code_digest
 from toolkit.sweeps.journal import JOURNAL, JournalFile, Outcome, Plan, read_journal
 from toolkit.sweeps.outcomes import trial_folder
 from toolkit.sweeps.results import result_of
 from toolkit.sweeps.space import read_space
 
+_toolkit = cache(code_digest)  # of each trial of a sweep
 _PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "numpy", "deepspeed")
 _PATHS = ("dataset", "model", "tokenizer", "reference", "teacher", "reward_model", "accelerate_config")  # may name files here
 
@@ -90,7 +91,7 @@ def address_of(config: Settings, plan: Plan) -> str:
         "machine": platform.machine(), "threads": os.environ.get("OMP_NUM_THREADS"), "parallel": plan.parallel,
         "placement": plan.placement, "placed": [_stamp(word) for word in plan.placement],
     }  # fmt: skip
-    judged = [plan.recipe_digest, _code(), [[each.metric, each.maximize] for each in plan.objectives], plan.constraints]
+    judged = [plan.recipe_digest, _toolkit(), [[each.metric, each.maximize] for each in plan.objectives], plan.constraints]
     content = json.dumps([settings, files, world, judged], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
@@ -124,14 +125,6 @@ def _stamp(value: Any) -> Any:
     path = Path(value)
     files: Sequence[Path] = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-
-@cache
-def _code() -> str:
-    digest = hashlib.sha256()
-    for file in sorted(Path(toolkit.__file__).parent.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def _version(package: str) -> str | None:

@@ -119,21 +119,21 @@ def directory_digest(directory: str | Path) -> str:
     for path in sorted(Path(directory).expanduser().rglob("*")):
         if path.suffix not in _OF_A_MODEL or not path.is_file():
             continue
-        add_file(digest, path.relative_to(Path(directory).expanduser()).as_posix(), path)
+        add_file(digest.update, path.relative_to(Path(directory).expanduser()).as_posix(), path)
     return digest.hexdigest()
 
 
-def add_file(digest: hashlib._Hash, name: str, path: Path) -> None:
-    """Let a digest know of a file: its name, its size, and its content or pieces of it, as `directory_digest` says."""
+def add_file(update: Callable[[bytes], object], name: str, path: Path) -> None:
+    """Give a digest, by its `update`, a file: name, size, and its content or pieces of it, as `directory_digest` says."""
     size = path.stat().st_size
-    digest.update(f"{name}\0{size}\0".encode())
+    update(f"{name}\0{size}\0".encode())
     with open(path, "rb") as file:
         if size <= _WHOLE:
-            digest.update(file.read())
+            update(file.read())
             return
         for number in range(_PIECES):
             file.seek((size - _PIECE) * number // (_PIECES - 1))
-            digest.update(file.read(_PIECE))
+            update(file.read(_PIECE))
 
 
 def digests_of_directories(*names: str | None) -> dict[str, str]:

@@ -23,6 +23,7 @@ from toolkit.data.sources.find_files import COLUMNAR, DataFile
 from toolkit.data.sources.readers import Row, number_columns, read_rows, what_is, with_numbers
 from toolkit.data.sources.remote import is_url, open_url
 from toolkit.system.console import first_line, quoted
+from toolkit.system.digests import sha256_of
 from toolkit.system.progress import with_progress
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ def read_files(files: list[DataFile]) -> Dataset:
     for code in (__file__, readers.__file__, squad.__file__):
         digest.update(Path(code).read_bytes())
     for file in files:
-        with open(file.path, "rb") as content:
-            content_digest = hashlib.file_digest(content, hashlib.blake2b).hexdigest()
-            digest.update(f"{file.shown}\0{file.sample_by}\0{content_digest}\0".encode())
+        digest.update(f"{file.shown}\0{file.sample_by}\0{sha256_of(Path(file.path))}\0".encode())
 
     def build(folder: Path) -> None:
         write = _write_columnar if files[0].ending in COLUMNAR else _write_rows
