@@ -3,6 +3,7 @@
 A failure here after an upgrade says which function of toolkit/models/compat.py needs another name.
 """
 
+import copy
 from pathlib import Path
 
 import jinja2
@@ -106,6 +107,14 @@ def test_documents_are_numbered_without_waiting_for_the_device(llama) -> None:
     assert masking_utils.create_causal_mask(**asked | {"position_ids": positions}).tolist() == [[0, 0, 0, 1, 1, 2]]
     on_cpu = asked | {"inputs_embeds": torch.empty(1, 6, 8), "position_ids": positions}
     assert masking_utils.create_causal_mask(**on_cpu).tolist() == [[0, 0, 0, 1, 1, 2]]
+
+
+def test_hooks_of_a_forward_pass_can_be_looked_at() -> None:
+    """Those of a copy too, which has its own. Fails when: torch keeps them elsewhere (`_forward_hooks` is read)."""
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(hook := lambda *_: None)
+    module.register_forward_hook(lambda *_: None)
+    assert compat.hooks_before(module) == compat.hooks_before(copy.deepcopy(module)) == [hook]
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists what its processor can")

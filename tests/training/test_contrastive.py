@@ -250,9 +250,10 @@ def test_the_controls_are_far_off() -> None:
     assert error(alone, gradient) > 0.2
 
 
-def test_running_statistics_are_refused() -> None:
-    """Fails when: a model with batch normalization is embedded twice without a word."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True)], ids=lambda norm: type(norm).__name__)
+def test_running_statistics_are_refused(norm: nn.Module) -> None:
+    """Fails when: a model with batch normalization is embedded twice without a word, or one with another norm that keeps them."""
+    model = nn.Sequential(nn.Linear(2, 2), norm)
     with pytest.raises(Refusal, match="running statistics"):
         cache_gradients(Accelerator(cpu=True), model, batch_of(documents()[:4], 2), embed_texts, info_nce)
 

@@ -30,9 +30,9 @@ def reads_a_value(function: Any) -> bool:
     return function is torch.ops.aten._local_scalar_dense.default
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """The same of all views of a storage, and of no other storage that is live; fake ones have no address."""
-    return tensor.untyped_storage()._cdata
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Of no other storage that is live, and the same whichever view it is asked of; fake ones have no address."""
+    return storage._cdata
 
 
 def own_tables(module: nn.Module) -> Iterator[dict[str, torch.Tensor | None]]:

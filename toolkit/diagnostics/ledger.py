@@ -64,7 +64,8 @@ class Ledger(TorchDispatchMode):
     def see(self, tensor: torch.Tensor, part: str | None = None) -> None:
         """Count a storage, once; with `part`, say what it is, also where it was counted as something else before."""
         tensor = local_part(tensor)
-        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
         if key in self._of:
             old, size, reference = self._of[key]
             if part and old != part:
@@ -82,9 +83,10 @@ class Ledger(TorchDispatchMode):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a storage by its new size: FSDP2 gives back a layer's gathered weights, and takes that much again, in place."""
-        part, size, reference = self._of.get(storage._cdata, (ENGINE, 0, None))
+        key = storage_key(storage)
+        part, size, reference = self._of.get(key, (ENGINE, 0, None))
         if reference is not None:
-            self._of[storage._cdata] = (part, storage.nbytes(), reference)
+            self._of[key] = (part, storage.nbytes(), reference)
             self._add(part, storage.nbytes() - size)
 
     def _add(self, part: str, size: int) -> None:

@@ -65,4 +65,4 @@ def exchanged(_: None, bucket: torch.distributed.GradBucket) -> torch.futures.Fu
 
 def _address(original: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int:
     """Of a tensor without contents, by which engines tell parameters apart, one that no other has."""
-    return storage_key(tensor) if isinstance(tensor, FakeTensor) else original(tensor)
+    return storage_key(tensor.untyped_storage()) if isinstance(tensor, FakeTensor) else original(tensor)

@@ -147,6 +147,11 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def hooks_before(module: nn.Module) -> list[Any]:
+    """The hooks that are called before a module's forward pass."""
+    return list(module._forward_pre_hooks.values())
+
+
 def multiplies_bf16(device_type: str) -> bool:
     """Whether the device here of a type ("cuda", "cpu") has units for products in bfloat16."""
     if device_type == "cuda":

@@ -21,7 +21,7 @@ from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import without_adapter
 from toolkit.models.attention.interface import DOCUMENTS, FLEX, take_attention_of_padded_rows
 from toolkit.models.attention.packable import EXPERTS, PROVEN, NotPackable, check_packable
-from toolkit.models.compat import attention_of
+from toolkit.models.compat import attention_of, hooks_before
 from toolkit.models.layers import uncompiled
 from toolkit.models.shapes import highest_dropout
 from toolkit.system.evaluation_mode import evaluation_mode
@@ -151,7 +151,7 @@ def _try(model: PreTrainedModel, layout: str, name: str) -> None:
 
 def _prepare(body: nn.Module) -> None:
     """Let a body take micro-batches of every layout, once; and keep no keys and values, which nobody would continue."""
-    if any(isinstance(getattr(hook, "__self__", None), _WithoutPadding) for hook in body._forward_pre_hooks.values()):
+    if any(isinstance(getattr(hook, "__self__", None), _WithoutPadding) for hook in hooks_before(body)):
         return
     hooks = _WithoutPadding()
     body.register_forward_pre_hook(hooks.take_tokens, with_kwargs=True)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
@@ -153,5 +152,5 @@ def _of_all_ranks(accelerator: Accelerator, rows: torch.Tensor) -> tuple[torch.T
 
 def _check_replayable(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.track_running_stats:
+        if getattr(module, "track_running_stats", False):  # of batch norms and instance norms
             raise Refusal(f"The model keeps running statistics in {name}, which two passes would update twice: name another.")
