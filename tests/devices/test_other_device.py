@@ -82,7 +82,10 @@ def test_a_recipe_trains_on_another_device_as_on_the_cpu(tiny: Any, recipe: str)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_trains_on_a_gpu_as_on_the_cpu(recipe: str, tmp_path: Path) -> None:
-    """The same to 1e-4, in processes that begin anew: one forked from where CUDA was started, as bitsandbytes does, can't use it."""
+    """The same to 1e-4, in processes that begin anew: one forked from where CUDA was started, as bitsandbytes does, can't use it.
+
+    Fails when (by reading it, not run): micro-batches stay where they were collated (`to_device` returns its argument).
+    """
 
     def train(script: str, folder: str, *flags: str) -> list[dict[str, Any]]:
         command = [sys.executable, script, *flags, "--output-dir", folder]

@@ -254,7 +254,10 @@ def test_flex_attention_is_refused_for_a_model_with_attention_dropout():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_row_on_cuda_gives_each_document_its_own_gradient(name, dtype, attention):
-    """bfloat16 is compared with the reference's own rounding of the same weights: it must not be much worse."""
+    """bfloat16 is compared with the reference's own rounding of the same weights: it must not be much worse.
+
+    Fails when (by reading it, not run): a kernel takes the row for one document (`bounds[[0, -1]]`).
+    """
     torch.compiler.reset()  # a process compiles flex attention for eight models at most
     on_cuda = [{key: v.cuda() if torch.is_tensor(v) else v for key, v in packed(documents()).items()}]
     singles = [{"input_ids": document[None].cuda()} for document in documents()]

@@ -328,6 +328,7 @@ def test_bfloat16_is_as_exact_as_its_type():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(2, 2, 16), (8, 2, 20), (4, 4, 96)], ids=str)
 def test_varlen_gives_each_document_its_own_attention_and_gradients(rules, dtype, shape):
+    """Fails when (by reading it, not run): a window is a token longer (`before` is `rules.window`)."""
     heads, groups, head_dim = shape
     inputs = states(dtype, "cuda", heads=heads, groups=groups, head_dim=head_dim)
     found = value_and_gradients(lambda *s: varlen_kernel(*s, bounds(device="cuda"), rules), inputs)
@@ -380,6 +381,7 @@ def test_inductor_takes_the_number_that_caps_the_scores():
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("head_dim", [8, 16, 20])
 def test_flex_on_cuda_gives_each_document_its_own_attention_and_gradients(rules, head_dim):
+    """Fails when (by reading it, not run): scores are not capped (`score_mod=None`)."""
     torch.compiler.reset()  # a process compiles a function for eight kinds of rules at most
     inputs = states(torch.float32, "cuda", head_dim=head_dim)
     found = value_and_gradients(lambda *s: flex_kernel(*s, bounds(device="cuda"), rules), inputs)
@@ -392,7 +394,10 @@ def test_flex_on_cuda_gives_each_document_its_own_attention_and_gradients(rules,
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_every_type_has_a_kernel_on_cuda(dtype, dropout):
-    """With dropout only the shape is compared: what is dropped differs."""
+    """With dropout only the shape is compared: what is dropped differs.
+
+    Fails when (by reading it, not run): `flex_computes` does not look at the dropout, which flex attention refuses.
+    """
     rules, inputs = RULES[0]._replace(dropout=dropout), states(dtype, "cuda")
     found = value_and_gradients(lambda *s: fastest_kernel(*s, bounds(device="cuda"), rules), inputs)
     expected = value_and_gradients(lambda *s: plain_attention(*s, rules), [tensor.double() for tensor in inputs])

@@ -225,6 +225,7 @@ def test_a_kernel_aligns_queries_to_the_last_keys(kernel: Any, rules: Rules) -> 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rules", RULES[:3:2], ids=str)
 def test_the_varlen_kernel_aligns_queries_to_the_last_keys(rules: Rules) -> None:
+    """Fails when (by reading it, not run): the keys get the queries' bounds (`key_bounds = bounds`)."""
     states, own, seen = kernel_inputs("cuda", torch.bfloat16)
     found = varlen_kernel(*states, own, rules._replace(longest=max(SEEN)), seen)
     expected = plain_attention([state.double() for state in states], rules)
