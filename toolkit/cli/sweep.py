@@ -17,6 +17,7 @@ from toolkit.cli.recipe_file import Recipe, find_recipe, split_options, sweep_fo
 from toolkit.cli.sweep_plan import PRUNERS, Asked, base_of, check_agent, check_given, check_hours, make_plan
 from toolkit.config import Refusal, settings_of
 from toolkit.config.places import place_to_write, unwritable
+from toolkit.config.reading import values_of
 from toolkit.distributed.launch import threads_of_a_rank
 from toolkit.sweeps.addresses import address_of, found_elsewhere, recipe_digest
 from toolkit.sweeps.journal import Job, Journal, Outcome, Plan, read_journal
@@ -277,7 +278,7 @@ def _cost(plan: Plan) -> list[str]:
     """The steps that the plan will train, as far as they are known beforehand."""
     words = [*plan.words, *flags_of(base_of(read_space(plan.search)))]
     config = read_command_line(config_class_of_file(Path(plan.recipe)), words, {})
-    most = getattr(config, "max_steps", None)
+    most = values_of(config).get("max_steps")
     if plan.prune == "pbt":
         return [f"cost: {planned_steps(plan)} steps, {plan.trials} members to step {plan.rungs[-1]}"]
     if plan.rungs:

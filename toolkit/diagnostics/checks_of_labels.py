@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from toolkit.config import Settings
+from toolkit.config.reading import values_of
 from toolkit.diagnostics.checks_of_data import IGNORED, micro_batch_of, rows_of, with_token_labels
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Forward, MicroBatch, Record
@@ -109,7 +110,8 @@ def _has_prompts(record: Record) -> bool:
 
 
 def _wants_prompts(config: Settings) -> bool:
-    return getattr(config, "completion_only_loss", None) is False or getattr(config, "assistant_only_loss", None) is False
+    settings = values_of(config)
+    return settings.get("completion_only_loss") is False or settings.get("assistant_only_loss") is False
 
 
 def check_shift(record: Record) -> Outcome:
@@ -197,7 +199,7 @@ def check_ends(record: Record, config: Settings) -> Outcome:
     if record.task not in _CAUSAL or record.tokenizer is None or not made:
         return skipped("no texts to be continued")
     tokenizer, findings = record.tokenizer, list[Finding | None]()
-    longest = getattr(config, "max_length", None) or 10**9
+    longest = values_of(config).get("max_length") or 10**9
     stops, bos = stop_tokens(record), tokenizer.bos_token_id
     documents = [document for each in made for document in each.documents]
     twice = next((d for d in documents if bos is not None and list(d["input_ids"][:2]) == [bos, bos]), None)

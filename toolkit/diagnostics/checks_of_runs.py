@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from toolkit.config import Settings
+from toolkit.config.reading import values_of
 from toolkit.diagnostics.checks_of_steps import distance, loss_place
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Gradients, Record
@@ -114,16 +115,17 @@ def check_start(record: Record, config: Settings) -> Outcome:
 def guessing(record: Record, config: Settings) -> tuple[float, str] | None:
     """The loss of an even guess, in nats, and its name; None where it is not known."""
     model: Any = record.model
-    if model is None or hasattr(config, "teacher"):
+    settings = values_of(config)
+    if model is None or "teacher" in settings:
         return None
     if record.task in ("sft", "lm", "masked_lm", "diffusion", "seq2seq"):
         size = model.config.get_text_config().vocab_size
         return math.log(size), f"ln {size} tokens"
-    if record.task in _OF_CLASSES and getattr(config, "problem_type", "single_label") == "single_label":
+    if record.task in _OF_CLASSES and settings.get("problem_type", "single_label") == "single_label":
         classes = model.config.num_labels
         return (math.log(classes), f"ln {classes} classes") if classes > 1 else None
-    if record.task == "preference" and getattr(config, "loss_type", ["sigmoid"]) == ["sigmoid"]:
-        is_plain = not getattr(config, "center_rewards_coefficient", None)
+    if record.task == "preference" and settings.get("loss_type", ["sigmoid"]) == ["sigmoid"]:
+        is_plain = not settings.get("center_rewards_coefficient")
         return (math.log(2), "ln 2 answers") if is_plain else None
     return None
 
@@ -240,7 +242,7 @@ def check_types(record: Record, config: Settings) -> Outcome:
     if model is None or not record.updates:
         return skipped("no model with an optimizer was seen")
     findings: list[Finding | None] = []
-    asked = getattr(config, "dtype", "auto")
+    asked = values_of(config).get("dtype", "auto")
     kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad and p.is_floating_point()}
     if asked != "auto" and kinds - {asked, "float32"}:
         what = f"Trained weights are {', '.join(sorted(kinds))}, and --dtype is {asked}."

@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.config import Settings
 from toolkit.config.conditions import couples_a_micro_batch
+from toolkit.config.reading import values_of
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Gradients, Record, Update
 
@@ -68,7 +69,7 @@ def check_alone(record: Record, config: Settings) -> Outcome:
     if not finite:
         return skipped(_NOT_FINITE)
     error, documents, where = max(finite)
-    packed = bool(getattr(config, "packing", False))
+    packed = bool(values_of(config).get("packing", False))
     note = f"relative error {error:.1e}, {documents} documents {'packed' if packed else 'padded'}"
     if error < same_enough(record):
         return found(note, [])
@@ -100,7 +101,7 @@ def check_rates(record: Record, config: Settings) -> Outcome:
         findings.append(Finding("rates", what, change, often.schedule_where))
     if record.optimizer is record.built and record.schedule is not None:
         off = first_other_rate(record)
-        if getattr(config, "lr_scheduler_type", "") == "reduce_lr_on_plateau":
+        if values_of(config).get("lr_scheduler_type", "") == "reduce_lr_on_plateau":
             return found("rates of reduce_lr_on_plateau depend on evaluations and are not compared", findings)
         if off is not None:
             step, actual, wanted = off
@@ -136,7 +137,7 @@ def first_other_rate(record: Record) -> tuple[int, float, float] | None:
 
 def _own_rate(record: Record, config: Settings) -> Finding | None:
     """Of an optimizer that the recipe made itself: no group ever has the rate that was asked for, nor nearly."""
-    rate = getattr(config, "learning_rate", None)
+    rate = values_of(config).get("learning_rate")
     if not rate or record.optimizer is None:
         return None
     rates = {group.get("initial_lr", group["lr"]) for group in record.optimizer.param_groups}
@@ -187,7 +188,7 @@ def check_decay(record: Record, config: Settings) -> Outcome:
     model, optimizer = record.model, record.optimizer
     if model is None or optimizer is None:
         return skipped("no model with an optimizer was seen")
-    asked = getattr(config, "weight_decay", 0.0)
+    asked = values_of(config).get("weight_decay", 0.0)
     rates = {id(p): group.get("weight_decay", 0.0) for group in optimizer.param_groups for p in group["params"]}
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
     vectors = [n for n, p in model.named_parameters() if rates.get(id(p)) and is_vector(n, p, owners[id(p)])]
@@ -209,7 +210,7 @@ def is_vector(name: str, parameter: nn.Parameter, owner: nn.Module) -> bool:
 
 def check_clipping(record: Record, config: Settings) -> Outcome:
     """No update takes a gradient that is longer than --max-grad-norm."""
-    limit = getattr(config, "max_grad_norm", 0.0)
+    limit = values_of(config).get("max_grad_norm", 0.0)
     if not limit or not record.updates:
         return skipped("--max-grad-norm 0" if not limit else "no update was seen")
     norms = [(norm_of(update.gradients), number, update) for number, update in enumerate(record.updates, start=1)]
