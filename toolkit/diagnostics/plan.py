@@ -302,7 +302,8 @@ def _cached(
     """The first pass of a contrastive loss is over the whole global batch; the second is accumulated like other steps."""
     micro_batch, count = batch.micro_batches[0], seen.accumulated
     anchors = int((micro_batch["role"] == 0).sum()) * count * accelerator.num_processes
-    whole = dataclasses.replace(_repeated(batch, micro_batch, count, batch.indices[0]), totals={**batch.totals, "examples": float(anchors)})
+    whole = _repeated(batch, micro_batch, count, batch.indices[0])
+    whole = dataclasses.replace(whole, totals={**batch.totals, "examples": float(anchors)})
     done = original(accelerator, model, whole, *values)
     return dataclasses.replace(batch, micro_batches=done.micro_batches[: len(batch.micro_batches)])
 
