@@ -2,6 +2,7 @@
 
 import gzip
 import importlib.util
+import io
 import json
 import socket
 import threading
@@ -216,3 +217,23 @@ def test_what_cannot_be_read_is_refused(url: str, said: str) -> None:
         load(url)
     assert said in str(refused.value)
     assert url in str(refused.value)
+
+
+def test_a_store_that_does_not_answer_is_named_while_the_read_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, in the middle of the read, which then goes on; a read that is answered in time has none.
+
+    Fails when: nobody watches a read; the line comes although it was answered.
+    """
+    said, answered = threading.Event(), list[str]()
+    monkeypatch.setattr(remote, "STALL_SECONDS", 0.1)
+    monkeypatch.setattr(remote, "say", lambda text, error: (answered.append(text), said.set()))
+
+    class Slow(io.BytesIO):
+        def read(self, size: int = -1) -> bytes:
+            assert said.wait(60)
+            return super().read(size)
+
+    assert remote._Retried(io.BytesIO(b"quick"), "s3://bucket/quick").read() == b"quick"
+    assert remote._Retried(Slow(b"slow"), "s3://bucket/slow").read(4) == b"slow"
+    assert len(answered) == 1
+    assert "s3://bucket/slow" in answered[0]

@@ -10,8 +10,10 @@ import hashlib
 import io
 import json
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +21,7 @@ from toolkit.config import Refusal
 from toolkit.system.console import first_line, say
 from toolkit.system.progress import progress
 
+STALL_SECONDS = 60.0  # without an answer before a line says so: a store's own timeouts may add up to half an hour
 WAITS = (1.0, 4.0, 16.0)  # seconds before a read that failed is tried again
 BLOCK = 1 << 20  # bytes read at a time
 
@@ -58,7 +61,8 @@ def open_url(url: str) -> BinaryIO:
     """
     store, path = _store_of(url)
     try:
-        return io.BufferedReader(_Retried(store.open(path, "rb"), url), BLOCK)
+        with _stalls_are_said(url):
+            return io.BufferedReader(_Retried(store.open(path, "rb"), url), BLOCK)
     except Exception as error:
         raise OSError(_reason(error)) from error
 
@@ -128,7 +132,8 @@ class _Retried(io.RawIOBase):
         place = self._file.tell() if self.seekable() else None
         for wait in (*WAITS, None):
             try:
-                return read()
+                with _stalls_are_said(self._url):
+                    return read()
             except Exception as error:
                 if wait is None or place is None:
                     raise OSError(f"{self._url}: {_reason(error)}") from error
@@ -136,6 +141,18 @@ class _Retried(io.RawIOBase):
                 time.sleep(wait)
                 self._file.seek(place)
         raise AssertionError
+
+
+@contextmanager
+def _stalls_are_said(url: str) -> Iterator[None]:
+    line = f"{url}: no answer for {STALL_SECONDS:g} s; still waiting for the store"
+    timer = threading.Timer(STALL_SECONDS, say, (line,), {"error": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _store_of(url: str) -> tuple[Any, str]:
