@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.config import Refusal
 from toolkit.config.files import NOT_READ
 from toolkit.report.numbers import finite_number
-from toolkit.report.series import NOT_METRICS, Points, Series, add_events
+from toolkit.report.series import NOT_METRICS, Points, Series, add_events, todays_names
 from toolkit.system.json_lines import parse_object, read_blocks
 
 FILES = ("metrics.jsonl", "samples.jsonl", "summary.json", "run.json", "config.yaml")  # that a run writes, and that are read
@@ -78,11 +78,11 @@ def read_run(directory: Path, keep_events: bool = False) -> RunRecord:
         last_step = max([last_step, *(event["step"] for event in events)])
         counts = (event.get("nonfinite_steps") for event in events)
         nonfinite_steps += sum(count for count in counts if isinstance(count, int))
-        kept += events if keep_events else []
+        kept += map(_renamed, events) if keep_events else []
     series = {name: found for name, found in series.items() if found.steps}
     kept.sort(key=itemgetter("step"))
     samples = [sample for records in _read_blocks(directory / "samples.jsonl", complaints) for sample in records]
-    summary = _read_object(directory / "summary.json", complaints)
+    summary = _renamed(_read_object(directory / "summary.json", complaints))
     card = _read_object(directory / "run.json", complaints)
     settings = _read_settings(directory / "config.yaml", card, complaints)
     last = last_step if last_step > -math.inf else None
@@ -116,6 +116,12 @@ def baselines_of(run: RunRecord) -> dict[str, float]:
     found = run.summary.get("baselines")
     pairs = found.items() if isinstance(found, dict) else []
     return {str(name): number for name, value in pairs if (number := finite_number(value)) is not None}
+
+
+def _renamed(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics by today's names."""
+    new = todays_names(metrics)
+    return {new.get(name, name): value for name, value in metrics.items()} if new else metrics
 
 
 def _read_text(path: Path, complaints: list[str]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -52,7 +52,13 @@ def add_events(series: dict[str, Series], events: Iterable[dict[str, Any]]) -> N
     """
     for names, group in groupby(events, tuple):
         columns = dict(zip(names, zip(*map(dict.values, group), strict=True), strict=True))
-        steps = array("d", columns["step"])
+        steps, new = array("d", columns["step"]), todays_names(columns)
         for name, column in columns.items():
             if name not in NOT_METRICS:
-                series.setdefault(name, Series()).add(steps, column)
+                series.setdefault(new.get(name, name), Series()).add(steps, column)
+
+
+def todays_names(names: Collection[str]) -> dict[str, str]:
+    """Old names of metrics among those of a record: DPO's `logps_drop` was `kl` in 0.1, as KTO's and policies' are called still."""
+    of_pairs = (prefix for prefix in ("", "eval_", "first_eval_") if f"{prefix}logps_chosen" in names)
+    return {f"{prefix}kl": f"{prefix}logps_drop" for prefix in of_pairs if f"{prefix}kl" in names}

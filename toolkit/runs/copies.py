@@ -163,6 +163,8 @@ class Renamed(NamedTuple):
 def renamed_names(path: Path) -> list[Renamed]:
     """The lines of a copy that use a public name in its old form; a line that the installed recipe has too is up to date."""
     rows = Path(__file__).with_name("renamed.md").read_text(encoding="utf-8").splitlines()[2:]
+    text = path.read_text(encoding="utf-8")
+    origin = origin_of(text)
     patterns = []
     for before, now in ([cell.strip() for cell in row.strip("| ").split(" | ", 1)] for row in rows):
         for old in re.findall(r"`([a-z]\w*(?:\.\w+)+\*?)", before):
@@ -170,8 +172,11 @@ def renamed_names(path: Path) -> list[Renamed]:
             is_field = len(parts) == 3 and parts[0] == "tk"  # of a group of settings
             pattern = rf"\b{parts[0]}\.{parts[1]}\(.*\b{parts[2]}\b" if is_field else rf"\b{'[.]'.join(parts)}\b"
             patterns.append((re.compile(pattern), before, now))
-    text = path.read_text(encoding="utf-8")
-    origin = origin_of(text)
+        for called, parameter in re.findall(r"`(\w+)\((\w+)=\.\.\.\)`", before):
+            patterns.append((re.compile(rf"\b{called}\(.*\b{parameter}="), before, now))
+        metric = re.fullmatch(r"metric `(\w+)` of (\w+)", before)  # another method may have one of that name
+        if metric and origin and origin.name == f"{metric[2].lower()}.py":
+            patterns.append((re.compile(rf"""["'](?:eval_)?{metric[1]}["']"""), before, now))
     installed = recipes_folder() / origin.name if origin else path
     current = set(installed.read_text(encoding="utf-8").splitlines()) if origin and installed.is_file() else set()
     return [
