@@ -370,6 +370,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def accelerator() -> Any:
+    """One process on the CPU."""
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT

@@ -6,7 +6,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset, DatasetDict, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -52,11 +51,6 @@ def model() -> LlamaForCausalLM:
     model = LlamaForCausalLM(config)
     model.generation_config.eos_token_id = None
     return model
-
-
-@pytest.fixture
-def accelerator() -> Accelerator:
-    return Accelerator(cpu=True)
 
 
 PROMPTS = [{"prompt": "the cat sat"}, {"prompt": "a"}, {"prompt": "no one knows the", "reference": " way."}]

@@ -127,9 +127,9 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     os.umask(before)
 
 
-def test_every_file_of_a_model_is_readable_as_the_umask_says(tmp_path: Path, tokenizer: Any, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_every_file_of_a_model_is_readable_as_the_umask_says(tmp_path: Path, tokenizer: Any, umask: int) -> None:
     """A model, an adapter with its base inside, a merged one, a cache, a checkpoint. Fails when: safetensors' 0600 stays."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     save(tmp_path / "whole", tokenizer, 1)
     adapter = save(tmp_path / "adapter", tokenizer, 1, use_peft=True, lora_r=2)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "one {n}"}}\n' for n in range(9)))

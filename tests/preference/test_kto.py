@@ -4,7 +4,6 @@ import copy
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,8 @@ from toolkit.data.loading.collate_answers import mismatched_of
 from toolkit.preference import reference_cache
 from toolkit.preference.pair_layouts import choose_answer_layout
 from toolkit.preference.reference import build_reference
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 VOCABULARY = 260
 
@@ -160,11 +161,6 @@ def plain_metrics(model: Any, before: Any, rows: list[dict[str, Any]], config: C
         metrics["kl"] = torch.tensor(z, dtype=torch.float64)
     metrics["reward_auc"] = torch.tensor(roc_auc_score(kinds["desirable"], [float(ratio.detach()) for ratio in ratios]))
     return metrics
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 LOSSES = [{}, {"loss_type": "apo_zero_unpaired"}]

@@ -18,6 +18,8 @@ from toolkit.losses.answer_logps import pair_logps
 from toolkit.preference import reference_cache
 from toolkit.preference.reference import build_reference, sync_reference
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 
 @dataclass(frozen=True)
 class Config(
@@ -68,12 +70,6 @@ def built(config: Config, data: Any = None) -> SimpleNamespace:
     return SimpleNamespace(accelerator=accelerator, model=model, reference=reference, train=train, evaluation=evaluation)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The pairs of each forward pass that the cache has made."""
@@ -115,7 +111,7 @@ def test_every_way_gives_the_logps_of_the_model_as_training_starts(way: str, fla
     assert run.model.training
 
 
-def test_a_pair_is_computed_once_and_only_if_it_will_be_seen(forwards: list[int], cache: Path) -> None:
+def test_a_pair_is_computed_once_and_only_if_it_will_be_seen(forwards: list[int], own_cache: Path) -> None:
     """Fails when: rows that a short run never reaches are computed; a second run does not find the file; a damaged one is believed."""
     few = built(Config(max_steps=2))  # four of ten training pairs
     seen = [pair for batch in few.train.batches() for pair in batch.micro_batches[0]["pair"].tolist()]
@@ -126,13 +122,13 @@ def test_a_pair_is_computed_once_and_only_if_it_will_be_seen(forwards: list[int]
     forwards.clear()
     built(Config(num_train_epochs=3, learning_rate=1.0))
     assert forwards == []
-    (file,) = cache.glob("reference-*.npy")
+    (file,) = own_cache.glob("reference-*.npy")
     file.write_bytes(file.read_bytes()[:-5])
     built(Config())
     assert sorted(forwards) == list(range(14))
 
 
-def test_a_damaged_reference_is_computed_anew_with_one_line_that_names_it(forwards: list[int], cache: Path, capsys: Any) -> None:
+def test_a_damaged_reference_is_computed_anew_with_one_line_that_names_it(forwards: list[int], own_cache: Path, capsys: Any) -> None:
     """Bits flipped, cut, emptied, exchanged, at seeded places: another reference would train to other weights without a word.
 
     Fails when: the digest behind the numbers is not compared; np.load alone finds 5 of these 29.
@@ -144,7 +140,7 @@ def test_a_damaged_reference_is_computed_anew_with_one_line_that_names_it(forwar
         return torch.stack([found.chosen, found.rejected])
 
     whole = table()
-    (file,) = cache.glob("reference-*.npy")
+    (file,) = own_cache.glob("reference-*.npy")
     content, chance = file.read_bytes(), random.Random(0)
     damaged = [content[: chance.randrange(len(content))] for _ in range(5)]
     damaged += [b"", content + b"\0", content[:-19], content.replace(content[128:136], content[136:144], 1)]

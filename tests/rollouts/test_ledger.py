@@ -24,11 +24,6 @@ ROWS = [{"prompt": f"{number} is", "answer": str(number)} for number in range(3)
 
 
 @pytest.fixture
-def accelerator() -> Accelerator:
-    return Accelerator(cpu=True)
-
-
-@pytest.fixture
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(8, 8)

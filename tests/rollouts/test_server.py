@@ -44,11 +44,6 @@ def model_of(seed: int = 0) -> Any:
 
 
 @pytest.fixture
-def accelerator() -> Accelerator:
-    return Accelerator(cpu=True)
-
-
-@pytest.fixture
 def double(tokenizer: Any) -> Iterator[Double]:
     with serving(model_of(), tokenizer) as double:
         yield double

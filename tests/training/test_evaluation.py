@@ -74,13 +74,6 @@ def examples_of(kind: str, weighted: bool = False) -> Any:
     return make
 
 
-@pytest.fixture(scope="module")
-def accelerator() -> Any:
-    from accelerate import Accelerator
-
-    return Accelerator(cpu=True)
-
-
 @pytest.mark.parametrize("examples", [1, 7, 97])
 @pytest.mark.parametrize("size", [1, 4, 64])
 @pytest.mark.parametrize("gathered", [False, True], ids=["sums", "gathered"])

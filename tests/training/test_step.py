@@ -19,11 +19,6 @@ from toolkit.training.step import accumulate_gradients, accumulate_micro_batch, 
 FEATURES, CLASSES, EXAMPLES = 6, 5, 11
 
 
-@pytest.fixture(scope="module")
-def accelerator() -> Accelerator:
-    return Accelerator(cpu=True)
-
-
 def ragged_examples() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Examples of 1 to 9 tokens: features [tokens, 6] and labels [tokens], some of them ignored."""
     random_numbers = torch.Generator().manual_seed(0)

@@ -78,10 +78,10 @@ def test_any_number_of_processes_writes_the_same_bytes_under_the_same_name(token
     assert "TOKENIZERS_PARALLELISM" not in os.environ or os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("processes", [1, 3])
 def test_the_first_bad_row_is_named_whoever_reads_it(tokenizer, processes, tmp_path, monkeypatch):
     """Fails when: a worker's own error, with its traceback, takes the place of the refusal, or a later batch is faster."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(preparing, "BATCH_ROWS", 4)
     rows = [{"origin": f"rows:{i}", "prompt": "a", "completion": None if i in (17, 30) else "b"} for i in range(40)]
     splits, config = DatasetDict(train=Dataset.from_list(rows)), DataConfig(preprocessing_num_workers=processes)
