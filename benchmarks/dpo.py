@@ -125,7 +125,7 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
     from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    class OnTokenisedPairs(DPOTrainer):
+    class OnTokenizedPairs(DPOTrainer):
         """Takes rows that are tokenized already, and tells the stopwatch what is done before `train`."""
 
         def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
@@ -138,7 +138,7 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
     if settings.get("per_device_train_batch_size") == 1:
         settings["gradient_accumulation_steps"] = task.batch  # a step is of as many pairs, however they are cut
 
-    trainer = OnTokenisedPairs(
+    trainer = OnTokenizedPairs(
         model=task.model,
         args=DPOConfig(**trl_arguments(task, settings)),
         train_dataset=task.rows().select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]),
