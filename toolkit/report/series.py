@@ -59,6 +59,6 @@ def add_events(series: dict[str, Series], events: Iterable[dict[str, Any]]) -> N
 
 
 def todays_names(names: Collection[str]) -> dict[str, str]:
-    """Old names of metrics among those of a record: DPO's `logps_drop` was `kl` in 0.1, as KTO's and policies' are called still."""
+    """Old names among those of a record, and new ones: DPO's `logps_drop` was `kl` in 0.1, as KTO's and policies' still is."""
     of_pairs = (prefix for prefix in ("", "eval_", "first_eval_") if f"{prefix}logps_chosen" in names)
     return {f"{prefix}kl": f"{prefix}logps_drop" for prefix in of_pairs if f"{prefix}kl" in names}
