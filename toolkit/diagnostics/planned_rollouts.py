@@ -105,4 +105,5 @@ def _with_any_logps(
     """What is asked of one completion is known of all: these forward passes keep no graph, so that no peak is in them."""
     first = original(accelerator, model, rollouts[:1], *values, **named)[0]
     asked = [name for name, value in vars(first).items() if value is not None and getattr(rollouts[0], name) is None]
-    return [replace(each, **{name: [0.0] * len(each.completion_ids) for name in asked}) for each in rollouts]
+    known: list[dict[str, Any]] = [{name: [0.0] * len(each.completion_ids) for name in asked} for each in rollouts]
+    return [replace(each, **of_each) for each, of_each in zip(rollouts, known, strict=True)]
