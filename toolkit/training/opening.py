@@ -135,14 +135,12 @@ def _begin(
         is_over = own and state.finished and all((saver.output_dir / name).exists() for name in ("config.yaml", "run.json"))
         display.resume(state.num_steps(train.global_batch_size), state.step)
         _show_resume(source, state, train.global_batch_size, notes, state.events - len(events) if own else 0, say)
-        if not is_over:  # else the files say what the weights were made with
-            came = [] if own else [f"resumed from a checkpoint of another run, {source}"]
-            state.continued = [*state.continued, *(f"step {state.step}: {note}" for note in [*came, *notes])]
+        came = [] if own else [f"resumed from a checkpoint of another run, {source}"]
+        state.resume(len(events), [] if is_over else [*came, *notes])  # else the files say what the weights were made with
         add_reads(config, state.settings_read)
         ckpt.restore_random_state(saved.random)
     elif accelerator.is_main_process:
         output.clear_metrics(saver.output_dir)
-    state.events = len(events)
 
     def describe() -> None:
         output.write_config(config)

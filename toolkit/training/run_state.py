@@ -75,6 +75,11 @@ class RunState:
         """Steps in all: those taken, and as many as the examples left over fill at this batch size."""
         return self.step + math.ceil(max(0, self.examples_to_consume - self.position) / global_batch_size)
 
+    def resume(self, events: int, changes: Sequence[str]) -> None:
+        """Go on with the lines of metrics.jsonl that are left, and with these changes from this step on."""
+        self.events = events
+        self.continued = [*self.continued, *(f"step {self.step}: {change}" for change in changes)]
+
     def record(self) -> dict[str, Any]:
         """What a checkpoint writes: the fields by name."""
         return {**asdict(replace(self, memory={})), "memory": self.memory}  # asdict would break a Counter in it

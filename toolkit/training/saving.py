@@ -186,7 +186,9 @@ def put_back(
             raise Refusal(f"{path}: holds no state of a run ({wrong}). Take another checkpoint.")
         notes = changes_since(saved.run, config, accelerator, train)
         notes += other_reference(saved.run.get("reference_made_of"), now.reference_made_of, config)
-        train.restore(saved.run["source"], saved.run["position"])
+        # --max-steps counts in the batches the run began with
+        length = saved.run.get("examples_to_consume") if keeps_its_length(config) else None
+        train.restore(saved.run["source"], saved.run["position"], length)
         if not saver.shards:
             ckpt.apply_state(saved, saver.model, saver.optimizer, accelerator.scaler)
         return saved, notes
@@ -195,8 +197,6 @@ def put_back(
     if saver.shards:  # with collectives, which a refusal of one rank alone must not leave open: all read the same file
         ckpt.apply_sharded_state(accelerator, saved, saver.model, saver.optimizer)
     saver.base = saved.base
-    if "examples_to_consume" in saved.run and keeps_its_length(config):
-        train.examples_to_consume = saved.run["examples_to_consume"]  # --max-steps counts in the batches the run began with
     state = replace(
         RunState.from_record(saved.run), examples_to_consume=train.examples_to_consume, fingerprint=now.fingerprint,
         settings=now.settings, layout=now.layout, reference_made_of=now.reference_made_of,

@@ -131,8 +131,9 @@ class TrainLoader:
         """What a resume needs next to the position: nothing."""
         return {}
 
-    def restore(self, state: dict[str, Any], position: int) -> None:
-        """The position says it all."""
+    def restore(self, state: dict[str, Any], position: int, examples_to_consume: int | None = None) -> None:
+        """The position says it all. `examples_to_consume`: of the run that is continued; None: as this loader was built."""
+        self.examples_to_consume = examples_to_consume or self.examples_to_consume
 
     def longest_micro_batch(self) -> dict[str, Any]:
         """The micro-batch of the longest examples: the most that any step may need memory for."""

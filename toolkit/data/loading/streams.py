@@ -52,8 +52,12 @@ class StreamLoader:
         """Where in the source the next example comes from, and a digest of those consumed; JSON."""
         return dataclasses.asdict(self._mark)
 
-    def restore(self, state: dict[str, Any], position: int) -> None:
-        """Go on, with the next call of `batches`, after the examples that this state counts; refuses a source that changed."""
+    def restore(self, state: dict[str, Any], position: int, examples_to_consume: int | None = None) -> None:
+        """Go on, with the next call of `batches`, after the examples that this state counts; refuses a source that changed.
+
+        `examples_to_consume`: of the run that is continued; None: as this loader was built.
+        """
+        self.examples_to_consume = examples_to_consume or self.examples_to_consume
         self._goal = state
         self._resumed = (position, self._rows_from(position))
 
