@@ -11,7 +11,7 @@ from toolkit.config import Refusal
 from toolkit.data.sources.find_files import find_files
 from toolkit.data.sources.mixtures import as_mixture
 from toolkit.data.sources.remote import description_of, files_at, is_url
-from toolkit.system.digests import add_file
+from toolkit.system.digests import add_file, code_digest
 
 
 def toolkit_identity() -> dict[str, str | None]:
@@ -21,19 +21,6 @@ def toolkit_identity() -> dict[str, str | None]:
     folder = Path(toolkit.__file__).resolve().parents[1]
     is_clone = (folder / ".git").exists()  # else a clone of something else may lie around the environment
     return {"version": toolkit.__version__, "sha256": code_digest(), "commit": git_commit(folder) if is_clone else None}
-
-
-def code_digest() -> str:
-    """SHA-256 over names and text of all modules; recipes that a wheel brings along are left out: a run has that of its own."""
-    import toolkit
-
-    package = Path(toolkit.__file__).resolve().parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        name = path.relative_to(package)
-        if name.parts[0] != "_recipes":
-            digest.update(name.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def git_commit(folder: Path) -> str | None:

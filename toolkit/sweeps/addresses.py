@@ -17,11 +17,11 @@ from typing import Any
 from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
 from toolkit.runs.copies import text_hash
-from toolkit.runs.provenance import code_digest
 from toolkit.sweeps.journal import JOURNAL, JournalFile, Outcome, Plan, read_journal
 from toolkit.sweeps.outcomes import trial_folder
 from toolkit.sweeps.results import result_of
 from toolkit.sweeps.space import read_space
+from toolkit.system.digests import code_digest
 
 _toolkit = cache(code_digest)  # of each trial of a sweep
 _PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "numpy", "deepspeed")

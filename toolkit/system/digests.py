@@ -27,6 +27,20 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def code_digest() -> str:
+    """SHA-256 over names and text of all of the toolkit's modules; recipes that a wheel brings along are left out: a run has
+    that of its own."""
+    import toolkit
+
+    package = Path(toolkit.__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package)
+        if name.parts[0] != "_recipes":
+            digest.update(name.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
 def crc32_of(path: Path) -> str:
     piece, crc = bytearray(_PIECE), 0
     with open(path, "rb", buffering=0) as file:
