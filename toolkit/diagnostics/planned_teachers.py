@@ -60,8 +60,11 @@ def _any_answers(
     original: Any, accelerator: Any, load: Any, made_of: Any, train: TrainLoader, evaluation: EvalLoader | None, *,
     top_k: int, vocabulary: int, temperature: float,
 ) -> tuple[TrainLoader, EvalLoader | None]:  # fmt: skip
-    rows: Any = TaughtRows(train.rows, _AnyAnswers(train.rows, top_k, vocabulary))  # type: ignore[arg-type]
-    return dataclasses.replace(train, rows=rows, collate=functools.partial(collate_taught, collate=train.collate)), evaluation
+    def taught(loader: Any) -> Any:
+        rows = TaughtRows(loader.rows, _AnyAnswers(loader.rows, top_k, vocabulary))  # type: ignore[arg-type]
+        return dataclasses.replace(loader, rows=rows, collate=functools.partial(collate_taught, collate=loader.collate))
+
+    return taught(train), evaluation and taught(evaluation)
 
 
 @dataclass(frozen=True)
