@@ -98,7 +98,7 @@ COUNTERPARTS: dict[str, tuple[tuple[str, ...], str]] = {
     "importance_weighting": ((), "leave it out: hidden tokens always count what the bound of the likelihood says."),
     "mask_token_str": ((), "leave it out: the tokenizer's own mask token is taken, else <|mask|> is added."),
     "mask_token_id": ((), "leave it out: the tokenizer's own mask token is taken, else <|mask|> is added."),
-    "eps": ((), "leave it out: at least one token of each row is hidden."),
+    "eps": (("adam_epsilon",), "of a diffusion's noise leave it out: at least one token of each row is hidden."),
     "generate_samples": (("num_samples",), ""),
     "generation_interval": (("eval_steps",), "an evaluation writes the samples."),
     "generation_steps": (("denoising_steps",), ""),

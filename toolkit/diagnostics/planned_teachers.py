@@ -50,7 +50,7 @@ def _averaged(ledger: Ledger, original: Any, average: Any, *values: Any) -> None
 
 
 def _see(ledger: Ledger, model: nn.Module, trained: Any = None) -> None:
-    """Its tensors, but for those that it shares with the student: of an average the ones that nobody trains."""
+    """Its tensors; of an average the trained ones alone, because it shares the others with the student."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if trained is None or name in trained:
             ledger.see(tensor, TEACHER)

@@ -172,7 +172,8 @@ def _teacher(run_card: Mapping[str, Any]) -> str:
     if reference.get("who") != "teacher":
         return ""
     directories = [name for name in reference if name not in ("who", "setting", "commit", "server_model", "root")]
-    name = str(reference.get("server_model") or next(iter(directories), None) or run_card["settings"].get("teacher") or "")
+    named = (run_card.get("settings") or {}).get("teacher")
+    name = str(reference.get("server_model") or next(iter(directories), None) or named or "")
     shown = f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else _code(shown_model(name))
     at = f" at {_code(reference['commit'])}" if reference.get("commit") else ""
     return f"Distilled from {shown}{at}.\n\n"

@@ -9,7 +9,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from toolkit.report.numbers import finite_number, is_usable
+from toolkit.report.numbers import finite_number
+from toolkit.system.numbers import is_usable
 
 Points = list[tuple[float, float | None]]  # (step, value); None where the value was not finite
 

@@ -119,13 +119,6 @@ def own_ends(prompts: list[str], width: int) -> list[str]:
     return [one_line((prompt[: len(prompt) - alike] or prompt)[::-1], width)[::-1] for prompt in prompts]
 
 
-def show_time(seconds: float) -> str:
-    """Such as 6:05 or 1:06:05."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 def as_typed(*words: object) -> str:
     """The words as one shell command, quoted where needed: messages tell people to type only what they can paste."""
     return shlex.join(map(str, words))

@@ -34,6 +34,13 @@ def show_digits(value: float) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
+def show_time(seconds: float) -> str:
+    """Such as 6:05 or 1:06:05."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
 def is_usable(value: float) -> bool:
     """Whether a number from a file is finite, and no whole number of hundreds of digits, which no float is."""
     return abs(value) < 1e300

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from toolkit.system.console import say, show_time
+from toolkit.system.console import say
+from toolkit.system.numbers import show_time
 
 LOG_SECONDS = 60.0  # between two lines of a log; work that is done before the first has none
 BAR_SECONDS = 3.0  # before a bar is shown

@@ -5,8 +5,8 @@ import sys
 import time
 from collections.abc import Mapping
 
-from toolkit.system.console import say, show_moving_line, show_time
-from toolkit.system.numbers import show_decimals
+from toolkit.system.console import say, show_moving_line
+from toolkit.system.numbers import show_decimals, show_time
 
 
 class Progress:

@@ -22,6 +22,7 @@ import numpy as np
 from toolkit.config import Refusal
 from toolkit.data.compat import fingerprint_of
 from toolkit.data.sources.arrow_cache import cache_folder
+from toolkit.data.tokenize import masks
 from toolkit.data.tokenize.masks import common_prefix
 from toolkit.system.console import first_line, warn_once
 from toolkit.system.progress import with_progress
@@ -130,7 +131,8 @@ def _kept_keys(rows: Dataset) -> np.ndarray:
     """Of many rows they are kept in the cache, under a key of the rows: to hash ten million takes most of a second start."""
     if len(rows) < KEPT_ROWS:
         return row_keys(rows)
-    code = hashlib.blake2b(Path(__file__).read_bytes()).hexdigest()  # which decides what an input is
+    files = (__file__, masks.__file__)  # whose code decides what an input is
+    code = hashlib.blake2b(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
     content = f"{code} {fingerprint_of(rows)} {sorted(rows.column_names)}"
     folder = cache_folder(
         f"keys-{hashlib.sha256(content.encode()).hexdigest()[:24]}", lambda folder: np.save(folder / "keys.npy", row_keys(rows))
