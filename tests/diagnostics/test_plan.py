@@ -274,7 +274,7 @@ def test_of_a_sampler_the_longest_completions_of_one_group_are_planned() -> None
 
 def test_a_teacher_is_planned_in_memory_or_by_what_is_stored_of_it(tmp_path: Path) -> None:
     """Fails when: a teacher is counted as activations, or loaded although its answers are stored; or the student's own answers
-    are as long as the data's."""
+    are as long as the data's, or of other prompts than the longest."""
     config = tk.ModelConfig(model="nano-llama", hidden_size=48)
     tokenizer = tk.load_tokenizer(config)
     model = tk.load_model("AutoModelForCausalLM", config, tokenizer)
@@ -284,9 +284,17 @@ def test_a_teacher_is_planned_in_memory_or_by_what_is_stored_of_it(tmp_path: Pat
     online, stored = here(*words), here(*words, "--teacher-top-k", "8")
     assert online["parts"]["teacher"] == pytest.approx(4 * sum(p.numel() for p in model.parameters()), rel=0.001)
     assert (stored["parts"]["teacher"], stored["peak"] < online["peak"]) == (0, True)
-    sft = ["--dataset", "stdlib:sft", "--no-packing", "--on-policy-share", "0.5", "--max-new-tokens"]
-    short, long = (here(*words, *sft, most, "--max-length", "1024")["parts"]["activations"] for most in ("1", "900"))
-    assert long > 2 * short
+    rows = [{"prompt": "word " * (300 if number == 7 else 3), "completion": " end"} for number in range(40)]
+    for name, written in (("one", rows), ("all", [rows[7]] * 40)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+
+    def written_by_itself(name: str, most: int) -> float:
+        sizes = ["--max-length", "1024", "--max-new-tokens", str(most), "--per-device-train-batch-size", "1"]
+        own = ["--dataset", str(tmp_path / f"{name}.jsonl"), "--no-packing", "--eval-fraction", "0", "--on-policy-share", "0.5"]
+        return float(here(*words, *own, *sizes)["parts"]["activations"])
+
+    assert written_by_itself("one", 500) == pytest.approx(written_by_itself("all", 500), rel=0.01)
+    assert written_by_itself("one", 500) > 1.5 * written_by_itself("one", 1)
 
 
 def test_a_command_that_fits_names_no_flag_twice() -> None:
