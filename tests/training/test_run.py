@@ -133,6 +133,13 @@ def test_a_checkpoint_holds_the_fields_of_the_state_and_gives_them_back(tmp_path
     assert run.state.memory is run.memory
 
 
+def test_a_resumed_state_counts_the_lines_that_are_left_and_lists_what_has_changed() -> None:
+    """Fails when: lines that were lost are counted again at the next resume, or earlier changes are forgotten."""
+    state = RunState(step=7, events=5, continued=["step 3: once"])
+    state.resume(2, ["lr 1e-3 -> 1e-4"])
+    assert (state.events, state.continued) == (2, ["step 3: once", "step 7: lr 1e-3 -> 1e-4"])
+
+
 def test_asking_what_is_due_changes_nothing(tmp_path: Path) -> None:
     """Also an evaluation that is owed stays owed until the next step. Fails when: `due` resets it, or nothing does."""
     config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=4, max_steps=8)
