@@ -43,7 +43,7 @@ import torch
 from benchmarks.side_by_side import BEST, DEFAULTS, END, FIRST_WORD, OURS, PAD, SHAPES, SHAPES_OF, Shape, random_lengths
 
 ROOT = Path(__file__).parents[1]
-WARM_UP, STEPS = 6, 16  # the first compile
+WARM_UP, STEPS, LOGGED = 6, 18, 3  # the first compile; a log line waits for the device
 TINY = Shape(
     "Qwen3",
     {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -101,8 +101,9 @@ class Bench:
 def tests(bench: Bench) -> None:
     files = [str(path) for path in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in path.read_text(encoding="utf-8")]
     processes = str(max(1, min(6, (os.cpu_count() or 1) // 2)))
-    flags = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "-n", processes]
-    done = bench.run("tests", [sys.executable, "-m", "pytest", *files, *flags], 150)
+    # Without the project's -q: a line for each test, so that one cut off by time has said which failed.
+    flags = ["-o", "addopts=--import-mode=importlib", "-m", "gpu", "-v", "-p", "no:cacheprovider", "-n", processes]
+    done = bench.run("tests", [sys.executable, "-m", "pytest", *files, *flags], 240)
     bench.record("tests", "pytest -m gpu", result=_last_line(done))
 
 
@@ -188,7 +189,8 @@ def _flags(bench: Bench, method: str, shape: Shape, model: Path, run: Path) -> l
     _, own, examples, columns = METHODS[method]
     data = _make_rows(bench.output / "data" / f"{model.name}-{method}.jsonl", shape, columns, (WARM_UP + STEPS + 4) * examples)
     flags = ["--model", str(model), "--dataset", str(data), "--max-length", str(shape.longest), "--optim", "adamw_torch"]
-    flags += ["--max-steps", str(WARM_UP + STEPS), "--logging-steps", "1", "--save-strategy", "no", "--eval-strategy", "no"]
+    flags += ["--max-steps", str(WARM_UP + STEPS), "--logging-steps", str(LOGGED)]
+    flags += ["--save-strategy", "no", "--eval-strategy", "no"]
     flags += ["--no-eval-on-start"] if method in ("sft", "lora", "dpo") else []
     flags += ["--num-samples", "0"] if method in ("sft", "lora") else []
     return [*flags, *own, "--bf16", "--output-dir", str(run), "--overwrite-output-dir"]
@@ -230,9 +232,9 @@ def _make_rows(path: Path, shape: Shape, columns: tuple[str, ...], count: int) -
 
 
 def _logged(run: Path) -> dict[str, Any]:
-    """Medians over the steps behind the warm-up, as the run logged them."""
+    """Medians over the lines behind the warm-up, as the run logged them."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    timed = [line for line in lines if "loss" in line][WARM_UP:]
+    timed = [line for line in lines if "loss" in line][WARM_UP // LOGGED :]
     names = ("examples_per_second", "tokens_per_second", "mfu", "loss", "grad_norm")
     found = {name: statistics.median(line[name] for line in timed) for name in names if all(name in line for line in timed)}
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))

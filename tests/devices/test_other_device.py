@@ -84,11 +84,13 @@ def test_a_recipe_trains_on_another_device_as_on_the_cpu(tiny: Any, recipe: str)
 def test_a_recipe_trains_on_a_gpu_as_on_the_cpu(recipe: str, tmp_path: Path) -> None:
     """The same to 1e-4, in processes that begin anew: one forked from where CUDA was started, as bitsandbytes does, can't use it.
 
+    With AdamW: Muon computes its updates in bfloat16 on CUDA.
+
     Fails when (by reading it, not run): micro-batches stay where they were collated (`to_device` returns its argument).
     """
 
     def train(script: str, folder: str, *flags: str) -> list[dict[str, Any]]:
-        command = [sys.executable, script, *flags, "--output-dir", folder]
+        command = [sys.executable, script, *flags, "--optim", "adamw_torch", "--output-dir", folder]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

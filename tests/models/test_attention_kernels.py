@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from toolkit.config import ModelConfig
 from toolkit.models.attention import kernels as attention_kernels, masks as attention_masks
 from toolkit.models.attention.kernels import (
     Rules,
@@ -19,6 +20,8 @@ from toolkit.models.attention.kernels import (
     varlen_kernel,
 )
 from toolkit.models.attention.masks import band
+from toolkit.models.load import load_model
+from toolkit.system.devices import planned_for
 
 LENGTHS = [300, 1, 270, 2, 40]  # shorter and longer than a chunk of queries, and than the windows below
 RULES = [
@@ -154,43 +157,40 @@ def test_lengths_are_read_off_the_device_once_a_row_and_not_once_a_layer(monkeyp
     assert lengths_of(bounds([7, 5])) == [7, 5]
 
 
-def flash_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-    """A stand-in for torch's operator, which no CPU has: its conditions, and attention as its page says, a document at a time.
+def flash_operator(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale, window_size_left, window_size_right,
+):  # fmt: skip
+    """A stand-in for torch's operator, which no CPU has: its conditions, and attention as its source says, a document at a time.
 
     Heads of keys may be fewer; the last query sees up to the last key.
     """
     assert query.dtype == key.dtype == value.dtype
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
     assert query.shape[-1] % 8 == 0
+    assert not dropout_p
+    assert not is_causal or (window_size_left, window_size_right) == (-1, 0)
     documents = []
-    for (start, end), (first, last) in zip(itertools.pairwise(cu_seq_q.tolist()), itertools.pairwise(cu_seq_k.tolist()), strict=True):
+    for (start, end), (first, last) in zip(itertools.pairwise(cum_seq_q.tolist()), itertools.pairwise(cum_seq_k.tolist()), strict=True):
         assert end - start <= max_q
         assert last - first <= max_k
         groups = query.shape[1] // key.shape[1]
         q, k, v = query[start:end], key[first:last].repeat_interleave(groups, 1), value[first:last].repeat_interleave(groups, 1)
         behind = torch.arange(last - first - (end - start), last - first)[:, None] - torch.arange(last - first)
         hidden = torch.zeros_like(behind, dtype=torch.bool)
-        for side, sign in zip(window_size, (1, -1), strict=True):
+        for side, sign in ((window_size_left, 1), (window_size_right, -1)):
             hidden = hidden | (behind * sign > side) if side >= 0 else hidden
-        scores = torch.einsum("qhd,khd->hqk", q, k) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         documents.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
-    return torch.cat(documents)
+    return torch.cat(documents), None, None, None, None
 
 
-def flash_of_2_13(*args, enable_gqa=False, seqused_k=None, block_table=None, num_splits=None, **options):
-    if args[0].shape[1] != args[1].shape[1] and not enable_gqa:
-        raise ValueError("Expect query and key/value to have the same number of heads. Try setting enable_gqa=True for GQA.")
-    return flash_of_2_11(*args, **options)
-
-
-@pytest.mark.parametrize("operator", [flash_of_2_11, flash_of_2_13])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 16), (20, 20), (24, 16), (9, 17)])
 @pytest.mark.parametrize("rules", [rules for rules in RULES if rules.softcap is None], ids=str)
-def test_varlen_is_asked_as_each_version_of_torch_takes_it(operator, head_dim, value_dim, rules, monkeypatch):
-    """Fails when: enable_gqa is given to 2.11 or kept from 2.13; a head dimension that is no multiple of 8 goes in as it is;
-    the scale is that of the widened heads; longest is the caller's though it knows none.
+def test_varlen_asks_flash_attention_for_what_the_rules_say(head_dim, value_dim, rules, monkeypatch):
+    """Fails when: a head dimension that is no multiple of 8 goes in as it is; the scale is that of the widened heads; a window is
+    a token longer; longest is the caller's though it knows none.
     """
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", operator)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_operator)
     query, key, value = states(heads=4, head_dim=max(head_dim, value_dim))
     inputs = [query[..., :head_dim], key[..., :head_dim], value[..., :value_dim]]
     for longest in (rules.longest, None):
@@ -209,7 +209,9 @@ PLAIN = Rules(True, None, None, None, 0.0, None)
         ((257, 64), torch.bfloat16, PLAIN, False, True), ((64, 264), torch.bfloat16, PLAIN, False, True),
         ((64, 64), torch.float32, PLAIN, False, True), ((64, 64), torch.float64, PLAIN, False, False),
         ((64, 64), torch.bfloat16, PLAIN._replace(softcap=30.0), False, True),
-        ((64, 64), torch.bfloat16, PLAIN._replace(dropout=0.1), False, False),
+        ((64, 64), torch.bfloat16, PLAIN._replace(dropout=0.1), True, False),
+        ((200, 64), torch.bfloat16, PLAIN._replace(dropout=0.1), False, False),
+        ((64, 64), torch.float32, PLAIN._replace(dropout=0.1), False, False),
         ((64, 64), torch.bfloat16, PLAIN._replace(window=7), True, True),
     ],
 )  # fmt: skip
@@ -219,21 +221,36 @@ def test_a_kernel_is_chosen_by_what_it_computes(dims, dtype, rules, varlen, flex
 
 
 def test_what_a_device_has_is_found_out_while_a_layer_is_compiled(monkeypatch):
-    """Whether a device has the operator and how its torch takes it are constants of the graph, which goes through in one piece.
+    """It is a constant of the graph, which goes through in one piece.
 
-    Fails when: assume_constant_result is taken away from `_varlen_is_there`.
+    Fails when: assume_constant_result is taken away from `_is_ampere`.
     """
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *_, enable_gqa=False, **__: q * (2.0 if enable_gqa else 1.0))
     monkeypatch.setattr(attention_kernels, "is_ampere", torch.compiler.disable(lambda device: True))  # no part of a graph
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="eager", dynamic=True)
-    def layer(query, key, value, row):
-        assert attention_kernels._varlen_is_there(query.device)
-        return varlen_kernel(query, key, value, row, PLAIN._replace(longest=300))
+    def layer(query):
+        assert attention_kernels._is_ampere(query.device)
+        return 2 * query
 
-    query, key, value = states(torch.float32, groups=2)
-    assert torch.equal(layer(query, key, value, bounds()), 2 * query[0].transpose(0, 1))
+    assert torch.equal(layer(torch.ones(3)), torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])
+def test_a_packed_layer_on_cuda_is_compiled_as_one_graph(name, monkeypatch):
+    """Each break in it is an arithmetic apart from the next, and as much again of the processor's time for a launch.
+
+    Fails when: `chosen_type` asks a ContextVar, or the kernel that is chosen for a GPU looks at what a tensor holds.
+    """
+    monkeypatch.setattr(attention_kernels, "flash_attention", lambda query, *_: query)
+    model = load_model("AutoModelForCausalLM", ModelConfig(model=name), packed=True)
+    for layer in model.model.layers:
+        layer.compile(dynamic=True, backend="eager", fullgraph=True)
+    tokens = torch.arange(300)[None]
+    with planned_for("cuda"), torch.autocast("cpu", torch.bfloat16):
+        for row in (bounds([100, 200]), bounds([1, 9, 40, 250])):  # of another number of documents
+            packed = {"cu_seq_lens_q": row, "cu_seq_lens_k": row, "max_length_q": 250, "max_length_k": 250}
+            assert torch.isfinite(model(tokens, position_ids=tokens, use_cache=False, **packed).logits).all()
 
 
 @pytest.mark.parametrize(
@@ -334,6 +351,43 @@ def test_varlen_gives_each_document_its_own_attention_and_gradients(rules, dtype
     found = value_and_gradients(lambda *s: varlen_kernel(*s, bounds(device="cuda"), rules), inputs)
     expected = value_and_gradients(lambda *s: plain_attention(*s, rules), [tensor.double() for tensor in inputs])
     assert error(found, expected) < 1e-2
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("causal", [True, False])
+def test_varlen_drops_attention_and_its_gradient_knows_which(causal):
+    """What was dropped is read off the output where the values are the unit vectors; then the same is dropped by plain attention.
+
+    Fails when (by reading it, not run): backward gets no dropout, or another seed; what is kept is not scaled up.
+    """
+    lengths, rate = [60, 33, 64], 0.25
+    rules = Rules(causal, None, None, None, rate, 64)
+    query, key, value = states(torch.bfloat16, "cuda", lengths=lengths, groups=1, head_dim=64)
+    unit = torch.cat([torch.eye(64)[:length] for length in lengths]).to("cuda", torch.bfloat16).repeat(1, 2, 1, 1)
+
+    def attend(*inputs):
+        torch.cuda.manual_seed(3)
+        return varlen_kernel(*inputs, bounds(lengths, "cuda"), rules)
+
+    kept = (attend(query, key, unit) > 0).transpose(0, 1)  # [heads, tokens, places of a document]
+
+    def plain(query, key, value):
+        documents, start = [], 0
+        for length in lengths:
+            q, k, v = (each[0, :, start : start + length] for each in (query, key, value))
+            hidden = torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1) if causal else None
+            scores = q @ k.transpose(1, 2) / 8
+            weights = (scores if hidden is None else scores.masked_fill(hidden, float("-inf"))).softmax(-1)
+            documents.append(weights * kept[:, start : start + length, :length] / (1 - rate) @ v)
+            start += length
+        return torch.cat(documents, dim=1).transpose(0, 1)
+
+    seen = torch.cat([torch.ones(n, n, device="cuda").tril().flatten() if causal else torch.ones(n * n, device="cuda") for n in lengths])
+    among = torch.cat([kept[0, sum(lengths[:i]) : sum(lengths[:i]) + n, :n].flatten() for i, n in enumerate(lengths)])
+    assert abs(float(among[seen > 0].float().mean()) - (1 - rate)) < 4 * (rate * (1 - rate) / float(seen.sum())) ** 0.5
+    expected = value_and_gradients(plain, [tensor.double() for tensor in (query, key, value)])
+    assert error(value_and_gradients(attend, [query, key, value]), expected) < 1e-2
 
 
 class Capped(torch.nn.Module):

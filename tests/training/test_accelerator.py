@@ -34,6 +34,14 @@ def test_full_determinism_is_what_trainer_means_by_it_and_only_where_it_is_asked
     assert json.loads(made.stdout.splitlines()[-1]) == expected
 
 
+def test_attention_of_padded_rows_is_not_that_which_plans_for_every_length(tmp_path):
+    """Fails when: cuDNN's attention is left on."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    tk.build_accelerator(tk.RunConfig(output_dir=str(tmp_path / "run"), use_cpu=True))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
 def test_full_determinism_is_refused_once_cuda_was_used_without_it(tmp_path, monkeypatch):
     """In a notebook, say: cuBLAS reads its setting once. That CUDA was started is no use yet: importing bitsandbytes does.
 

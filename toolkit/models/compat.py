@@ -142,6 +142,23 @@ def finds_cpp_compiler() -> bool:
     return True
 
 
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor, longest: int,
+    causal: bool, window: int | None, scale: float, dropout: float,
+) -> torch.Tensor:  # fmt: skip
+    """Flash attention of documents in a row: `[tokens, heads, head_dim]`, with fewer heads in key and value or as many.
+
+    The operator that torch's own scaled_dot_product_attention and torch.nn.attention.varlen end in (2.11 to 2.13). The
+    latter, which is public, has no dropout, and is an operator of Python: the processor takes three times as long to launch it.
+    """
+    before = -1 if window is None else window - 1
+    output: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, bounds, key_bounds, longest, longest, dropout, causal and window is None, False, scale=scale,
+        window_size_left=before, window_size_right=0 if causal else before,
+    )[0]  # fmt: skip
+    return output
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was compiled in place, by `module.compile`."""
     return module._compiled_call_impl is not None

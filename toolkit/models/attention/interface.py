@@ -206,7 +206,7 @@ def _attend_softcapped(
 
 def _as_one_row(states: torch.Tensor) -> torch.Tensor:
     """`[batch, heads, length, head_dim]` to `[1, heads, batch * length, head_dim]`."""
-    return states if states.shape[0] == 1 else states.transpose(0, 1).flatten(1, 2)[None]
+    return states if states.shape[0] == 1 else states.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
 
 @once_a_row

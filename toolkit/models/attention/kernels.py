@@ -6,8 +6,6 @@ queries: of each document the queries are the last tokens, and the keys before t
 """
 
 import functools
-import importlib.util
-import inspect
 import operator
 import weakref
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 from toolkit.config import Refusal
 from toolkit.models.attention.groups import TINY, grouped_attention, groups_of
 from toolkit.models.attention.masks import Masks, masks_of, once_a_row
+from toolkit.models.compat import flash_attention
 from toolkit.system.devices import chosen_type, is_ampere
 
 CHUNK = 256  # queries handled together where scores are written out: memory is CHUNK x keys, never length squared
@@ -42,18 +41,19 @@ def fastest_kernel(
     key_bounds: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """torch's variable-length flash attention or flex attention on CUDA, else a loop over the documents."""
-    if chosen_type(query.device) == "cuda" and flex_computes(value.dtype, rules):
-        if varlen_computes(query.shape[-1], value.shape[-1], value.dtype, rules) and _varlen_is_there(query.device):
+    if chosen_type(query.device) == "cuda":
+        if varlen_computes(query.shape[-1], value.shape[-1], value.dtype, rules) and _is_ampere(query.device):
             return varlen_kernel(query, key, value, bounds, rules, key_bounds)
-        if query.is_cuda:  # in a plan for CUDA the loop takes its place: flex attention has no backward of other tensors
+        # in a plan for CUDA the loop takes the place of flex attention, which has no backward of other tensors
+        if query.is_cuda and flex_computes(value.dtype, rules):
             return flex_kernel(query, key, value, bounds, rules, key_bounds)
     return loop_kernel(query, key, value, bounds, rules, key_bounds)
 
 
 def varlen_computes(head_dim: int, value_dim: int, dtype: torch.dtype, rules: Rules) -> bool:
     """Whether variable-length flash attention has what is asked for, on a device that has it."""
-    plain = rules.softcap is None and not rules.dropout
-    return plain and dtype in (torch.bfloat16, torch.float16) and max(head_dim, value_dim) <= 256
+    widest = 192 if rules.dropout else 256  # whose backward every such device has
+    return rules.softcap is None and dtype in (torch.bfloat16, torch.float16) and max(head_dim, value_dim) <= widest
 
 
 def flex_computes(dtype: torch.dtype, rules: Rules) -> bool:
@@ -62,39 +62,24 @@ def flex_computes(dtype: torch.dtype, rules: Rules) -> bool:
 
 
 @torch.compiler.assume_constant_result  # in a compiled layer: asked for while it is compiled, and no break in its graph
-def _varlen_is_there(device: torch.device) -> bool:
-    return is_ampere(device) and importlib.util.find_spec("torch.nn.attention.varlen") is not None
+def _is_ampere(device: torch.device) -> bool:
+    return is_ampere(device)
 
 
 def varlen_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, rules: Rules,
     key_bounds: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """torch.nn.attention.varlen: bfloat16 and float16 on CUDA, Ampere or later."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    """torch's flash attention of variable lengths: bfloat16 and float16 on CUDA, Ampere or later."""
     key_bounds = bounds if key_bounds is None else key_bounds
     longest = rules.longest if rules.longest is not None else max(lengths_of(key_bounds))
-    before = -1 if rules.window is None else rules.window - 1
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     width = -(-max(head_dim, value_dim) // 8) * 8  # one for all three, and a multiple of 8
-    # Norms on q and k (Qwen3) return float32 under autocast, which a custom operator does not cast back.
-    q, k, v = (_widened(states.to(value.dtype), width)[0].transpose(0, 1) for states in (query, key, value))
-    # torch 2.11 takes fewer heads of keys as they are, and has no argument for them.
-    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _varlen_is_told_of_groups() else {}
-    output = varlen_attn(
-        q, k, v, bounds, key_bounds, longest, longest, scale=head_dim**-0.5 if rules.scaling is None else rules.scaling,
-        window_size=(before, 0 if rules.causal else before), **grouped,
-    )  # fmt: skip
-    assert isinstance(output, torch.Tensor)  # a pair only when more is asked for
-    return output[..., :value_dim]
-
-
-@torch.compiler.assume_constant_result
-def _varlen_is_told_of_groups() -> bool:
-    from torch.nn.attention import varlen
-
-    return "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+    # Norms on q and k (Qwen3) return float32 under autocast, which the operator does not cast back.
+    q, k, v = (_widened(states.squeeze(0).to(value.dtype), width).transpose(0, 1) for states in (query, key, value))
+    scale = head_dim**-0.5 if rules.scaling is None else rules.scaling
+    output = flash_attention(q, k, v, bounds, key_bounds, longest, rules.causal, rules.window, scale, rules.dropout)
+    return output if width == value_dim else output[..., :value_dim]
 
 
 def _widened(states: torch.Tensor, width: int) -> torch.Tensor:
