@@ -40,14 +40,20 @@ def find_learning_rate(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from toolkit.cli.recipe import read_recipe
     from toolkit.config import Refusal
-    from toolkit.diagnostics.learning_rate import draw, find_learning_rate as find
+    from toolkit.diagnostics.learning_rate import NoRate, draw, find_learning_rate as find
 
     if values["plot"] and not Path(values["plot"]).absolute().parent.is_dir():
         raise Refusal(f"--plot {values['plot']}: there is no folder {Path(values['plot']).absolute().parent}.")
     main, config = read_recipe(Path(os.path.abspath(script)), words)
     if not values["as_json"]:
         say(f"training for {values['steps']} steps ...", error=True)
-    found = find(main, config, values["steps"])
+    try:
+        found = find(main, config, values["steps"])
+    except NoRate as refused:
+        if values["plot"] and refused.curve.rates:
+            Path(values["plot"]).write_text(draw(refused.curve), encoding="utf-8")
+            say(f"the curve is in {values['plot']}", error=True)
+        raise
     if values["plot"]:
         Path(values["plot"]).write_text(draw(found), encoding="utf-8")
     if values["as_json"]:

@@ -31,12 +31,26 @@ ONE_TENTH = 0.1  # of the rate at which the loss is lowest, as is usual: there i
 
 
 @dataclass(frozen=True)
-class RangeTest:
-    """Rates and losses of each step; `smoothed` losses; the rate to try, and where the loss was lowest and fell fastest."""
+class Curve:
+    """Rates and losses of each step, and `smoothed` losses."""
 
     rates: list[float]
     losses: list[float]
     smoothed: list[float]
+
+
+class NoRate(Refusal):
+    """A curve that suggests no rate."""
+
+    def __init__(self, message: str, curve: Curve) -> None:
+        super().__init__(message)
+        self.curve = curve
+
+
+@dataclass(frozen=True)
+class RangeTest(Curve):
+    """The rate to try as well, and where the loss was lowest and fell fastest."""
+
     suggested: float
     lowest: float
     steepest: float
@@ -99,7 +113,7 @@ def judged(rates: Sequence[float], losses: Sequence[float]) -> RangeTest:
     """What losses at rising rates say.
 
     Raises:
-        Refusal: the loss never fell.
+        NoRate: the loss never fell, or is not finite after a few steps.
     """
     smoothed, mean = list[float](), 0.0
     for number, loss in enumerate(losses, 1):
@@ -109,25 +123,25 @@ def judged(rates: Sequence[float], losses: Sequence[float]) -> RangeTest:
         smoothed.append(mean / (1 - SMOOTHING**number))
         if number > 10 and smoothed[-1] > FAILED * min(smoothed):
             break
-    if len(smoothed) < 12:
-        when = f"after {len(smoothed)} steps: take more --steps, or" if smoothed else "from the start:"
-        raise Refusal(f"the loss is not finite {when} look for the mistake with `toolkit doctor`.")
-    best = min(range(len(smoothed)), key=smoothed.__getitem__)
+    count = len(smoothed)
+    curve = Curve(list(rates[:count]), list(losses[:count]), smoothed)
+    if count < 12:
+        when = f"after {count} steps: take more --steps, or" if smoothed else "from the start:"
+        raise NoRate(f"the loss is not finite {when} look for the mistake with `toolkit doctor`.", curve)
+    best = min(range(count), key=smoothed.__getitem__)
     if smoothed[best] > 0.99 * max(smoothed[: best + 1]):
-        raise Refusal("the loss does not fall at any rate: take more --steps, or look for the mistake with `toolkit doctor`.")
+        advice = "take more --steps, or look for the mistake with `toolkit doctor`."
+        raise NoRate(f"the loss does not fall at any rate: {advice}", curve)
     falls = [smoothed[i - 1] - smoothed[i] for i in range(1, best + 1)]
     steepest = rates[1 + max(range(len(falls)), key=falls.__getitem__)]
-    count = len(smoothed)
-    return RangeTest(
-        list(rates[:count]), list(losses[:count]), smoothed, _rounded(ONE_TENTH * rates[best]), rates[best], steepest
-    )
+    return RangeTest(curve.rates, curve.losses, smoothed, _rounded(ONE_TENTH * rates[best]), rates[best], steepest)
 
 
-def draw(found: RangeTest) -> str:
-    """Losses over rates as an SVG; the rate axis is logarithmic."""
+def draw(found: Curve) -> str:
+    """Losses over rates as an SVG, and the rate to try; the rate axis is logarithmic. `found` has a step at least."""
     width, height, edge = 640, 360, 50
     low, high = min(found.losses), max(found.smoothed[0], *found.smoothed[: len(found.smoothed) // 2])
-    high += 0.15 * (high - low)
+    high += 0.15 * (high - low) or 1.0  # a loss that never changes
 
     def place(rate: float, loss: float) -> tuple[float, float]:
         across = math.log(rate / LOWEST) / math.log(HIGHEST / LOWEST)
@@ -147,14 +161,18 @@ def draw(found: RangeTest) -> str:
     labels = "".join(
         f'<text x="{edge - 6}" y="{place(LOWEST, loss)[1] + 4:.1f}" text-anchor="end">{loss:.3g}</text>' for loss in (low, high)
     )
-    x, _ = place(found.suggested, low)
+    suggestion = ""
+    if isinstance(found, RangeTest):
+        x, _ = place(found.suggested, low)
+        suggestion = (
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{edge}" y2="{height - edge}" stroke="#d55e00" stroke-dasharray="4"/>\n'
+            f'<text x="{x:.1f}" y="{edge - 8}" text-anchor="middle" fill="#d55e00">{found.suggested:g}</text>\n'
+        )
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">
 <rect width="{width}" height="{height}" fill="#fff"/>{ticks}{labels}
 <polyline points="{path(found.losses)}" fill="none" stroke="#0072b2" stroke-opacity=".3"/>
 <polyline points="{path(found.smoothed)}" fill="none" stroke="#0072b2" stroke-width="2"/>
-<line x1="{x:.1f}" x2="{x:.1f}" y1="{edge}" y2="{height - edge}" stroke="#d55e00" stroke-dasharray="4"/>
-<text x="{x:.1f}" y="{edge - 8}" text-anchor="middle" fill="#d55e00">{found.suggested:g}</text>
-<text x="{width / 2}" y="{height - 8}" text-anchor="middle">learning rate</text>
+{suggestion}<text x="{width / 2}" y="{height - 8}" text-anchor="middle">learning rate</text>
 <text x="{edge}" y="20">loss</text>
 </svg>
 """
