@@ -30,21 +30,20 @@ class Config(
     per_device_train_batch_size: int = 4
     max_steps: int | None = 300
     eval_strategy: str = "steps"
-    eval_steps: int = 150
+    eval_steps: int = 300
     logging_steps: int = 20
-    eval_on_start: bool = True
     output_dir: str = "runs/distill"
 
 
 def train_teacher(accelerator: Any, tokenizer: Any, splits: Any, config: Config) -> str:
-    """A teacher where none is named: tiny-llama, twice as wide as the default student, trained on the data alone for longer."""
+    """A teacher where none is named: tiny-llama, twice as wide as the default student, trained on the data for longer."""
     directory = Path(f"{config.output_dir}-teacher")
     if (directory / "model").is_dir():
         tk.say_once(f"No --teacher: {directory} is taken, which an earlier run made. Delete it to train another.")
         return str(directory)
     settings = replace(
-        config, model="tiny-llama", max_steps=config.max_steps and 2 * config.max_steps,
-        num_train_epochs=2 * config.num_train_epochs,
+        config, model="tiny-llama", max_steps=config.max_steps and 3 * config.max_steps // 2,
+        num_train_epochs=1.5 * config.num_train_epochs,
     )
     model = tk.load_model("AutoModelForCausalLM", settings, tokenizer, packed=config.packing)
     train, _ = tk.build_dataloaders(splits, tk.collate_packed if config.packing else tk.collate_padded, settings, accelerator)
