@@ -88,7 +88,7 @@ def made(padding: float = 0.0, device: str = "mps", busy: float | None = None, *
         (made(), {"gradient_checkpointing": True}, "--gradient-checkpointing"),
         (made(other=0.5), {}, "your loop"),
         (made(device="cuda"), {"bf16": True, "torch_compile": False}, "The model is most of a step: try --torch-compile"),
-        (made(device="cuda", busy=0.7), {"bf16": True, "torch_compile": False}, "for 30% of a step: try --torch-compile"),
+        (made(device="cuda", busy=0.7), {"bf16": True, "torch_compile": False}, "for 30% of a step: take the largest micro-batch"),
         (made(device="cuda", busy=0.7), {"bf16": True, "torch_compile": True}, "larger and fewer micro-batches"),
         (made(device="cuda", busy=0.9), {"bf16": True, "torch_compile": True}, "nothing stands out"),
         (made(), {}, "nothing stands out"),

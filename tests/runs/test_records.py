@@ -195,16 +195,17 @@ def test_a_line_says_what_a_run_is_before_it_begins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "able", "layout", "flags"),
+    ("device", "able", "parameters", "layout", "flags"),
     [
-        ("cpu", True, {"precision": "no"}, ["--bf16"]), ("cpu", False, {"precision": "no"}, []), ("cpu", True, {"steps": 500}, []),
-        ("NVIDIA H100", True, {"precision": "no", "steps": 500}, ["--bf16", "--torch-compile"]), ("NVIDIA H100", True, {}, []),
-        ("NVIDIA H100", True, {"steps": 500}, ["--torch-compile"]),
+        ("cpu", True, 10**9, {"precision": "no"}, ["--bf16"]), ("cpu", False, 10**9, {"precision": "no"}, []), ("cpu", True, 10**9, {"steps": 500}, []),
+        ("NVIDIA H100", True, 10**9, {"precision": "no", "steps": 500}, ["--bf16", "--torch-compile"]), ("NVIDIA H100", True, 10**9, {}, []),
+        ("NVIDIA H100", True, 10**9, {"steps": 500}, ["--torch-compile"]), ("NVIDIA H100", True, 10**8, {"steps": 500}, []),
     ],
 )
-def test_a_line_says_what_would_be_faster_on_this_device(device: str, able: bool, layout: dict[str, object], flags: list[str]) -> None:
-    """Fails when: it is said of a device without units for bfloat16, of a run in bfloat16, or of a few steps on a GPU."""
-    known = {**card(**layout), "hardware": {"device": device, "multiplies_bf16": able}, "settings": {"torch_compile": False, "bf16": False}}
+def test_a_line_says_what_would_be_faster_on_this_device(device: str, able: bool, parameters: int, layout: dict[str, object], flags: list[str]) -> None:
+    """Fails when: it is said of a device without units for bfloat16, of a run in bfloat16, of a few steps or a small model on a GPU."""
+    known = card(**layout)
+    known |= {"model": {**known["model"], "parameters": parameters}, "hardware": {"device": device, "multiplies_bf16": able}, "settings": {"torch_compile": False, "bf16": False}}
     said = [line for line in what_the_run_is(known) if line.startswith("Faster")]
     assert re.findall(r"--[a-z0-9-]+", " ".join(said)) == flags
     assert "Faster" not in " ".join(what_the_run_is(known | {"settings": {}}))  # a recipe without the settings

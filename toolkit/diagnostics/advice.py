@@ -35,8 +35,10 @@ def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
         return "Activations are computed twice: leave out --gradient-checkpointing if they fit, which toolkit plan says."
     idle = 1 - (profile.busy + profile.seconds.get("communication", 0.0)) / profile.step if profile.busy is not None else 0.0
     if profile.device == "cuda" and settings.get("torch_compile") is False:
-        lacks = f"The GPU has nothing to compute for {idle:.0%} of a step" if idle > 0.2 else "The model is most of a step"
-        return f"{lacks}: try --torch-compile, and the largest micro-batch (toolkit plan --largest)."
+        if idle > 0.2:
+            first = "take the largest micro-batch (toolkit plan --largest), and try --torch-compile with it"
+            return f"The GPU has nothing to compute for {idle:.0%} of a step: {first}."
+        return "The model is most of a step: try --torch-compile, and the largest micro-batch (toolkit plan --largest)."
     if idle > 0.2:
         more = "take larger and fewer micro-batches, and read no value of a tensor in the loop."
         return f"The GPU has nothing to compute for {idle:.0%} of a step: {more}"
