@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_leaves"]
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_unflatten"]
 
 # -- torch -----------------------------------------------------------------------------------------------------------
 
@@ -39,6 +39,21 @@ def own_tables(module: nn.Module) -> Iterator[dict[str, torch.Tensor | None]]:
     """The dictionaries in which a module itself keeps its parameters and its buffers."""
     yield module._parameters  # type: ignore[misc]
     yield module._buffers
+
+
+def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors, traced when it is first called and cut into a forward and a backward as inductor cuts it."""
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.compilers import nop
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_function(function, nop, nop, partition_fn, select_decomp_table())
+
+
+def with_tensors(module: nn.Module, tensors: dict[str, torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """A block in which a module has other tensors as its parameters."""
+    return torch.nn.utils.stateless._reparametrize_module(module, tensors)
 
 
 def record_gpu_memory() -> None:

@@ -35,7 +35,7 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase, self.total, self.peak, self.peak_phase = "other", 0, 0, ""
+        self.phase, self.total, self.peak, self.peak_phase, self._is_pausing = "other", 0, 0, "", False
         self.live: Counter[str] = Counter()
         self.at_peak: dict[str, int] = {}
         self._of: dict[int, tuple[str, int, Any]] = {}
@@ -76,7 +76,7 @@ class Ledger(TorchDispatchMode):
         size, part = storage.nbytes(), part or self.phase
         # A fake tensor may be one of the meta device too: DeepSpeed keeps the shapes of all weights so.
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-        if not size or device.type == "meta":
+        if not size or device.type == "meta" or self._is_pausing:
             return
         self._of[key] = (part, size, weakref.ref(storage, lambda _: self._gone(key)))
         self._add(part, size)
@@ -106,6 +106,15 @@ class Ledger(TorchDispatchMode):
             yield
         finally:
             self.phase = before
+
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """A block whose storages are no part of the run."""
+        self._is_pausing = True
+        try:
+            yield
+        finally:
+            self._is_pausing = False
 
     def _gone(self, key: int) -> None:
         part, size, _ = self._of.pop(key)

@@ -28,6 +28,7 @@ from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.documents import first_and_last
 from toolkit.diagnostics.ledger import ENGINE, Ledger, as_fake, mark_phases
 from toolkit.diagnostics.one_rank import as_first_rank, exchanged
+from toolkit.diagnostics.planned_layers import PlannedLayers
 from toolkit.diagnostics.planned_rollouts import SAMPLING, PlannedRollouts
 from toolkit.diagnostics.planned_teachers import TEACHER, replace_teachers
 from toolkit.diagnostics.replacements import Replacements
@@ -48,7 +49,7 @@ PARTS = (
 # Where the run goes, what it is compared with, what it does now and then: not what a step needs.
 _ALONE: dict[str, Any] = {
     "overwrite_output_dir": True, "resume": False, "resume_from": None, "report_to": ["none"], "push_to_hub": False,
-    "use_cpu": True, "torch_compile": False, "dataloader_num_workers": 0, "auto_find_batch_size": False, "stop_at_step": None,
+    "use_cpu": True, "dataloader_num_workers": 0, "auto_find_batch_size": False, "stop_at_step": None,
     "stop_deadline": None, "early_stopping_patience": None, "load_best_model_at_end": False, "logging_strategy": "no",
     "save_strategy": "no", "divergence": "warn", "loss_spike": "warn", "nonfinite": "skip", "async_save": False,
     "eval_steps": 10**6, "save_steps": 10**6,  # of basic.py, whose loop is its own
@@ -124,7 +125,7 @@ def plan(
             forget_accelerator()
     if not seen.batches:
         raise Refusal("no plan of this run: it took no step with batches of tk.build_dataloaders.")
-    return seen.plan(values_of(config).get("torch_compile", False))
+    return seen.plan()
 
 
 def check_plannable(config: Settings) -> None:
@@ -144,6 +145,7 @@ class _Seen:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.models, self.batches, self.process = ledger, list[nn.Module](), 0, 0
         self.removed: list[Callable[[], None]] = []
+        self.layers = PlannedLayers(ledger)
         self.train: Any = None
         self.longest: Batch | None = None
         self.accumulated = 1
@@ -154,11 +156,11 @@ class _Seen:
         """A micro-batch of completions, where the loader's are of prompts."""
         self.longest, self.micro_batch_size, self.update_size = batch, micro_batch_size, update_size
 
-    def plan(self, was_compiled: bool) -> Plan:
+    def plan(self) -> Plan:
         model = self.trained_model
         parts = {part: self.ledger.at_peak.get(part, 0) for part in PARTS}
         parts["activations"] += sum(size for part, size in self.ledger.at_peak.items() if part not in PARTS)
-        notes = ["Compiled layers keep less than planned here, where they are not compiled."] if was_compiled else []
+        notes = ["Compiled layers keep less than planned: these can't be traced."] if self.layers.given_up else []
         if "on the CPU" in self.engine:
             notes.append("What waits on the CPU between the steps is counted here as if it were on the device.")
         trained, frozen = (
@@ -207,6 +209,8 @@ def _replaced(seen: _Seen, values: Mapping[str, Any]) -> Iterator[None]:
         reference = importlib.import_module("toolkit.preference.reference")
         replace.attribute(reference, "reference_table", lambda *_, **__: _AnyRow())
         replace.attribute(reference, "_place_frozen", functools.partial(_frozen, seen))
+        replace.attribute(importlib.import_module(tk.load_model.__module__), "check_compiler", lambda *_: None)
+        seen.layers.replace(replace)
         accelerate = importlib.import_module("accelerate")
         replace.attribute(accelerate.Accelerator, "prepare", functools.partial(_prepared, seen))
         if "teacher" in values:
