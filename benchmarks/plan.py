@@ -158,8 +158,8 @@ def _in_process(name: str, side: str) -> dict[str, float]:
 
 def measure(name: str, side: str) -> dict[str, float]:
     """One side of one cell, in this process."""
-    from toolkit.cli.command_line import read_command_line
-    from toolkit.cli.recipe import config_class_of, import_recipe
+    from toolkit.command_line.reading import read_command_line
+    from toolkit.command_line.recipe import config_class_of, import_recipe
     from toolkit.diagnostics.devices import beyond_tensors, find_device
     from toolkit.diagnostics.plan import plan
 

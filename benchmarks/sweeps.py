@@ -41,7 +41,7 @@ FORMULA = """
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from toolkit.cli.recipe import run_recipe
+from toolkit.command_line.recipe import run_recipe
 from toolkit.config import OutputConfig, setting
 
 @dataclass(frozen=True)

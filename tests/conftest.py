@@ -66,10 +66,10 @@ ROOT = HERE.parent
 TINY_RUN = str(HERE / "tiny_run.py")
 PRELOADED = [
     "torch", "transformers", "datasets", "accelerate", "transformers.models.llama.modeling_llama",
-    "transformers.models.bert.modeling_bert", "toolkit.training.run", "toolkit.cli.recipe", "toolkit.models", "toolkit.optim",
+    "transformers.models.bert.modeling_bert", "toolkit.training.run", "toolkit.command_line.recipe", "toolkit.models", "toolkit.optim",
     "toolkit.data.loading.loaders", "toolkit.losses.causal_lm", "toolkit.losses.classification", "safetensors.torch",
     "toolkit.data.tokenize.tasks", "toolkit.models.load", "toolkit.training.evaluation", "toolkit.generation.samples",
-    "toolkit.cli.help_page", "typer._adapters", "filelock", "toolkit.checkpoint", "toolkit.distributed.engines.start", "toolkit.distributed.engines.zero",
+    "toolkit.command_line.help_page", "typer._adapters", "filelock", "toolkit.checkpoint", "toolkit.distributed.engines.start", "toolkit.distributed.engines.zero",
     "toolkit.distributed.engines.fsdp", "peft", "sklearn.pipeline", "sklearn.linear_model", "sklearn.feature_extraction.text", "rich.console",
     "torch.distributed.fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else []),
 ]  # fmt: skip
@@ -90,7 +90,7 @@ def _configurations() -> list[str]:
 
 def _of_every_run() -> list[str]:
     """The toolkit's modules that runs import when they come to them, in whatever recipe: they take a tenth of a short run."""
-    rooms = ("checkpoint", "config", "data", "demo_corpus", "export", "hub", "losses", "metrics", "models", "optim", "preference", "runs", "system",
+    rooms = ("baselines", "cache", "checkpoint", "config", "data", "demo_corpus", "export", "hub", "losses", "metrics", "models", "optim", "preference", "runs", "system",
              "tracking", "training")  # fmt: skip
     files = [path for room in rooms for path in sorted((ROOT / "toolkit" / room).rglob("[!_]*.py"))]
     return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]

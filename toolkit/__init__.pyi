@@ -1,11 +1,27 @@
 # The public names, each with the file it is in. lazy_loader reads this file when the package is imported, and loads a file when
 # a name of it is first used; type checkers and editors read it as an ordinary stub.
 
+from .baselines.bm25 import ranking_baselines as ranking_baselines
+from .baselines.choice import choice_baselines as choice_baselines
+from .baselines.classes import class_baselines as class_baselines
+from .baselines.language import (
+    answer_baselines as answer_baselines,
+    masked_token_baselines as masked_token_baselines,
+    text_baselines as text_baselines,
+)
+from .baselines.preference import (
+    preference_baselines as preference_baselines,
+    unpaired_baselines as unpaired_baselines,
+)
+from .baselines.question import question_baselines as question_baselines
+from .baselines.retrieval import retrieval_baselines as retrieval_baselines
+from .baselines.seq2seq import copy_baselines as copy_baselines
+from .baselines.tag import tag_baselines as tag_baselines
 from .checkpoint.directory import (
     latest_checkpoint as latest_checkpoint,
     verify_checkpoint as verify_checkpoint,
 )
-from .cli.recipe import run_recipe as run_recipe
+from .command_line.recipe import run_recipe as run_recipe
 from .config.adapter import AdapterConfig as AdapterConfig
 from .config.conditions import is_built_in as is_built_in
 from .config.diffusion import DiffusionConfig as DiffusionConfig
@@ -94,22 +110,6 @@ from .data.tokenize.tasks import (
     tokenize_for_token_classification as tokenize_for_token_classification,
     tokenize_for_unpaired as tokenize_for_unpaired,
 )
-from .demo_corpus.bm25 import ranking_baselines as ranking_baselines
-from .demo_corpus.choice_baselines import choice_baselines as choice_baselines
-from .demo_corpus.class_baselines import class_baselines as class_baselines
-from .demo_corpus.language_baselines import (
-    answer_baselines as answer_baselines,
-    masked_token_baselines as masked_token_baselines,
-    text_baselines as text_baselines,
-)
-from .demo_corpus.preference_baselines import (
-    preference_baselines as preference_baselines,
-    unpaired_baselines as unpaired_baselines,
-)
-from .demo_corpus.question_baselines import question_baselines as question_baselines
-from .demo_corpus.retrieval_baselines import retrieval_baselines as retrieval_baselines
-from .demo_corpus.seq2seq_baselines import copy_baselines as copy_baselines
-from .demo_corpus.tag_baselines import tag_baselines as tag_baselines
 from .diagnostics.memory_table import (
     memory_table as memory_table,
 )

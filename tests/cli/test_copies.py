@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from toolkit.cli.main import app
-from toolkit.cli.recipe_file import find_recipe
+from toolkit.command_line.recipe_file import find_recipe
 from toolkit.config import Refusal
 from toolkit.runs import copies
 
@@ -40,7 +40,7 @@ def upstream(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     """The toolkit's recipes, which may change."""
     place = tmp_path_factory.mktemp("package") / "recipes"
     shutil.copytree(ROOT / "recipes", place, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in ("toolkit.runs.copies", "toolkit.cli.recipes", "toolkit.cli.recipe_file"):
+    for module in ("toolkit.runs.copies", "toolkit.cli.recipes", "toolkit.command_line.recipe_file"):
         monkeypatch.setattr(f"{module}.recipes_folder", lambda: place)
     return place
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import toolkit as tk
 from toolkit.cli.evaluated_tasks import EvaluationConfig
 from toolkit.cli.main import app
-from toolkit.cli.refusals import print_refusal
+from toolkit.command_line.refusals import print_refusal
 from toolkit.config import Refusal
 from toolkit.data.inspection import guess_task
 

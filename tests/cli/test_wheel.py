@@ -229,7 +229,7 @@ def test_the_name_of_a_copy_runs_it_and_a_launch_file_is_found(installed: Path, 
     done = run(command, copied, PYTHONPATH=str(tmp_path / "extra"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.startswith("starting: python zero.py ")
-    script = "from toolkit.cli.recipe_file import *; print(find_accelerate_config('zero2'), find_recipe('sft'))"
+    script = "from toolkit.command_line.recipe_file import *; print(find_accelerate_config('zero2'), find_recipe('sft'))"
     below = copied / "below"
     below.mkdir()
     named = run([installed / "python", "-c", script], below).stdout.split()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cache import arrow
 from toolkit.config import DataConfig, Refusal
-from toolkit.data.sources import arrow_cache
 from toolkit.data.sources.load import describe_source, load_splits
 from toolkit.demo_corpus import stdlib as corpus, tasks as corpus_tasks
 from toolkit.demo_corpus.annotations import TOKEN_ROLES, first_sentence, token_roles
@@ -253,7 +253,7 @@ def test_a_second_load_reads_the_cache_and_has_the_same_fingerprint(monkeypatch:
     """Fails when: the key holds something of the process, or the rows are made again."""
     first = corpus.load_corpus("seq2seq")
     monkeypatch.setattr(corpus_tasks, "write_task", lambda *_: pytest.fail("made again"))
-    monkeypatch.setattr(arrow_cache, "write_tables", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr(arrow, "write_tables", lambda *_: pytest.fail("written again"))
     second = corpus.load_corpus("seq2seq")
     assert [rows._fingerprint for rows in first.values()] == [rows._fingerprint for rows in second.values()]
     assert first["test"].to_list() == second["test"].to_list()

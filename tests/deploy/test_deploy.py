@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from toolkit.cli.command_line import read_command_line
-from toolkit.cli.recipe import config_class_of_file
+from toolkit.command_line.reading import read_command_line
+from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import check_together
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import toolkit as tk
 from benchmarks.plan import command_of
 from toolkit.cli.main import app
-from toolkit.cli.recipe_file import without_flags
+from toolkit.command_line.recipe_file import without_flags
 from toolkit.config import BatchConfig, Refusal
 from toolkit.diagnostics.devices import CONTEXT, GIB, Device, find_device
 from toolkit.diagnostics.documents import first_and_last

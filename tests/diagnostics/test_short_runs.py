@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import toolkit as tk
-from toolkit.cli.recipe import read_recipe
+from toolkit.command_line.recipe import read_recipe
 from toolkit.config import Refusal
 from toolkit.diagnostics.doctor import examine
 from toolkit.diagnostics.learning_rate import find_learning_rate

@@ -15,9 +15,9 @@ import pytest
 from datasets import Dataset
 
 import toolkit as tk
+from toolkit.cache import arrow
 from toolkit.config import Refusal
 from toolkit.data.loading.packing import PlainRows
-from toolkit.data.sources import arrow_cache
 from toolkit.data.tokenize.documents import tokenizer_digest
 from toolkit.demo_corpus import stdlib as corpus
 from toolkit.system.digests import damage_in
@@ -242,16 +242,16 @@ def test_a_kill_at_any_operation_leaves_a_cache_that_the_next_start_reads(cache:
         (folder / "part").write_text("whole")
 
     for target in range(1, 100):
-        folder = arrow_cache.cache_folder("key", build)
+        folder = arrow.cache_folder("key", build)
         (folder / "part").write_text("who")
         child = os.fork()
         if child == 0:
             injection.kill_at_operation(target)
-            arrow_cache.cache_folder("key", build)
+            arrow.cache_folder("key", build)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         with line.trial(f"operation {target}"):
-            assert (arrow_cache.cache_folder("key", build) / "part").read_text() == "whole"
+            assert (arrow.cache_folder("key", build) / "part").read_text() == "whole"
             # what was to be removed last may stay until the folder is built again
             assert {path.name for path in cache.iterdir()} - {"key.incomplete-damaged"} == {"key", "key.lock"}
         if status == 0:
@@ -266,13 +266,13 @@ def test_a_file_cut_under_a_live_process_is_an_error_that_names_it() -> None:
     rows = Dataset.from_dict({"input_ids": [[number] * 500 for number in range(2000)], "length": [500] * 2000})
 
     def build(folder: Path) -> None:
-        arrow_cache.write_tables(folder / "train.arrow", rows.data.table.schema, [rows.data.table])
+        arrow.write_tables(folder / "train.arrow", rows.data.table.schema, [rows.data.table])
 
-    examples = PlainRows(arrow_cache.cached_splits("rows", build)["train"])
-    file = Path(arrow_cache.cache_folder("rows", build) / "train.arrow")
+    examples = PlainRows(arrow.cached_splits("rows", build)["train"])
+    file = Path(arrow.cache_folder("rows", build) / "train.arrow")
     assert examples.documents([1999])[0]["input_ids"][0] == 1999
     os.truncate(file, file.stat().st_size // 4)
-    with pytest.raises(arrow_cache.CutFile, match=str(file)):
+    with pytest.raises(arrow.CutFile, match=str(file)):
         examples.documents([1999])
     file.unlink()  # a mapping outlives the name
     assert examples.documents([3])[0]["input_ids"][0] == 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli.placement import Placement, what_is_started
+from toolkit.command_line.placement import Placement, what_is_started
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import toolkit as tk
-from toolkit.cli.command_line import read_command_line
+from toolkit.command_line.reading import read_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 INITIALIZATIONS = ["true", "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora"]

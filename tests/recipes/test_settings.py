@@ -24,7 +24,7 @@ from transformers import get_scheduler
 from transformers.optimization import Adafactor
 
 import toolkit as tk
-from toolkit.cli.command_line import read_command_line
+from toolkit.command_line.reading import read_command_line
 from toolkit.config import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import transformers
 import yaml
 
 import toolkit as tk
-from toolkit.cli.command_line import read_command_line
+from toolkit.command_line.reading import read_command_line
 from toolkit.config import Refusal, read_values, settings_of
 from toolkit.config.files import read_config_file
 from toolkit.config.foreign_names import PASSED_OVER, SAME

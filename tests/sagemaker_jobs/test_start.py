@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli.placement import placement_of
+from toolkit.command_line.placement import placement_of
 from toolkit.config import Refusal
 from toolkit.sagemaker_jobs.recipe_settings import check_places, packages_for, read_recipe_flags
 from toolkit.sagemaker_jobs.start import _value_of, options_of_container, read_secrets

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 import toolkit as tk
-from toolkit.cli.command_line import read_command_line
 from toolkit.cli.main import app
-from toolkit.cli.recipe import config_class_of_file
 from toolkit.cli.sweep_plan import Asked, make_plan
+from toolkit.command_line.reading import read_command_line
+from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import Refusal, settings_of
 from toolkit.sweeps.addresses import _NOT_OF_THE_RESULT, address_of, recipe_digest
 from toolkit.sweeps.functions import FunctionTrial

@@ -29,7 +29,7 @@ RECIPE = '''
 import json, time
 from dataclasses import dataclass
 from pathlib import Path
-from toolkit.cli.recipe import run_recipe
+from toolkit.command_line.recipe import run_recipe
 from toolkit.config import OutputConfig, Refusal, setting
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.cli.refusals import print_refusal
+from toolkit.command_line.refusals import print_refusal
 from toolkit.config import Refusal
 from toolkit.system.console import first_line, printable, quoted, say, without_passwords
 from toolkit.tracking.console import Progress

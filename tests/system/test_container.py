@@ -13,8 +13,8 @@ import torch
 
 import toolkit as tk
 from toolkit import checkpoint as ckpt
-from toolkit.cli.command_line import channels_named, container_settings, find_channels, read_command_line
-from toolkit.cli.recipe import deliver_model
+from toolkit.command_line.reading import channels_named, container_settings, find_channels, read_command_line
+from toolkit.command_line.recipe import deliver_model
 from toolkit.config import Refusal, settings_of
 from toolkit.system.numbers import show_decimals
 from toolkit.system.sagemaker_container import waits_for_s3

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import toolkit as tk
-from toolkit.cli.command_line import read_command_line
+from toolkit.command_line.reading import read_command_line
 from toolkit.config import check_together
 
 pytestmark = pytest.mark.warm

@@ -1,1 +1,1 @@
-"""A recipe's command line, and the `toolkit` command."""
+"""The `toolkit` command: one file a subcommand."""

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cli.refusals import print_refusal
 from toolkit.cli.sampling_options import (
     BlockLength,
     DenoisingSteps,
@@ -18,6 +17,7 @@ from toolkit.cli.sampling_options import (
     read_sampling,
 )
 from toolkit.cli.setting_options import ChatTemplate, Device, DType, ModelName, Revision, Tokenizer, TrustRemoteCode
+from toolkit.command_line.refusals import print_refusal
 from toolkit.config import Refusal
 from toolkit.system.console import DIM, say
 

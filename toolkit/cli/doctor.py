@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
+from toolkit.command_line.recipe_file import Recipe, find_recipe, split_options
 from toolkit.distributed.launch import launch
 from toolkit.system.console import BOLD, DIM, GREEN, RED, say
 
@@ -41,7 +41,7 @@ def doctor(
     if {"-h", "--help"} & set(words):
         raise typer.Exit(launch([sys.executable, script, "--help"]))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from toolkit.cli.recipe import read_recipe
+    from toolkit.command_line.recipe import read_recipe
     from toolkit.diagnostics.doctor import examine
     from toolkit.diagnostics.findings import CHECKS
     from toolkit.diagnostics.watch import Watch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.recipe_file import Recipe, find_recipe, split_options, without_flags
+from toolkit.command_line.recipe_file import Recipe, find_recipe, split_options, without_flags
 from toolkit.distributed.launch import launch
 from toolkit.system.console import BOLD, as_typed, say
 
@@ -38,7 +38,7 @@ def find_learning_rate(
     if {"-h", "--help"} & set(words):
         raise typer.Exit(launch([sys.executable, script, "--help"]))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from toolkit.cli.recipe import read_recipe
+    from toolkit.command_line.recipe import read_recipe
     from toolkit.config import Refusal
     from toolkit.diagnostics.learning_rate import NoRate, draw, find_learning_rate as find
 

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from toolkit.cli.help_page import Row, show_page
+from toolkit.command_line.help_page import Row, show_page
 
 LOOK: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
 Table = Mapping[str, Mapping[str, tuple[str, str]]]  # panel -> command -> (module:function, its line of help)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.lazy import LOOK, lazy_group
-from toolkit.cli.refusals import print_mistake, print_refusal
+from toolkit.command_line.refusals import print_mistake, print_refusal
 from toolkit.config import Refusal
 from toolkit.system.console import as_typed, keep_bars_out_of_logs, say
 
@@ -57,7 +57,7 @@ RECIPE_FLAGS_FOLLOW = frozenset({"train", "plan", "profile", "doctor", "find-lea
 
 def _elsewhere(word: str) -> str:
     """What to type for the name of a recipe."""
-    from toolkit.cli.recipe_file import complete_recipe
+    from toolkit.command_line.recipe_file import complete_recipe
 
     return as_typed("toolkit", "train", word) if word in complete_recipe(word) else ""
 

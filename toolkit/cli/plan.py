@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.placement import ConfigFile, Processes
-from toolkit.cli.recipe_file import Recipe, find_accelerate_config, find_recipe, split_options, without_flags
+from toolkit.command_line.placement import ConfigFile, Processes
+from toolkit.command_line.recipe_file import Recipe, find_accelerate_config, find_recipe, split_options, without_flags
 from toolkit.distributed.launch import launch
 from toolkit.system.console import BOLD, GREEN, RED, as_typed, say
 
@@ -58,7 +58,7 @@ def plan(
     if {"-h", "--help"} & set(words):
         raise typer.Exit(launch([sys.executable, script, "--help"]))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from toolkit.cli.recipe import read_recipe
+    from toolkit.command_line.recipe import read_recipe
     from toolkit.config import Refusal
     from toolkit.diagnostics.devices import find_device
     from toolkit.diagnostics.fitting import needed

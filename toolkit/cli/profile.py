@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.placement import ConfigFile, MainAddress, MainPort, NodeCount, NodeRank, Processes, placement_of
-from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
+from toolkit.command_line.placement import ConfigFile, MainAddress, MainPort, NodeCount, NodeRank, Processes, placement_of
+from toolkit.command_line.recipe_file import Recipe, find_recipe, split_options
 from toolkit.distributed.launch import launch
 from toolkit.system.console import BOLD, say
 
@@ -53,7 +53,7 @@ def profile(
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it writes lines of its own, of level 5 (torch 2.13)
     import torch
 
-    from toolkit.cli.recipe import read_recipe
+    from toolkit.command_line.recipe import read_recipe
     from toolkit.config import Refusal
     from toolkit.config.reading import values_of
     from toolkit.diagnostics.advice import first_change

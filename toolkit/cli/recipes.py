@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.recipe_file import complete_own_file
+from toolkit.command_line.recipe_file import complete_own_file
 from toolkit.config.places import place_to_write
 from toolkit.runs.copies import (
     KINDS,

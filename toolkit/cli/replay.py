@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from toolkit.cli.placement import Placement, placement_of
 from toolkit.cli.replay_checks import (
     check_inputs,
     check_place,
@@ -21,6 +20,7 @@ from toolkit.cli.replay_checks import (
     say_what_changed,
     script_of,
 )
+from toolkit.command_line.placement import Placement, placement_of
 from toolkit.config import Refusal
 from toolkit.config.conditions import is_adapter
 from toolkit.config.json_and_yaml import parse_yaml, read_text_file

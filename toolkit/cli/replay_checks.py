@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from toolkit.cli.recipe_file import find_recipe
+from toolkit.command_line.recipe_file import find_recipe
 from toolkit.config import Refusal, read_config_file
 from toolkit.config.json_and_yaml import parse_json, read_text_file
 from toolkit.system.console import say

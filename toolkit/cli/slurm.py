@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.placement import MOST_RANKS
-from toolkit.cli.recipe_file import Recipe, find_recipe
+from toolkit.command_line.placement import MOST_RANKS
+from toolkit.command_line.recipe_file import Recipe, find_recipe
 from toolkit.config import Refusal
 from toolkit.system.console import as_typed, say
 
@@ -124,8 +124,8 @@ def submit(
 
 def _settings(script: str, words: list[str]) -> Any:
     """The recipe's settings, which are refused here as the recipe would refuse them, and not after hours in a queue."""
-    from toolkit.cli.command_line import read_command_line
-    from toolkit.cli.recipe import config_class_of_file
+    from toolkit.command_line.reading import read_command_line
+    from toolkit.command_line.recipe import config_class_of_file
     from toolkit.config import check_together
 
     config_class = config_class_of_file(Path(script))

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.command_line import read_command_line
-from toolkit.cli.placement import ConfigFile, Processes
-from toolkit.cli.recipe import config_class_of_file
-from toolkit.cli.recipe_file import Recipe, find_recipe, split_options, sweep_folder
 from toolkit.cli.sweep_plan import PRUNERS, Asked, base_of, check_agent, check_given, check_hours, make_plan
+from toolkit.command_line.placement import ConfigFile, Processes
+from toolkit.command_line.reading import read_command_line
+from toolkit.command_line.recipe import config_class_of_file
+from toolkit.command_line.recipe_file import Recipe, find_recipe, split_options, sweep_folder
 from toolkit.config import Refusal, settings_of
 from toolkit.config.places import place_to_write, unwritable
 from toolkit.config.reading import values_of

@@ -11,9 +11,9 @@ from typing import Any
 
 import typer
 
-from toolkit.cli.command_line import read_command_line
-from toolkit.cli.placement import placement_of
-from toolkit.cli.recipe import config_class_of_file
+from toolkit.command_line.placement import placement_of
+from toolkit.command_line.reading import read_command_line
+from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import AdapterConfig, DataConfig, ModelConfig, Refusal, Settings, check_together, settings_of
 from toolkit.config.reading import values_of
 from toolkit.config.setting import nearest

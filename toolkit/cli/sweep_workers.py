@@ -6,9 +6,9 @@ from typing import Any
 
 import typer
 
-from toolkit.cli.recipe_file import split_options, sweep_folder
 from toolkit.cli.sweep import NOT_OF_A_RECIPE, OF_AN_AGENT, sweep
 from toolkit.cli.sweep_plan import Asked, check_agent, check_given, make_plan
+from toolkit.command_line.recipe_file import split_options, sweep_folder
 from toolkit.config.places import place_to_write
 from toolkit.sweeps.journal import JOURNAL, read_journal
 from toolkit.sweeps.loop import check_same

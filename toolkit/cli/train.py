@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.placement import (
+from toolkit.command_line.placement import (
     ConfigFile,
     MainAddress,
     MainPort,
@@ -16,7 +16,7 @@ from toolkit.cli.placement import (
     placement_of,
     what_is_started,
 )
-from toolkit.cli.recipe_file import Recipe, find_recipe, near_own_option, split_options
+from toolkit.command_line.recipe_file import Recipe, find_recipe, near_own_option, split_options
 from toolkit.distributed.launch import REFUSED, launch
 from toolkit.system.console import say
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.placement import ConfigFile, Placement, Processes, placement_of
-from toolkit.cli.recipe_file import Recipe, find_recipe, split_options
+from toolkit.command_line.placement import ConfigFile, Placement, Processes, placement_of
+from toolkit.command_line.recipe_file import Recipe, find_recipe, split_options
 from toolkit.config import Refusal, read_config_file
 from toolkit.config.setting import flag_of
 from toolkit.distributed.launch import launch, started_ranks

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from toolkit.cache.arrow import check_uncut, mapped_files
 from toolkit.config import Refusal
 from toolkit.data.loading.columns import column
-from toolkit.data.sources.arrow_cache import check_uncut, mapped_files
 from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH
 from toolkit.system.console import say
 from toolkit.system.files import make_folder, put_in_place, remove, waiting_lock

@@ -1,1 +1,1 @@
-"""The embedded corpus (Python's own standard library), its tasks, and baselines that a model must beat."""
+"""Data that need no download: the embedded corpus (the standard library of Python), its tasks, and made problems."""

@@ -81,7 +81,7 @@ def load_corpus(task: str) -> DatasetDict:
     Raises:
         Refusal: an unknown task, or an interpreter without the sources of its library.
     """
-    from toolkit.data.sources.arrow_cache import cached_splits
+    from toolkit.cache.arrow import cached_splits
     from toolkit.demo_corpus import tasks as corpus_tasks
 
     if task not in corpus_tasks.TASKS:
@@ -160,7 +160,7 @@ def read_modules() -> Iterator[tuple[str, str]]:
 
 def read_functions() -> list[Function]:
     """All functions and methods of the corpus; parsed once for this library and this code, then read from the cache."""
-    from toolkit.data.sources.arrow_cache import cache_folder
+    from toolkit.cache.arrow import cache_folder
 
     def parse_all(folder: Path) -> None:
         functions = [vars(function) for module, text in read_modules() for function in parse_functions(module, text)]

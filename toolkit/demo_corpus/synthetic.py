@@ -48,7 +48,7 @@ def load_corpus(task: str) -> DatasetDict:
     Raises:
         Refusal: an unknown task, or a difficulty that there is none of.
     """
-    from toolkit.data.sources.arrow_cache import cached_splits
+    from toolkit.cache.arrow import cached_splits
 
     name, difficulty = read_task(task)
     chosen = "-".join(f"{field.name}{getattr(difficulty, field.name)}" for field in fields(difficulty))
@@ -114,7 +114,7 @@ def _write(name: str, difficulty: Difficulty, folder: Path) -> None:
     """One Arrow file for each split that has problems."""
     import pyarrow as pa
 
-    from toolkit.data.sources.arrow_cache import write_tables
+    from toolkit.cache.arrow import write_tables
 
     found: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {split: {} for split in SIZES}
     for terms in draw_problems(difficulty):

@@ -320,7 +320,7 @@ def write_task(task: str, folder: Path) -> None:
     """One Arrow file for each split of the task."""
     import pyarrow as pa
 
-    from toolkit.data.sources.arrow_cache import write_tables
+    from toolkit.cache.arrow import write_tables
 
     schema = task_features(task).arrow_schema
     rows = without_leaks(list(TASKS[task].rows()), TASKS[task].unleaked)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import json
 import math
@@ -23,6 +22,7 @@ from toolkit.config.conditions import trains_a_teacher
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.short_runs import QUIET, ended_by_signals, forget_accelerator, never_evaluated
+from toolkit.training.anomalies import Diverged, Unstable
 
 LOWEST, HIGHEST = 1e-6, 1.0
 SMOOTHING = 0.9  # weight of the losses before, in a mean that is corrected for its beginning
@@ -97,8 +97,7 @@ def find_learning_rate(main: Callable[[Any], Any], config: Settings, steps: int 
         finally:
             forget_accelerator()
         found = _losses(Path(folder) / "run" / "metrics.jsonl")
-    diverged = importlib.import_module("toolkit.training.anomalies")
-    ended_itself = isinstance(problem, diverged.Unstable | diverged.Diverged)
+    ended_itself = isinstance(problem, Unstable | Diverged)
     if len(found) < min(steps, 20) and not ended_itself:
         raise problem or Refusal(f"the run took {len(found)} steps, and a range test needs 20.")
     return judged([rate_at((step - 1) / steps) for step, _ in found], [loss for _, loss in found])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import io
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -17,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
-import toolkit as tk
 from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
 from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.diagnostics.compat import FakeTensor, resized_storages
 from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.documents import first_and_last
@@ -37,6 +37,7 @@ from toolkit.distributed.engines import element_count, engine_of, unwrapped
 from toolkit.distributed.launch import NOTHING_MORE
 from toolkit.models.attention import kernels
 from toolkit.models.without_weights import without_weights
+from toolkit.preference import reference
 from toolkit.system.console import first_line
 from toolkit.system.devices import planned_for
 
@@ -199,20 +200,17 @@ def _replaced(seen: _Seen, values: Mapping[str, Any]) -> Iterator[None]:
         for name in ("add_adapter", "add_value_head"):
             replace.public(name, functools.partial(_made, seen))
         replace.public("build_optimizer", functools.partial(_optimizer, seen))
-        loaders = importlib.import_module(tk.build_dataloaders.__module__)
-        replace.attribute(loaders.TrainLoader, "batches", functools.partial(_longest_batches, seen))
-        replace.attribute(loaders.EvalLoader, "__iter__", functools.partial(_no_evaluation, seen))
+        replace.attribute(TrainLoader, "batches", functools.partial(_longest_batches, seen))
+        replace.attribute(EvalLoader, "__iter__", functools.partial(_no_evaluation, seen))
         replace.public("cache_gradients", functools.partial(_cached, seen))
         replace.attribute(torch.Tensor, "backward", functools.partial(_backward, seen))
         replace.attribute(kernels, "one_by_one", functools.partial(first_and_last, seen.ledger, {}))
         replace.attribute(nn.Module, "to", _stay)
-        reference = importlib.import_module("toolkit.preference.reference")
         replace.attribute(reference, "reference_table", lambda *_, **__: _AnyRow())
         replace.attribute(reference, "_place_frozen", functools.partial(_frozen, seen))
         replace.attribute(importlib.import_module(tk.load_model.__module__), "check_compiler", lambda *_: None)
         seen.layers.replace(replace)
-        accelerate = importlib.import_module("accelerate")
-        replace.attribute(accelerate.Accelerator, "prepare", functools.partial(_prepared, seen))
+        replace.attribute(Accelerator, "prepare", functools.partial(_prepared, seen))
         if "teacher" in values:
             replace_teachers(replace, seen.ledger)
         if "num_generations" in values:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,8 @@ from toolkit.diagnostics.replacements import Replacements
 from toolkit.distributed.engines import unwrapped
 from toolkit.generation.distribution import SamplingSettings, draw
 from toolkit.generation.sampler import cache_bytes_of_group
+from toolkit.rollouts import ledger as kept_rollouts
+from toolkit.rollouts.reward_model import RewardModel
 from toolkit.rollouts.rollout import Rollout
 
 SAMPLING = "sampling"  # the part that the keys and values of a group take, and the logits of its next tokens
@@ -40,9 +41,8 @@ class PlannedRollouts:
         replacements.public("save_rollouts", lambda *_, **__: None)
         replacements.public("with_logps", _with_any_logps)
         replacements.public("policy_batches", self._first_update)
-        replacements.attribute(importlib.import_module("toolkit.rollouts.ledger"), "policy_version", lambda *_: "planned")
-        models = importlib.import_module("toolkit.rollouts.reward_model")
-        replacements.attribute(models.RewardModel, "__init__", self._reward_model)
+        replacements.attribute(kept_rollouts, "policy_version", lambda *_: "planned")
+        replacements.attribute(RewardModel, "__init__", self._reward_model)
 
     def _sampled(
         self, original: Any, accelerator: Any, model: torch.nn.Module, tokenizer: Any, batch: Batch, settings: SamplingSettings,

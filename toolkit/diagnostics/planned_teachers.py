@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,10 @@ from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.packing import Rows
 from toolkit.diagnostics.ledger import Ledger
 from toolkit.diagnostics.replacements import Replacements
+from toolkit.distillation import on_policy, teacher
+from toolkit.distillation.own_teacher import Average
 from toolkit.distillation.store import TaughtRows, collate_taught
+from toolkit.distillation.trained_teacher import TrainedTeacher
 from toolkit.generation.sampler import Completion
 
 TEACHER = "teacher"
@@ -24,15 +26,11 @@ TEACHER = "teacher"
 
 def replace_teachers(replacements: Replacements, ledger: Ledger) -> None:
     """Replace what asks a teacher beforehand, and what the student would write; a teacher in memory is asked as always."""
-    build, trained, own, writing = (
-        importlib.import_module(f"toolkit.distillation.{name}")
-        for name in ("teacher", "trained_teacher", "own_teacher", "on_policy")
-    )
-    replacements.attribute(build, "store_teacher", _any_answers)
-    replacements.attribute(build, "connect_teacher", lambda *_, **__: (None, {}))
-    replacements.attribute(trained.TrainedTeacher, "load", functools.partial(_loaded, ledger))
-    replacements.attribute(own.Average, "__init__", functools.partial(_averaged, ledger))
-    replacements.attribute(writing, "sample_on_rank", _longest_answers)
+    replacements.attribute(teacher, "store_teacher", _any_answers)
+    replacements.attribute(teacher, "connect_teacher", lambda *_, **__: (None, {}))
+    replacements.attribute(TrainedTeacher, "load", functools.partial(_loaded, ledger))
+    replacements.attribute(Average, "__init__", functools.partial(_averaged, ledger))
+    replacements.attribute(on_policy, "sample_on_rank", _longest_answers)
     replacements.public("with_own_answers", _with_longer_answers)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import io
 import statistics
 import tempfile
@@ -19,11 +18,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-import toolkit as tk
 from toolkit.config import Refusal, Settings
 from toolkit.config.conditions import trains_a_teacher
 from toolkit.config.reading import values_of
 from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.loaders import TrainLoader
+from toolkit.data.loading.streams import StreamLoader
 from toolkit.diagnostics.communication import RankTimes, from_all_ranks, is_collective, means, share_of_waiting, traced_steps
 from toolkit.diagnostics.compat import record_gpu_memory, write_gpu_memory
 from toolkit.diagnostics.replacements import Replacements
@@ -31,6 +31,7 @@ from toolkit.diagnostics.short_runs import QUIET, ended_by_signals, forget_accel
 from toolkit.distributed.engines import engine_of
 from toolkit.distributed.engines.engine import Exchanged
 from toolkit.tracking.step_metrics import Window
+from toolkit.training import step as training_step
 
 WARM_UP, TRACED = 3, 3  # steps: compiling, first allocations; and those under torch's profiler, which slows them
 PHASES = ("data", "forward", "backward", "clipping", "optimizer", "other")
@@ -230,14 +231,12 @@ class _Timer:
 @contextlib.contextmanager
 def _timed(timer: _Timer) -> Iterator[None]:
     with Replacements() as replace:
-        loaders = importlib.import_module(tk.build_dataloaders.__module__)
-        for loader in (loaders.TrainLoader, loaders.StreamLoader):
+        for loader in (TrainLoader, StreamLoader):
             replace.attribute(loader, "batches", functools.partial(_batches, timer))
         replace.attribute(torch.Tensor, "backward", functools.partial(_in_phase, timer, "backward"))
-        step = importlib.import_module(tk.train_step.__module__)
-        replace.attribute(step, "accumulate_micro_batch", functools.partial(_in_phase, timer, "forward"))
+        replace.attribute(training_step, "accumulate_micro_batch", functools.partial(_in_phase, timer, "forward"))
         replace.attribute(Window, "event", functools.partial(_logged, timer))
-        replace.attribute(step, "clip_and_update", functools.partial(_in_phase, timer, "clipping"))
+        replace.attribute(training_step, "clip_and_update", functools.partial(_in_phase, timer, "clipping"))
         replace.callback(register_optimizer_step_pre_hook(lambda *_: timer.enter("optimizer")).remove)
         replace.callback(register_optimizer_step_post_hook(lambda *_: timer.leave()).remove)
         yield

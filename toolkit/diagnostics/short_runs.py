@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import json
 import os
@@ -23,6 +22,10 @@ from toolkit.diagnostics.small import GLOBAL_BATCH, shortened
 from toolkit.diagnostics.watch import Watch
 from toolkit.diagnostics.wrappers import Learned
 from toolkit.distributed.compat import forget_process_state
+from toolkit.preference import reference
+from toolkit.training import opening
+from toolkit.training.run import Run
+from toolkit.training.signals import STOPPING
 
 STEPS = 6  # of the run as it is configured
 LEARNING_STEPS, LEAST_STEPS = 60, 10  # on eight examples, until they are learned
@@ -161,10 +164,9 @@ def ended_by_signals() -> Iterator[None]:
 
     before: dict[int, Any] = {}
     with Replacements() as replace:
-        opening, signals = (importlib.import_module(f"toolkit.training.{name}") for name in ("opening", "signals"))
         replace.attribute(opening, "signals_noted", lambda original, stop: contextlib.nullcontext())
         with contextlib.suppress(ValueError):  # not the main thread: its signals are another's
-            before |= {number: signal.signal(number, end) for number in signals.STOPPING}
+            before |= {number: signal.signal(number, end) for number in STOPPING}
         try:
             yield
         finally:
@@ -177,9 +179,8 @@ def never_evaluated() -> Iterator[None]:
     """A block whose runs never evaluate. Their settings stay as they are, so that what a run refuses of its evaluation, such as
     rows too few to hold any out, is refused here too."""
     with Replacements() as replace:
-        run, reference = (importlib.import_module(f"toolkit.{name}") for name in ("training.run", "preference.reference"))
-        replace.attribute(run.Run, "due", lambda due, opened, what: not what.startswith("eval") and due(opened, what))
-        replace.attribute(run.Run, "compare_with", lambda *_: None)
+        replace.attribute(Run, "due", lambda due, opened, what: not what.startswith("eval") and due(opened, what))
+        replace.attribute(Run, "compare_with", lambda *_: None)
         replace.attribute(reference, "reference_table", _of_training_rows)
         yield
 

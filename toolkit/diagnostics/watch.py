@@ -7,7 +7,6 @@ written by hand is seen as well as `tk.train_step`.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import sys
 import weakref
@@ -19,6 +18,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import toolkit as tk
+from toolkit.data.loading.loaders import EvalLoader, TrainLoader
+from toolkit.data.loading.streams import StreamLoader
 from toolkit.diagnostics import wrappers
 from toolkit.diagnostics.records import Gradients, Record, Update
 from toolkit.diagnostics.replacements import Replacements
@@ -48,9 +49,8 @@ class Watch:
                 self._undo.public(name, lambda original, *values, **named: {})
             elif name.startswith("tokenize_for_"):
                 self._undo.public(name, functools.partial(wrappers.tokenized, self, name.removeprefix("tokenize_for_")))
-        loaders = importlib.import_module(tk.build_dataloaders.__module__)
-        for owner, name, kind in ((loaders.TrainLoader, "batches", "train"), (loaders.StreamLoader, "batches", "train"),
-                                  (loaders.EvalLoader, "__iter__", "eval")):  # fmt: skip
+        for owner, name, kind in ((TrainLoader, "batches", "train"), (StreamLoader, "batches", "train"),
+                                  (EvalLoader, "__iter__", "eval")):  # fmt: skip
             self._undo.attribute(owner, name, functools.partial(wrappers.watched_batches, self, kind))
         self._undo.attribute(torch.optim.Optimizer, "__init__", functools.partial(wrappers.made_optimizer, self))
         self._undo.attribute(torch.nn.utils, "clip_grad_norm_", functools.partial(wrappers.clipped, self))

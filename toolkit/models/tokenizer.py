@@ -155,7 +155,7 @@ def _embedded_tokenizer(vocab_size: int, encoder: bool, uncased: bool) -> PreTra
     """Trained on the training split of the embedded corpus; kept on disk, as that takes seconds."""
     from transformers import PreTrainedTokenizerFast
 
-    from toolkit.data.sources.arrow_cache import cache_folder
+    from toolkit.cache.arrow import cache_folder
     from toolkit.data.sources.load import load_splits
 
     texts = load_splits("stdlib:pretrain")["train"]["text"][:]

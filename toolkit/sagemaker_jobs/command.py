@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.placement import MOST_RANKS
-from toolkit.cli.recipe_file import Recipe, find_accelerate_config, find_recipe
+from toolkit.command_line.placement import MOST_RANKS
+from toolkit.command_line.recipe_file import Recipe, find_accelerate_config, find_recipe
 from toolkit.config import Refusal
 from toolkit.config.places import place_to_write
 from toolkit.sagemaker_jobs.job import LONGEST_RUN, Job, name_of_job, read_pairs

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.command_line import lossy_text
+from toolkit.command_line.reading import lossy_text
 from toolkit.sagemaker_jobs.request import ENTRY, encoded
 
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS)$")

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.command_line import channels_named, read_command_line
-from toolkit.cli.recipe import config_class_of_file
+from toolkit.command_line.reading import channels_named, read_command_line
+from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import Refusal, check_together, settings_of
 from toolkit.config.conditions import OF_BITSANDBYTES
 from toolkit.config.json_and_yaml import parse_yaml, read_text_file

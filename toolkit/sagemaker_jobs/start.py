@@ -11,8 +11,8 @@ import sys
 import zlib
 from collections.abc import Mapping
 
-from toolkit.cli.placement import placement_of
-from toolkit.cli.refusals import print_refusal
+from toolkit.command_line.placement import placement_of
+from toolkit.command_line.refusals import print_refusal
 from toolkit.config import Refusal
 from toolkit.distributed.launch import launch
 from toolkit.sagemaker_jobs.job import SECRET

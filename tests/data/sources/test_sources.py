@@ -17,8 +17,9 @@ from typing import Any
 import datasets
 import pytest
 
+from toolkit.cache import arrow
 from toolkit.config import DataConfig, Refusal, RunConfig
-from toolkit.data.sources import arrow_cache, load as sources
+from toolkit.data.sources import load as sources
 from toolkit.data.sources.hub_datasets import load_from_hub, parse_hub_name
 from toolkit.data.sources.load import load_splits
 from toolkit.data.sources.mixtures import as_mixture
@@ -506,7 +507,7 @@ def build_slowly(key: str, log: str) -> None:
         multiprocessing.Event().wait(0.2)
         (folder / "part").write_text("whole")
 
-    assert (arrow_cache.cache_folder(key, build) / "part").read_text() == "whole"
+    assert (arrow.cache_folder(key, build) / "part").read_text() == "whole"
 
 
 def test_processes_that_start_together_build_a_cache_once() -> None:
@@ -526,7 +527,7 @@ def test_a_cache_whose_making_was_cut_off_is_made_anew(tmp_path: Path) -> None:
     remains = tmp_path / "cache" / "key.incomplete-1"
     remains.mkdir(parents=True)
     with pytest.raises(ZeroDivisionError):
-        arrow_cache.cache_folder("key", lambda folder: (folder / "part").write_text(str(1 / 0)))
+        arrow.cache_folder("key", lambda folder: (folder / "part").write_text(str(1 / 0)))
     build_slowly("key", "log")
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["key", "key.lock"]
 

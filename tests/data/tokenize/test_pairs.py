@@ -10,11 +10,11 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from tokenizers import processors
 
+from toolkit.baselines.preference import preference_baselines, shared_tokens_accuracy
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.report import print_data_report
 from toolkit.data.sources.load import load_splits
 from toolkit.data.tokenize.tasks import prepare, tokenize_for_preference
-from toolkit.demo_corpus.preference_baselines import preference_baselines, shared_tokens_accuracy
 from toolkit.models.tokenizer import CHATML
 
 END, TURN_END = "<|endoftext|>", "<|im_end|>"

@@ -12,6 +12,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, RobertaTokenizer
 
+from toolkit.baselines.tag import tag_baselines
 from toolkit.config import DataConfig, Refusal, TokenClassificationConfig
 from toolkit.data.sources.load import load_splits
 from toolkit.data.tokenize.documents import IGNORED
@@ -19,7 +20,6 @@ from toolkit.data.tokenize.spans import tag_words
 from toolkit.data.tokenize.tag_schemes import continuations, parts_of_tags, scheme_of
 from toolkit.data.tokenize.tags import find_tags
 from toolkit.data.tokenize.tasks import tokenize_for_token_classification
-from toolkit.demo_corpus.tag_baselines import tag_baselines
 from toolkit.models.tokenizer import train_tokenizer
 from toolkit.models.word_tokenizer import space_before_words
 

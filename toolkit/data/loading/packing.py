@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from toolkit.cache.arrow import check_uncut, mapped_files
 from toolkit.data.loading.collate import IGNORED
 from toolkit.data.loading.columns import Columns, column
-from toolkit.data.sources.arrow_cache import check_uncut, mapped_files
 
 if TYPE_CHECKING:
     from datasets import Dataset

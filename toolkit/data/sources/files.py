@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as compute
 
+from toolkit.cache.arrow import cached_splits, write_tables
 from toolkit.config import Refusal
 from toolkit.data.sources import readers, squad
-from toolkit.data.sources.arrow_cache import cached_splits, write_tables
 from toolkit.data.sources.find_files import COLUMNAR, DataFile
 from toolkit.data.sources.readers import Row, number_columns, read_rows, what_is, with_numbers
 from toolkit.data.sources.remote import is_url, open_url

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from toolkit.cache.arrow import cache_folder
 from toolkit.config import Refusal
 from toolkit.data.compat import fingerprint_of
-from toolkit.data.sources.arrow_cache import cache_folder
 from toolkit.data.tokenize import masks
 from toolkit.data.tokenize.masks import common_prefix
 from toolkit.system.console import first_line, warn_once

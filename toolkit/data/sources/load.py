@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Sequence
-from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 
 Rows = Any  # a Dataset or an IterableDataset
 Splits = dict[str, Rows]
-# Sources that a module makes (`load_corpus(task)`, `describe_corpus(task)`), by the prefix of their names. Imported by name, so
-# that no room of the core depends on one.
-BUILT_IN = {"stdlib": "toolkit.demo_corpus.stdlib", "synthetic": "toolkit.demo_corpus.synthetic"}
 WRITER = "generated_by"  # the column that says which model wrote a row's answer
 _commits_read: dict[str, str] = {}  # of this process, by dataset of the Hub as the settings name it
 _writers_read: dict[str, list[str]] = {}  # likewise, by dataset as the settings name it
@@ -167,7 +163,11 @@ def _load(dataset: str, config: DataConfig) -> Splits:
 def _built_in(dataset: str) -> tuple[ModuleType, str] | None:
     """The module that makes the rows of a built-in source, and which of its tasks is meant; None for other sources."""
     prefix, colon, task = dataset.partition(":")
-    return (import_module(BUILT_IN[prefix]), task) if colon and prefix in BUILT_IN else None
+    if not colon or prefix not in ("stdlib", "synthetic"):
+        return None
+    from toolkit.demo_corpus import stdlib, synthetic
+
+    return (stdlib if prefix == "stdlib" else synthetic), task
 
 
 def _choose(splits: Splits, source: Source, config: DataConfig) -> Splits:

@@ -82,7 +82,7 @@ def description_of(url: str) -> str:
 
 def download(url: str) -> Path:
     """A local copy in the cache, made once for a file's description."""
-    from toolkit.data.sources.arrow_cache import cache_folder  # with pyarrow
+    from toolkit.cache.arrow import cache_folder  # with pyarrow
 
     about, name = description_of(url), url.rpartition("/")[2]
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from toolkit.cache.arrow import cache_folder, check_uncut, mapped_files, open_splits, write_tables
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.compat import fingerprint_of, set_fingerprint
-from toolkit.data.sources.arrow_cache import cache_folder, check_uncut, mapped_files, open_splits, write_tables
 from toolkit.data.split_counts import Measures, SplitCounts, measure, row_hashes, summarize
 from toolkit.data.tokenize.columns import Batch, Plan, is_wrapped
 from toolkit.data.tokenize.documents import Documents, Rules, build_encoder, check_supervision, check_tokens, tokenizer_digest

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.recipe_file import complete_accelerate_config, find_accelerate_config
+from toolkit.command_line.recipe_file import complete_accelerate_config, find_accelerate_config
 from toolkit.config import Refusal
 from toolkit.distributed.accelerate_config import AccelerateConfig, check_devices, read_accelerate_config
 from toolkit.distributed.launch import MAIN_PORT, ONE_MACHINE, TRAIN_OPTIONS, Nodes

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from toolkit.baselines import language as language_baselines
+from toolkit.baselines.classes import class_baselines, label_baselines
+from toolkit.baselines.language import answer_baselines, compression_baselines, text_baselines
+from toolkit.baselines.ngrams import ngram_bits_per_byte
 from toolkit.data.texts import text_size
-from toolkit.demo_corpus import language_baselines
-from toolkit.demo_corpus.class_baselines import class_baselines, label_baselines
-from toolkit.demo_corpus.language_baselines import answer_baselines, compression_baselines, text_baselines
-from toolkit.demo_corpus.ngrams import ngram_bits_per_byte
 
 VOCAB = 7
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import toolkit as tk
-from toolkit.cli.command_line import lossy_text, read_command_line
-from toolkit.cli.recipe import config_class_of, config_class_of_file
+from toolkit.command_line.reading import lossy_text, read_command_line
+from toolkit.command_line.recipe import config_class_of, config_class_of_file
 from toolkit.config import Refusal, settings_of, write_config_file
 
 RECIPE = '''"""Train a small thing on real text.
@@ -309,7 +309,7 @@ def test_bug_keeps_its_traceback(recipe: Path) -> None:
 
 def test_an_interrupt_while_settings_are_read_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails when the interrupt is left to Python: a traceback, and code 1."""
-    from toolkit.cli import recipe
+    from toolkit.command_line import recipe
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

@@ -5,8 +5,8 @@ import pytest
 from datasets import Dataset
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from toolkit.demo_corpus.bm25 import parts_of_words, plain_words
-from toolkit.demo_corpus.retrieval_baselines import retrieval_baselines, tf_idf
+from toolkit.baselines.bm25 import parts_of_words, plain_words
+from toolkit.baselines.retrieval import retrieval_baselines, tf_idf
 
 DOCUMENTS = ["def read_file(path): return open(path)", "def closeAll(self): pass", "def read(self): self.path = path"]
 QUERIES = ["Read the file.", "Close all of them, all.", "What is the path to read?"]

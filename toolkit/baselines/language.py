@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from toolkit.baselines.ngrams import ngram_bits_per_byte
 from toolkit.data.loading.collate import IGNORED
 from toolkit.data.loading.columns import column
 from toolkit.data.loading.token_masks import special_ids
 from toolkit.data.texts import texts_of_tokens
-from toolkit.demo_corpus.ngrams import ngram_bits_per_byte
 
 if TYPE_CHECKING:
     from datasets import Dataset

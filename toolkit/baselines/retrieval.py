@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.demo_corpus.bm25 import parts_of_words, plain_words
+from toolkit.baselines.bm25 import parts_of_words, plain_words
 from toolkit.metrics.retrieval import ranking_metrics, ranks_in_corpus
 
 if TYPE_CHECKING:

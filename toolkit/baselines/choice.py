@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from toolkit.baselines.bm25 import COUNTED_LISTS, bm25, parts_of_words, plain_words
 from toolkit.data.tokenize.multiple_choice import Question, read_questions
-from toolkit.demo_corpus.bm25 import COUNTED_LISTS, bm25, parts_of_words, plain_words
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar, cast
 
-from toolkit.cli.command_line import find_channels, read_command_line
-from toolkit.cli.refusals import print_refusal
+from toolkit.command_line.reading import find_channels, read_command_line
+from toolkit.command_line.refusals import print_refusal
 from toolkit.config import Refusal, Settings, changed_settings, check_together, settings_of, show_value
 from toolkit.config.reading import forget_reads, values_of
 from toolkit.distributed.mpi import adopt_mpi_ranks

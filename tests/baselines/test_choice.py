@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 import toolkit as tk
-from toolkit.demo_corpus.choice_baselines import choice_baselines
+from toolkit.baselines.choice import choice_baselines
 from toolkit.demo_corpus.near_duplicates import plain
 from toolkit.demo_corpus.tasks import CHOICES
 

@@ -53,7 +53,7 @@ def read_command_line(
     hyperparameters = read_hyperparameters(environment.get("SM_HPS"))
     flags = read_flags(arguments, settings, hyperparameters)
     if flags.wants_help:
-        from toolkit.cli.help_page import show_settings
+        from toolkit.command_line.help_page import show_settings
 
         show_settings(settings, description)
         sys.exit(0)

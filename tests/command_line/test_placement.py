@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.cli.placement import placement_of, what_is_started
+from toolkit.command_line.placement import placement_of, what_is_started
 from toolkit.config import Refusal
 from toolkit.distributed.accelerate_config import read_accelerate_config
 from toolkit.distributed.launch import MAIN_PORT, Nodes

@@ -1,0 +1,1 @@
+"""Baselines: what a model of each task must beat, computed from the same rows without one."""
