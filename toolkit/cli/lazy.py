@@ -1,15 +1,13 @@
 """Commands that are imported when they are called, and the look of their help pages."""
 
 import importlib
-import os
-import typing
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from toolkit.cli.compat import set_classes, without_pydantic
 from toolkit.command_line.help_page import Row, show_page
 
 LOOK: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
@@ -21,7 +19,7 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """With Typer's own --help."""
-        return [_without_pydantic(parameter) for parameter in super().get_params(ctx)]
+        return [without_pydantic(parameter) for parameter in super().get_params(ctx)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         show_page(_usage(self, ctx), self.help or "", _panels(self, ctx))
@@ -81,41 +79,13 @@ def _load(name: str, where: str, flags_follow: bool) -> Any:
     module, _, attribute = where.partition(":")
     target = getattr(importlib.import_module(module), attribute)
     if isinstance(target, typer.Typer):
-        target.info.cls = Group
-        for registered in target.registered_commands:
-            registered.cls = Command
+        set_classes(target, Group, Command)
         built = typer.main.get_command(target)
         built.name = name
         return built
     app = typer.Typer(add_completion=False, **LOOK)
     app.command(name, cls=Command, context_settings={"allow_interspersed_args": not flags_follow})(target)
     return typer.main.get_command(app)
-
-
-def _without_pydantic(parameter: Any) -> Any:
-    """Typer (0.29) imports pydantic, a third of a short command's time, to convert what needs no conversion.
-
-    That are options nobody typed, texts, and paths that can be read or don't exist: Typer refuses the others.
-    """
-    if "process_value" in vars(parameter) or not hasattr(parameter, "type_descriptor"):  # done, or Typer before 0.29
-        return parameter
-    convert, annotation = parameter.process_value, parameter.type_descriptor.annotation
-    is_list = parameter.multiple or parameter.nargs == -1
-    kind = (typing.get_args(annotation) or (annotation,))[0]
-
-    def is_plain(text: Any) -> bool:
-        is_path = kind is Path and isinstance(text, str) and (os.access(text, os.R_OK) or not os.path.exists(text))
-        return is_path or (kind is str and isinstance(text, str))
-
-    def process_value(context: Any, value: Any) -> Any:
-        values = () if value is None else tuple(value) if is_list and not isinstance(value, str) else (value,)
-        if not all(map(is_plain, values)) or (not values and parameter.required):
-            return convert(context, value)
-        taken: Any = list(map(kind, values)) if is_list else kind(value) if values else None
-        return parameter.callback(context, parameter, taken) if parameter.callback else taken
-
-    parameter.process_value = process_value
-    return parameter
 
 
 def _usage(command: Any, ctx: Any) -> str:
