@@ -46,13 +46,13 @@ def main(config: Config) -> tk.Summary:
 
     collate = partial(tk.collate_text_groups, pad_token_id=tokenizer.pad_token_id, layout=tk.choose_text_layout(model))
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
-    tk.check_batches(train.global_batch_size, train.examples_to_consume, config.embedding_loss)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     embed = partial(tk.embed_texts, pooling=style.pooling)
     width = model.config.get_text_config().hidden_size
     loss, metrics = tk.embedding_task(
-        splits, embed, train.global_batch_size, width, loss_type=config.embedding_loss, temperature=config.temperature,
-        two_way=config.two_way, false_negative_margin=config.false_negative_margin, matryoshka_dims=config.matryoshka_dims,
+        splits, embed, train.global_batch_size, width, train.examples_to_consume, loss_type=config.embedding_loss,
+        temperature=config.temperature, two_way=config.two_way, false_negative_margin=config.false_negative_margin,
+        matryoshka_dims=config.matryoshka_dims,
     )  # fmt: skip
     files = tk.sentence_files(model, style, config.max_length)
     model, optimizer = accelerator.prepare(model, optimizer)

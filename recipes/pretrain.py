@@ -46,7 +46,7 @@ def main(config: Config) -> tk.Summary:
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
     loss_fn = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)
-    metrics = tk.causal_lm_metrics_with_bytes(**tk.text_size(splits, tokenizer))
+    metrics = tk.causal_lm_metrics_with_bytes(splits, tokenizer)
     prompts = tk.sample_prompts(raw, tokenizer, config)
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 

@@ -44,7 +44,7 @@ def main(config: Config) -> tk.Summary:
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     model, optimizer = accelerator.prepare(model, optimizer)
     loss_fn = partial(tk.seq2seq_loss, label_smoothing_factor=config.label_smoothing_factor)
-    texts = tk.target_metrics(accelerator, tokenizer, tk.targets_of(splits), config, config.max_target_length)
+    texts = tk.target_metrics(accelerator, tokenizer, splits, config, config.max_target_length)
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 
     def evaluate() -> None:

@@ -172,12 +172,11 @@ def models() -> None:
     assert sum(weight.requires_grad for weight in adapted.parameters()) < sum(1 for _ in adapted.parameters())
 
 
-@shows("tokenize_for_lm", "texts_of", "text_size", "text_baselines", "collate_packed", "pack_best_fit", "pack_wrapped")
+@shows("tokenize_for_lm", "texts_of", "text_baselines", "collate_packed", "pack_best_fit", "pack_wrapped")
 def text() -> None:
     raw = rows(text=TEXTS)
     assert list(tk.texts_of(raw["train"])) == TEXTS[:16]
     splits = tk.tokenize_for_lm(raw, tokenizer(), tk.DataConfig(max_length=64))
-    assert tk.text_size(splits, tokenizer())["num_bytes"] == sum(len(text) for text in TEXTS[16:])
     assert tk.text_baselines(splits, tokenizer())
     assert tk.collate_packed(documents(splits))["input_ids"].shape[0] == 1
     lengths = splits["train"].with_format("numpy")["length"][:]
@@ -224,7 +223,7 @@ def language_modeling() -> None:
     assert 0 <= metrics["token_accuracy"] <= 1
     found = tk.eval_with_gather(accelerator(), model, evaluation, tk.causal_lm_metrics)
     assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
-    with_bytes = tk.causal_lm_metrics_with_bytes(**tk.text_size(splits, tokenizer()))
+    with_bytes = tk.causal_lm_metrics_with_bytes(splits, tokenizer())
     assert tk.eval_with_gather(accelerator(), model, evaluation, with_bytes)["eval_bits_per_byte"] > 0
     tokens = tk.Metrics(lambda model, micro_batch: {"tokens": torch.tensor(micro_batch["input_ids"].numel())}, lambda sums: {"tokens": float(sums["tokens"])})
     assert tk.eval_with_gather(accelerator(), model, evaluation, tokens)["eval_tokens"] > 0
@@ -275,13 +274,13 @@ class Diffusing(tk.ModelConfig, tk.DataConfig, tk.DiffusionConfig):
 
 
 @shows(
-    "DiffusionConfig", "load_diffusion_tokenizer", "with_mask_token", "tokenize_for_diffusion", "load_diffusion_model", "build_noise", "diffusion_loss",
+    "DiffusionConfig", "load_diffusion_tokenizer", "tokenize_for_diffusion", "load_diffusion_model", "build_noise", "diffusion_loss",
     "diffusion_metrics",
 )  # fmt: skip
 def writing_in_any_order() -> None:
     assert tk.DiffusionConfig().block_length == 32
-    words = tk.with_mask_token(tk.train_tokenizer(TEXTS, 300))
-    assert tk.load_diffusion_tokenizer(Diffusing(vocab_size=300)).mask_token == words.mask_token
+    words = tk.load_diffusion_tokenizer(Diffusing(vocab_size=300))
+    assert words.mask_token == "<|mask|>"
     splits = tk.tokenize_for_diffusion(rows(text=TEXTS), words, Diffusing())
     model = tk.load_diffusion_model(Diffusing(), words)
     noise, collate = tk.build_noise(model, Diffusing()), functools.partial(tk.collate_padded, aligned=True)
@@ -461,7 +460,7 @@ def losses_of_single_answers() -> None:
 
 
 @shows(
-    "advantages", "choose_advantages", "group_has_spread", "groups_with_spread", "prompts_to_add", "reward_table", "overlong_penalty",
+    "advantages", "choose_advantages", "groups_with_spread", "prompts_to_add", "reward_table", "overlong_penalty",
     "penalize_kl", "PolicyConfig", "PPOConfig",
 )  # fmt: skip
 def advantages_of_rewards() -> None:
@@ -470,7 +469,6 @@ def advantages_of_rewards() -> None:
     scored = [tk.Rollout(i // 2, i % 2, [1], [2], [-1.0], False, {}, "", {}, reward) for i, reward in enumerate([1.0, 0.0, 0.5, 0.5])]
     rewards = tk.reward_table(scored)
     assert tk.advantages(rewards, estimator=estimator, scale_rewards=scale).tolist() == [[1.0, -1.0], [0.0, 0.0]]
-    assert tk.group_has_spread(rewards).tolist() == [True, False]
     assert tk.prompts_to_add(scored, 2, most=6) == 2
     assert tk.groups_with_spread(scored, 1) == scored[:2]
     assert tk.overlong_penalty(torch.tensor([80, 90, 120]), 100, cache=20).tolist() == [0.0, -0.5, -1.0]
@@ -858,7 +856,7 @@ def ends_of_a_run() -> None:
 
 @shows(
     "EmbeddingConfig", "embedding_style", "EmbeddingStyle", "load_encoder", "choose_text_layout", "sentence_files", "tokenize_for_embedding",
-    "collate_text_groups", "embed_texts", "embedding_task", "check_batches", "cache_gradients", "cached_gradient_loss", "trial_loss",
+    "collate_text_groups", "embed_texts", "embedding_task", "cache_gradients", "cached_gradient_loss", "trial_loss",
     "retrieval_baselines",
 )  # fmt: skip
 def embeddings() -> None:
@@ -876,9 +874,8 @@ def embeddings() -> None:
     assert "modules.json" in tk.sentence_files(model, style, config.max_length)
     collate = functools.partial(tk.collate_text_groups, pad_token_id=encoder_tokenizer.pad_token_id, layout=tk.choose_text_layout(model))
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator())
-    tk.check_batches(train.global_batch_size, train.examples_to_consume)
     embed = functools.partial(tk.embed_texts, pooling=style.pooling)
-    loss, metrics = tk.embedding_task(splits, embed, train.global_batch_size, model.config.hidden_size, two_way=True)
+    loss, metrics = tk.embedding_task(splits, embed, train.global_batch_size, model.config.hidden_size, train.examples_to_consume, two_way=True)
     batch = next(iter(train.batches()))
     assert tk.trial_loss(embed)(model, batch.micro_batches[0], batch.totals)[0].requires_grad
     batch = tk.cache_gradients(accelerator(), model, batch, embed, loss)
@@ -916,7 +913,7 @@ def memory() -> None:
 
 @shows(
     "Seq2SeqConfig", "GeneratedTextConfig", "tokenize_for_seq2seq", "collate_seq2seq", "decoder_start", "set_target_language",
-    "seq2seq_loss", "seq2seq_metrics", "target_metrics", "targets_of", "sample_targets", "copy_baselines",
+    "seq2seq_loss", "seq2seq_metrics", "target_metrics", "sample_targets", "copy_baselines",
 )  # fmt: skip
 def sources_and_targets() -> None:
     @dataclass(frozen=True)
@@ -932,7 +929,6 @@ def sources_and_targets() -> None:
     assert issubclass(Config, tk.Seq2SeqConfig)
     assert issubclass(Config, tk.GeneratedTextConfig)
     splits = tk.tokenize_for_seq2seq(rows(source=TEXTS, target=[text[-5:] for text in TEXTS]), tokenizer(), config)
-    assert tk.targets_of(splits)[0] == "even."
     assert tk.copy_baselines(splits, tokenizer(), "exact_match")["copy of the source"] == 0
     model = tk.load_model("AutoModelForSeq2SeqLM", config, tokenizer())
     tk.set_target_language(model, tokenizer())
@@ -944,7 +940,7 @@ def sources_and_targets() -> None:
     loss, _ = tk.seq2seq_loss(model, micro_batch, {"tokens": len(micro_batch["supervised_positions"])})
     assert loss > 0
     assert tk.eval_with_gather(accelerator(), model, evaluation, tk.seq2seq_metrics)["eval_loss"] > 0
-    texts = tk.target_metrics(accelerator(), tokenizer(), tk.targets_of(splits), config, config.max_target_length)
+    texts = tk.target_metrics(accelerator(), tokenizer(), splits, config, config.max_target_length)
     assert tk.eval_with_gather(accelerator(), model, evaluation, texts)["eval_exact_match"] == 0
     shown = tk.sample_targets(accelerator(), model, tokenizer(), evaluation, config, config.max_target_length)
     assert [sample["prompt"] for sample in shown] == [TEXTS[18]]

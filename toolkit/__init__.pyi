@@ -90,7 +90,7 @@ from .data.loading.packing import pack_best_fit as pack_best_fit, pack_wrapped a
 from .data.loading.token_masks import build_masks as build_masks, mask_tokens as mask_tokens
 from .data.report import print_data_report as print_data_report
 from .data.sources.load import load_splits as load_splits
-from .data.texts import text_size as text_size, texts_of as texts_of
+from .data.texts import texts_of as texts_of
 from .data.tokenize.labels import label_settings as label_settings
 from .data.tokenize.question_answering import reference_answers as reference_answers
 from .data.tokenize.tags import Tags as Tags, find_tags as find_tags
@@ -140,7 +140,6 @@ from .generation.samples import sample_prompts as sample_prompts, sample_texts a
 from .generation.targets import (
     sample_targets as sample_targets,
     target_metrics as target_metrics,
-    targets_of as targets_of,
 )
 from .losses.answer_logps import answer_logps as answer_logps, mismatched_logps as mismatched_logps, pair_logps as pair_logps
 from .losses.causal_lm import (
@@ -156,7 +155,6 @@ from .losses.classification import (
 )
 from .losses.contrastive import (
     Texts as Texts,
-    check_batches as check_batches,
     cosent as cosent,
     cosine_regression as cosine_regression,
     embedding_task as embedding_task,
@@ -246,7 +244,6 @@ from .metrics.text import choose_text_metrics as choose_text_metrics
 from .models.diffusion import (
     load_diffusion_model as load_diffusion_model,
     load_diffusion_tokenizer as load_diffusion_tokenizer,
-    with_mask_token as with_mask_token,
 )
 from .models.encoder_decoder import decoder_start as decoder_start, set_target_language as set_target_language
 from .models.load import load_model as load_model
@@ -279,7 +276,6 @@ from .report.page import write_report as write_report
 from .rollouts.advantages import (
     advantages as advantages,
     choose_advantages as choose_advantages,
-    group_has_spread as group_has_spread,
     reward_table as reward_table,
 )
 from .rollouts.batches import collate_rollouts as collate_rollouts, policy_batches as policy_batches, with_logps as with_logps

@@ -22,6 +22,7 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 
 import toolkit as tk
+from toolkit.losses.causal_lm import metrics_with_bytes
 
 CLASSES, VOCABULARY, NUM_BYTES = 3, 260, 1234
 # examples, batch size, source: a rank with nothing but a padding micro-batch; ranks with one batch more; a short batch on one rank
@@ -136,7 +137,7 @@ def number_of(labels: torch.Tensor) -> torch.Tensor:
 def metrics_of(task: str, tokens: int) -> dict[str, tk.Metrics]:
     if task == "tokens":
         return {
-            "language model": tk.causal_lm_metrics_with_bytes(NUM_BYTES, tokens, VOCABULARY),
+            "language model": metrics_with_bytes(NUM_BYTES, tokens, VOCABULARY),
             "rows of a user's own": tk.Metrics(update=None, gather=row_losses, finalize=metrics_of_rows),
         }
     several = tk.classification_metrics(["accuracy", "f1", "f1_micro", "recall_per_class"], CLASSES, "multi_label")

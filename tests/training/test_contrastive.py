@@ -25,7 +25,6 @@ from toolkit.data.loading.order import cut_step, hash_numbers, seed_micro_batch
 from toolkit.losses.contrastive import (
     ContrastiveLoss,
     Texts,
-    check_batches,
     cosent,
     cosine_regression,
     embedding_task,
@@ -261,9 +260,10 @@ def test_running_statistics_are_refused(norm: nn.Module) -> None:
 @pytest.mark.parametrize(("size", "examples", "whole"), [(1, 64, ""), (8, 17, "--max-steps 2"), (8, 1, "--global-batch-size")])
 def test_a_global_batch_of_one_example_is_refused(size: int, examples: int, whole: str) -> None:
     """Also as the last one of a run. Fails when: only the size of whole batches is looked at."""
+    rows = {"train": Dataset.from_dict({"text_tokens": [[1, 1]]})}
     with pytest.raises(Refusal, match=whole):
-        check_batches(size, examples, "info_nce")
-    check_batches(8, 18, "info_nce")
+        embedding_task(rows, embed_texts, size, 32, examples)
+    embedding_task(rows, embed_texts, 8, 32, 18)
 
 
 def test_embeddings_cut_to_more_numbers_than_they_have_are_refused() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from tests.metrics.every_task import TASKS, share_of
 from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate import collate_packed, collate_padded
-from toolkit.losses.causal_lm import causal_lm_loss, causal_lm_metrics, causal_lm_metrics_with_bytes
+from toolkit.losses.causal_lm import causal_lm_loss, causal_lm_metrics, metrics_with_bytes
 from toolkit.metrics.classification import classification_metrics
 from toolkit.metrics.metric import Metrics
 from toolkit.training.evaluation import eval_with_gather
@@ -176,7 +176,7 @@ def test_perplexity_and_bits_per_byte_are_those_of_a_loop_over_tokens(
     """Fails when: a micro-batch's mean is averaged; the bytes of each micro-batch are used; log2 is left out."""
     rows, model = documents(examples), LanguageModel()
     batches = loader(examples, size, lambda piece: collate([rows[i] for i in piece]))
-    found = eval_with_gather(accelerator, model, batches, causal_lm_metrics_with_bytes(1234, 10_000, VOCABULARY))
+    found = eval_with_gather(accelerator, model, batches, metrics_with_bytes(1234, 10_000, VOCABULARY))
     nats, right, tokens = 0.0, 0, 0
     with torch.no_grad():
         for row in rows:

@@ -33,7 +33,6 @@ from toolkit.data.loading.collate_texts import collate_text_groups
 from toolkit.data.loading.collate_windows import collate_windows
 from toolkit.data.loading.noise import build_noise
 from toolkit.data.loading.token_masks import build_masks
-from toolkit.data.texts import text_size
 from toolkit.data.tokenize.classification import classification_format
 from toolkit.data.tokenize.question_answering import reference_answers
 from toolkit.data.tokenize.tags import find_tags
@@ -180,7 +179,7 @@ def _language_metrics(loaded: Loaded) -> Metrics:
     check_names(loaded.names, known, "where only answers are supervised" if is_masked else "")
     if is_masked:
         return causal_lm_metrics
-    return causal_lm_metrics_with_bytes(**text_size({"validation": loaded.tokenized}, loaded.tokenizer))
+    return causal_lm_metrics_with_bytes({"validation": loaded.tokenized}, loaded.tokenizer)
 
 
 def _language(task: str) -> EvaluatedTask:
@@ -265,8 +264,8 @@ def _seq2seq_collate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def _seq2seq_texts(loaded: Loaded, of_texts: TextMetrics, accelerator: Accelerator) -> Metrics:
-    targets, config = list(loaded.tokenized["target"]), loaded.config
-    return target_metrics(accelerator, loaded.tokenizer, targets, config, config.max_target_length, of_texts)
+    splits, config = {"validation": loaded.tokenized}, loaded.config
+    return target_metrics(accelerator, loaded.tokenizer, splits, config, config.max_target_length, of_texts)
 
 
 # By transformers' class of the model; the first task of each is what is meant where the columns do not say.

@@ -7,7 +7,7 @@ random is drawn for the row by its own tokens and the seed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,25 +34,21 @@ Generate = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
 
 
 def target_metrics(
-    accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, references: Sequence[str], config: GeneratedTextConfig,
+    accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, tokenized: Mapping[str, Dataset], config: GeneratedTextConfig,
     max_new_tokens: int, metrics: dict[str, TextMetric] | None = None,
 ) -> Metrics:  # fmt: skip
-    """Metrics of the texts generated for an evaluation split, each next to that of its example among `references`.
+    """Metrics of the texts generated for an evaluation split, each next to the target of its example as it is in the data.
 
     Raises:
         Refusal: an unknown metric, or one whose library is not installed.
     """
+    references: list[str] = list(tokenized["validation"]["target"]) if "validation" in tokenized else []
     width = config.max_new_tokens or max_new_tokens
     return generated_text_metrics(
         generate_targets(accelerator, tokenizer, config, width), partial(_decode, tokenizer=tokenizer), references,
         choose_text_metrics(config.metrics) if metrics is None else metrics, width=width,
         pad_token_id=int(tokenizer.pad_token_id),
     )  # fmt: skip
-
-
-def targets_of(tokenized: Mapping[str, Dataset]) -> list[str]:
-    """The targets of the evaluation split as they are in the data, in the order of its examples; none without one."""
-    return list(tokenized["validation"]["target"]) if "validation" in tokenized else []
 
 
 def generate_targets(

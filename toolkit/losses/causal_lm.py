@@ -4,9 +4,11 @@ The label of a token counts at the position before it: position t predicts token
 never a label (the collate functions see to that), so nothing is predicted across documents.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +16,10 @@ from torch import nn
 
 from toolkit.losses.selective_head import supervised_sums
 from toolkit.metrics.metric import Metrics, ratio
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
 NOT_FOR_THE_MODEL = (
     "labels", "weight", "token_weights", "seen_ahead", "attention_seeds", "supervised_positions", "teacher_logps", "teacher_ids"
@@ -96,8 +102,15 @@ causal_lm_metrics = token_metrics(_sums)
 """Means over the supervised tokens of a split: loss in nats, perplexity = exp(loss), token accuracy. No smoothing."""
 
 
-def causal_lm_metrics_with_bytes(num_bytes: int, num_tokens: int, vocab_size: int) -> Metrics:
-    """The same and bits per byte: the information of the whole split over its size, whatever the tokenizer and the rows.
+def causal_lm_metrics_with_bytes(tokenized: Mapping[str, Dataset], tokenizer: PreTrainedTokenizerBase) -> Metrics:
+    """The same and bits per byte of the evaluation split, as it is after truncation, splitting and dropping."""
+    from toolkit.data.texts import text_size
+
+    return metrics_with_bytes(**text_size(tokenized, tokenizer))
+
+
+def metrics_with_bytes(num_bytes: int, num_tokens: int, vocab_size: int) -> Metrics:
+    """The same of a split of known size: the information of all of it over its bytes, whatever the tokenizer and the rows.
 
     bits_per_byte = (nats of the predicted tokens / ln 2 + log2(vocab_size) for each other one) / num_bytes. The first token
     of each document, which nothing predicts, costs what it costs to name it.

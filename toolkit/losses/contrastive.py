@@ -154,7 +154,8 @@ def matryoshka(loss: ContrastiveLoss, dimensions: Sequence[int]) -> ContrastiveL
 
 
 def embedding_task(
-    splits: Mapping[str, Dataset | IterableDataset], embed: Embed, global_batch_size: int, width: int, *,
+    splits: Mapping[str, Dataset | IterableDataset], embed: Embed, global_batch_size: int, width: int,
+    examples_to_consume: int | None = None, *,
     loss_type: str = "auto", temperature: float = 0.05, two_way: bool = False, false_negative_margin: float | None = None,
     matryoshka_dims: Sequence[int] = (),
 ) -> tuple[ContrastiveLoss, Metrics]:  # fmt: skip
@@ -165,11 +166,15 @@ def embedding_task(
 
     Args:
         embed: embeddings `[texts, width]` of (model, micro-batch).
+        examples_to_consume: of the training loader; None where nothing is trained.
         loss_type: info_nce, cosent or cosine; auto: cosent where rows have scores, else info_nce.
 
     Raises:
-        Refusal: a loss without the scores that it needs, embeddings cut to more numbers than they have.
+        Refusal: a loss without the scores that it needs, embeddings cut to more numbers than they have, global batches of one
+            example, which has nothing to be compared with.
     """
+    if examples_to_consume is not None and loss_type != "cosine":
+        _check_batches(global_batch_size, examples_to_consume)
     if matryoshka_dims and max(matryoshka_dims) > width:
         raise Refusal(f"--matryoshka-dims {max(matryoshka_dims)}: this model's embeddings have {width} numbers. Take fewer.")
     held_out = splits.get("validation", splits.get("train"))
@@ -196,18 +201,7 @@ def embedding_task(
     return loss, retrieval_metrics(embed, most_texts, matryoshka_dims, loss_of=of_batches)
 
 
-def check_batches(global_batch_size: int, examples_to_consume: int, loss_type: str = "info_nce") -> None:
-    """Refuse global batches of one example, which has nothing to be compared with.
-
-    Args:
-        global_batch_size, examples_to_consume: of a training loader.
-        loss_type: as `embedding_task` takes it; cosine compares nothing.
-
-    Raises:
-        Refusal: batches of one example, or a last one that would be.
-    """
-    if loss_type == "cosine":
-        return
+def _check_batches(global_batch_size: int, examples_to_consume: int) -> None:
     kind = "a contrastive loss"
     if global_batch_size < 2:
         raise Refusal(f"--global-batch-size {global_batch_size}: {kind} compares examples with each other. Take 64 or more.")
