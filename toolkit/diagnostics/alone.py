@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
+
 if TYPE_CHECKING:
-    from toolkit.diagnostics.records import MicroBatch
+    from toolkit.diagnostics.records import MadeBatch
     from toolkit.diagnostics.watch import Watch
 
 LossOf = Callable[[dict[str, Any]], torch.Tensor]
@@ -37,14 +39,14 @@ def compare_alone(watch: Watch, model: nn.Module, batch: Any, loss_fn: Callable[
         record.alone.append((error, len(made.documents), watch.place_of(loss_fn)))
 
 
-def gradient_error(loss_of: LossOf, made: MicroBatch, parameters: list[nn.Parameter]) -> float:
+def gradient_error(loss_of: LossOf, made: MadeBatch, parameters: list[nn.Parameter]) -> float:
     """The relative distance of the gradient of a micro-batch from the sum of its documents' own ones."""
     together = gradient_of(loss_of, [made.tensors], parameters)
     apart = gradient_of(loss_of, [made.collate([document]) for document in made.documents], parameters)
     return float((together - apart).norm() / apart.norm().clamp_min(1e-30))
 
 
-def gradient_of(loss_of: LossOf, micro_batches: list[dict[str, Any]], parameters: list[nn.Parameter]) -> torch.Tensor:
+def gradient_of(loss_of: LossOf, micro_batches: list[MicroBatch], parameters: list[nn.Parameter]) -> torch.Tensor:
     """The gradient of the sum of the losses, one vector in float64; gradients that are there stay as they are."""
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
-from toolkit.diagnostics.records import Forward, MicroBatch, Record
+from toolkit.diagnostics.records import Forward, MadeBatch, Record
 
 IGNORED = -100
 _LEAK = 0.05  # share of held-out examples that are training examples word for word, above which it is no chance
@@ -115,7 +115,7 @@ def _key(row: dict[str, Any]) -> str:
     return str(row["input_ids"])
 
 
-def rows_of(made: MicroBatch) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+def rows_of(made: MadeBatch) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     """The labels of each document, as long as it is, and the document."""
     labels, start = made.tensors["labels"], 0
     packed = labels.shape[0] == 1 and len(made.documents) > 1
@@ -125,11 +125,11 @@ def rows_of(made: MicroBatch) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         start += length
 
 
-def with_token_labels(record: Record) -> list[MicroBatch]:
+def with_token_labels(record: Record) -> list[MadeBatch]:
     return [each for each in record.made_batches.values() if has_token_labels(each)]
 
 
-def has_token_labels(made: MicroBatch) -> bool:
+def has_token_labels(made: MadeBatch) -> bool:
     """Whether there is a label for each token."""
     ids, labels = made.tensors.get("input_ids"), made.tensors.get("labels")
     if not isinstance(ids, torch.Tensor) or not isinstance(labels, torch.Tensor) or ids.dim() != 2:
@@ -141,7 +141,7 @@ def _is_2d(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dim() == 2
 
 
-def micro_batch_of(forward: Forward, made: Iterable[MicroBatch]) -> MicroBatch | None:
+def micro_batch_of(forward: Forward, made: Iterable[MadeBatch]) -> MadeBatch | None:
     """The micro-batch whose ids a forward pass got; None where these are new, or a part (two tokens try a head)."""
     ids = forward.input_ids
     same = (each for each in made if each.tensors["input_ids"].data_ptr() == ids.data_ptr())

@@ -13,7 +13,7 @@ from toolkit.config import Settings
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.checks_of_data import IGNORED, micro_batch_of, rows_of, with_token_labels
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
-from toolkit.diagnostics.records import Forward, MicroBatch, Record
+from toolkit.diagnostics.records import Forward, MadeBatch, Record
 
 _CAUSAL = ("sft", "lm")
 _HIDDEN = ("masked_lm", "diffusion")
@@ -66,7 +66,7 @@ def check_masks(record: Record, config: Settings) -> Outcome:
     return found(note, findings)
 
 
-def _supervised_text(made: MicroBatch, record: Record) -> str:
+def _supervised_text(made: MadeBatch, record: Record) -> str:
     """What the labels of the first document read."""
     if record.tokenizer is None or not made.documents:
         return ""
@@ -90,7 +90,7 @@ def _counted_in_loss(record: Record) -> Finding | None:
     return Finding("masks", what, "Take the labels of the micro-batch as targets, with ignore_index=-100.", off[2])
 
 
-def _nothing_hidden(made: Sequence[MicroBatch]) -> Finding | None:
+def _nothing_hidden(made: Sequence[MadeBatch]) -> Finding | None:
     seen = same = 0
     for each in made:
         labels, ids = each.tensors["labels"], each.tensors["input_ids"]

@@ -21,7 +21,7 @@ from torch import nn
 
 from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
-from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.batch import Batch, MicroBatch
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.diagnostics.compat import FakeTensor, resized_storages
 from toolkit.diagnostics.devices import resident
@@ -291,7 +291,7 @@ def _longest_batches(seen: _Seen, original: Callable[..., Iterator[Batch]], load
     raise _Planned
 
 
-def _repeated(batch: Batch, micro_batch: dict[str, Any], count: int, examples: list[int]) -> Batch:
+def _repeated(batch: Batch, micro_batch: MicroBatch, count: int, examples: list[int]) -> Batch:
     return dataclasses.replace(
         batch, micro_batches=[micro_batch] * count, real=[True] * count, seeds=[batch.seeds[0]] * count,
         indices=[examples] * count, epochs=[batch.epochs[0]] * count,

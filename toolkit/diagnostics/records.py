@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-Documents = list[dict[str, Any]]
+from toolkit.data.loading.batch import Document, MicroBatch
+
+Documents = list[Document]
 Gradients = dict[str, torch.Tensor]
 
 
 @dataclass
-class MicroBatch:
+class MadeBatch:
     """One that a loader made: its tensors, the documents in it, and the collate function."""
 
-    tensors: dict[str, Any]
+    tensors: MicroBatch
     documents: Documents
-    collate: Callable[[Documents], dict[str, Any]]
+    collate: Callable[[Documents], MicroBatch]
     where: str = ""  # of the collate function, where it is the recipe's
     kind: str = ""  # "train" or "eval", once it is used
 
@@ -75,7 +77,7 @@ class Record:
     auto_class: str = ""
     models: list[nn.Module] = field(default_factory=list)
     train: Any = None
-    made_batches: dict[int, MicroBatch] = field(default_factory=dict)
+    made_batches: dict[int, MadeBatch] = field(default_factory=dict)
     forwards: list[Forward] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     optimizer: torch.optim.Optimizer | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from toolkit.diagnostics.alone import compare_alone
-from toolkit.diagnostics.records import Documents, Forward, MicroBatch
+from toolkit.diagnostics.records import Documents, Forward, MadeBatch
 
 if TYPE_CHECKING:
     from toolkit.diagnostics.watch import Watch
@@ -85,7 +85,7 @@ def built_loaders(watch: Watch, original: Callable[..., Any], *values: Any, **na
 
 def collated(watch: Watch, collate: Callable[[Documents], dict[str, Any]], documents: Documents) -> dict[str, Any]:
     made = collate(documents)
-    watch.record.made_batches[id(made)] = MicroBatch(made, documents, collate, watch.place_of(collate))
+    watch.record.made_batches[id(made)] = MadeBatch(made, documents, collate, watch.place_of(collate))
     return made
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.config import ClassifierDistillationConfig, Refusal
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.distillation.trained_teacher import find_teacher
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of
@@ -84,7 +85,7 @@ def ask_classifier(
 ) -> AskClassifier:
     """A teacher in memory, in its own precision. `order`: the number that it has for each of the student's classes."""
 
-    def ask(micro_batch: dict[str, Any]) -> Any:
+    def ask(micro_batch: MicroBatch) -> Any:
         inputs = {name: value for name, value in micro_batch.items() if name not in ("labels", "weight")}
         inputs["input_ids"] = shared.inputs(inputs["input_ids"])
         with torch.no_grad():

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from toolkit.config import Refusal
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.packing import Rows
 from toolkit.data.loading.some_rows import digest_of_rows, seen_in_training
@@ -98,7 +99,7 @@ def _taught(loader: AnyLoader, store: Store) -> AnyLoader:
 def ask_stored(vocabulary: int) -> TeacherFn:
     """A teacher whose log-probabilities are in the micro-batch."""
 
-    def ask(micro_batch: dict[str, Any], temperature: float, body: Callable[[OfTeacher, int], torch.Tensor]) -> torch.Tensor:
+    def ask(micro_batch: MicroBatch, temperature: float, body: Callable[[OfTeacher, int], torch.Tensor]) -> torch.Tensor:
         if "teacher_logps" not in micro_batch:
             raise ValueError("The micro-batch has no teacher_logps: take it from the loaders that build_teacher returned.")
         return body(partial(_stored, micro_batch), vocabulary)
@@ -106,7 +107,7 @@ def ask_stored(vocabulary: int) -> TeacherFn:
     return ask
 
 
-def _stored(micro_batch: dict[str, Any], piece: slice) -> TeacherLogps:
+def _stored(micro_batch: MicroBatch, piece: slice) -> TeacherLogps:
     ids = micro_batch.get("teacher_ids")
     return TeacherLogps(micro_batch["teacher_logps"][piece], None if ids is None else ids[piece])
 
@@ -181,7 +182,7 @@ def _cut(examples: list[int], size: int) -> list[list[int]]:
 
 
 def _likeliest(
-    ask: TeacherFn, micro_batch: dict[str, Any], temperature: float, store: Store
+    ask: TeacherFn, micro_batch: MicroBatch, temperature: float, store: Store
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities `[positions, top_k + 1]` and ids `[positions, top_k]`, or of all tokens, on the CPU."""
     positions = len(supervised(micro_batch)[0])

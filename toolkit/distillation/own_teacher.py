@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.distributed.engines import unwrapped
 from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, supervised
 from toolkit.losses.chunked import Logits
@@ -72,7 +73,7 @@ def ask_without_adapter(student: nn.Module, vocabulary: int) -> TeacherFn:
     """
     base = unwrapped(student)
 
-    def ask(micro_batch: dict[str, Any], temperature: float, body: Body) -> torch.Tensor:
+    def ask(micro_batch: MicroBatch, temperature: float, body: Body) -> torch.Tensor:
         positions, _ = supervised(micro_batch)
         inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
         found: list[tuple[Logits, torch.Tensor]] = []

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from toolkit.config import Refusal
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.distributed.ranks import on_main
 from toolkit.losses.causal_lm import supervised
 from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
@@ -77,7 +78,7 @@ def connect_teacher(
 def ask_server(client: ServerClient, top_k: int, vocabulary: int) -> TeacherFn:
     """A teacher that says its `top_k` likeliest tokens at temperature 1, the only one it may be asked for."""
 
-    def ask(micro_batch: dict[str, Any], temperature: float, body: Body) -> torch.Tensor:
+    def ask(micro_batch: MicroBatch, temperature: float, body: Body) -> torch.Tensor:
         device = micro_batch["input_ids"].device
         with ThreadPoolExecutor(REQUESTS) as pool:
             found = list(pool.map(partial(_likeliest, client, top_k, vocabulary), _texts(micro_batch)))

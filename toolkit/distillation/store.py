@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from toolkit.config import Refusal
+from toolkit.data.loading.batch import Document, MicroBatch
 from toolkit.data.loading.packing import Rows, count_supervised
 from toolkit.distributed.ranks import say_once
 from toolkit.system.digests import read_sealed, seal
@@ -29,7 +30,7 @@ from toolkit.system.files import make_folder, remove, write_atomically
 
 BLOCK_BYTES = 32 << 20
 ABANDONED = 3600.0  # seconds since a block that is being written has grown
-Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+Collate = Callable[[list[Document]], MicroBatch]
 _ARRAYS = ("store", "examples", "tokens", "logps", "ids")  # of a block; the last is missing where all tokens are stored
 
 
@@ -147,8 +148,8 @@ class TaughtRows:
 
 
 def collate_taught(
-    documents: list[dict[str, Any]], collate: Collate
-) -> dict[str, Any]:
+    documents: list[Document], collate: Collate
+) -> MicroBatch:
     """A micro-batch of `collate` with `teacher_logps` float32 and `teacher_ids` int64, one row a supervised token."""
     micro_batch = collate(documents)
     for name, dtype in (("teacher_logps", np.float32), ("teacher_ids", np.int64)):

@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.config import DistillationConfig, ModelConfig, Refusal
 from toolkit.config.conditions import is_built_in, is_on_a_server
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.distillation.fill_store import ask_stored, store_teacher
@@ -52,7 +53,7 @@ class Teacher:
     made_of: dict[str, Any] | None
     average: Average | None = None
 
-    def __call__(self, micro_batch: dict[str, Any], temperature: float, body: Body) -> torch.Tensor:
+    def __call__(self, micro_batch: MicroBatch, temperature: float, body: Body) -> torch.Tensor:
         return self.ask(micro_batch, temperature, body)
 
 
@@ -198,7 +199,7 @@ def ask_model(model: nn.Module, shared: SharedVocabulary, *, in_students_precisi
     It computes in its own type, or with the autocast that the student is called with.
     """
 
-    def ask(micro_batch: dict[str, Any], temperature: float, body: Body) -> torch.Tensor:
+    def ask(micro_batch: MicroBatch, temperature: float, body: Body) -> torch.Tensor:
         positions, _ = supervised(micro_batch)
         inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
         inputs["input_ids"] = shared.inputs(inputs["input_ids"])

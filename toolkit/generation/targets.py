@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from toolkit.config import GeneratedTextConfig
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.generation.samples import trim_for_display
 from toolkit.metrics.metric import Metrics
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from toolkit.data.loading.loaders import EvalLoader
 
-Generate = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+Generate = Callable[[nn.Module, MicroBatch], torch.Tensor]
 
 
 def target_metrics(
@@ -59,7 +60,7 @@ def generate_targets(
     What the settings leave open is as the model's own generation_config says: its length penalty, its forced tokens.
     """
 
-    def generate(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
+    def generate(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         inner = unwrapped(model)
         inputs = {name: micro_batch[name] for name in ("input_ids", "attention_mask")}
         draws = _draws(config, inputs["input_ids"], inputs["attention_mask"]) if config.do_sample else []

@@ -6,12 +6,12 @@ already found one of two answers the likelier.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.data.loading.collate_answers import MISMATCHED, mismatched_of
 from toolkit.data.loading.collate_pairs import NOT_FOR_THE_MODEL
 from toolkit.losses.chunked import Logits, logps_in_chunks
@@ -21,7 +21,7 @@ from toolkit.metrics.classes import area_under_curve
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 
-def pair_logps(model: nn.Module, micro_batch: dict[str, Any], ld_alpha: float | None = None) -> PairLogps:
+def pair_logps(model: nn.Module, micro_batch: MicroBatch, ld_alpha: float | None = None) -> PairLogps:
     """Sums over the tokens of each answer, in nats, from one forward pass over `collate_pairs`' micro-batch.
 
     `ld_alpha`: what the tokens beyond the shorter answer's length count (LD-DPO, `desensitized_weights`); None: all alike.
@@ -34,17 +34,17 @@ def pair_logps(model: nn.Module, micro_batch: dict[str, Any], ld_alpha: float | 
     return PairLogps(chosen, rejected, micro_batch["chosen_tokens"], micro_batch["rejected_tokens"])
 
 
-def answer_logps(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
+def answer_logps(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """Sums over the tokens of each single answer `[answers]`, in nats, from one forward pass over `collate_answers`' batch."""
     return answer_token_logps(model, micro_batch).sum(1)
 
 
-def mismatched_logps(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
+def mismatched_logps(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """The same of the answers that belong to other prompts."""
     return answer_logps(model, mismatched_of(micro_batch))
 
 
-def answer_token_logps(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
+def answer_token_logps(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """Log-probability of each answer token `[answers, longest_answer]`, 0 after an answer's end; chosen answers of pairs first.
 
     The head is applied at answer positions only; logits `[batch, length, V]` are never built.
@@ -71,7 +71,7 @@ PAIR_LIKELIHOODS = ("logps_accuracy", "logps_margin", "logps_chosen", "logps_rej
 ANSWER_LIKELIHOODS = ("logps_auc", "logps_margin", "logps_desirable", "logps_undesirable")
 
 
-def _update(model: nn.Module, pairs: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _update(model: nn.Module, pairs: MicroBatch) -> dict[str, torch.Tensor]:
     chosen, rejected = pair_logps(model, pairs)[:2]
     each = {
         "logps_accuracy": (chosen > rejected).to(chosen.dtype), "logps_margin": chosen - rejected,
@@ -89,7 +89,7 @@ def _finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:
 pair_likelihood_metrics = Metrics(update=_update, finalize=_finalize)
 
 
-def _gather(model: nn.Module, answers: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _gather(model: nn.Module, answers: MicroBatch) -> dict[str, torch.Tensor]:
     logps = answer_logps(model, answers)
     return {"logps": logps, "desirable": answers["desirable"].to(logps.dtype)}
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.losses.selective_head import supervised_sums
 from toolkit.metrics.metric import Metrics, ratio
 
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 NOT_FOR_THE_MODEL = (
     "labels", "weight", "token_weights", "seen_ahead", "attention_seeds", "supervised_positions", "teacher_logps", "teacher_ids"
 )  # fmt: skip
-TokenSums = Callable[[nn.Module, dict[str, Any]], tuple[torch.Tensor, torch.Tensor, int]]
+TokenSums = Callable[[nn.Module, MicroBatch], tuple[torch.Tensor, torch.Tensor, int]]
 
 
 def causal_lm_loss(
     model: nn.Module,
-    micro_batch: dict[str, Any],
+    micro_batch: MicroBatch,
     totals: Mapping[str, float],
     *,
     label_smoothing_factor: float = 0.0,
@@ -58,7 +59,7 @@ def causal_lm_loss(
 
 
 def _sums(
-    model: nn.Module, micro_batch: dict[str, Any], label_smoothing_factor: float = 0.0, z_loss: float = 0.0
+    model: nn.Module, micro_batch: MicroBatch, label_smoothing_factor: float = 0.0, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Loss and correct predictions, both summed over the supervised tokens, and the number of these."""
     positions, targets = supervised(micro_batch)
@@ -67,7 +68,7 @@ def _sums(
     return loss, correct, len(positions)
 
 
-def supervised(micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def supervised(micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Flat indices of the positions that predict a supervised label, and these labels, both `[P]`."""
     following = torch.nn.functional.pad(micro_batch["labels"], (0, 1), value=-100)[:, 1:].reshape(-1)
     positions = micro_batch.get("supervised_positions")
@@ -87,7 +88,7 @@ def exponential(value: float) -> float:
 def token_metrics(sums: TokenSums, perplexity: str = "perplexity", accuracy: str = "token_accuracy") -> Metrics:
     """Means over the supervised tokens of a split, from `sums(model, micro_batch)`: loss, right predictions and tokens."""
 
-    def update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         nll, correct, tokens = sums(model, micro_batch)
         return {"nll": nll, "correct": correct.round().long(), "tokens": torch.tensor(tokens, device=nll.device)}
 

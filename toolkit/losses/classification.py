@@ -6,12 +6,12 @@ example's class) over `totals["weight"]`, which is torch's `CrossEntropyLoss(wei
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.classification import classification_metrics, example_logits
 from toolkit.metrics.metric import Metrics
 
@@ -19,7 +19,7 @@ Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def classification_loss(
-    model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float], *, label_smoothing_factor: float = 0.0
+    model: nn.Module, micro_batch: MicroBatch, totals: Mapping[str, float], *, label_smoothing_factor: float = 0.0
 ) -> Loss:
     """Cross-entropy of one class: model's logits `[batch, classes]`, `labels` `[batch]` whole numbers.
 
@@ -35,7 +35,7 @@ def classification_loss(
 
 
 def multi_label_loss(
-    model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float], *, label_smoothing_factor: float = 0.0
+    model: nn.Module, micro_batch: MicroBatch, totals: Mapping[str, float], *, label_smoothing_factor: float = 0.0
 ) -> Loss:
     """Binary cross-entropy of each class, mean over classes: logits and `labels` `[batch, classes]`, labels 0 or 1.
 
@@ -49,14 +49,14 @@ def multi_label_loss(
     return _part_of_mean(losses, micro_batch, totals), _share(((logits > 0) == (labels > 0.5)).all(-1), totals)
 
 
-def regression_loss(model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float]) -> Loss:
+def regression_loss(model: nn.Module, micro_batch: MicroBatch, totals: Mapping[str, float]) -> Loss:
     """Squared error of one number: logits `[batch, 1]`, `labels` `[batch]`. Returns the loss and no metric."""
     predictions = example_logits(model, micro_batch).squeeze(-1)
     losses = (predictions - micro_batch["labels"].to(predictions.dtype)).square()
     return _part_of_mean(losses, micro_batch, totals), {}
 
 
-def _part_of_mean(losses: torch.Tensor, micro_batch: dict[str, Any], totals: Mapping[str, float]) -> torch.Tensor:
+def _part_of_mean(losses: torch.Tensor, micro_batch: MicroBatch, totals: Mapping[str, float]) -> torch.Tensor:
     if "weight" in micro_batch:
         weight = micro_batch["weight"].to(losses.dtype)
         return (losses * weight).sum() / (totals["weight"] or 1.0)  # a batch of classes of weight 0 only has the loss 0

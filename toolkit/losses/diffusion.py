@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, exponential
 from toolkit.losses.chunked import Logits, values_in_chunks
 from toolkit.losses.selective_head import at_positions, supervised_sums
@@ -20,7 +21,7 @@ from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 
 def diffusion_loss(
-    model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float]
+    model: nn.Module, micro_batch: MicroBatch, totals: Mapping[str, float]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This micro-batch's part of the bound in nats a token, over all supervised tokens of the global batch.
 
@@ -42,7 +43,7 @@ def diffusion_loss(
     return loss / max(float(totals["tokens"]), 1.0), {}
 
 
-def _update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
     positions, targets = _hidden(micro_batch)
     counts = micro_batch["token_weights"].double()
 
@@ -81,7 +82,7 @@ diffusion_metrics = Metrics(update=_update, finalize=_finalize)
 (`loss_stderr`: that of a ratio of sums, Cochran 1977, equation 6.13), exp(loss), and the share of hidden tokens found."""
 
 
-def _hidden(micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _hidden(micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Flat indices of the places that predict a hidden token, and these tokens, both `[P]`."""
     labels = micro_batch["labels"].reshape(-1)
     positions = micro_batch.get("supervised_positions")
@@ -90,14 +91,14 @@ def _hidden(micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return positions, labels[positions]
 
 
-def _documents_of(positions: torch.Tensor, micro_batch: dict[str, Any]) -> torch.Tensor:
+def _documents_of(positions: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
     """The number of the document that each flat position is in."""
     if "cu_seq_lens_q" in micro_batch:
         return torch.bucketize(positions, micro_batch["cu_seq_lens_q"][1:].to(positions.device), right=True)
     return positions // micro_batch["input_ids"].shape[1]
 
 
-def _inputs(micro_batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _inputs(micro_batch: MicroBatch, dtype: torch.dtype) -> dict[str, Any]:
     """What the model's forward gets; while attention is annealed its mask `[rows, 1, length, length]`, instead of bounds."""
     inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
     ahead = micro_batch.get("seen_ahead", [])
@@ -114,7 +115,7 @@ def _inputs(micro_batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if not name.startswith(("cu_seq_lens", "max_length"))}
 
 
-def _places(micro_batch: dict[str, Any]) -> list[tuple[int, int, int]]:
+def _places(micro_batch: MicroBatch) -> list[tuple[int, int, int]]:
     """Row, first token and end of each document."""
     if "cu_seq_lens_q" in micro_batch:
         return [(0, start, end) for start, end in itertools.pairwise(micro_batch["cu_seq_lens_q"].tolist())]

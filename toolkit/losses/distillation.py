@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, causal_lm_metrics, supervised
 from toolkit.losses.chunked import Logits, added_in_chunks
 from toolkit.losses.selective_head import at_positions
@@ -90,7 +91,7 @@ def _mixture(p: torch.Tensor, q: torch.Tensor, share: float) -> torch.Tensor:
 
 def distillation_loss(
     model: nn.Module,
-    micro_batch: dict[str, Any],
+    micro_batch: MicroBatch,
     totals: Mapping[str, float],
     *,
     teacher: TeacherFn,
@@ -141,7 +142,7 @@ ValuesOf = Callable[[torch.Tensor, torch.Tensor, TeacherLogps, int], Sequence[to
 
 
 def _sums(
-    model: nn.Module, micro_batch: dict[str, Any], teacher: TeacherFn, temperature: float, values_of: ValuesOf
+    model: nn.Module, micro_batch: MicroBatch, teacher: TeacherFn, temperature: float, values_of: ValuesOf
 ) -> tuple[torch.Tensor, int]:
     """What `values_of(logits, targets, of_teacher, shared)` makes of a chunk of positions, summed, `[n]`; and their number."""
     positions, targets = supervised(micro_batch)
@@ -178,7 +179,7 @@ def distillation_metrics(teacher: TeacherFn, temperature: float = 1.0) -> Metric
         rest = most_of_the_rest(logits, of_teacher, shared, temperature)
         return [nll, logits.argmax(-1) == targets, apart, *([] if rest is None else [apart + rest])]
 
-    def update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         sums, tokens = _sums(model, micro_batch, teacher, temperature, values_of)
         nll, correct, *kl = sums
         found = dict(zip(("kl", "kl_at_most"), kl, strict=False))

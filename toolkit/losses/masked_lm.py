@@ -4,17 +4,17 @@ A label belongs to the token at its own position, unlike in causal language mode
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, token_metrics
 from toolkit.losses.selective_head import supervised_sums
 
 
 def masked_lm_loss(
-    model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float]
+    model: nn.Module, micro_batch: MicroBatch, totals: Mapping[str, float]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This micro-batch's part of the mean over all masked tokens of the global batch, `totals["tokens"]`.
 
@@ -33,7 +33,7 @@ def masked_lm_loss(
     return loss / tokens, {"masked_accuracy": correct / tokens}
 
 
-def _sums(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _sums(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Loss and correct predictions, both summed over the masked tokens, and the number of these."""
     labels = micro_batch["labels"].reshape(-1)
     positions = micro_batch.get("supervised_positions")

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.losses.classification import Loss
 
 AskClassifier = Callable[[dict[str, Any]], Any]  # a micro-batch -> an output with logits, hidden_states and attentions
@@ -81,7 +82,7 @@ def attention_apart(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Te
 
 def classifier_distillation_loss(
     model: nn.Module,
-    micro_batch: dict[str, Any],
+    micro_batch: MicroBatch,
     totals: Mapping[str, float],
     *,
     teacher: AskClassifier,

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.losses.ranking import score_lists
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 
 def multiple_choice_loss(
-    model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float]
+    model: nn.Module, micro_batch: MicroBatch, totals: Mapping[str, float]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This micro-batch's part of the mean of -log softmax(scores)[right] over the questions of the global batch.
 
@@ -30,7 +31,7 @@ def multiple_choice_loss(
     return losses.sum() / totals["examples"], {"accuracy": is_right.detach().sum() / totals["examples"]}
 
 
-def _update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
     losses, is_right = _losses_and_hits(model, micro_batch)
     return {"loss": precise_sum(losses), "right": precise_sum(is_right), "questions": precise_sum(torch.ones_like(losses))}
 
@@ -43,7 +44,7 @@ multiple_choice_metrics = Metrics(update=_update, finalize=_finalize)
 """Exact over the questions of a split: `loss`, as in training, and `accuracy`."""
 
 
-def _losses_and_hits(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _losses_and_hits(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """`[questions]`: the loss of each, and 1 where the right choice is above all others; a tie is wrong."""
     scores, labels, is_choice = score_lists(_one_choice_a_row(model), micro_batch)
     is_right = labels == 1

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from toolkit.config.conditions import COUPLING_PAIRS
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.losses import pair_losses as losses
 from toolkit.losses.pair_losses import PairLogps, means_per_token, score_of, sft_loss
 from toolkit.losses.reward import reward_metrics_by_pair
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
-LogpsOf = Callable[[nn.Module, dict[str, Any]], tuple[PairLogps, PairLogps | None]]
+LogpsOf = Callable[[nn.Module, MicroBatch], tuple[PairLogps, PairLogps | None]]
 
 # Each loss by its name in the settings, and which values it takes next to the log-probabilities.
 _WITH_REFERENCE: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
@@ -106,7 +107,7 @@ def preference_metrics(
     """
     alone = ["sigmoid" if name in COUPLING_PAIRS else name for name in loss_type]
 
-    def update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         policy, reference = logps_of(model, micro_batch)
         each = {
             "pair_loss": pair_losses(policy, reference, loss_type=alone, loss_weights=loss_weights, beta=beta, **others),

@@ -1,16 +1,16 @@
 """The loss of extractive question answering: where in a window the answer starts and ends."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.question_answering import span_logits, span_losses
 
 
 def question_answering_loss(
-    model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float]
+    model: nn.Module, micro_batch: MicroBatch, totals: Mapping[str, float]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Mean over the global batch's windows of (cross-entropy of the start + that of the end) / 2.
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.data.loading.collate_lists import NOT_FOR_THE_MODEL
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 from toolkit.metrics.retrieval import ranking_metrics, ranks_in_lists
@@ -21,7 +22,7 @@ from toolkit.metrics.retrieval import ranking_metrics, ranks_in_lists
 
 def ranking_loss(
     model: nn.Module,
-    micro_batch: dict[str, Any],
+    micro_batch: MicroBatch,
     totals: Mapping[str, float],
     *,
     ranking_loss: str = "lambda",
@@ -54,7 +55,7 @@ def ranking_list_metrics(*, ranking_loss: str = "lambda", positive_weight: float
     losses, unit = _LOSSES[ranking_loss]
     more = {"positive_weight": positive_weight} if ranking_loss == "bce" else {}
 
-    def update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         scores, labels, is_document = score_lists(model, micro_batch)
         lists = torch.arange(len(scores), device=scores.device)[:, None].expand_as(scores)
         of_documents = (values[is_document].double().cpu().numpy() for values in (scores, labels, lists))
@@ -77,7 +78,7 @@ def ranking_list_metrics(*, ranking_loss: str = "lambda", positive_weight: float
     return Metrics(update=update, finalize=finalize)
 
 
-def score_lists(model: Callable[..., Any], micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def score_lists(model: Callable[..., Any], micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores and labels `[lists, most documents]`, 0 where a list has no more, and where it has; float32 or wider.
 
     A score is the one number that a model with a classification head of one label gives for the query with the document.

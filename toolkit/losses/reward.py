@@ -13,13 +13,14 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from toolkit.config import Refusal
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.data.loading.collate_pairs import NOT_FOR_THE_MODEL
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 
 def reward_loss(
     model: nn.Module,
-    micro_batch: dict[str, Any],
+    micro_batch: MicroBatch,
     totals: Mapping[str, float],
     *,
     center_rewards_coefficient: float | None = None,
@@ -43,7 +44,7 @@ def reward_loss(
 def reward_metrics(*, center_rewards_coefficient: float | None = None, margin_coefficient: float = 0.0) -> Metrics:
     """Exact means over the pairs of a split: `loss`, as in training, and the metrics of `reward_metrics_by_pair`."""
 
-    def update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         chosen, rejected = pair_rewards(model, micro_batch)
         margin = _margin(micro_batch, margin_coefficient)
         each = {
@@ -59,7 +60,7 @@ def reward_metrics(*, center_rewards_coefficient: float | None = None, margin_co
     return Metrics(update=update, finalize=finalize)
 
 
-def pair_rewards(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def pair_rewards(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Rewards of the chosen and of the rejected answers, each `[pairs]`, float32 or wider, from one forward pass."""
     inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
     chosen, rejected = answer_rewards(model, inputs).chunk(2)
@@ -106,7 +107,7 @@ def reward_metrics_by_pair(chosen: torch.Tensor, rejected: torch.Tensor) -> dict
     }
 
 
-def _margin(micro_batch: dict[str, Any], margin_coefficient: float) -> torch.Tensor | float:
+def _margin(micro_batch: MicroBatch, margin_coefficient: float) -> torch.Tensor | float:
     """What each chosen reward must lead by, `[pairs]`, or 0."""
     if not margin_coefficient:
         return 0.0

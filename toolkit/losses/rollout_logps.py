@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.data.loading.layouts import NOT_FOR_THE_MODEL as OF_ANSWERS
 from toolkit.distributed.engines import unwrapped
 from toolkit.losses.chunked import Logits, values_in_chunks
@@ -22,7 +22,7 @@ NOT_FOR_THE_MODEL = (
 
 
 def rollout_logps(
-    model: nn.Module, micro_batch: dict[str, Any], temperature: float = 1.0, with_entropy_gradient: bool = False
+    model: nn.Module, micro_batch: MicroBatch, temperature: float = 1.0, with_entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each token of the completions its log-probability and the entropy of its distribution, nats.
 
@@ -36,7 +36,7 @@ def rollout_logps(
 
 
 def logps_and_values(
-    model: nn.Module, micro_batch: dict[str, Any], temperature: float = 1.0, with_entropy_gradient: bool = False
+    model: nn.Module, micro_batch: MicroBatch, temperature: float = 1.0, with_entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`rollout_logps`, and of each token the value of the state before it, in the same forward pass.
 
@@ -49,7 +49,7 @@ def logps_and_values(
 
 
 def _tables(
-    model: nn.Module, micro_batch: dict[str, Any], temperature: float, with_entropy_gradient: bool,
+    model: nn.Module, micro_batch: MicroBatch, temperature: float, with_entropy_gradient: bool,
     of_hidden: OfHidden | None = None,
 ) -> Iterable[torch.Tensor]:  # fmt: skip
     inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}

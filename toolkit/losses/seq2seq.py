@@ -5,11 +5,11 @@ predicts: nothing is shifted here.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.losses.causal_lm import token_metrics
 from toolkit.losses.selective_head import supervised_sums
 
@@ -17,7 +17,7 @@ NOT_FOR_THE_MODEL = ("labels", "supervised_positions")
 
 
 def seq2seq_loss(
-    model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float], *, label_smoothing_factor: float = 0.0
+    model: nn.Module, micro_batch: MicroBatch, totals: Mapping[str, float], *, label_smoothing_factor: float = 0.0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This micro-batch's part of the mean over all target tokens of the global batch, `totals["tokens"]`.
 
@@ -39,7 +39,7 @@ def seq2seq_loss(
 
 
 def _sums(
-    model: nn.Module, micro_batch: dict[str, Any], label_smoothing_factor: float = 0.0
+    model: nn.Module, micro_batch: MicroBatch, label_smoothing_factor: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Loss and correct predictions, both summed over the target's tokens, and the number of these."""
     positions = micro_batch["supervised_positions"]

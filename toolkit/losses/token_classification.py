@@ -1,19 +1,19 @@
 """Token classification: cross-entropy of the tags of words, at the tokens that have one."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.spans import IGNORED, token_logits
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def token_classification_loss(
-    model: nn.Module, micro_batch: dict[str, Any], totals: Mapping[str, float], *, label_smoothing_factor: float = 0.0
+    model: nn.Module, micro_batch: MicroBatch, totals: Mapping[str, float], *, label_smoothing_factor: float = 0.0
 ) -> Loss:
     """This micro-batch's part of the mean over all supervised tokens of the global batch, `totals["tokens"]`.
 

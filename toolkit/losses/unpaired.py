@@ -7,17 +7,17 @@ however that is cut.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.classes import area_under_curve
 from toolkit.metrics.metric import Metrics
 
 # of the policy and of the reference, each `[answers]`, for (model, micro-batch)
-LogpsOf = Callable[[nn.Module, dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
+LogpsOf = Callable[[nn.Module, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 
 
 def unpaired_loss(
@@ -87,7 +87,7 @@ def unpaired_metrics(
             answers and of the mismatched ones.
     """
 
-    def gather(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def gather(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         policy, reference = logps_of(model, micro_batch)
         rows = {"policy": policy, "reference": reference, "desirable": micro_batch["desirable"].to(policy.dtype)}
         if loss_type == "kto":

@@ -11,13 +11,14 @@ from torch.nn import functional
 
 from toolkit.config import Refusal
 from toolkit.config.conditions import USUAL_METRICS
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.classes import CLASS_METRICS, LABEL_METRICS, class_sums, counts_of_classes, counts_of_labels, label_sums
 from toolkit.metrics.external import External, MetricName, flat_metrics, load_metric, title_of
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 from toolkit.metrics.numbers import NUMBER_METRICS, OF_ALL, number_sums
 
 
-def example_logits(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
+def example_logits(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """The model's logits `[batch, classes]` in float32 (float64 stays)."""
     logits = model(**{name: value for name, value in micro_batch.items() if name not in ("labels", "weight")}).logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -85,7 +86,7 @@ def classification_metrics(names: Sequence[MetricName], num_labels: int | None, 
             raise Refusal(f"--metrics {name}: for two classes, and here are {num_labels}. Type {name.removesuffix('_binary')}.")
     external = [(title_of(name), _external(name, num_labels, problem_type)) for name in names if name not in built_in]
 
-    def rows(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def rows(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         logits, labels = example_logits(model, micro_batch), micro_batch["labels"]
         losses = problem.losses(logits, labels)
         weight = micro_batch["weight"].to(losses.dtype) if "weight" in micro_batch else torch.ones_like(losses)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.metric import Metrics
 from toolkit.metrics.retrieval import ranking_metrics, ranks_in_corpus, spearman
 
-Embed = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+Embed = Callable[[nn.Module, MicroBatch], torch.Tensor]
 
 
 def retrieval_metrics(
@@ -49,7 +49,7 @@ def similarity_metrics(
     cut to it, such as `spearman_dim_64`; and `loss`, by `loss_of(vectors, scores)`."""
     of_texts = _rows_of(embed, 2)
 
-    def gather(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def gather(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         return {**of_texts(model, micro_batch), "scores": micro_batch["score"][micro_batch["role"] == 0]}
 
     def finalize(rows: dict[str, np.ndarray]) -> dict[str, float]:
@@ -70,10 +70,10 @@ def _similarity(vectors: np.ndarray, scores: np.ndarray) -> dict[str, float]:
     return {"spearman": spearman(cosines, scores), "pearson": float(together)}
 
 
-def _rows_of(embed: Embed, most_texts: int) -> Callable[[nn.Module, dict[str, Any]], dict[str, torch.Tensor]]:
+def _rows_of(embed: Embed, most_texts: int) -> Callable[[nn.Module, MicroBatch], dict[str, torch.Tensor]]:
     """For each example `vectors` `[most_texts, d]`, `keys` and `is_there` `[most_texts]`; zeros where it has fewer texts."""
 
-    def gather(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def gather(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         vectors = embed(model, micro_batch)
         place = (micro_batch["example"], micro_batch["role"])
         shape = (int(micro_batch["example"].max()) + 1, most_texts)

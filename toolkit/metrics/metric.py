@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 import numpy as np
 import torch
 from torch import nn
 
-Observe = Callable[[nn.Module, dict[str, Any]], dict[str, torch.Tensor]]
+from toolkit.data.loading.batch import MicroBatch
+
+Observe = Callable[[nn.Module, MicroBatch], dict[str, torch.Tensor]]
 Finalize = Callable[[dict[str, np.ndarray]], dict[str, float]]
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.metric import Metrics, ratio
 
 References = Sequence[tuple[str, Sequence[str]]]  # of each question its context and its answers; none: it has no answer
@@ -30,7 +31,7 @@ class Span(NamedTuple):
     score: float
 
 
-def span_logits(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def span_logits(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Start and end logits `[windows, longest]` in float32 (float64 stays), -inf on padding.
 
     transformers' own losses leave padding in, so that they depend on which windows share a batch; without it they don't.
@@ -44,7 +45,7 @@ def span_logits(model: nn.Module, micro_batch: dict[str, Any]) -> tuple[torch.Te
     return start, end
 
 
-def span_losses(start_logits: torch.Tensor, end_logits: torch.Tensor, micro_batch: dict[str, Any]) -> torch.Tensor:
+def span_losses(start_logits: torch.Tensor, end_logits: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
     """The mean of both cross-entropies of each window, `[windows]`."""
     start = functional.cross_entropy(start_logits, micro_batch["start_positions"], reduction="none")
     end = functional.cross_entropy(end_logits, micro_batch["end_positions"], reduction="none")
@@ -52,7 +53,7 @@ def span_losses(start_logits: torch.Tensor, end_logits: torch.Tensor, micro_batc
 
 
 def best_spans(
-    start_logits: torch.Tensor, end_logits: torch.Tensor, micro_batch: dict[str, Any], n_best_size: int, max_answer_length: int
+    start_logits: torch.Tensor, end_logits: torch.Tensor, micro_batch: MicroBatch, n_best_size: int, max_answer_length: int
 ) -> dict[str, torch.Tensor]:
     """The best spans of each window, in rows of fixed width: `starts`, `ends` (characters), `scores` `[windows, n_best_size]`.
 
@@ -122,7 +123,7 @@ def question_answering_metrics(
         null_score_diff_threshold: the answer is none where no answer scores higher than the best span by more than this.
     """
 
-    def rows(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def rows(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         start_logits, end_logits = span_logits(model, micro_batch)
         spans = best_spans(start_logits, end_logits, micro_batch, n_best_size, max_answer_length)
         losses = span_losses(start_logits, end_logits, micro_batch)

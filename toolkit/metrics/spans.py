@@ -5,7 +5,6 @@ of found, predicted and actual ones, so that they are the same for any batch siz
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from torch.nn import functional
 from toolkit.config import Refusal
 from toolkit.config.conditions import USUAL_TAG_METRICS
 from toolkit.config.setting import nearest
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.classes import CLASS_METRICS, Counts
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
@@ -28,7 +28,7 @@ _OF_ENTITIES: dict[str, Callable[[Counts], float | dict[str, float]]] = {
 }
 
 
-def token_logits(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
+def token_logits(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """The model's logits `[batch, length, classes]` in float32 (float64 stays)."""
     inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
     logits = model(**inputs).logits
@@ -66,8 +66,9 @@ def tag_metrics(tags: Sequence[str], scheme: str, names: Sequence[str] = (), *, 
             raise Refusal(f"--metrics {name}: known are {', '.join(known)}.{f' Did you mean {near}?' if near else ''}")
     prefixes, kinds, types = _parts_of(tags, scheme)
 
-    def update(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        logits, labels = token_logits(model, micro_batch), micro_batch["labels"]
+    def update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        labels: torch.Tensor = micro_batch["labels"]
+        logits = token_logits(model, micro_batch)
         losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
         of_words, predictions = micro_batch.get("word_labels", labels), logits.argmax(-1)
         is_word = of_words != IGNORED

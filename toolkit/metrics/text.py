@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from toolkit.config import Refusal
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.external import MetricName, flat_metrics, load_metric, title_of
 from toolkit.metrics.metric import Metrics
 
 TextMetric = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
-Generate = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+Generate = Callable[[nn.Module, MicroBatch], torch.Tensor]
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 _TRIAL = (["one two three four five", "six"], ["one two three four five", "seven"])
@@ -117,7 +118,7 @@ def generated_text_metrics(
         width: the most tokens of a text.
     """
 
-    def gather(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def gather(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         ids = generate(model, micro_batch)
         if ids.shape[1] > width:
             raise ValueError(f"texts of {ids.shape[1]} tokens were generated, and at most {width} were expected")

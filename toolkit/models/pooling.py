@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from toolkit.config import ModelConfig, Refusal
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.distributed.engines import unwrapped
 from toolkit.models.attention.interface import DOCUMENTS, FLEX
 from toolkit.models.attention.packable import NotPackable, check_packable
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def embed_texts(model: nn.Module, micro_batch: dict[str, Any], *, pooling: str = "mean") -> torch.Tensor:
+def embed_texts(model: nn.Module, micro_batch: MicroBatch, *, pooling: str = "mean") -> torch.Tensor:
     """Embeddings `[texts, hidden]` of padded texts, not normalized, in float32 (float64 stays).
 
     Args:

@@ -16,6 +16,7 @@ from torch import nn
 
 from toolkit.config import AdapterConfig, ReferenceConfig, Refusal
 from toolkit.config.conditions import STARTS_ON_THE_BASE, is_adapter
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.distributed.engines import engine_of, unwrapped
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 
     from toolkit.training.run import Run
 
-LogpsOf = Callable[[nn.Module, dict[str, Any]], Any]  # of (model, micro-batch): PairLogps, or a tensor `[answers]`
+LogpsOf = Callable[[nn.Module, MicroBatch], Any]  # of (model, micro-batch): PairLogps, or a tensor `[answers]`
 
 
-def _of_pairs(model: nn.Module, micro_batch: dict[str, Any]) -> Any:
+def _of_pairs(model: nn.Module, micro_batch: MicroBatch) -> Any:
     raise TypeError("mismatched answers are those of unpaired data: this reference is of pairs")
 
 
@@ -57,7 +58,7 @@ class Reference:
     is_kept: bool = False  # whether the run's checkpoints have it
     made_of: dict[str, Any] | None = None  # commit and digests of the files it is made of, for `open_run`
 
-    def __call__(self, model: nn.Module, micro_batch: dict[str, Any]) -> Any:
+    def __call__(self, model: nn.Module, micro_batch: MicroBatch) -> Any:
         return self.logps(model, micro_batch)
 
 
@@ -122,14 +123,14 @@ def _cached(
 ) -> Reference:  # fmt: skip
     table = reference_table(accelerator, model, train, evaluation, config, ld_alpha)
 
-    def of_pairs(model: nn.Module, micro_batch: dict[str, Any]) -> PairLogps:
+    def of_pairs(model: nn.Module, micro_batch: MicroBatch) -> PairLogps:
         chosen, rejected = table[micro_batch["pair"]].unbind(1)
         return PairLogps(chosen, rejected, micro_batch["chosen_tokens"], micro_batch["rejected_tokens"])
 
-    def own(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
+    def own(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         return table[micro_batch["answer"], 0]
 
-    def mismatched(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
+    def mismatched(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         return table[micro_batch["answer"], 1]
 
     return Reference("cache", of_pairs) if is_of_pairs(train) else Reference("cache", own, mismatched)
@@ -145,7 +146,7 @@ def _adapter_off(
 
 
 def _with_adapter_off(logps_of: LogpsOf) -> LogpsOf:
-    def logps(model: nn.Module, micro_batch: dict[str, Any]) -> Any:
+    def logps(model: nn.Module, micro_batch: MicroBatch) -> Any:
         with evaluation_mode(model), unwrapped(model).disable_adapter():
             return logps_of(model, micro_batch)
 
@@ -170,7 +171,7 @@ def _place_frozen(accelerator: Accelerator, make_model: Callable[[], PreTrainedM
 
 
 def _of_frozen(accelerator: Accelerator, frozen: nn.Module, logps_of: LogpsOf) -> LogpsOf:
-    def logps(model: nn.Module, micro_batch: dict[str, Any]) -> Any:
+    def logps(model: nn.Module, micro_batch: MicroBatch) -> Any:
         with torch.no_grad(), accelerator.autocast():
             return logps_of(frozen, micro_batch)
 

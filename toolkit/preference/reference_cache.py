@@ -17,7 +17,7 @@ from torch import nn
 
 from toolkit.config import AdapterConfig, ModelConfig, settings_of
 from toolkit.config.conditions import is_adapter, is_built_in
-from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.batch import Batch, MicroBatch
 from toolkit.data.loading.columns import column
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.packing import PlainRows
@@ -128,7 +128,7 @@ def _dataset(loader: TrainLoader | EvalLoader) -> Dataset:
 
 
 def _answers_of(
-    model: nn.Module, micro_batch: dict[str, Any], kind: str, has_mismatched: bool, ld_alpha: float | None
+    model: nn.Module, micro_batch: MicroBatch, kind: str, has_mismatched: bool, ld_alpha: float | None
 ) -> torch.Tensor:
     """Log-probabilities of a micro-batch, in the columns of the table."""
     if kind == "pair":

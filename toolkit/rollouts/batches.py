@@ -6,13 +6,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
-from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.batch import Batch, MicroBatch
 from toolkit.data.loading.layouts import lay_out
 from toolkit.data.loading.order import hash_numbers
 from toolkit.distributed.ranks import from_all
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Advantages = Sequence[float] | torch.Tensor
-Collate = Callable[[Sequence[Rollout], Advantages], dict[str, Any]]
+Collate = Callable[[Sequence[Rollout], Advantages], MicroBatch]
 # Of (model, micro-batch): a table [completions, longest completion], or several by the names of a rollout's fields.
-LogpsOf = Callable[[nn.Module, dict[str, Any]], torch.Tensor | dict[str, torch.Tensor]]
+LogpsOf = Callable[[nn.Module, MicroBatch], torch.Tensor | dict[str, torch.Tensor]]
 
 
 def policy_batches(
@@ -106,7 +106,7 @@ def _batch(
 def collate_rollouts(
     rollouts: Sequence[Rollout], advantages: Advantages, *, layout: str, pad_token_id: int = 0,
     mask_truncated_completions: bool = False, mask_unscored_completions: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+) -> MicroBatch:  # fmt: skip
     """The tensors of a micro-batch of completions, in a layout of `lay_out`: with `shared` a group's prompt is read once.
 
     Next to what `lay_out` says: `advantages` `[completions]` or `[completions, longest completion]`; `mask`, of the latter

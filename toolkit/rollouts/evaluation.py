@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.data.loading.order import hash_numbers
 from toolkit.distributed.ranks import on_all
 from toolkit.generation.distribution import SamplingSettings
@@ -36,7 +37,7 @@ def sampled_reward_metrics(
     `output` are those of `score_rollouts`.
     """
 
-    def gather(model: nn.Module, micro_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def gather(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         prompts = micro_batch["prompt_ids"]
         numbers = micro_batch.get("prompt") or [hash_numbers(ids) for ids in prompts]  # rows of a stream have no number
         rows = zip(numbers, prompts, micro_batch["rows"], strict=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.distributed.engines import element_count
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def training_flops(model: PreTrainedModel, tokens: float, head_positions: float,
     return flops + 12.0 * shape.num_hidden_layers * heads * head_dim * pairs
 
 
-def model_work(micro_batch: dict[str, Any]) -> dict[str, float]:
+def model_work(micro_batch: MicroBatch) -> dict[str, float]:
     """What a causal model does with a micro-batch: tokens that go through, positions of its head, pairs in full attention.
 
     A padded row counts as long as it is; with a window fewer pairs are seen, and without causality about twice as many.

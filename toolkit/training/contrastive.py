@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from toolkit.config import Refusal
-from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.batch import Batch, MicroBatch
 from toolkit.data.loading.order import seed_micro_batch
 from toolkit.losses.contrastive import ContrastiveLoss, Texts
 from toolkit.metrics.embedding import Embed
@@ -85,7 +85,7 @@ def cached_gradient_loss(embed: Embed) -> LossFn:
     """
 
     def loss_fn(
-        model: nn.Module, micro_batch: dict[str, Any], totals: dict[str, float]
+        model: nn.Module, micro_batch: MicroBatch, totals: dict[str, float]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         gradients = micro_batch["embedding_gradients"]
         pulled = (precise(embed(model, micro_batch)) * gradients).sum()
@@ -105,7 +105,7 @@ def precise(embeddings: torch.Tensor) -> torch.Tensor:
     return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
 
 
-def _share(micro_batch: dict[str, Any], gradients: torch.Tensor, sums: dict[str, torch.Tensor], part: float) -> dict[str, Any]:
+def _share(micro_batch: MicroBatch, gradients: torch.Tensor, sums: dict[str, torch.Tensor], part: float) -> dict[str, Any]:
     """Of a padding micro-batch: gradients of zero, as its texts have none."""
     missing = len(micro_batch["role"]) - len(gradients)
     padded = functional.pad(gradients, (0, 0, 0, missing))

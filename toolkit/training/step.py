@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.batch import Batch, MicroBatch
 from toolkit.data.loading.order import seed_micro_batch
 from toolkit.distributed.engines import engine_of
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
-LossFn = Callable[[Any, dict[str, Any], dict[str, float]], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+LossFn = Callable[[Any, MicroBatch, dict[str, float]], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 def train_step(
@@ -122,7 +122,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, learning_rates: list[fl
         group["lr"] = rate
 
 
-def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def to_device(micro_batch: MicroBatch, device: torch.device) -> dict[str, Any]:
     """The same micro-batch with its tensors on `device`."""
     return {
         name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value

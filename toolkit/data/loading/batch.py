@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+Document = dict[str, Any]  # columns of one tokenized row: token ids, labels, whatever a collate function reads
+MicroBatch = dict[str, Any]  # what a collate function makes: tensors by name, and integers (max_length_q) and lists (rows)
+
 
 @dataclass
 class Batch:
@@ -18,7 +21,7 @@ class Batch:
     `examples` their indices over all ranks; `indices` those of each micro-batch of this rank, `epochs` their epochs.
     """
 
-    micro_batches: list[dict[str, Any]]
+    micro_batches: list[MicroBatch]
     totals: dict[str, float]
     real: list[bool]
     seeds: list[int] = field(default_factory=list)

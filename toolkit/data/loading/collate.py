@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from toolkit.data.loading.batch import Document, MicroBatch
 from toolkit.data.loading.layouts import without_padding
 
 IGNORED = -100  # a label that counts nowhere, as everywhere in transformers
@@ -18,7 +19,7 @@ def _labels_of(document: dict[str, Any], aligned: bool) -> np.ndarray:
     return labels
 
 
-def collate_packed(documents: list[dict[str, Any]], *, aligned: bool = False) -> dict[str, Any]:
+def collate_packed(documents: list[Document], *, aligned: bool = False) -> MicroBatch:
     """Put documents one behind the other in a single row without padding.
 
     Returns `input_ids`, `labels` and `position_ids` `[1, tokens]`, and the documents' bounds under the names that
@@ -47,8 +48,8 @@ def collate_packed(documents: list[dict[str, Any]], *, aligned: bool = False) ->
 
 
 def collate_padded(
-    documents: list[dict[str, Any]], pad_token_id: int = 0, *, aligned: bool = False, layout: str = "padded"
-) -> dict[str, Any]:
+    documents: list[Document], pad_token_id: int = 0, *, aligned: bool = False, layout: str = "padded"
+) -> MicroBatch:
     """Put one example in each row, padded on the right to the longest.
 
     Returns `input_ids` and `attention_mask` `[examples, longest]` and `labels`: for token labels of the same shape, with
@@ -88,7 +89,7 @@ def collate_padded(
     return batch | (without_padding(np.array(lengths)) if layout == "packed" else {})
 
 
-def _of_noise(documents: list[dict[str, Any]]) -> dict[str, Any]:
+def _of_noise(documents: list[Document]) -> dict[str, Any]:
     """What the noise of masked diffusion says: the weight of each label `[P]`, and how far each document sees ahead."""
     found: dict[str, Any] = {}
     if "token_weights" in documents[0]:
@@ -113,13 +114,13 @@ def _supervised_positions(labels: np.ndarray, aligned: bool) -> torch.Tensor:
     return torch.from_numpy(np.flatnonzero(following != IGNORED))
 
 
-def _token_labels(documents: list[dict[str, Any]], shape: tuple[int, int], aligned: bool) -> np.ndarray:
+def _token_labels(documents: list[Document], shape: tuple[int, int], aligned: bool) -> np.ndarray:
     labels = np.full(shape, IGNORED, dtype=np.int64)
     for i, document in enumerate(documents):
         labels[i, : len(document["input_ids"])] = _labels_of(document, aligned)
     return labels
 
 
-def _example_labels(documents: list[dict[str, Any]]) -> torch.Tensor:
+def _example_labels(documents: list[Document]) -> torch.Tensor:
     labels = np.stack([np.asarray(document["labels"]) for document in documents])
     return torch.from_numpy(labels.astype(np.int64) if labels.dtype.kind in "iub" else labels.astype(np.float32))

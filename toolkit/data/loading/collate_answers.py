@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from toolkit.data.loading.batch import Document, MicroBatch
 from toolkit.data.loading.layouts import lay_out
 
 MISMATCHED = "mismatched_"  # what the names of all that is about mismatched answers begin with
 
 
-def collate_answers(documents: list[dict[str, Any]], *, layout: str = "packed", pad_token_id: int = 0) -> dict[str, Any]:
+def collate_answers(documents: list[Document], *, layout: str = "packed", pad_token_id: int = 0) -> MicroBatch:
     """Prompts, each with one answer.
 
     In a layout of `lay_out`, packed or padded. For the loss, next to what that says: `desirable` `[answers]`, bool; `answer`
@@ -36,6 +37,6 @@ def collate_answers(documents: list[dict[str, Any]], *, layout: str = "packed", 
     return batch
 
 
-def mismatched_of(micro_batch: dict[str, Any]) -> dict[str, Any]:
+def mismatched_of(micro_batch: MicroBatch) -> dict[str, Any]:
     """The prompts of a micro-batch with their mismatched answers, as `collate_answers` gives them with their own."""
     return {name.removeprefix(MISMATCHED): value for name, value in micro_batch.items() if name.startswith(MISMATCHED)}

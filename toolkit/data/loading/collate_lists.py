@@ -5,12 +5,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from toolkit.data.loading.batch import Document, MicroBatch
+
 NOT_FOR_THE_MODEL = ("labels", "documents", "most_documents", "by_length", "groups")
 _GROUP = 8  # rows at least that are read together: fewer have less padding and use a device worse
 _MOST_GROUPS = 8
 
 
-def collate_lists(lists: list[dict[str, Any]], *, pad_token_id: int = 0) -> dict[str, Any]:
+def collate_lists(lists: list[Document], *, pad_token_id: int = 0) -> MicroBatch:
     """Each document, with its query before it, in a row of its own, padded on the right to the longest; lists of any lengths.
 
     Returns `input_ids` and `attention_mask` `[documents, longest]`, `token_type_ids` where the rows have them, `labels`

@@ -1,10 +1,10 @@
 """From tokenized preference pairs to the tensors of one micro-batch."""
 
-from typing import Any
 
 import numpy as np
 import torch
 
+from toolkit.data.loading.batch import Document, MicroBatch
 from toolkit.data.loading.layouts import LAYOUTS as PAIR_LAYOUTS, NOT_FOR_THE_MODEL as _OF_ANSWERS, lay_out, without_padding
 
 __all__ = ["NOT_FOR_THE_MODEL", "PAIR_LAYOUTS", "collate_pairs", "collate_scored_pairs"]
@@ -12,7 +12,7 @@ __all__ = ["NOT_FOR_THE_MODEL", "PAIR_LAYOUTS", "collate_pairs", "collate_scored
 NOT_FOR_THE_MODEL = (*_OF_ANSWERS, "chosen_tokens", "rejected_tokens", "pair", "margin", "desirable", "answer")
 
 
-def collate_pairs(documents: list[dict[str, Any]], *, layout: str = "packed", pad_token_id: int = 0) -> dict[str, Any]:
+def collate_pairs(documents: list[Document], *, layout: str = "packed", pad_token_id: int = 0) -> MicroBatch:
     """Prompts with their chosen and rejected answers, in a layout of `lay_out`: first the chosen and then the rejected ones.
 
     For the loss, next to what `lay_out` says: `chosen_tokens` and `rejected_tokens` `[pairs]`, float; `pair` `[pairs]`, the
@@ -37,7 +37,7 @@ def collate_pairs(documents: list[dict[str, Any]], *, layout: str = "packed", pa
     return batch
 
 
-def collate_scored_pairs(documents: list[dict[str, Any]], *, layout: str = "padded", pad_token_id: int = 0) -> dict[str, Any]:
+def collate_scored_pairs(documents: list[Document], *, layout: str = "padded", pad_token_id: int = 0) -> MicroBatch:
     """The same pairs for a model that gives each answer a score: padded rows `[2 pairs, longest]`, the chosen ones first.
 
     In the layouts `shared` and `packed` the rows come with what the model's body needs to compute them without padding, or a

@@ -3,8 +3,10 @@
 import json
 from typing import Any
 
+from toolkit.data.loading.batch import Document, MicroBatch
 
-def collate_prompts(documents: list[dict[str, Any]]) -> dict[str, Any]:
+
+def collate_prompts(documents: list[Document]) -> MicroBatch:
     """Put prompts into one micro-batch, without padding and without tensors.
 
     Returns `prompt_ids`, a list of token ids for each prompt; `rows`, its columns as the data have them, with `prompt` as it

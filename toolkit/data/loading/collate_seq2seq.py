@@ -1,16 +1,16 @@
 """From sources with their targets to the tensors of one micro-batch: for the encoder, and for the decoder."""
 
-from typing import Any
 
 import numpy as np
 import torch
 
+from toolkit.data.loading.batch import Document, MicroBatch
 from toolkit.data.loading.collate import IGNORED
 
 
 def collate_seq2seq(
-    documents: list[dict[str, Any]], *, pad_token_id: int, decoder_start_token_id: int | None
-) -> dict[str, Any]:
+    documents: list[Document], *, pad_token_id: int, decoder_start_token_id: int | None
+) -> MicroBatch:
     """Put one example in each row, padded on the right to the longest source and the longest target.
 
     Returns `input_ids` and `attention_mask` `[examples, source]`; `decoder_input_ids`, the target behind the start token, and

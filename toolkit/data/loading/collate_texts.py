@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from toolkit.data.loading.batch import Document, MicroBatch
 from toolkit.data.loading.layouts import bounds_of, places_within
 
 
-def collate_text_groups(documents: list[dict[str, Any]], *, pad_token_id: int = 0, layout: str = "padded") -> dict[str, Any]:
+def collate_text_groups(documents: list[Document], *, pad_token_id: int = 0, layout: str = "padded") -> MicroBatch:
     """All texts of all examples, those of an example one behind the other.
 
     `padded`: `input_ids` and `attention_mask` `[texts, longest]`, padded on the right. `packed`: one row without padding,

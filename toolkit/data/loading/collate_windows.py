@@ -5,8 +5,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from toolkit.data.loading.batch import Document, MicroBatch
 
-def collate_windows(windows: list[dict[str, Any]], pad_token_id: int = 0) -> dict[str, Any]:
+
+def collate_windows(windows: list[Document], pad_token_id: int = 0) -> MicroBatch:
     """Put one window in each row, padded on the right to the longest.
 
     Returns `input_ids`, `attention_mask` and, where the rows have them, `token_type_ids` `[windows, longest]`;

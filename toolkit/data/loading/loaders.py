@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.compat import fingerprint_of
-from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.batch import Batch, Document, MicroBatch
 from toolkit.data.loading.collate import collate_padded
 from toolkit.data.loading.collate_answers import collate_answers
 from toolkit.data.loading.collate_pairs import collate_pairs
@@ -26,7 +26,6 @@ from toolkit.data.loading.columns import column
 from toolkit.data.loading.order import StepPlan, cut_step, generator_of, hash_numbers, plan_steps
 from toolkit.data.loading.packing import (
     Augment,
-    Document,
     PackedRows,
     Packing,
     PlainRows,
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "EvalLoader", "StreamLoader", "TrainLoader", "build_dataloaders", "packing_name"]
 
 LONGEST_STOP = 600  # seconds
-Collate = Callable[[list[Document]], dict[str, Any]]
+Collate = Callable[[list[Document]], MicroBatch]
 
 
 class _StepReader(Dataset):

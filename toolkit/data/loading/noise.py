@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.config import DiffusionConfig
+from toolkit.data.loading.batch import Document
 from toolkit.data.loading.collate import IGNORED
 
 if TYPE_CHECKING:
     from torch import nn
 
-Document = dict[str, Any]
 Noise = Callable[[Document, np.random.Generator, float], Document]
 
 

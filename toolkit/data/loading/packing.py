@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from toolkit.cache.arrow import check_uncut, mapped_files
+from toolkit.data.loading.batch import Document
 from toolkit.data.loading.collate import IGNORED
 from toolkit.data.loading.columns import Columns, column
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Document = dict[str, Any]
 Augment = Callable[[Document, np.random.Generator, float], Document]
 OF_TOKENS = ("input_ids", "labels", "word_starts")  # columns with one entry a token
 CUT_PIECES = 1000  # pieces of documents whose labels are read at a time

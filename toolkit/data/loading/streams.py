@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from toolkit.config import Refusal
-from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.batch import Batch, Document, MicroBatch
 from toolkit.data.loading.order import cut_step, epoch_order, generator_of, hash_numbers
-from toolkit.data.loading.packing import NOT_COLLATED, Augment, Document, Packing, count_supervised, cut_document
+from toolkit.data.loading.packing import NOT_COLLATED, Augment, Packing, count_supervised, cut_document
 
 STREAM_BUFFER = 1024  # documents of a stream that are mixed, and packed, together
 
@@ -30,7 +30,7 @@ class StreamLoader:
     """
 
     stream: Any
-    collate: Callable[[list[Document]], dict[str, Any]]
+    collate: Callable[[list[Document]], MicroBatch]
     seed: int
     micro_batch_size: int
     global_batch_size: int

@@ -8,11 +8,12 @@ same.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from toolkit.config import MaskedLMConfig, Refusal
+from toolkit.data.loading.batch import Document
 from toolkit.data.loading.collate import IGNORED
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-Document = dict[str, Any]
 
 
 def build_masks(
