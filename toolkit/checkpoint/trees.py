@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def flatten(tree: Any, path: tuple[str, ...] = ()) -> tuple[dict[str, torch.Tensor], Any]:
+def flatten(tree: object, path: tuple[str, ...] = ()) -> tuple[dict[str, torch.Tensor], Any]:
     """The tensors of a tree by name, and a JSON skeleton that says where they go."""
     if isinstance(tree, torch.Tensor):
         # a conjugate or negative view has the bytes of what it is a view of
@@ -27,7 +27,7 @@ def flatten(tree: Any, path: tuple[str, ...] = ()) -> tuple[dict[str, torch.Tens
     raise TypeError(f"cannot store {'/'.join(path)}: {type(tree).__name__}")
 
 
-def unflatten(tensors: dict[str, torch.Tensor], skeleton: Any) -> Any:
+def unflatten(tensors: dict[str, torch.Tensor], skeleton: object) -> Any:
     """The inverse of `flatten`."""
     if not isinstance(skeleton, dict):
         return skeleton
@@ -41,7 +41,7 @@ def unflatten(tensors: dict[str, torch.Tensor], skeleton: Any) -> Any:
     return build[kind](value)
 
 
-def only_tensors(tree: Any, path: str) -> Any:
+def only_tensors(tree: object, path: str) -> Any:
     """The same tree, of which a file brings back the same; `path` begins the messages.
 
     Raises:

@@ -1,19 +1,21 @@
 """toolkit generate --dataset: a model answers the prompts of a data set, and a file of rows for training is written."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.config.places import place_to_write
 from toolkit.system.console import say
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from toolkit.generation.answers import Sampling
 
 
 def write_dataset(
-    model: Any, tokenizer: Any, dataset: str, split: str, output: Path, sampling: "Sampling", *, name: str, overwrite: bool,
-    raw: bool, system: str | None, renames: list[str],
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", dataset: str, split: str, output: Path,
+    sampling: "Sampling", *, name: str, overwrite: bool, raw: bool, system: str | None, renames: list[str],
 ) -> None:  # fmt: skip
     """Write `output` (`toolkit.generation.written_rows`). `name`: the directory or the Hub id that the model is from."""
     from toolkit.data.sources.load import load_source

@@ -11,6 +11,8 @@ from toolkit.config import DiffusionConfig, ModelConfig, Refusal
 from toolkit.system.console import as_typed
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from toolkit.generation.answers import Sampling
 
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system's message.", show_default=False)]
@@ -50,10 +52,11 @@ Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**32 - 1, 
 
 
 def read_sampling(
-    model: Any, max_new_tokens: int | None, temperature: float | None, top_p: float | None, denoising_steps: str | None,
-    block_length: str | None, seed: int,
+    model: "PreTrainedModel", max_new_tokens: int | None, temperature: float | None, top_p: float | None,
+    denoising_steps: str | None, block_length: str | None, seed: int,
 ) -> "Sampling":  # fmt: skip
     """How answers are sampled; what the model has no use for is refused."""
+
     from toolkit.generation.answers import Sampling
     from toolkit.models.diffusion import diffusion_of
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import Batch, MicroBatch
 
 if TYPE_CHECKING:
     from toolkit.diagnostics.records import MadeBatch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LossOf = Callable[[dict[str, Any]], torch.Tensor]
 
 
-def compare_alone(watch: Watch, model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> None:
+def compare_alone(watch: Watch, model: nn.Module, batch: Batch, loss_fn: Callable[..., Any]) -> None:
     """Compare the gradients of a step's micro-batches with those of their documents one by one, and note the errors.
 
     A micro-batch is left alone when something was added to it after it was collated: a single document lacks that.

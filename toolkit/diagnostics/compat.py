@@ -25,7 +25,7 @@ __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_flatten", 
 # -- torch -----------------------------------------------------------------------------------------------------------
 
 
-def reads_a_value(function: Any) -> bool:
+def reads_a_value(function: object) -> bool:
     """Whether an operation of a dispatch mode is `tensor.item()`."""
     return function is torch.ops.aten._local_scalar_dense.default
 

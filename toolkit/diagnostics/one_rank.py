@@ -48,7 +48,7 @@ def _group_of_nobody(original: Callable[..., Any], *_: Any, **__: Any) -> None:
     start_group_of_nobody(original, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
-def _other_group(original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def _other_group(original: Callable[..., Any], *values: object, **named: object) -> Any:
     return original(*values, **(named | {"backend": "fake"}))
 
 

@@ -219,21 +219,21 @@ def _replaced(seen: _Seen, values: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _made(seen: _Seen, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def _made(seen: _Seen, original: Callable[..., Any], *values: object, **named: object) -> Any:
     model = as_fake(original(*values, **named))
     if not any(each is model for each in seen.models):
         seen.models.append(model)
     return model
 
 
-def _frozen(seen: _Seen, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def _frozen(seen: _Seen, original: Callable[..., Any], *values: object, **named: object) -> Any:
     frozen = original(*values, **named)
     for tensor in (*frozen.parameters(), *frozen.buffers()):
         seen.ledger.see(tensor, "reference")
     return frozen
 
 
-def _optimizer(seen: _Seen, original: Callable[..., Any], model: nn.Module, *values: Any, **named: Any) -> Any:
+def _optimizer(seen: _Seen, original: Callable[..., Any], model: nn.Module, *values: object, **named: object) -> Any:
     optimizer, schedule = original(model, *values, **named)
     for buffer in model.buffers():
         seen.ledger.see(buffer, "weights")
@@ -241,7 +241,7 @@ def _optimizer(seen: _Seen, original: Callable[..., Any], model: nn.Module, *val
     return optimizer, schedule
 
 
-def _prepared(seen: _Seen, original: Callable[..., Any], accelerator: Any, *values: Any, **named: Any) -> Any:
+def _prepared(seen: _Seen, original: Callable[..., Any], accelerator: Any, *values: object, **named: object) -> Any:
     """Without moving what has no values; the model's forward is wrapped in autocast as always."""
     engine = engine_of(accelerator)
     seen.engine = engine.label(accelerator) if engine.shards else "DDP" if accelerator.num_processes > 1 else ""
@@ -262,14 +262,14 @@ def _prepared(seen: _Seen, original: Callable[..., Any], accelerator: Any, *valu
     return prepared
 
 
-def _stay(original: Callable[..., Any], model: nn.Module, *values: Any, **named: Any) -> nn.Module:
+def _stay(original: Callable[..., Any], model: nn.Module, *values: object, **named: object) -> nn.Module:
     """A model that is fake is where it will be computed already: `Module.to` would swap its parameters for others."""
     fake = any(isinstance(p, FakeTensor) for p in model.parameters())
     types = [v for v in (*values, *named.values()) if isinstance(v, torch.dtype)]
     return model if fake and not types else original(model, *values, **named)
 
 
-def _backward(seen: _Seen, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def _backward(seen: _Seen, original: Callable[..., Any], *values: object, **named: object) -> Any:
     with seen.ledger.during("activations"):
         return original(*values, **named)
 

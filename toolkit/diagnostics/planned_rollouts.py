@@ -91,7 +91,9 @@ class PlannedRollouts:
             self.ledger.see(tensor, "reward model")
 
 
-def _scored(original: Any, rollouts: Sequence[Rollout], rewards: Sequence[Any], *values: Any, **named: Any) -> list[Rollout]:
+def _scored(
+    original: Any, rollouts: Sequence[Rollout], rewards: Sequence[Any], *values: object, **named: object
+) -> list[Rollout]:
     """Every second one is right: groups without spread would be left out."""
     return [
         replace(each, reward=float(each.index % 2), rewards={reward.name: float(each.index % 2) for reward in rewards})
@@ -100,7 +102,7 @@ def _scored(original: Any, rollouts: Sequence[Rollout], rewards: Sequence[Any], 
 
 
 def _with_any_logps(
-    original: Any, accelerator: Any, model: Any, rollouts: Sequence[Rollout], *values: Any, **named: Any
+    original: Any, accelerator: Any, model: Any, rollouts: Sequence[Rollout], *values: object, **named: object
 ) -> list[Rollout]:
     """What is asked of one completion is known of all: these forward passes keep no graph, so that no peak is in them."""
     first = original(accelerator, model, rollouts[:1], *values, **named)[0]

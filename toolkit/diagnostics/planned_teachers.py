@@ -34,7 +34,7 @@ def replace_teachers(replacements: Replacements, ledger: Ledger) -> None:
     replacements.public("with_own_answers", _with_longer_answers)
 
 
-def _loaded(ledger: Ledger, original: Any, *values: Any, **named: Any) -> nn.Module:
+def _loaded(ledger: Ledger, original: Any, *values: object, **named: object) -> nn.Module:
     model: nn.Module = original(*values, **named)
     _see(ledger, model)
     return model

@@ -242,7 +242,7 @@ def _timed(timer: _Timer) -> Iterator[None]:
         yield
 
 
-def _in_phase(timer: _Timer, phase: str, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def _in_phase(timer: _Timer, phase: str, original: Callable[..., Any], *values: object, **named: object) -> Any:
     with timer.during(phase):
         return original(*values, **named)
 

@@ -23,12 +23,12 @@ class Replacements(contextlib.ExitStack):
         for owner in (tk, sys.modules[original.__module__]):
             self.attribute(owner, name, wrapper)
 
-    def attribute(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    def attribute(self, owner: object, name: str, wrapper: Callable[..., Any]) -> None:
         """Replace an attribute of a module or a class."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def wrapped(*values: Any, **named: Any) -> Any:
+        def wrapped(*values: object, **named: object) -> Any:
             return wrapper(original, *values, **named)
 
         setattr(owner, name, wrapped)

@@ -86,7 +86,7 @@ class Watch:
             frame = frame.f_back  # type: ignore[assignment]
         return ""
 
-    def place_of(self, function: Any) -> str:
+    def place_of(self, function: object) -> str:
         """FILE:LINE at which the user defines a function; empty where it is not the user's."""
         while isinstance(function, functools.partial):
             function = function.func

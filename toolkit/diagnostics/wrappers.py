@@ -52,18 +52,18 @@ def made_model(watch: Watch, original: Callable[..., Any], *values: Any, **named
     return model
 
 
-def loaded_tokenizer(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def loaded_tokenizer(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
     watch.record.tokenizer = original(*values, **named)
     return watch.record.tokenizer
 
 
-def loaded_splits(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def loaded_splits(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
     splits = original(*values, **named)
     watch.record.columns = list(getattr(splits.get("train"), "column_names", None) or [])
     return splits
 
 
-def tokenized(watch: Watch, task: str, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def tokenized(watch: Watch, task: str, original: Callable[..., Any], *values: object, **named: object) -> Any:
     watch.record.task = task
     splits = original(*values, **named)
     held_out = splits.get("validation")
@@ -89,20 +89,20 @@ def collated(watch: Watch, collate: Callable[[Documents], dict[str, Any]], docum
     return made
 
 
-def built_optimizer(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def built_optimizer(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
     optimizer, schedule = original(*values, **named)
     watch.record.built, watch.record.schedule = optimizer, schedule
     return optimizer, schedule
 
 
 def made_optimizer(
-    watch: Watch, original: Callable[..., Any], optimizer: torch.optim.Optimizer, *values: Any, **named: Any
+    watch: Watch, original: Callable[..., Any], optimizer: torch.optim.Optimizer, *values: object, **named: object
 ) -> None:
     watch.made_at[optimizer] = watch.place()
     original(optimizer, *values, **named)
 
 
-def watched_batches(watch: Watch, kind: str, original: Callable[..., Any], *values: Any, **named: Any) -> Iterator[Any]:
+def watched_batches(watch: Watch, kind: str, original: Callable[..., Any], *values: object, **named: object) -> Iterator[Any]:
     for batch in original(*values, **named):
         if kind == "train" and watch.until():
             raise Learned
@@ -168,13 +168,13 @@ def train_step(watch: Watch, original: Callable[..., Any], *values: Any, **named
     return result
 
 
-def clipped(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def clipped(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
     if watch.kind == "train" and not watch.pending.unclipped:
         watch.pending.unclipped = watch.gradients()
     return original(*values, **named)
 
 
-def scheduled(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def scheduled(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
     if watch.kind == "train":
         watch.pending.scheduled += 1
         watch.pending.schedule_where = watch.place()
@@ -195,12 +195,12 @@ def cross_entropy(watch: Watch, original: Callable[..., Any], *values: Any, **na
     return original(*values, **named)
 
 
-def saved_model(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def saved_model(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
     watch.record.saved = watch.record.model
     return original(*values, **named)
 
 
-def scored(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def scored(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
     """Random models all get one reward; for a gradient each completion gets a number that is made of its tokens."""
     rollouts = original(*values, **named)
     watch.record.samples_policy = True
@@ -210,7 +210,7 @@ def scored(watch: Watch, original: Callable[..., Any], *values: Any, **named: An
     return rollouts
 
 
-def plain_accelerator(watch: Watch, original: Callable[..., Any], config: Any, *_: Any, **__: Any) -> Any:
+def plain_accelerator(watch: Watch, original: Callable[..., Any], config: object, *_: object, **__: object) -> Any:
     """One process on the CPU: how ranks share the work is not the recipe's."""
     return original(config)
 

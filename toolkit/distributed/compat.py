@@ -157,7 +157,7 @@ def fragment_of(parameter: Any) -> Fragment | None:
 
 
 @contextlib.contextmanager
-def infinite_norm(sharded: Any) -> Iterator[None]:
+def infinite_norm(sharded: object) -> Iterator[None]:
     """While open, the step of ZeRO's optimizer takes the gradient's norm for infinite, and so updates nothing."""
     infinite = torch.tensor(float("inf"))
     replaced = {"scaled_global_norm": lambda *_: infinite, "_get_norm_groups": lambda *_: [infinite]}

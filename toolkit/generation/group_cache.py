@@ -9,8 +9,6 @@ product of matrices has the same bits for any number of rows that is a multiple 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -170,9 +168,9 @@ def _attend(
 
 
 def attention_of_groups(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: object,
     *, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    groups: PromptPass | DecodeStep, **kwargs: Any,
+    groups: PromptPass | DecodeStep, **kwargs: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """What transformers' layers call under the name `toolkit_groups`, with the state that the sampler handed to the model."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -127,7 +127,7 @@ def intact_records(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]
             yield record
 
 
-def plain_json(value: Any) -> Any:
+def plain_json(value: object) -> Any:
     """What JSON gives back: lists for tuples, and the text of what it has no word for, such as a date in a row."""
     if isinstance(value, Mapping):
         return {str(name): plain_json(each) for name, each in value.items()}

@@ -97,7 +97,7 @@ def label_column(columns: list[str], split: str) -> str:
     return label
 
 
-def with_origin(origin: str, read: Callable[..., Read], *arguments: Any) -> Read:
+def with_origin(origin: str, read: Callable[..., Read], *arguments: object) -> Read:
     """What `read` returns; its refusals name the row."""
     try:
         return read(*arguments)
@@ -190,7 +190,7 @@ def _from_json(value: Any, column: str, origin: str) -> Any:
     return parse_json(value, f"{origin}: {column}", is_strict=True) if value.strip() else None
 
 
-def as_whole(value: Any) -> Any:
+def as_whole(value: object) -> Any:
     """A float without a fraction as a whole number: where one of a column has a fraction, Arrow makes all of them floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
