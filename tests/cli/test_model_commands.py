@@ -202,7 +202,7 @@ def test_a_text_with_a_gap_is_filled_in_as_it_is_and_the_prompt_next_to_it_stays
     from_file = toolkit(*words[:-2], "--file", tmp_path / "prompts.jsonl").stdout.splitlines()
     assert json.loads(from_file[0])["text"] == turn
     for more, said in (
-        (("--prompt", "one <|mask|>*0 two"), r"<\|mask\|>\*0: stands for no token"),
+        (("--prompt", "one <|mask|>*0 two"), r"<\|mask\|>\*0: means no token"),
         (("--prompt", "one <|mask|> two", "--system", "Be brief."), r"without --system"),
     ):
         with pytest.raises(Refusal, match=said):

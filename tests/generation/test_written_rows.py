@@ -122,7 +122,7 @@ def test_a_part_of_something_else_and_a_file_that_is_there_are_refused_and_damag
 
 @pytest.mark.parametrize(
     ("row", "words"),
-    [({"text": "one two"}, "holds no prompt, only text"), ({"messages": CHAT[1:2]}, "asks nothing"), ({"prompt": " "}, "holds no prompt"),
+    [({"text": "one two"}, "holds no prompt, only text"), ({"messages": CHAT[1:2]}, "no prompt comes before"), ({"prompt": " "}, "holds no prompt"),
      ({"prompt": None, "answer": "x"}, "only prompt, answer"), ({"messages": [{"role": "user"}]}, "row 1")],
 )  # fmt: skip
 def test_a_row_that_asks_nothing_is_refused_by_its_number(tokenizer: Any, row: dict[str, Any], words: str) -> None:

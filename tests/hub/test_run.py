@@ -225,7 +225,7 @@ def test_a_hub_that_cannot_even_be_asked_costs_a_warning(run_sft: Any, push: Any
     hub.fail("*", ".*", 503, times=FOR_EVER)
     code, out = run_sft(*PUSH, "--hub-strategy", "end")
     assert code == 0, out
-    assert "can't be asked" in out
+    assert "can't be queried" in out
     assert NAME not in hub.repositories
     hub.faults.clear()
     code, said = push("out")

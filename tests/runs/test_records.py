@@ -223,7 +223,7 @@ def test_the_run_says_so_itself_before_its_first_step_and_with_accelerate_launch
     assert "accelerate launch" not in said
     launched = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     alone = run(ROOT / "tests/tiny_run.py", *flags, "--output-dir", str(tmp_path / "alone"), **launched)
-    assert re.search(r"WARNING: accelerate launch was asked for several processes and started this one alone.*--processes 2", alone)
+    assert re.search(r"WARNING: accelerate launch was called with several processes and started this one alone.*--processes 2", alone)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,6 @@ def _tokens(split: Dataset) -> np.ndarray:
 
 
 def _first_documents(split: Dataset, tokens: int) -> Dataset:
-    """As many documents as it takes to have so many tokens."""
+    """The first documents that together have this number of tokens."""
     enough = np.searchsorted(np.cumsum(column(split, "length")), tokens) + 1
     return split.select(range(min(len(split), int(enough))))

@@ -1,4 +1,4 @@
-"""Checkpoints: a run's state as a value, and directories that hold one whole or not at all.
+"""Checkpoints: a run's state as a value, and directories that hold a complete one or none.
 
 Each name loads the file that it is in: what only looks at directories does without torch.
 """

@@ -55,7 +55,7 @@ def chat(
     opening = [{"role": "system", "content": system}] if system else []
     chat_prompt([*opening, {"role": "user", "content": "?"}], tokens)  # a model that can't be talked to is refused now
     if sys.stdin.isatty():
-        say("Ctrl-C ends an answer, Ctrl-D the chat; /reset forgets what was said.", style=DIM)
+        say("Ctrl-C ends an answer, Ctrl-D the chat; /reset clears the conversation.", style=DIM)
     sampling = read_sampling(loaded, max_new_tokens, temperature, top_p, denoising_steps, block_length, seed)
     _talk(loaded, tokens, opening, sampling)
 

@@ -40,7 +40,7 @@ def generate(
     model: ModelName,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="What is asked; may be given several times.", show_default=False),
+        typer.Option("--prompt", metavar="TEXT", help="A prompt; may be given several times.", show_default=False),
     ] = None,
     file: Annotated[
         Path | None,

@@ -38,14 +38,14 @@ Temperature = Annotated[
     float | None,
     typer.Option(
         "--temperature", metavar="T", min=0.0, max=1e6, callback=_a_number, show_default=False,
-        help="0 takes the likeliest token. Default: as the model's generation_config says.",
+        help="0 is greedy decoding. Default: as in the model's generation_config.",
     ),
 ]  # fmt: skip
 TopP = Annotated[
     float | None,
     typer.Option(
         "--top-p", metavar="P", min=0.0, max=1.0, callback=_a_number, show_default=False,
-        help="Draw from the likeliest tokens that have this share.",
+        help="Sample from the most probable tokens whose probabilities add up to this (nucleus sampling).",
     ),
 ]  # fmt: skip
 Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**32 - 1, help="Of what is drawn.")]

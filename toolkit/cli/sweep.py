@@ -80,7 +80,7 @@ def sweep(
     rungs: Annotated[
         str | None, typer.Option(metavar="N,N,N", help="Steps at which trials are compared; the last one is a whole run.")
     ] = None,
-    reduction: Annotated[int, typer.Option(metavar="N", min=2, help="Of so many trials at a rung one goes on.")] = 3,
+    reduction: Annotated[int, typer.Option(metavar="N", min=2, help="Of N trials at a rung one goes on.")] = 3,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Trials of each point, with different seeds.")] = 1,
     parallel: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Trials at a time, in all processes. Default: 1.", show_default=False)
@@ -89,10 +89,10 @@ def sweep(
         int | None, typer.Option(metavar="N", min=1, help="Of these in this process. Default: all.", show_default=False)
     ] = None,
     budget_steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Start no trial after so many steps of all.")
+        int | None, typer.Option(metavar="N", min=1, help="Start no trial after N steps of all trials.")
     ] = None,
     budget_hours: Annotated[
-        float | None, typer.Option(metavar="H", min=0.0, help="Start no trial after so many hours.")
+        float | None, typer.Option(metavar="H", min=0.0, help="Start no trial after H hours.")
     ] = None,
     storage: Annotated[
         str | None,

@@ -37,6 +37,6 @@ def fit(widths: list[int], most: int, shrinks: Sequence[int], least: int = 8) ->
 
 
 def _cut(text: str, width: int) -> str:
-    """The names of tensors and of folders are told apart by their ends as much as by their beginnings."""
+    """The names of tensors and of folders are distinguished by their ends as much as by their beginnings."""
     kept = width - 1
     return text if len(text) <= width else f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"

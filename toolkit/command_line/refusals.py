@@ -30,7 +30,7 @@ def print_mistake(mistake: TyperException) -> None:
     message = re.sub(r" \(Possible options: (.+)\)$", r". Did you mean one of \1?", mistake.format_message())
     if message:
         context = getattr(mistake, "ctx", None)
-        _print(f"refused: {message}" + (f"\n`{context.command_path} --help` says what can be typed." if context else ""))
+        _print(f"refused: {message}" + (f"\n`{context.command_path} --help` lists what can be typed." if context else ""))
 
 
 def _print(text: str) -> None:

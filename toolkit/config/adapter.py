@@ -25,7 +25,7 @@ class AdapterConfig(Settings):
         [], "Modules trained whole and saved with the adapter; those with new, random weights always are.", on_resume="fixed"
     )
     lora_trainable_tokens: list[str] = setting(
-        [], "Tokens that learn an embedding of their own. template: those that the chat template writes, which a base model "
+        [], "Tokens that learn their own embedding. template: those that the chat template writes, which a base model "
         "may never have seen.", on_resume="fixed",
     )
     lora_rank_pattern: list[str] = setting([], "Ranks by module name, as regex=rank.", on_resume="fixed")

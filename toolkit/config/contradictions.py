@@ -56,7 +56,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda report_to: "none" in report_to and len(report_to) > 1,
-        "{report_to} asks for trackers and for none: leave none out.",
+        "{report_to} names trackers and none: leave none out.",
     ),
     # Masks
     Contradiction(
@@ -66,7 +66,7 @@ CONTRADICTIONS = (
     # Data
     Contradiction(
         lambda streaming, max_steps: streaming and max_steps is None,
-        "--streaming has no end of its own: say where it stops with --max-steps.",
+        "--streaming has no end: set --max-steps.",
     ),
     Contradiction(
         lambda rename_columns: any(not all(pair.partition("=")[::2]) for pair in rename_columns),
@@ -192,8 +192,8 @@ CONTRADICTIONS = (
         lambda on_policy_share, teacher_top_k, teacher: (
             on_policy_share > 0 and teacher_top_k is not None and not is_on_a_server(teacher)
         ),
-        "{on_policy_share} asks the teacher about texts that the student has just written, and {teacher_top_k} asks it once "
-        "about the data: leave one of them out.",
+        "{on_policy_share} queries the teacher about texts that the student has just written, and {teacher_top_k} queries it "
+        "once about the data: leave one of them out.",
     ),
     Contradiction(
         lambda on_policy_share, cross_entropy_share: on_policy_share > 0 and cross_entropy_share > 0,
@@ -202,7 +202,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda streaming, teacher_top_k: streaming and teacher_top_k is not None,
-        "{teacher_top_k}: a teacher can't be asked beforehand for a stream. Leave it or --streaming out.",
+        "{teacher_top_k}: a teacher can't be queried beforehand for a stream. Leave it or --streaming out.",
     ),
     Contradiction(
         lambda streaming, on_policy_share: streaming and on_policy_share > 0,
@@ -210,7 +210,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda teacher, teacher_top_k: is_on_a_server(teacher) and teacher_top_k is None,
-        "{teacher} is a server, which is asked for its most probable tokens: add --teacher-top-k 20.",
+        "{teacher} is a server, which is queried for its most probable tokens: add --teacher-top-k 20.",
     ),
     Contradiction(
         lambda teacher, teacher_top_k, temperature: is_on_a_server(teacher) and temperature != 1.0,
@@ -236,7 +236,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda self_distillation, teacher_top_k: self_distillation is not None and teacher_top_k is not None,
-        "{teacher_top_k}: a teacher that is the student can't be asked beforehand. Leave it out, or name the base with "
+        "{teacher_top_k}: a teacher that is the student can't be queried beforehand. Leave it out, or name the base with "
         "--teacher.",
     ),
     Contradiction(

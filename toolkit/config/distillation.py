@@ -45,9 +45,9 @@ class DistillationConfig(TeacherConfig):
         0.999, "ema: how much of the average stays at each step.", least=0.0, below=1.0, on_resume="fixed"
     )
     teacher_top_k: int | None = setting(
-        None, "Ask the teacher once, before the first step, and keep the log-probabilities of its k most probable tokens at "
-        "each supervised position on disk, for this run and others. Default: it is asked in each step. A server is asked for k "
-        "tokens, with --on-policy-share in each step.",
+        None, "Query the teacher once, before the first step, and keep the log-probabilities of its k most probable tokens at "
+        "each supervised position on disk, for this run and others. Default: it is queried in each step. A server is queried "
+        "for k tokens, with --on-policy-share in each step.",
         least=1, most=2**20, on_resume="fixed",
     )
     on_policy_share: float = setting(

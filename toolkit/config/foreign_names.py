@@ -20,7 +20,7 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "router_aux_loss_coef": ((0,), "leave it out: the loss of a router is not added here."),
     # Data
     "dataset_kwargs": (({}, {"skip_prepare_dataset": False}), "leave it out: rows of input_ids are taken as they are."),
-    "shuffle_dataset": ((True, False), "leave it out: each epoch has an order of its own, drawn from the seed."),
+    "shuffle_dataset": ((True, False), "leave it out: each epoch has another order, drawn from the seed."),
     "eos_token": ((), "leave it out: a turn ends as the chat template ends it, which generation knows too, and a text "
                       "with its tokenizer's end. For another, tokenizer: a directory whose tokenizer_config.json says it."),
     "dataloader_drop_last": ((False,), "leave it out: every example is trained on, those of a short last batch too."),

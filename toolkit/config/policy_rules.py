@@ -95,7 +95,7 @@ POLICY_NO_EFFECT = (
         lambda loss_type, importance_sampling_level: (
             importance_sampling_level != "token" and loss_type in ("gspo", "rloo", "reinforce")
         ),
-        "with {loss_type}, which has a ratio of its own or none: leave it out.",
+        "with {loss_type}, which has its own ratio or none: leave it out.",
     ),
     NoEffect(
         ("kl_in", "kl_estimator"), lambda beta, kl_in: not beta,

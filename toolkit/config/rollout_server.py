@@ -22,7 +22,7 @@ class RolloutServerConfig(Settings):
         None, "Address that is sent {weights_path, policy_version} to load weights. Default: vLLM's own.", on_resume="free"
     )
     rollout_server_requests: int = setting(
-        32, "Prompts that each process asks for at a time.", least=1, most=4096, on_resume="free"
+        32, "Prompts that each process requests at a time.", least=1, most=4096, on_resume="free"
     )
     rollout_server_timeout: float = setting(
         600.0, "Seconds until a request is given up and sent again.", above=0.0, most=86_400.0, on_resume="free"

@@ -69,7 +69,7 @@ class RowsConfig(Settings):
 
     row_layout: str = setting(
         "auto", "packed: examples of a micro-batch are computed one behind the other, without their padding. padded: each in "
-        "a row of its own. auto: packed where that is exact. Dropout masks differ between the two, nothing else.",
+        "a separate row. auto: packed where that is exact. Dropout masks differ between the two, nothing else.",
         choices=("auto", "packed", "padded"), on_resume="fixed",
     )
 

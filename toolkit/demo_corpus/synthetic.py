@@ -24,7 +24,7 @@ TASKS = ("arithmetic", "arithmetic_solved")
 SIZES = {"train": 4096, "validation": 512, "test": 512}  # problems of a split, where there are as many
 _VERSION = 1  # raise it when a name gives other rows
 _MOST_DRAWS = 400_000  # until a small space of problems counts as exhausted
-_DRAWS_OF_EACH = 100  # likewise: one that is left out by so many draws of each has a chance of e^-100
+_DRAWS_OF_EACH = 100  # likewise: one that is left out by this many draws of each has a chance of e^-100
 
 
 @dataclass(frozen=True)

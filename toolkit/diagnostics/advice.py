@@ -44,7 +44,7 @@ def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
         return f"The GPU has nothing to compute for {idle:.0%} of a step: {more}"
     if profile.share("other") > 0.15:
         return f"{profile.share('other'):.0%} of a step is outside of the model: look at what your loop does in each step."
-    return "Forward and backward are most of a step, as they should be: nothing stands out."
+    return "Forward and backward are most of a step, as they should be: there is no single bottleneck."
 
 
 _LESS_TRANSFER: dict[Exchanged, str] = {

@@ -15,7 +15,7 @@ _LEAK = 0.05  # share of held-out examples that are training examples word for w
 
 
 def check_padding(record: Record) -> Outcome:
-    """Padding is on the right, has no label, and the model is told of it; packed documents have their bounds."""
+    """Padding is on the right, has no label, and the model gets an attention mask; packed documents have their bounds."""
     made = {
         id(each): each
         for each in record.made_batches.values()

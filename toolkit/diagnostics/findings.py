@@ -28,7 +28,7 @@ CHECKS = {
     "saved": "the saved model gives the logits of the trained one",
     "stops": "generation of the saved model stops where answers end",
     "resume": "a resumed run ends with the same bits",
-    "types": "numbers have the types that were asked for",
+    "types": "numbers have the types that were set",
     "tokenizer": "tokenizer and model agree",
     "leak": "held-out examples are not in the training data",
 }
@@ -64,7 +64,7 @@ def skipped(why: str) -> Outcome:
 
 
 def found(note: str, findings: Iterable[Finding | None]) -> Outcome:
-    """A check that looked; None stands for nothing found."""
+    """A check that looked; None: nothing was found."""
     return Outcome(note, findings=[finding for finding in findings if finding is not None])
 
 

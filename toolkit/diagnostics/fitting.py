@@ -18,7 +18,7 @@ ENOUGH = 3  # alternatives that fit
 def needed(plan: Plan, device: Device) -> int:
     """Bytes with which a run does not fail: its tensors at the peak, what else the process holds, and the margin.
 
-    Each rank has a GPU of its own; a CPU's memory is that of all ranks.
+    Each rank has its own GPU; a CPU's memory is that of all ranks.
     """
     of_rank = plan.peak + sum(beyond_tensors(device, plan.peak, plan.process))
     return of_rank * plan.ranks if device.kind == "cpu" else of_rank

@@ -1,6 +1,6 @@
-"""What stands in the place of a public function while a recipe is watched: each calls the function, and notes what it saw.
+"""What replaces a public function while a recipe is watched: each calls the function, and notes what it saw.
 
-The arguments of each: the watch, the function in whose place it stands, and what that was called with.
+The arguments of each: the watch, the function that it replaces, and what that was called with.
 """
 
 from __future__ import annotations

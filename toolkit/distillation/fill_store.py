@@ -1,4 +1,4 @@
-"""Fills stores: a teacher is asked once for all that a run will see, its likeliest tokens at each supervised position."""
+"""Fills stores: a teacher is queried once for all that a run will see, its most probable tokens at each supervised position."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _announce(work: Sequence[Block]) -> None:
             f"--teacher-top-k {store.top_k}: log-probabilities of {tokens:,.0f} tokens are {show_bytes(size)}, and {folder} "
             f"has {show_bytes(free)} left. Take fewer, or another disk: export HF_DATASETS_CACHE=/a/folder/with/space"
         )
-    what = "all tokens" if store.top_k == store.vocabulary else f"the {store.top_k} likeliest tokens"
+    what = "all tokens" if store.top_k == store.vocabulary else f"the {store.top_k} most probable tokens"
     say_once(
         f"teacher: log-probabilities of {what} at {tokens:,.0f} positions, {show_bytes(size)}, computed once and kept in "
         f"{folder}"
@@ -192,7 +192,7 @@ def _likeliest(
     def body(of_teacher: OfTeacher, vocabulary: int) -> torch.Tensor:
         for start in range(0, max(positions, 1), size):
             said = of_teacher(slice(start, start + size))
-            if said.ids is not None:  # a server says the likeliest alone
+            if said.ids is not None:  # a server returns the most probable alone
                 logps.append(said.logps.cpu())
                 ids.append(said.ids.cpu())
                 continue
@@ -200,10 +200,10 @@ def _likeliest(
             if store.top_k == vocabulary:
                 logps.append(every.cpu())
                 continue
-            likeliest = every.topk(store.top_k, dim=-1)
-            rest = every.scatter(1, likeliest.indices, -torch.inf).logsumexp(-1, keepdim=True)
-            logps.append(torch.cat([likeliest.values, rest], dim=1).cpu())
-            ids.append(likeliest.indices.cpu())
+            most_probable = every.topk(store.top_k, dim=-1)
+            rest = every.scatter(1, most_probable.indices, -torch.inf).logsumexp(-1, keepdim=True)
+            logps.append(torch.cat([most_probable.values, rest], dim=1).cpu())
+            ids.append(most_probable.indices.cpu())
         return torch.zeros(1)
 
     with torch.no_grad():

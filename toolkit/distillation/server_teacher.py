@@ -1,8 +1,8 @@
-"""A teacher on a server: its likeliest tokens at each supervised position, by vLLM's completions API.
+"""A teacher on a server: its most probable tokens at each supervised position, by vLLM's completions API.
 
 What is relied on, next to what `ServerClient` names: `max_model_len` in `/v1/models`, and `prompt_logprobs` in
-`/v1/completions`, whose answer has for each token of the prompt but the first {token id: {"logprob": ...}}: of the k likeliest
-tokens there, and of the token itself where it is none of them. They are taken at temperature 1.
+`/v1/completions`, whose answer has for each token of the prompt but the first {token id: {"logprob": ...}}: of the k most
+probable tokens there, and of the token itself where it is none of them. They are taken at temperature 1.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def connect_teacher(
         max_length: of the rows.
 
     Raises:
-        Refusal: no server, another tokenizer, too short a context, no log-probabilities of a given text or not so many.
+        Refusal: no server, another tokenizer, too short a context, no log-probabilities of a given text or too few.
     """
     if top_k >= vocabulary:
-        raise Refusal(f"--teacher-top-k {top_k}: the student has {vocabulary:,} tokens, of which a server says the likeliest.")
+        raise Refusal(f"--teacher-top-k {top_k}: the student has {vocabulary:,} tokens, of which a server returns only some.")
     client = ServerClient(url, flag="--teacher", advice="Start it again, and the same command: what is stored is kept.")
 
     def find() -> dict[str, Any]:
@@ -76,7 +76,7 @@ def connect_teacher(
 
 
 def ask_server(client: ServerClient, top_k: int, vocabulary: int) -> TeacherFn:
-    """A teacher that says its `top_k` likeliest tokens at temperature 1, the only one it may be asked for."""
+    """A teacher that returns its `top_k` most probable tokens at temperature 1, the only one that can be requested."""
 
     def ask(micro_batch: MicroBatch, temperature: float, body: Body) -> torch.Tensor:
         device = micro_batch["input_ids"].device
@@ -105,7 +105,7 @@ def _texts(micro_batch: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def _likeliest(client: ServerClient, top_k: int, vocabulary: int, text: Text) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities `[positions, top_k + 1]`, the last of all other tokens, and ids `[positions, top_k]`, likeliest first.
+    """Log-probabilities `[positions, top_k + 1]`, the last of all other tokens, and ids `[positions, top_k]`, in order of them.
 
     Raises:
         Refusal: the server says something else than was asked for.
@@ -127,13 +127,13 @@ def _read(
             "vLLM's server says them; take that, or a teacher that is loaded here."
         )
     if len(tables) != len(tokens):
-        raise Refusal(f"--teacher {client.shown}: says log-probabilities of {len(tables)} tokens, and was given {len(tokens)}.")
+        raise Refusal(f"--teacher {client.shown}: returned {len(tables)} log-probabilities, and was sent {len(tokens)} tokens.")
     logps, ids = np.empty((len(positions), top_k + 1), np.float32), np.empty((len(positions), top_k), np.int64)
     for row, position in enumerate(positions.tolist()):
         said = _ranked(tables[position + 1] or {})
         problem = _problem(said, tokens[position + 1], top_k, vocabulary)
         if problem:
-            raise Refusal(f"--teacher {client.shown}: of the token behind {tokens[: position + 1][-8:]} it says {problem}.")
+            raise Refusal(f"--teacher {client.shown}: for the token after {tokens[: position + 1][-8:]} it returned {problem}.")
         ids[row] = [token for _, token in said[:top_k]]
         logps[row, :top_k] = [logp for logp, _ in said[:top_k]]
         logps[row, top_k] = math.log(max(1.0 - sum(math.exp(logp) for logp, _ in said[:top_k]), LEAST_REST))
@@ -148,7 +148,7 @@ def _ranked(table: Mapping[str, Any]) -> list[tuple[float, int]]:
 
 def _problem(said: Sequence[tuple[float, int]], token: int, top_k: int, vocabulary: int) -> str:
     if len(said) < top_k:
-        return f"{len(said)} log-probabilities, asked for {top_k}"
+        return f"{len(said)} log-probabilities, requested {top_k}"
     if not all(math.isfinite(logp) and logp < 1e-3 for logp, _ in said):
         return f"log-probabilities such as {next(logp for logp, _ in said if not (math.isfinite(logp) and logp < 1e-3))}"
     if token not in [each for _, each in said]:

@@ -1,4 +1,4 @@
-"""A teacher's log-probabilities on disk: for each supervised token the likeliest tokens, and the mass of all others.
+"""A teacher's log-probabilities on disk: for each supervised token the most probable tokens, and the mass of all others.
 
 A store is a folder of blocks, addressed by a digest of all that its numbers depend on. A block is a file of consecutive
 examples, with the name of its store and its CRC-32, written at once: a killed run leaves whole blocks, and the next one goes on

@@ -152,7 +152,7 @@ def _stored(
     evaluation: EvalLoader | None, config: DistillationConfig, vocabulary: int,
 ) -> tuple[AnyTrain, EvalLoader | None]:  # fmt: skip
     if not isinstance(train, TrainLoader):
-        raise Refusal("--teacher-top-k: a teacher can't be asked beforehand for a stream. Remove it, or --streaming.")
+        raise Refusal("--teacher-top-k: a teacher can't be queried beforehand for a stream. Remove it, or --streaming.")
     assert config.teacher_top_k is not None
     taught, evaluation = store_teacher(
         accelerator, load, numbers_depend_on, train, evaluation, top_k=config.teacher_top_k, vocabulary=vocabulary,

@@ -28,7 +28,7 @@ class DenoisingSettings(NamedTuple):
 
     steps: int | None = None  # forward passes for all hidden tokens of a text; None: one for each
     block_length: int = 32  # hidden tokens that are finished, from left to right, before the next ones are begun
-    temperature: float = 0.0  # 0 takes the likeliest token
+    temperature: float = 0.0  # 0 is greedy decoding
     end_token_ids: tuple[int, ...] = ()  # a text whose finished block has one goes no further
 
 

@@ -58,7 +58,7 @@ def fill_text(
 ) -> str:  # fmt: skip
     """What the model writes behind a text, up to its end; or the whole text with its gaps filled, where it has mask tokens.
 
-    A mask token with a number behind it, as `<|mask|>*16`, stands for so many tokens.
+    A mask token with a number behind it, as `<|mask|>*16`, is that number of tokens.
 
     Raises:
         Refusal: no room within the model's positions; a gap of no tokens, or one at a text's very beginning that the model
@@ -80,7 +80,7 @@ def _filled(
     rows, firsts = [], list[int | None]()
     none = next((found[0] for text in texts for found in repeated.finditer(text) if not int(found[1])), None)
     if none is not None:
-        raise Refusal(f"{none}: stands for no token. Give the number of tokens that are missing there, from 1.")
+        raise Refusal(f"{none}: means no token. Give the number of tokens that are missing there, from 1.")
     for encoding in encoder.encode([repeated.sub(lambda found: name * int(found[1]), text) for text in texts]):
         ids = encoder.add_start(encoding.ids)
         if mask in ids:

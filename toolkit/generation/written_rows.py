@@ -90,7 +90,7 @@ def _asked(row: dict[str, Any], origin: str, tokenizer: PreTrainedTokenizerBase,
         messages = read_messages(messages, "messages", origin, needs_assistant=False)
         before = messages[:-1] if messages[-1]["role"] == "assistant" else messages
         if not before:
-            raise Refusal(f"{origin}: begins with the assistant's answer, and asks nothing. Remove the row.")
+            raise Refusal(f"{origin}: begins with the assistant's answer: no prompt comes before it. Remove the row.")
         text = read_chat_template(tokenizer).render(before, read_options(row, origin), add_generation_prompt=True)
         return Asked(origin, text, {"prompt": before, **{name: row[name] for name in _OF_TEMPLATES if row.get(name)}})
     if not isinstance(prompt, str) or not prompt.strip():

@@ -229,7 +229,7 @@ def _find_repository(config: RunConfig, model: PreTrainedModel, shards: bool, sa
     try:
         return check_write_access(hub_api(), wanted, config.hub_private_repo, config.hub_revision)
     except NotNow as error:
-        say(f"WARNING: the Hub can't be asked whether we may write to {wanted} ({error}); what is sent waits in the queue")
+        say(f"WARNING: the Hub can't be queried for write access to {wanted} ({error}); what is sent waits in the queue")
         return str(wanted)
 
 

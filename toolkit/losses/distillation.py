@@ -168,8 +168,8 @@ def _sums(
 def distillation_metrics(teacher: TeacherFn, temperature: float = 1.0) -> Metrics:
     """Means over the supervised tokens of a split: those of `causal_lm_metrics`, and how far the student is from its teacher.
 
-    `kl`: KL(p, q) in nats, at the temperature, whatever is trained on. Of a teacher of which only the k likeliest tokens are
-    known, it counts all others as one, which makes it smaller; `kl_at_most` is what it is with all of them at most
+    `kl`: KL(p, q) in nats, at the temperature, whatever is trained on. Of a teacher of which only the k most probable
+    tokens are known, it counts all others as one, which makes it smaller; `kl_at_most` is what it is with all of them at most
     (`most_of_the_rest`).
     """
 

@@ -45,4 +45,4 @@ def _sums(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, torc
 
 
 masked_lm_metrics = token_metrics(_sums, "pseudo_perplexity", "masked_accuracy")
-"""Means over the masked tokens of a split: loss in nats, pseudo-perplexity = exp(loss), accuracy of the likeliest token."""
+"""Means over the masked tokens of a split: loss in nats, pseudo-perplexity = exp(loss), accuracy of the most probable token."""

@@ -39,7 +39,7 @@ def bleu(predictions: Sequence[str], references: Sequence[str]) -> dict[str, flo
 
 
 def chrf(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """chrF2 of the corpus, 0 to 100, with sacrebleu's defaults: of characters, so that it needs no words to be told apart."""
+    """chrF2 of the corpus, 0 to 100, with sacrebleu's defaults: of characters, so that it needs no split into words."""
     from sacrebleu.metrics import CHRF
 
     return {"chrf": float(CHRF().corpus_score(predictions, [references]).score)}

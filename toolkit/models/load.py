@@ -201,7 +201,7 @@ def _pretrained_model(
     in_body = sorted(name for name in mismatched | set(report["missing_keys"]) if _is_in_body(model, name))
     if mismatched.intersection(in_body):
         worst = sorted(mismatched.intersection(in_body))[0]
-        raise Refusal(f"--model {config.model}: the weights do not have the shapes that its config.json says ({worst}).")
+        raise Refusal(f"--model {config.model}: the weights do not have the shapes in its config.json ({worst}).")
     new_head = sorted((mismatched | set(report["missing_keys"])).difference(in_body))
     if new_head:
         say_once(f"{config.model}: new, random weights (seed {config.seed}) for the head: {first_of(new_head, 3)}")

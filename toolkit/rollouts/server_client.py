@@ -123,7 +123,7 @@ class ServerClient:
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
             raise _Again(str(getattr(error, "reason", "") or error) or type(error).__name__) from error
         except (ValueError, OverflowError) as error:  # a port above 65535, a name that is none
-            what = f"can't be asked: {error}. An address is like http://localhost:8000"
+            what = f"no request can be sent: {error}. An address is like http://localhost:8000"
             raise Refusal(f"{self.flag} {self.shown}: {what}.") from error
         text = b"".join(pieces)
         try:
@@ -157,13 +157,13 @@ class ServerClient:
             Refusal: they are not what was asked for, so that training on them would be training on something else.
         """
         answer = self.ask("/v1/completions", _request(self.model, prompt, settings, size, seed))
-        with self.reading(f"/v1/completions, asked about the prompt {where or list(prompt)[:8]},"):
+        with self.reading(f"/v1/completions, for the prompt {where or list(prompt)[:8]},"):
             found = (answer or {}).get("choices") or []
             numbers = [each.get("index", place) for place, each in enumerate(found)]
             choices = [each for _, each in sorted(zip(numbers, found, strict=True), key=lambda pair: pair[0])]
-            problem = f"number of completions {len(choices)}, asked for {size}" if len(choices) != size else ""
+            problem = f"number of completions {len(choices)}, requested {size}" if len(choices) != size else ""
             if not problem and sorted(numbers) != list(range(size)):
-                problem = f"completions with the numbers {sorted(numbers)}, asked for one each of 0 to {size - 1}"
+                problem = f"completions with the numbers {sorted(numbers)}, requested one each of 0 to {size - 1}"
             completions = []
             for choice in () if problem else choices:
                 try:
@@ -208,9 +208,9 @@ def _completion(choice: Mapping[str, Any], prompt: Sequence[int], settings: Samp
     if choice.get("prompt_token_ids") not in (None, list(prompt)):
         raise _Wrong("it read other tokens of the prompt than it was sent")
     if not tokens:
-        raise _Wrong("no token ids (return_token_ids, and return_tokens_as_token_ids with logprobs, were asked for)")
+        raise _Wrong("no token ids (return_token_ids, and return_tokens_as_token_ids with logprobs, were requested)")
     if len(tokens) > settings.max_new_tokens:
-        raise _Wrong(f"{len(tokens)} tokens, asked for {settings.max_new_tokens} at most")
+        raise _Wrong(f"{len(tokens)} tokens, requested {settings.max_new_tokens} at most")
     if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
         raise _Wrong(f"token ids that are none of the vocabulary of {vocabulary:,}")
     if len(logps) != len(tokens):
@@ -227,7 +227,7 @@ def _kept(said: Mapping[str, Any], tokens: Sequence[int], vocabulary: int) -> li
     """The ids that could be drawn at each token: those whose log-probability was said, which add up to 1."""
     tables = said.get("top_logprobs") or []
     if len(tables) != len(tokens):
-        raise _Wrong("no top_logprobs, from which tokens follow that could be drawn (logprobs was asked for)")
+        raise _Wrong("no top_logprobs, from which tokens follow that could be drawn (logprobs was requested)")
     kept = []
     for table, token in zip(tables, tokens, strict=True):
         drawn = {int(name.removeprefix(_TOKEN)): logp for name, logp in table.items() if logp > _NOTHING}

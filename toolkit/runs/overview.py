@@ -35,7 +35,7 @@ def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
         lines.append(f"{recipe['file']}: {copy_in_words(recipe)}")
     if _is_one_of_several_asked_for(processes):
         lines.append(
-            "WARNING: accelerate launch was asked for several processes and started this one alone, as it does with --cpu. "
+            "WARNING: accelerate launch was called with several processes and started this one alone, as it does with --cpu. "
             f"For two on the CPU: {as_typed('toolkit', 'train', recipe['path'] or 'RECIPE', '--processes', 2)}"
         )
     return lines

@@ -32,7 +32,7 @@ def aws_client(service: str, region: str | None) -> Any:
     try:
         return boto3.client(service, region_name=region)
     except NoRegionError:
-        raise Refusal("--region: is missing, and no AWS configuration says one; such as --region eu-west-1.") from None
+        raise Refusal("--region: is missing, and no AWS configuration has one; such as --region eu-west-1.") from None
 
 
 def describe(name: str, region: str | None) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def _fit(
     requests: list[dict[str, Any]] = []
     region = job.region or boto3.Session().region_name or ("us-east-1" if dry else None)
     if region is None:
-        raise Refusal("--region: is missing, and no AWS configuration says one; such as --region eu-west-1.")
+        raise Refusal("--region: is missing, and no AWS configuration has one; such as --region eu-west-1.")
     keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"} if dry else {}
     session = boto3.Session(region_name=region, **keys)
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 MOST_WAITING, LEAST_SECONDS = 0.2, 20.0  # share of the time that is said, and the seconds of training it is taken over
-BLOCK_STEPS = 100  # one number of memory, the least in use, stands for so many steps
+BLOCK_STEPS = 100  # one number of memory, the least in use, is kept for this many steps
 MOST_BLOCKS = 32  # of these; then two become one, so that the whole run stays in sight
 GROWTH, LEAST_GROWTH_GB = 0.2, 0.2  # of the memory after the first block; both must be passed
 

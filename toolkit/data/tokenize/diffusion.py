@@ -46,7 +46,7 @@ class WithoutMasks:
         there = np.flatnonzero(documents.values == self.mask)
         if len(there):
             origin = documents.origins[int(np.searchsorted(documents.bounds, there[0], side="right")) - 1]
-            raise Refusal(f"{origin}: holds the mask token, which stands for a hidden one. Take it out, or remove the row.")
+            raise Refusal(f"{origin}: holds the mask token, which marks a hidden one. Take it out, or remove the row.")
         return documents, counts
 
     def cut(self, documents: Documents) -> tuple[Documents, Cut]:

@@ -106,7 +106,7 @@ def _check_languages_unused(given: Sequence[str], plan: Plan) -> None:
     if flags:
         raise Refusal(
             f"{' and '.join(flags)}: without effect. Rows of {plan.columns[0]} and {plan.columns[1]} name no languages, and "
-            "the tokenizer has none. Remove it; what a T5 should do is said with --source-prefix."
+            "the tokenizer has none. Remove it; what a T5 should do is set with --source-prefix."
         )
 
 

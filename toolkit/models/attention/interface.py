@@ -76,7 +76,7 @@ def choose_attention(
         raise Refusal(f"{flag}: torch has no backward for it on {device}. Use auto.")
     if requested == "flex_attention" and any(getattr(text_config, name, None) for name in ATTENTION_DROPOUTS):
         raise Refusal(
-            f"{flag}: has no attention dropout, which the model's config asks for. Use auto, or --attention-dropout 0."
+            f"{flag}: has no attention dropout, which the model's config sets. Use auto, or --attention-dropout 0."
         )
     chosen = {"auto": DOCUMENTS if packed or softcap else None, "varlen": DOCUMENTS}.get(requested, requested)
     chosen = FLEX if packed and requested == "flex_attention" else chosen
