@@ -35,6 +35,7 @@ from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.short_runs import ended_by_signals, forget_accelerator, never_evaluated
 from toolkit.distributed.engines import element_count, engine_of, unwrapped
 from toolkit.distributed.launch import NOTHING_MORE
+from toolkit.models import load
 from toolkit.models.attention import kernels
 from toolkit.models.without_weights import without_weights
 from toolkit.preference import reference
@@ -208,7 +209,7 @@ def _replaced(seen: _Seen, values: Mapping[str, Any]) -> Iterator[None]:
         replace.attribute(nn.Module, "to", _stay)
         replace.attribute(reference, "reference_table", lambda *_, **__: _AnyRow())
         replace.attribute(reference, "_place_frozen", functools.partial(_frozen, seen))
-        replace.attribute(importlib.import_module(tk.load_model.__module__), "check_compiler", lambda *_: None)
+        replace.attribute(load, "check_compiler", lambda *_: None)
         seen.layers.replace(replace)
         replace.attribute(Accelerator, "prepare", functools.partial(_prepared, seen))
         if "teacher" in values:
