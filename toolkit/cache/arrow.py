@@ -48,8 +48,11 @@ def open_splits(folder: Path) -> DatasetDict:
     return splits
 
 
-def cache_folder(key: str, build: Callable[[Path], None]) -> Path:
+def cache_folder(key: str, build: Callable[[Path], None], *, goes_on: bool = False) -> Path:
     """The folder of `key` in the cache of `datasets`, as `build` has written it: a damaged one is rebuilt.
+
+    Args:
+        goes_on: `build` may be given the folder that it was filling when its process was killed, with `journal_of` it.
 
     Raises:
         Refusal: the cache can't be written.
@@ -68,16 +71,25 @@ def cache_folder(key: str, build: Callable[[Path], None]) -> Path:
             if problem is not None:
                 if problem:
                     say(f"{folder} is damaged ({problem}): it is built anew", error=True)
+                partial = cache / f"{key}.incomplete-{'kept' if goes_on else os.getpid()}"
+                remains = [partial, journal_of(partial)] if goes_on else [partial]
                 for abandoned in cache.glob(f"{key}.incomplete-*"):  # of a process that was killed: we hold the lock
-                    remove(abandoned)
-                partial = cache / f"{key}.incomplete-{os.getpid()}"
-                partial.mkdir()
+                    if not goes_on or abandoned not in remains:
+                        remove(abandoned)
+                for made in remains:
+                    made.mkdir(exist_ok=True)
+                is_over = True
                 try:
                     build(partial)
                     write_digests(partial)
                     put_in_place(partial, folder, aside=cache / f"{key}.incomplete-damaged")
+                except BaseException as error:
+                    # other data get another key, and a full disk needs the room; after anything else the work goes on
+                    is_over = not goes_on or isinstance(error, Refusal | OSError)
+                    raise
                 finally:
-                    remove(partial)
+                    for left in remains if is_over else ():
+                        remove(left)
     except OSError as error:
         damaged = f" (the copy that is there is damaged: {problem})" if problem else ""
         raise Refusal(
@@ -85,6 +97,11 @@ def cache_folder(key: str, build: Callable[[Path], None]) -> Path:
             "another folder: export HF_DATASETS_CACHE=/a/folder/with/space"
         ) from error
     return folder
+
+
+def journal_of(folder: Path) -> Path:
+    """The folder of what is noted on the building of another one. It lasts as long, and is no part of it."""
+    return Path(f"{folder}-journal")
 
 
 def _problem_of(folder: Path) -> str | None:

@@ -5,9 +5,11 @@ So a report is the same when the rows come from the cache. What cannot be traine
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -79,7 +81,7 @@ class Measures:
     """Of one batch of documents: what is summed up over a split."""
 
     whole: np.ndarray  # length of each document before cutting
-    rows: np.ndarray  # int64, a hash of each: eight bytes a row are what tokenizing keeps in memory
+    rows: np.ndarray  # int64, a hash of each, the same in every process
     wanted: list[int]  # the hashes of those that are marked desirable
     sums: Counter[str]
     first_origin: str
@@ -93,11 +95,22 @@ def measure(whole: Documents, kept: Documents, cut: Cut, rules: Rules, remarks: 
         cut_tokens=cut.tokens, dropped=cut.dropped, unsupervised=cut.unsupervised, ends=ends, supervised_ends=supervised_ends,
         kept_ends=_count_turn_ends(kept, rules)[1], identical=cut.identical, clipped=cut.clipped,
     )  # fmt: skip
-    rows = [hash(whole.values[a:b].tobytes()) for a, b in pairwise(whole.bounds.tolist())]
+    tokens = (whole.values[a:b].tobytes() for a, b in pairwise(whole.bounds.tolist()))
+    rows = np.frombuffer(b"".join(hashlib.blake2b(each, digest_size=8).digest() for each in tokens), np.int64)
     marks = whole.columns.get("desirable", [])
-    wanted = [row for row, mark in zip(rows, marks, strict=False) if mark]
+    wanted = [row for row, mark in zip(rows.tolist(), marks, strict=False) if mark]
     first_origin = whole.origins[0] if whole.origins else ""
-    return Measures(whole.whole, np.array(rows, dtype=np.int64), wanted, sums + remarks, first_origin)
+    return Measures(whole.whole, rows, wanted, sums + remarks, first_origin)
+
+
+def measures_to_json(measures: Measures) -> dict[str, Any]:
+    sums = {name: int(count) for name, count in measures.sums.items()}
+    return {**vars(measures), "whole": measures.whole.tolist(), "rows": measures.rows.tolist(), "sums": sums}
+
+
+def measures_from_json(found: dict[str, Any]) -> Measures:
+    whole, rows = (np.array(found[name], dtype=np.int64) for name in ("whole", "rows"))
+    return Measures(whole, rows, found["wanted"], Counter(found["sums"]), found["first_origin"])
 
 
 def _count_turn_ends(documents: Documents, rules: Rules) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -20,14 +20,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from toolkit.cache.arrow import cache_folder, check_uncut, mapped_files, open_splits, write_tables
+from toolkit.cache.arrow import cache_folder, check_uncut, journal_of, mapped_files, open_splits
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.compat import fingerprint_of, set_fingerprint
-from toolkit.data.split_counts import Measures, SplitCounts, measure, row_hashes, summarize
+from toolkit.data.split_counts import (
+    Measures,
+    SplitCounts,
+    measure,
+    measures_from_json,
+    measures_to_json,
+    row_hashes,
+    summarize,
+)
 from toolkit.data.tokenize.columns import Batch, Plan, is_wrapped
 from toolkit.data.tokenize.documents import Documents, Rules, build_encoder, check_supervision, check_tokens, tokenizer_digest
 from toolkit.data.tokenize.format import Format, FormatRows, Splits
 from toolkit.data.tokenize.masks import turn_end_ids
+from toolkit.data.tokenize.pieces import Pieces, open_pieces
 from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH, check_marks, vocabulary_mark
 from toolkit.system.progress import progress
 
@@ -63,7 +72,7 @@ def tokenize_splits(
     key = f"tokenized-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
     processes = config.preprocessing_num_workers or 1  # read here: where all is cached, nobody builds
     build = partial(_write, form=form, splits=full, plans=plans, tokenizer=tokenizer, config=config, processes=processes)
-    folder = cache_folder(key, build)
+    folder = cache_folder(key, build, goes_on=True)
     found = json.loads((folder / "counts.json").read_text())
     tokenized = open_splits(folder)
     for name, digest in found["digests"].items():
@@ -144,40 +153,61 @@ def _write(
     counts, digests, train_rows, numbers = [], dict[str, str](), None, count()  # pairs are numbered through all splits
     for name, split in splits.items():
         reader = build_reader(form, name, plans[name], tokenizer, config)
-        measures, digest = list[Measures](), hashlib.blake2b(digest_size=12)
-        schema = _schema(reader, tokenizer)
-        tables = _tables(split, reader, schema, measures, digest, numbers, processes)
-        write_tables(folder / f"{name}.arrow", schema, tables)
+        journal = journal_of(folder) / f"{name}.jsonl"
+        with open_pieces(folder / f"{name}.arrow", journal, _schema(reader, tokenizer)) as pieces:
+            measures, digest = _write_split(split, reader, pieces, numbers, processes)
         counts.append(vars(reader.summarize(measures, form.longest(config), train_rows)))
-        digests[name] = f"tokens-{digest.hexdigest()}-{name}"
+        digests[name] = f"tokens-{digest}-{name}"
         if name == "train":
             train_rows = row_hashes(measures)
     (folder / "counts.json").write_text(json.dumps({"splits": counts, "digests": digests}))
 
 
-def _tables(
-    split: Dataset, reader: Reader, schema: pa.Schema, measures: list[Measures], digest: hashlib.blake2b,
-    numbers: Iterator[int], processes: int,
-) -> Iterator[pa.Table]:  # fmt: skip
-    import pyarrow as pa
-
-    form, files = reader.form, mapped_files(split)
-    rows = split.with_format(None).select_columns(list(reader.plan.columns))
+def _write_split(
+    split: Dataset, reader: Reader, pieces: Pieces, numbers: Iterator[int], processes: int
+) -> tuple[list[Measures], str]:
+    """Write a split, from the last piece on that is there; the measures of all pieces, and a digest of the rows."""
+    measures, digest, begin = list[Measures](), hashlib.blake2b(digest_size=12), 0
+    rows, files = split.with_format(None).select_columns(list(reader.plan.columns)), mapped_files(split)
     with progress(f"Tokenizing {reader.name}", "rows", len(split)) as add:
-        for documents, part, number in read_in_order(rows, reader.read, BATCH_ROWS, processes):
+        for note, table in pieces.kept():
+            measures.append(measures_from_json(note["measures"]))
+            _add_rows(digest, note, table)
+            begin += note["rows"]
+            if reader.form.numbered:
+                deque(islice(numbers, len(table)), maxlen=0)
+        add(begin)
+        for documents, part, number in read_in_order(rows, reader.read, BATCH_ROWS, processes, begin):
             measures.append(part)
-            columns = _columns(documents, reader)
-            if form.numbered:
-                columns[form.numbered] = list(islice(numbers, len(documents)))
-            digest.update(json.dumps(columns, default=lambda value: value.tolist()).encode())
-            bounds = pa.array(documents.bounds, pa.int32())
-            for name, flat in (("input_ids", documents.values), ("labels", documents.labels)):
-                if name in schema.names and name not in columns and flat is not None:
-                    columns[name] = pa.ListArray.from_arrays(bounds, pa.array(flat, pa.int32()))
-                    digest.update(flat.tobytes())
-            yield pa.table(columns, schema=schema)
+            table, columns, flat = _table(documents, reader, pieces.schema, numbers)
+            note = {"rows": number, "columns": columns, "flat": flat, "measures": measures_to_json(part)}
+            _add_rows(digest, note, table)
+            pieces.append(table, note)
             add(number)
             check_uncut(files)
+    return measures, digest.hexdigest()
+
+
+def _table(documents: Documents, reader: Reader, schema: pa.Schema, numbers: Iterator[int]) -> tuple[pa.Table, str, list[str]]:
+    """Documents as rows; their columns as JSON, but for flat arrays of tokens; the names of these."""
+    import pyarrow as pa
+
+    columns = _columns(documents, reader)
+    if reader.form.numbered:
+        columns[reader.form.numbered] = list(islice(numbers, len(documents)))
+    as_json = json.dumps(columns, default=lambda value: value.tolist())
+    arrays = {"input_ids": documents.values, "labels": documents.labels}
+    flat = [name for name, values in arrays.items() if name in schema.names and name not in columns and values is not None]
+    bounds = pa.array(documents.bounds, pa.int32())
+    columns |= {name: pa.ListArray.from_arrays(bounds, pa.array(arrays[name], pa.int32())) for name in flat}
+    return pa.table(columns, schema=schema), as_json, flat
+
+
+def _add_rows(digest: hashlib.blake2b, note: dict[str, Any], table: pa.Table) -> None:
+    digest.update(note["columns"].encode())
+    for name in note["flat"]:
+        for part in table[name].chunks:
+            digest.update(part.flatten().to_numpy())
 
 
 def _stream_batch(batch: Batch, indices: list[int], reader: Reader) -> Batch:
@@ -211,9 +241,11 @@ def _no_rows(name: str) -> Refusal:
 
 
 def read_in_order(
-    rows: Dataset, read: Callable[[Batch, int], tuple[Any, Read]], size: int, processes: int
+    rows: Dataset, read: Callable[[Batch, int], tuple[Any, Read]], size: int, processes: int, begin: int = 0
 ) -> Iterator[tuple[Any, Read, int]]:
     """`(*read(batch, at), rows in the batch)` for every `size` rows of a dataset, where `at` is the number of the first one.
+
+    `begin`: the first row that is read.
 
     An exception is raised where its batch would have come, the same one for any number of processes. They are forked: what
     `read` holds needs no copy, and Python's hashes of texts and bytes, which differ between programs, are the same in all.
@@ -227,7 +259,7 @@ def read_in_order(
         except Exception as error:  # as a result: a worker would change its message
             return error
 
-    starts = range(0, len(rows), size)
+    starts = range(begin, len(rows), size)
     results = map(work, starts)
     if (processes := min(processes, len(starts))) > 1:
         import torch

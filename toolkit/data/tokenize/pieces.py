@@ -1,0 +1,97 @@
+"""An Arrow file that is written piece by piece, each with a line in a journal: what a killed process wrote is found again.
+
+A line says what the work goes on from, and has the size of its piece and CRC-32 of both. Pieces are kept up to the first that
+is not as it was written; the rest is cut off. At the end the file has the bytes of one that was written in one go.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.sources.arrow_cache import BATCH_ROWS
+from toolkit.system.console import say
+from toolkit.system.json_lines import intact_records, parse_object, sealed_line
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SYNC_SECONDS = 5.0  # of work that a power loss takes at most; a kill takes the piece that is being written
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
+
+
+class Pieces:
+    """The pieces of one file. Read `kept` to its end, then `append`."""
+
+    def __init__(self, path: Path, journal: Path, schema: pa.Schema) -> None:
+        self._path, self.schema = path, schema
+        self._file, self._journal = (
+            os.fdopen(os.open(each, os.O_RDWR | os.O_CREAT, 0o666), "r+b") for each in (path, journal)
+        )
+        self._synced = time.monotonic()
+
+    def kept(self) -> Iterator[tuple[dict[str, Any], pa.Table]]:
+        """The notes and rows of the pieces that are whole; the next `append` goes behind them."""
+        import pyarrow as pa
+
+        head = self.schema.serialize().to_pybytes()
+        size, lines = len(head), 0
+        if self._file.read(size) == head:
+            for number, line in enumerate(self._journal, 1):
+                note = next(intact_records(filter(None, [parse_object(line.decode(errors="replace"))])), None)
+                content = self._file.read(note["size"]) if note else b""
+                if note is None or (len(content), zlib.crc32(content)) != (note["size"], note["crc"]):
+                    if line.endswith(b"\n"):  # else it was being written when the process ended
+                        say(f"{self._path}: piece {number} is damaged; it and those after it are tokenized again", error=True)
+                    break
+                yield note["note"], pa.Table.from_batches(list(_batches(content, self.schema)), self.schema)
+                size, lines = size + len(content), lines + len(line)
+        for file, length in ((self._file, size), (self._journal, lines)):
+            file.truncate(length)
+            file.seek(length)
+        if size == len(head):
+            self._file.seek(0)
+            self._file.write(head)
+
+    def append(self, rows: pa.Table, note: dict[str, Any]) -> None:
+        content = b"".join(batch.serialize() for batch in rows.to_batches(max_chunksize=BATCH_ROWS))
+        self._file.write(content)
+        self._file.flush()
+        line = sealed_line({"size": len(content), "crc": zlib.crc32(content), "note": note})
+        self._journal.write(line.encode())
+        self._journal.flush()
+        if time.monotonic() - self._synced > SYNC_SECONDS:
+            os.fsync(self._file.fileno())
+            os.fsync(self._journal.fileno())
+            self._synced = time.monotonic()
+
+    def end(self) -> None:
+        self._file.write(_END)
+
+    def close(self) -> None:
+        self._file.close()
+        self._journal.close()
+
+
+@contextmanager
+def open_pieces(path: Path, journal: Path, schema: pa.Schema) -> Iterator[Pieces]:
+    """The pieces of a file, which is ended where the block does not fail."""
+    pieces = Pieces(path, journal, schema)
+    try:
+        yield pieces
+        pieces.end()
+    finally:
+        pieces.close()
+
+
+def _batches(content: bytes, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    reader = pa.BufferReader(content)
+    while reader.tell() < len(content):
+        yield pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema)
