@@ -1,5 +1,6 @@
 """toolkit prepare: what is written are the rows that recipes make of the text, for one vocabulary, whole or not at all."""
 
+import gzip
 import io
 import json
 import os
@@ -23,6 +24,8 @@ from toolkit.data import shards
 from toolkit.data.loading import streams
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.data.sources import remote
+from toolkit.data.tokenize import prepare as preparing
+from toolkit.data.tokenize.pieces import Pieces
 from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH, check_marks, vocabulary_mark
 
 pytestmark = pytest.mark.warm
@@ -218,6 +221,57 @@ def test_by_url_every_rank_reads_its_part_of_the_same_order_and_goes_on_where_it
     again.restore(json.loads(json.dumps(first.state())), 104)
     assert read(again.batches(104)) == whole[13:]
     store.rm("/prepared", recursive=True)
+
+
+@pytest.mark.parametrize("source", ["jsonl", "gz", "parquet", "url"])
+def test_streamed_the_files_are_those_of_the_whole_data(
+    source: str, tokenizers: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files, with held-out rows, by one process and by two, also when it was killed: byte by byte.
+
+    Fails when: the held-out rows are only those of the beginning; a stream begins at its first row after a kill.
+    """
+    monkeypatch.setattr(preparing, "BATCH_ROWS", 16)
+    data = tmp_path / "data"
+    data.mkdir()
+    lines = write_rows(tmp_path / "rows.jsonl", "sft", 300).read_text().splitlines(keepends=True)
+    for number, part in enumerate((lines[:110], lines[110:])):
+        if source == "gz":
+            (data / f"{number}.jsonl.gz").write_bytes(gzip.compress("".join(part).encode()))
+        elif source == "parquet":
+            parquet.write_table(pa.Table.from_pylist(list(map(json.loads, part))), data / f"{number}.parquet", row_group_size=40)
+        else:
+            (data / f"{number}.jsonl").write_text("".join(part))
+    dataset = str(data)
+    if source == "url":
+        store = fsspec.filesystem("memory")
+        for name, content in contents(data).items():
+            store.pipe(f"/streamed/{name}", content)
+        dataset = "memory://streamed"
+        remote.files_at.cache_clear()
+    words = ("--model", tokenizers[0], "--num-shards", 3, "--eval-fraction", 0.2)
+    assert run(dataset, tmp_path / "whole", *words)[0] == 0
+    whole = contents(tmp_path / "whole")
+    assert len(whole) == 4
+    for processes in (1, 2):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / f"cache{processes}")
+        streamed = (dataset, tmp_path / f"out{processes}", *words, "--streaming", "--preprocessing-num-workers", processes)
+        if (child := os.fork()) == 0:
+            append, calls = Pieces.append, count(1)
+
+            def until_killed(*each: Any, calls: Iterator[int] = calls, append: Any = append) -> None:
+                append(*each)
+                if next(calls) == 9:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            Pieces.append = until_killed  # type: ignore[method-assign]
+            run(*streamed)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        code, output = run(*streamed)
+        assert code == 0, output
+        assert contents(tmp_path / f"out{processes}") == whole
+        assert not list((tmp_path / f"cache{processes}").glob("files-*"))
 
 
 def flipped_unnoticed(content: bytes) -> bytes:

@@ -59,6 +59,10 @@ def prepare(
     train_split: Annotated[str | None, option(_Config, "train_split")] = None,
     eval_split: Annotated[str | None, option(_Config, "eval_split")] = None,
     eval_fraction: Annotated[str | None, option(_Config, "eval_fraction")] = None,
+    streaming: Annotated[
+        bool | None,
+        option(_Config, "streaming", help="Read the source as a stream: no copy of the text on the disk or in memory."),
+    ] = None,
     max_train_examples: Annotated[str | None, option(_Config, "max_train_examples")] = None,
     max_eval_examples: Annotated[str | None, option(_Config, "max_eval_examples")] = None,
 ) -> None:
@@ -82,11 +86,14 @@ def prepare(
         settings = replace(settings, max_length=int(longest or settings.max_length), overlong="refuse")
     if sample_by is None and task != "sft":
         settings = replace(settings, sample_by="document")  # as recipes/pretrain.py
+    if settings.streaming and max_eval_examples is None:
+        settings = replace(settings, max_eval_examples=10**10)  # all: it is read to its end
     output = place_to_write(output, "OUTPUT")
 
     from toolkit.data.inspection import guess_task
     from toolkit.data.report import print_data_report
     from toolkit.data.shards import check_output, write_shards
+    from toolkit.data.sources.content import content_of_streams
     from toolkit.data.sources.load import load_splits
     from toolkit.data.tokenize.columns import columns_of
     from toolkit.data.tokenize.tasks import prepare as tokenize
@@ -104,7 +111,7 @@ def prepare(
             "none yet. Name one, of a run or of the Hub: --tokenizer runs/pretrain/model"
         )
     loaded = load_tokenizer(settings)
-    tokenized = tokenize(task, splits, loaded, settings)
+    tokenized = tokenize(task, splits, loaded, settings, content_of_streams(settings) if settings.streaming else None)
     print_data_report(tokenized.report)
     mark = vocabulary_mark(loaded)
     written = write_shards(tokenized, output, mark=mark, seed=settings.seed, num_shards=num_shards)

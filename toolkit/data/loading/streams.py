@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch, Document, MicroBatch
 from toolkit.data.loading.order import cut_step, epoch_order, generator_of, hash_numbers
 from toolkit.data.loading.packing import NOT_COLLATED, Augment, Packing, count_supervised, cut_document
+from toolkit.data.sources.stream_state import state_of
 
 STREAM_BUFFER = 1024  # documents of a stream that are mixed, and packed, together
 
@@ -131,7 +131,7 @@ class StreamLoader:
                 seen = True
                 window.append({name: value for name, value in document.items() if name not in NOT_COLLATED})
                 if len(window) == STREAM_BUFFER:
-                    source = _state_of(stream)
+                    source = state_of(stream)
                     for row in self._mix(window, mark.window):
                         mark = self._mark = mark.after(row)
                         yield row
@@ -167,17 +167,6 @@ class _Mark:
         for document in row:
             digest.update(np.asarray(document["input_ids"], dtype=np.int64).tobytes())
         return dataclasses.replace(self, consumed=self.consumed + 1, digest=digest.hexdigest())
-
-
-def _state_of(stream: Any) -> dict[str, Any] | None:
-    """The state of a source that tells it, when JSON holds it."""
-    if not hasattr(stream, "state_dict"):
-        return None
-    state = stream.state_dict()
-    try:
-        return json.loads(json.dumps(state)) if state else None
-    except TypeError:
-        return None
 
 
 def _stream_totals(documents: list[Document], examples: int, augmented: bool) -> dict[str, float]:

@@ -45,7 +45,7 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
     from datasets import DatasetDict, IterableDatasetDict
 
     config = DataConfig(dataset=config) if isinstance(config, str) else config
-    sources = _sources(config.dataset)
+    sources = sources_of(config.dataset)
     chosen = [_choose(load_source(source, config), source, config) for source in sources]
     if len(sources) > 1:
         shared_columns([part["train"] for part in chosen], sources)
@@ -84,7 +84,7 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
 def describe_source(config: DataConfig | str) -> str:
     """One line on what a run reads; for the embedded corpus with the interpreter's version and a digest of the text."""
     dataset = config if isinstance(config, str) else config.dataset
-    parts = _sources(dataset)
+    parts = sources_of(dataset)
     if parts != [Source(dataset)]:
         return "; ".join(f"{part.weight:.3g} of {describe_source(part.dataset)}" for part in parts)
     if (found := _built_in(dataset)) is not None:
@@ -102,17 +102,17 @@ def describe_source(config: DataConfig | str) -> str:
 
 def commits_of_sources(config: DataConfig) -> dict[str, str]:
     """The commits at which this process has read the sources that are datasets of the Hub, by the sources' names."""
-    names = [source.dataset for source in _sources(config.dataset)]
+    names = [source.dataset for source in sources_of(config.dataset)]
     return {name: _commits_read[name] for name in names if name in _commits_read}
 
 
 def writers_of_sources(dataset: str | None) -> list[str]:
     """The models that wrote answers of the rows which this process has read from a data set, as the rows say (`WRITER`)."""
-    found = [name for source in _sources(dataset) for name in _writers_read.get(source.dataset, ())] if dataset else []
+    found = [name for source in sources_of(dataset) for name in _writers_read.get(source.dataset, ())] if dataset else []
     return sorted(set(found))
 
 
-def _sources(dataset: str) -> list[Source]:
+def sources_of(dataset: str) -> list[Source]:
     """The weighted sources of a mixture, or the one that is named."""
     may_be_mixed = "," in dataset or dataset.lower().endswith((".yaml", ".yml"))
     return (as_mixture(dataset) if may_be_mixed else None) or [Source(dataset)]
@@ -158,6 +158,10 @@ def _load(dataset: str, config: DataConfig) -> Splits:
     if is_url(dataset):
         files = {split: [dataclasses.replace(file, path=str(download(file.path))) for file in files[split]] for split in files}
     return {split: read_files(files[split]) for split in files}
+
+
+def is_built_in(dataset: str) -> bool:
+    return _built_in(dataset) is not None
 
 
 def _built_in(dataset: str) -> tuple[ModuleType, str] | None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.sources.arrow_cache import BATCH_ROWS
+from toolkit.cache.arrow import BATCH_ROWS
 from toolkit.system.console import say
 from toolkit.system.json_lines import intact_records, parse_object, sealed_line
 

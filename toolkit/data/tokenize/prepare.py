@@ -1,28 +1,29 @@
 """Splits to tokenized splits as their plans say: read, checked, counted and cut batch by batch, and kept on disk.
 
 The key of what is kept is what decides its content: the rows, the tokenizer, the settings that matter. So a second run finds
-it, and so does every process but the first, which the others wait for at a file lock. A stream is tokenized as it is read.
+it, and so does every process but the first, which the others wait for at a file lock. A stream is tokenized as it is read, or
+likewise to its end.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-import os
-import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.cache.arrow import cache_folder, check_uncut, journal_of, mapped_files, open_splits
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.compat import fingerprint_of, set_fingerprint
+from toolkit.data.sources.stream_state import state_of
 from toolkit.data.split_counts import (
     Measures,
     SplitCounts,
@@ -35,6 +36,7 @@ from toolkit.data.split_counts import (
 from toolkit.data.tokenize.columns import Batch, Plan, is_wrapped
 from toolkit.data.tokenize.documents import Documents, Rules, build_encoder, check_supervision, check_tokens, tokenizer_digest
 from toolkit.data.tokenize.format import Format, FormatRows, Splits
+from toolkit.data.tokenize.in_order import read_in_order
 from toolkit.data.tokenize.masks import turn_end_ids
 from toolkit.data.tokenize.pieces import Pieces, open_pieces
 from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH, check_marks, vocabulary_mark
@@ -42,31 +44,34 @@ from toolkit.system.progress import progress
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 6  # raise it when the same rows and settings give other tokens, labels or counts, or a refusal
 BATCH_ROWS = 512
 STREAM_ROWS = 256  # of a stream: what is counted before training
 
-Read = TypeVar("Read")
 Work = tuple[dict[str, Any], list[SplitCounts]]
 
 
 def tokenize_splits(
-    form: Format, splits: Mapping[str, Dataset], plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> Work:
+    form: Format, splits: Splits, plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase, config: DataConfig,
+    content: str | None = None,
+) -> Work:  # fmt: skip
     """Tokenized splits and their counts, from the cache where they are in it.
+
+    Args:
+        content: of streams, what changes with their rows.
 
     Raises:
         Refusal: a row that can't be trained on, or a split of which nothing is left.
     """
-    full = {name: split for name, split in splits.items() if len(split)}
+    full = {name: split for name, split in splits.items() if content or len(split)}
     full = {name: full[name] for name in sorted(full, key=lambda name: name != "train")}  # the others are compared with it
     if not full or ("train" in splits and "train" not in full):
         raise _no_rows("train" if "train" in splits else next(iter(splits)))
     settings = [config.max_length, config.overlong, is_wrapped(config), config.min_length, form.task, *form.settings]
-    rows = {name: [fingerprint_of(split), repr(plans[name])] for name, split in full.items()}
+    rows = {name: [content or fingerprint_of(split), repr(plans[name])] for name, split in full.items()}
     kept = [FORMAT_VERSION, *(each.name for each in fields(SplitCounts))]  # another version may share the cache, and count more
     content = json.dumps([kept, rows, tokenizer_digest(tokenizer), settings], sort_keys=True)
     key = f"tokenized-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
@@ -146,7 +151,7 @@ def build_reader(form: Format, name: str, plan: Plan, tokenizer: PreTrainedToken
 
 
 def _write(
-    folder: Path, form: Format, splits: Mapping[str, Dataset], plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase,
+    folder: Path, form: Format, splits: Splits, plans: dict[str, Plan], tokenizer: PreTrainedTokenizerBase,
     config: DataConfig, processes: int,
 ) -> None:  # fmt: skip
     """Write each split as an Arrow file, with the counts of all next to them."""
@@ -156,6 +161,8 @@ def _write(
         journal = journal_of(folder) / f"{name}.jsonl"
         with open_pieces(folder / f"{name}.arrow", journal, _schema(reader, tokenizer)) as pieces:
             measures, digest = _write_split(split, reader, pieces, numbers, processes)
+        if not measures:  # of a stream
+            raise _no_rows(name)
         counts.append(vars(reader.summarize(measures, form.longest(config), train_rows)))
         digests[name] = f"tokens-{digest}-{name}"
         if name == "train":
@@ -164,28 +171,55 @@ def _write(
 
 
 def _write_split(
-    split: Dataset, reader: Reader, pieces: Pieces, numbers: Iterator[int], processes: int
+    split: Dataset | IterableDataset, reader: Reader, pieces: Pieces, numbers: Iterator[int], processes: int
 ) -> tuple[list[Measures], str]:
     """Write a split, from the last piece on that is there; the measures of all pieces, and a digest of the rows."""
+    from datasets import Dataset
+
     measures, digest, begin = list[Measures](), hashlib.blake2b(digest_size=12), 0
-    rows, files = split.with_format(None).select_columns(list(reader.plan.columns)), mapped_files(split)
-    with progress(f"Tokenizing {reader.name}", "rows", len(split)) as add:
+    files, total = (mapped_files(split), len(split)) if isinstance(split, Dataset) else ({}, None)
+    state, states = None, deque[dict[str, Any] | None]()  # of a stream; behind each batch that is being read
+    with progress(f"Tokenizing {reader.name}", "rows", total) as add:
         for note, table in pieces.kept():
             measures.append(measures_from_json(note["measures"]))
             _add_rows(digest, note, table)
-            begin += note["rows"]
+            begin, state = begin + note["rows"], note.get("state")
             if reader.form.numbered:
                 deque(islice(numbers, len(table)), maxlen=0)
         add(begin)
+        rows: Any
+        if isinstance(split, Dataset):
+            rows = split.with_format(None).select_columns(list(reader.plan.columns))
+        else:
+            rows = _batches_of(split, reader.plan.columns, begin, state, states.append)
         for documents, part, number in read_in_order(rows, reader.read, BATCH_ROWS, processes, begin):
             measures.append(part)
             table, columns, flat = _table(documents, reader, pieces.schema, numbers)
             note = {"rows": number, "columns": columns, "flat": flat, "measures": measures_to_json(part)}
+            if states:
+                note["state"] = states.popleft()
             _add_rows(digest, note, table)
             pieces.append(table, note)
             add(number)
             check_uncut(files)
     return measures, digest.hexdigest()
+
+
+def _batches_of(
+    stream: IterableDataset, columns: Iterable[str], begin: int, state: dict[str, Any] | None, note: Callable[[Any], object]
+) -> Iterator[tuple[int, Batch]]:
+    """Batches of a stream with the number of their first row, from row `begin` on, where its state was `state`, if known.
+
+    The state behind each batch is given to `note` before it.
+    """
+    stream = copy.deepcopy(stream)
+    if state is not None:
+        stream.load_state_dict(state)
+    rows = islice(stream, begin if state is None else 0, None)
+    while batch := list(islice(rows, BATCH_ROWS)):
+        note(state_of(stream))
+        yield begin, {name: [row.get(name) for row in batch] for name in columns}
+        begin += len(batch)
 
 
 def _table(documents: Documents, reader: Reader, schema: pa.Schema, numbers: Iterator[int]) -> tuple[pa.Table, str, list[str]]:
@@ -238,47 +272,3 @@ def _schema(reader: Reader, tokenizer: PreTrainedTokenizerBase) -> pa.Schema:
 
 def _no_rows(name: str) -> Refusal:
     return Refusal(f"The {name} split has no rows. Look at the source, and at --train-split and --eval-split")
-
-
-def read_in_order(
-    rows: Dataset, read: Callable[[Batch, int], tuple[Any, Read]], size: int, processes: int, begin: int = 0
-) -> Iterator[tuple[Any, Read, int]]:
-    """`(*read(batch, at), rows in the batch)` for every `size` rows of a dataset, where `at` is the number of the first one.
-
-    `begin`: the first row that is read.
-
-    An exception is raised where its batch would have come, the same one for any number of processes. They are forked: what
-    `read` holds needs no copy, and Python's hashes of texts and bytes, which differ between programs, are the same in all.
-    torch's DataLoader keeps the order, reads a few batches ahead, and notices a process that dies, this one too.
-    """
-
-    def work(at: int) -> Any:
-        batch = rows[at : at + size]
-        try:
-            return *read(batch, at), len(next(iter(batch.values())))
-        except Exception as error:  # as a result: a worker would change its message
-            return error
-
-    starts = range(begin, len(rows), size)
-    results = map(work, starts)
-    if (processes := min(processes, len(starts))) > 1:
-        import torch
-        from torch.utils.data import DataLoader
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="This DataLoader will create")  # more than cores, if that was asked for
-            results = iter(DataLoader(
-                starts,  # type: ignore[arg-type]  # a sequence is all it needs of a dataset
-                batch_size=None, collate_fn=work,  # type: ignore[arg-type]  # of one item, without a batch size
-                num_workers=processes, multiprocessing_context="fork",
-                worker_init_fn=_use_one_thread, generator=torch.Generator(),  # its own: the global random state must not move
-            ))  # fmt: skip
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-        yield result
-
-
-def _use_one_thread(worker: int) -> None:
-    """In a process that tokenizes next to others; `build_accelerator` sets this variable for the process that starts them."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"

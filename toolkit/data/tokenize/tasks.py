@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import DataConfig, EmbeddingConfig, RankingConfig, Refusal, Seq2SeqConfig
@@ -314,8 +315,12 @@ FORMATS: dict[str, Callable[[DataConfig], Format]] = {
 }
 
 
-def prepare(task: Format | str, splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:
+def prepare(
+    task: Format | str, splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig, content: str | None = None
+) -> Tokenized:
     """Tokenize, check and count all splits for a task, one of FORMATS or a format with settings of its own.
+
+    `content`: of streams to tokenize to their end, of `content_of_streams`. Without it a stream is tokenized as it is read.
 
     Raises:
         Refusal: data that training must not start with, naming the row.
@@ -325,8 +330,8 @@ def prepare(task: Format | str, splits: Splits, tokenizer: PreTrainedTokenizerBa
     form = FORMATS[task](config) if isinstance(task, str) else task
     splits = form.gather(splits)
     plans, notes = plan_splits(form, splits, tokenizer, config)
-    is_stream = not all(isinstance(splits[name], Dataset) for name in plans)
-    work = tokenize_streams if is_stream else tokenize_splits
+    is_stream = content is None and not all(isinstance(splits[name], Dataset) for name in plans)
+    work = tokenize_streams if is_stream else partial(tokenize_splits, content=content)
     tokenized, counts = work(form, {name: splits[name] for name in plans}, plans, tokenizer, config)
     notes += [f"{name}: left out, as it has no rows" for name in plans if name not in tokenized]
     first = next(iter(tokenized))
