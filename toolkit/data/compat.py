@@ -1,11 +1,18 @@
-"""A name of datasets that is not public, the fingerprint of rows; tests/data/test_compat.py fails when it moves (5.2)."""
+"""Names of datasets that are not public: the fingerprint of rows, and what a stream reads its rows from, with its state.
+
+tests/data/test_compat.py and tests/data/sources/test_file_streams.py fail when they move (5.2).
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from datasets.iterable_dataset import ExamplesIterable
+
 if TYPE_CHECKING:
     from datasets import Dataset
+
+__all__ = ["ExamplesIterable", "fingerprint_of", "set_fingerprint"]
 
 
 def fingerprint_of(rows: object) -> str:

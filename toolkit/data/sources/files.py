@@ -1,4 +1,4 @@
-"""Files as datasets: read once into an Arrow file under a key that names their content, or as streams; rows know their origin.
+"""Files as datasets: read once into an Arrow file under a key that names their content; rows know their origin.
 
 `datasets` has loaders for these formats. Their cache is keyed by modification time, their rows don't know their line, and
 since 5.0 a column of mixed types becomes JSON strings without a word; so the reading is ours and what comes out is theirs.
@@ -22,6 +22,7 @@ from toolkit.data.sources import readers, squad
 from toolkit.data.sources.find_files import COLUMNAR, DataFile
 from toolkit.data.sources.readers import Row, number_columns, read_rows, what_is, with_numbers
 from toolkit.data.sources.remote import is_url, open_url
+from toolkit.data.sources.stream_state import Place
 from toolkit.system.console import first_line, quoted
 from toolkit.system.digests import sha256_of
 from toolkit.system.progress import with_progress
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 2000  # rows that become Arrow at once
 LINES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")  # of which a row is a line, nearly always
-STREAM_SAMPLE = 1000  # first rows of a stream, which decide its columns
 
 
 def read_files(files: list[DataFile]) -> Dataset:
@@ -53,23 +53,10 @@ def read_files(files: list[DataFile]) -> Dataset:
     return cached_splits(f"files-{digest.hexdigest()}", build)["rows"]
 
 
-def stream_rows(files: list[DataFile]) -> Iterator[Row]:
-    """The same rows one after the other. Columns and numbers are decided by the first thousand; what a row lacks is None."""
-    rows = _columnar_rows(files) if files[0].ending in COLUMNAR else _text_rows(files)
-    first = list(itertools.islice(rows, STREAM_SAMPLE))
-    columns = dict.fromkeys(name for row in first for name in row)
-    types = number_columns(_without_origin(first)) if _is_csv(files) else {}
-    for row in itertools.chain(first, rows):
-        try:
-            yield {name: row.get(name) for name in columns} if not types else with_numbers(row, types)
-        except ValueError as error:
-            where = f"in a column that held only numbers in the first {len(first):,} rows"
-            raise Refusal(f"{row['origin']}: {error}, {where}.") from None
-
-
-def _text_rows(files: list[DataFile]) -> Iterator[Row]:
+def text_rows(files: list[DataFile], place: Place | None = None) -> Iterator[Row]:
+    """Rows of text files with their origin; `place`: of `read_rows`, in a single file."""
     for file in files:
-        for line, row in read_rows(file.path, file.ending, file.sample_by):
+        for line, row in read_rows(file.path, file.ending, file.sample_by, place):
             if isinstance(row.get("tools"), list):
                 row["tools"] = json.dumps(row["tools"])  # a JSON schema has no fixed types; chat templates take it as text too
             row = {name: _with_arguments_as_text(value) for name, value in row.items()}
@@ -97,11 +84,11 @@ def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": written}
 
 
-def _is_csv(files: list[DataFile]) -> bool:
+def is_csv(files: list[DataFile]) -> bool:
     return files[0].ending in (".csv", ".tsv")
 
 
-def _without_origin(rows: Iterable[Row]) -> Iterator[Row]:
+def without_origin(rows: Iterable[Row]) -> Iterator[Row]:
     return ({name: value for name, value in row.items() if name != "origin"} for row in rows)
 
 
@@ -128,7 +115,7 @@ class _Widened(Exception):
 
 
 def _write_rows(files: list[DataFile], target: Path) -> None:
-    types = number_columns(_without_origin(_text_rows(files))) if _is_csv(files) else {}
+    types = number_columns(without_origin(text_rows(files))) if is_csv(files) else {}
     schema, total = pa.schema([]), _count_lines(files)
     while True:  # from the start again when a later batch widens the columns: rare, and at most once for each widening
         try:
@@ -141,7 +128,7 @@ def _write_rows(files: list[DataFile], target: Path) -> None:
 
 
 def _tables(files: list[DataFile], types: dict[str, type], schema: pa.Schema) -> Iterator[pa.Table]:
-    rows, written = _text_rows(files), False
+    rows, written = text_rows(files), False
     while batch := list(itertools.islice(rows, BATCH_ROWS)):
         if types:
             batch = [with_numbers(row, types) for row in batch]
@@ -170,7 +157,7 @@ def odd_rows(files: list[DataFile]) -> Iterator[str]:
     the rows before them inside a value, or hold one that Arrow can't.
     """
     kinds: dict[str, dict[str, list[str]]] = {}  # column -> kind -> origins
-    for row in _text_rows(files):
+    for row in text_rows(files):
         for name, value in row.items():
             if value is not None:
                 kinds.setdefault(name, {}).setdefault(what_is(value), []).append(row["origin"])
@@ -183,7 +170,7 @@ def odd_rows(files: list[DataFile]) -> Iterator[str]:
     if mixed:
         return
     schema = pa.schema([])  # the kinds agree, so it is something inside them, or a value that Arrow can't hold
-    for row in _text_rows(files):
+    for row in text_rows(files):
         for name, value in row.items():
             try:
                 alone = pa.schema([(name, pa.array([value]).type)])
@@ -249,13 +236,13 @@ def _features(files: list[DataFile]) -> Features:
     return Features({**features, "origin": Value("string")})
 
 
-def _columnar_tables(files: list[DataFile], features: Features) -> Iterator[pa.Table]:
+def _columnar_tables(files: list[DataFile], features: Features, begin: int = 0) -> Iterator[pa.Table]:
     from datasets.table import table_cast
 
     schema = features.arrow_schema
     for file in files:
-        number = 0
-        for batch in _batches(file):
+        number = begin
+        for batch in _batches(file, begin):
             table = pa.Table.from_batches([batch])
             numbers = pa.array(range(number + 1, number + 1 + len(table))).cast(pa.string())
             origin = compute.binary_join_element_wise(file.shown, numbers, ":")
@@ -265,33 +252,44 @@ def _columnar_tables(files: list[DataFile], features: Features) -> Iterator[pa.T
                 yield table_cast(pa.table({**columns, "origin": origin}), schema)
 
 
-def _columnar_rows(files: list[DataFile]) -> Iterator[Row]:
-    for table in _columnar_tables(files, _features(files)):
+def columnar_rows(files: list[DataFile], begin: int = 0) -> Iterator[Row]:
+    """Rows of columnar files with their origin; `begin`: the first row, of a single file."""
+    for table in _columnar_tables(files, _features(files), begin):
         yield from table.to_pylist()
 
 
-def _batches(file: DataFile) -> Iterator[pa.RecordBatch]:
+def _batches(file: DataFile, begin: int = 0) -> Iterator[pa.RecordBatch]:
     try:
-        yield from _open(file)[1]
+        _, batches, left = _open(file, begin)
+        for batch in batches:
+            yield batch.slice(left) if left else batch
+            left = max(0, left - len(batch))
     except (pa.ArrowException, OSError) as error:  # Arrow's readers raise the latter for a file that ends too early
         raise Refusal(f"{file.path} is damaged or cut short: {first_line(error)}") from None
 
 
-def _open(file: DataFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Schema and record batches; a local file is mapped, not read into memory."""
+def _open(file: DataFile, begin: int = 0) -> tuple[pa.Schema, Iterator[pa.RecordBatch], int]:
+    """Schema, record batches up to which row `begin` may be missing, and how many of their rows lie before it.
+
+    A local file is mapped, not read into memory.
+    """
     try:
         source = open_url(file.path) if is_url(file.path) else pa.memory_map(file.path)
         if file.ending == ".parquet":
             from pyarrow.parquet import ParquetFile
 
             parquet = ParquetFile(source, page_checksum_verification=True)  # where it has any, as ours do
-            return parquet.schema_arrow, parquet.iter_batches(BATCH_ROWS)
+            groups = list(range(parquet.num_row_groups))
+            while groups and begin >= (rows := parquet.metadata.row_group(groups[0]).num_rows):
+                begin -= rows
+                groups.pop(0)
+            return parquet.schema_arrow, parquet.iter_batches(BATCH_ROWS, row_groups=groups), begin
         is_stream = source.read(6) != b"ARROW1"
         source.seek(0)
         if is_stream:  # as datasets writes it
             stream = pa.ipc.open_stream(source)
-            return stream.schema, iter(stream)
+            return stream.schema, iter(stream), begin
         feather = pa.ipc.open_file(source)
-        return feather.schema, (feather.get_batch(place) for place in range(feather.num_record_batches))
+        return feather.schema, (feather.get_batch(place) for place in range(feather.num_record_batches)), begin
     except (pa.ArrowException, OSError) as error:
         raise Refusal(f"{file.path} can't be read: {first_line(error)}") from None

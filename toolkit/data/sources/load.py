@@ -147,14 +147,16 @@ def _load(dataset: str, config: DataConfig) -> Splits:
         if commit is not None:
             _commits_read[dataset] = commit
         return from_hub
-    from toolkit.data.sources.files import read_files, stream_rows
+    from toolkit.data.sources.files import read_files
     from toolkit.data.sources.remote import download, is_url
 
     files = {split: [dataclasses.replace(file, sample_by=config.sample_by) for file in files[split]] for split in files}
     if streaming:
         from datasets import IterableDataset
 
-        return {split: IterableDataset.from_generator(stream_rows, gen_kwargs={"files": files[split]}) for split in files}
+        from toolkit.data.sources.file_streams import FileRows
+
+        return {split: IterableDataset(FileRows(files[split])) for split in files}
     if is_url(dataset):
         files = {split: [dataclasses.replace(file, path=str(download(file.path))) for file in files[split]] for split in files}
     return {split: read_files(files[split]) for split in files}

@@ -23,6 +23,7 @@ from toolkit.config import Refusal
 from toolkit.config.json_and_yaml import parse_json
 from toolkit.data.sources.remote import is_url, open_url
 from toolkit.data.sources.squad import is_squad, squad_rows
+from toolkit.data.sources.stream_state import Place, go_to, is_by_line
 from toolkit.system.console import quoted
 
 Row = dict[str, Any]
@@ -32,13 +33,23 @@ COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.ope
 ALWAYS_TEXT = frozenset({"text", "prompt", "completion", "chosen", "rejected", "question", "context", "source", "target"})
 
 
-def read_rows(path: str, ending: str, sample_by: str = "line") -> Iterator[tuple[int, Row]]:
+def read_rows(
+    path: str, ending: str, sample_by: str = "line", place: Place | None = None
+) -> Iterator[tuple[int, Row]]:
     """Rows of a text file with their line numbers (in a JSON list: their places). `sample_by`: what a row of a .txt file is.
+
+    `place`, of a file that `is_by_line`: where to begin. It is moved behind each row before that is given out.
 
     Raises:
         Refusal: a line that can't be read, or a file without rows.
     """
-    rows = _TXT_READERS[sample_by](path) if ending == ".txt" else TEXT_READERS[ending](path)
+    if place is not None and is_by_line(ending, sample_by):
+        rows = (_read_txt if ending == ".txt" else _read_jsonl)(path, place)
+        if place.offset:
+            yield from rows
+            return
+    else:
+        rows = _TXT_READERS[sample_by](path) if ending == ".txt" else TEXT_READERS[ending](path)
     first = next(rows, None)
     if first is None:
         blank = "" if next(_lines(path), None) is None else " but for white space or a header"
@@ -72,8 +83,8 @@ def what_is(value: object) -> str:
     return kinds.get(type(value), "null" if value is None else type(value).__name__)
 
 
-def _read_jsonl(path: str) -> Iterator[tuple[int, Row]]:
-    for number, line in _lines(path):
+def _read_jsonl(path: str, place: Place | None = None) -> Iterator[tuple[int, Row]]:
+    for number, line in _lines(path, place):
         if line.strip():
             yield number, read_json_line(line, f"{path}:{number}")
 
@@ -143,9 +154,9 @@ def _read_csv(path: str) -> Iterator[tuple[int, Row]]:
         raise Refusal(f"{path}:{reader.line_num}: not valid CSV ({error}).") from None
 
 
-def _read_txt(path: str) -> Iterator[tuple[int, Row]]:
+def _read_txt(path: str, place: Place | None = None) -> Iterator[tuple[int, Row]]:
     """A row a line, as datasets reads text; blank ones left out."""
-    for number, line in _lines(path):
+    for number, line in _lines(path, place):
         if line.strip():
             yield number, {"text": line.rstrip("\r\n")}
 
@@ -197,15 +208,22 @@ def _read_document(path: str) -> Iterator[tuple[int, Row]]:
         yield 1, {"text": text}
 
 
-def _lines(path: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, cut at newlines only: a text may hold other separators, such as U+2028."""
+def _lines(path: str, place: Place | None = None) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, cut at newlines only: a text may hold other separators, such as U+2028.
+
+    `place`: where to begin; it is moved along.
+    """
+    place = place or Place()
     utf8 = f"{Path(path).with_suffix('')}-utf8{Path(path).suffix}"
     try:
         with contextlib.ExitStack() as opened:
             file: Any = opened.enter_context(open_url(path) if is_url(path) else open(path, "rb"))  # noqa: SIM115
             if decompress := COMPRESSIONS.get(Path(path).suffix.lower()):
                 file = opened.enter_context(decompress(file))
-            for number, line in enumerate(file, 1):
+            if place.offset:
+                go_to(file, place.offset)
+            for number, line in enumerate(file, place.line + 1):
+                place.offset, place.line = place.offset + len(line), number
                 if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
                     raise Refusal(f"{path} is UTF-16. Make it UTF-8: iconv -f UTF-16 -t UTF-8 {path} > {utf8}")
                 if number == 1 and (found := _other_format(line)):
