@@ -62,11 +62,12 @@ def without_places(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("folder", WRITE, indirect=True)
+@pytest.mark.parametrize("eval_fraction", [0.0, 0.2])
 @pytest.mark.parametrize("earlier", [False, True])
-def test_from_the_state_at_any_row_the_rows_are_those_that_come_next(folder: Path, earlier: bool) -> None:
-    """Behind the filter of held-out rows, with their origin. Fails when: the place is that of the row before; lines are counted from
+def test_from_the_state_at_any_row_the_rows_are_those_that_come_next(folder: Path, earlier: bool, eval_fraction: float) -> None:
+    """Also behind the filter of held-out rows, with their origin. Fails when: the place is that of the row before; lines are counted from
     the place; a row group too many is skipped; the columns are those of the first rows after the place."""
-    stream = load(folder)
+    stream = load(folder, eval_fraction)
     whole, states = [], []
     for row in stream:
         whole.append(row)
@@ -84,7 +85,7 @@ def test_batches_from_a_mixed_window_go_on_after_each_step(folder: Path, monkeyp
     monkeypatch.setattr(streams, "STREAM_BUFFER", 8)
 
     def loader() -> StreamLoader:
-        train = load(folder).map(lambda row: {"input_ids": [len(row["text"]), int(row["origin"].split(":")[-1])]})
+        train = load(folder, 0.0).map(lambda row: {"input_ids": [len(row["text"]), int(row["origin"].split(":")[-1])]})
         return StreamLoader(
             train.select_columns(["input_ids"]), lambda documents: {"ids": [d["input_ids"] for d in documents]}, 1, 2, 4, 80, ""
         )
