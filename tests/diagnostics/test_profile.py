@@ -90,8 +90,8 @@ def made(padding: float = 0.0, device: str = "mps", busy: float | None = None, *
         (made(device="cuda"), {"bf16": True, "torch_compile": False}, "The model is most of a step: try --torch-compile"),
         (made(device="cuda", busy=0.7), {"bf16": True, "torch_compile": False}, "for 30% of a step: take the largest micro-batch"),
         (made(device="cuda", busy=0.7), {"bf16": True, "torch_compile": True}, "larger and fewer micro-batches"),
-        (made(device="cuda", busy=0.9), {"bf16": True, "torch_compile": True}, "nothing stands out"),
-        (made(), {}, "nothing stands out"),
+        (made(device="cuda", busy=0.9), {"bf16": True, "torch_compile": True}, "no single bottleneck"),
+        (made(), {}, "no single bottleneck"),
     ],
 )
 def test_the_first_change_is_that_of_the_largest_loss(profile: Profile, settings: dict[str, object], said: str) -> None:

@@ -365,7 +365,7 @@ def test_weights_missing_from_the_body_are_warned_of_and_misshapen_ones_refused(
     load_model(CAUSAL, ModelConfig(model=str(directory)))
     assert f"WARNING: {directory} lacks 1 tensors of its body, which are random now: {name}" in capsys.readouterr().out
     save_file({**tensors, name: tensors[name][:9].contiguous()}, directory / "model.safetensors", {"format": "pt"})
-    with pytest.raises(Refusal, match=f"do not have the shapes that its config.json says .{name}"):
+    with pytest.raises(Refusal, match=f"do not have the shapes .*{name}"):
         load_model(CAUSAL, ModelConfig(model=str(directory)))
 
 
