@@ -105,3 +105,28 @@ def test_a_traced_function_is_what_it_was() -> None:
     for compute in (function, as_compiled(function)):
         grads = torch.autograd.grad(compute([weight], [x]).square().sum(), [x, weight])
         assert torch.allclose(grads[0], torch.autograd.grad(function([weight], [x]).square().sum(), x)[0], atol=1e-6)
+
+
+def test_dropout_is_traced() -> None:
+    """What is dropped has no gradient. Fails when: inductor's passes find no fake mode, and the layer is given up."""
+
+    def function(weights: list[torch.Tensor], tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.dropout(tensors[0] * weights[0], 0.5)
+
+    x, weight = torch.ones(200, requires_grad=True), torch.ones(200, requires_grad=True)
+    output = as_compiled(function)([weight], [x])
+    (gradient,) = torch.autograd.grad(output.sum(), x)
+    assert torch.equal(gradient, output)
+    assert 40 < int((output == 0).sum()) < 160
+
+
+def test_a_layer_of_sharded_weights_is_not_traced() -> None:
+    """Fails when: the trace goes through an engine's hooks, which gather weights around the modules in it."""
+    layers, layer = PlannedLayers(Ledger()), as_fake(torch.nn.Linear(3, 3))
+    layers.has_whole_weights = False
+    with Replacements() as replace:
+        layers.replace(replace)
+        layer.compile()
+        with FAKE:
+            layer(torch.ones(2, 3))
+    assert layers.given_up

@@ -47,8 +47,14 @@ def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._functorch.compilers import nop
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
 
-    return aot_function(function, nop, nop, partition_fn, select_decomp_table())
+    def cut(joint: Any, inputs: Any, **named: Any) -> Any:
+        mode = next((each.fake_mode for each in tree_leaves(inputs) if isinstance(each, FakeTensor)), None)
+        with V.set_fake_mode(mode):  # asked for by the random numbers of dropout
+            return partition_fn(joint, inputs, **named)
+
+    return aot_function(function, nop, nop, cut, select_decomp_table())
 
 
 def with_tensors(module: nn.Module, tensors: dict[str, torch.Tensor]) -> contextlib.AbstractContextManager[Any]:

@@ -246,6 +246,7 @@ def _prepared(seen: _Seen, original: Callable[..., Any], accelerator: Any, *valu
     """Without moving what has no values; the model's forward is wrapped in autocast as always."""
     engine = engine_of(accelerator)
     seen.engine = engine.label(accelerator) if engine.shards else "DDP" if accelerator.num_processes > 1 else ""
+    seen.layers.has_whole_weights = not engine.shards_weights(accelerator)
     if not engine.shards:
         named["device_placement"] = [False] * len(values)
     with seen.ledger.during(ENGINE):

@@ -28,10 +28,14 @@ class NotTraced(Exception):
 
 
 class PlannedLayers:
-    """Layers that share a graph, as those of a model do; `given_up` where one can't be traced and runs as it is written."""
+    """Layers that share a graph, as those of a model do; `given_up` where one can't be traced and runs as it is written.
+
+    `has_whole_weights`: not where each rank has a part of them, which an engine's hooks gather around the modules in a layer.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self.given_up, self._is_tracing, self._ledger = False, False, ledger
+        self.has_whole_weights = True
         self._graphs: dict[Any, Callable[..., Any] | None] = {}
 
     def replace(self, replace: Replacements) -> None:
@@ -74,6 +78,8 @@ class PlannedLayers:
     def _traced(self, computed: Callable[..., Any], weights: list[Any], tensors: list[Any]) -> Callable[..., Any] | None:
         graph, self._is_tracing = as_compiled(computed), True
         try:
+            if not self.has_whole_weights:
+                raise NotTraced("sharded weights")
             with self._ledger.pausing():
                 graph(weights, tensors)
         except Exception as error:  # whatever a layer does that a trace can't follow
