@@ -56,7 +56,6 @@ def read_sampling(
     denoising_steps: str | None, block_length: str | None, seed: int,
 ) -> "Sampling":  # fmt: skip
     """How answers are sampled; what the model has no use for is refused."""
-
     from toolkit.generation.answers import Sampling
     from toolkit.models.diffusion import diffusion_of
 
