@@ -11,6 +11,7 @@ from toolkit.diagnostics.compat import as_compiled
 from toolkit.diagnostics.ledger import FAKE, Ledger, as_fake
 from toolkit.diagnostics.planned_layers import PlannedLayers
 from toolkit.diagnostics.replacements import Replacements
+from toolkit.models.attention import kernels
 from toolkit.models.layers import compile_layers
 
 
@@ -74,17 +75,19 @@ def test_a_planned_layer_keeps_what_a_compiled_one_keeps(name: str) -> None:
 
 
 def test_a_layer_that_cannot_be_traced_runs_as_it_is_written() -> None:
-    """Fails when: the exception of a trace ends the plan, or the layer is traced again in each call."""
-    traced = []
+    """Fails when: the exception of a trace ends the plan, the layer is traced again in each call, or what a trace makes is counted."""
+    traced, ledger = [], Ledger()
 
     class Layer(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            traced.append(x)
+            before = ledger.total
+            made = torch.empty(1000)
+            traced.append(ledger.total > before)
             if isinstance(x, torch._subclasses.functional_tensor.FunctionalTensor):
                 raise NotImplementedError
-            return super().forward(x)
+            return super().forward(x) + made[0]
 
-    layers, layer, ledger = PlannedLayers(Ledger()), as_fake(Layer(3, 3)), Ledger()
+    layers, layer = PlannedLayers(ledger), as_fake(Layer(3, 3))
     with Replacements() as replace:
         layers.replace(replace)
         layer.compile()
@@ -92,7 +95,24 @@ def test_a_layer_that_cannot_be_traced_runs_as_it_is_written() -> None:
             x = torch.ones(2, 3)
             assert layer(x).shape == layer(x).shape == (2, 3)
     assert layers.given_up
-    assert len(traced) == 3
+    assert traced == [False, True, True]
+
+
+def test_a_loop_over_documents_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace would take the lengths of fake documents for those of the row, for good. Fails when: `_loop` lets it in."""
+
+    class Layer(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return kernels.loop_kernel(super().forward(x))
+
+    monkeypatch.setattr(kernels, "loop_kernel", lambda states: states)
+    layers, layer = PlannedLayers(Ledger()), as_fake(Layer(3, 3))
+    with Replacements() as replace:
+        layers.replace(replace)
+        layer.compile()
+        with FAKE:
+            assert layer(torch.ones(2, 3)).shape == (2, 3)
+    assert layers.given_up
 
 
 def test_a_traced_function_is_what_it_was() -> None:

@@ -139,7 +139,7 @@ def judged(rates: Sequence[float], losses: Sequence[float]) -> RangeTest:
 def draw(found: Curve) -> str:
     """Losses over rates as an SVG, and the rate to try; the rate axis is logarithmic. `found` has a step at least."""
     width, height, edge = 640, 360, 50
-    low, high = min(found.losses), max(found.smoothed[0], *found.smoothed[: len(found.smoothed) // 2])
+    low, high = min(found.losses), max([found.smoothed[0], *found.smoothed[: len(found.smoothed) // 2]])
     high += 0.15 * (high - low) or 1.0  # a loss that never changes
 
     def place(rate: float, loss: float) -> tuple[float, float]:
