@@ -80,12 +80,16 @@ def check_tokenizer(record: Record) -> Outcome:
         what = f"The tokenizer has {len(tokenizer):,} tokens, and the model's embedding {weight.shape[0]:,} rows."
         findings.append(Finding("tokenizer", what, "Pass the tokenizer to tk.load_model, which enlarges the embedding."))
     config = model.config.get_text_config()
-    for name in ("pad_token_id", "eos_token_id"):
+    changes = {
+        "pad_token_id": "Pass the tokenizer to tk.load_model, which sets it.",
+        "eos_token_id": "Name the model's own tokenizer with --tokenizer, or set model.config.eos_token_id.",
+    }
+    for name, change in changes.items():
         of_model, of_tokenizer = getattr(config, name, None), getattr(tokenizer, name, None)
         known = of_model if isinstance(of_model, list) else [of_model]
         if of_model is not None and of_tokenizer is not None and of_tokenizer not in known:
             what = f"{name} is {of_tokenizer} in the tokenizer and {of_model} in the model's config."
-            findings.append(Finding("tokenizer", what, "Pass the tokenizer to tk.load_model, or set both to one id."))
+            findings.append(Finding("tokenizer", what, change))
     return found(f"{len(tokenizer):,} tokens, {weight.shape[0]:,} rows of the embedding", findings)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
+
 from toolkit.config import ClassifierDistillationConfig, ModelConfig, Refusal, Settings
 from toolkit.config.conditions import is_adapter, is_built_in, is_on_a_server
 from toolkit.config.reading import values_of
@@ -37,6 +39,7 @@ _FEW = {"max_train_examples": 512, "max_eval_examples": HELD_OUT}
 _FEW_FILES = {"max_train_examples": 16, "max_eval_examples": 2}
 _NARROW: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
 LONGEST = 256  # tokens
+_LOGITS = 0.75  # more would bring the first loss away from that of guessing: by half of its square, at random
 
 
 def shortened(config: AnyConfig, output_dir: Path, changes: Mapping[str, Any]) -> AnyConfig:
@@ -106,7 +109,6 @@ def with_small_teacher(config: AnyConfig, folder: Path) -> AnyConfig:
 
 
 def _write_small_model(config: Any, folder: Path) -> Path:
-    import torch
     import transformers
 
     name, model_config, tokenizer = config.model, pretrained_config(config), load_tokenizer(config)
@@ -119,6 +121,7 @@ def _write_small_model(config: Any, folder: Path) -> Path:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 model = random_model(make, small)
+                _scale_head(model)
         except (ValueError, TypeError, RuntimeError, KeyError, IndexError) as error:
             errors.append(first_line(error))
             continue
@@ -128,6 +131,18 @@ def _write_small_model(config: Any, folder: Path) -> Path:
     raise Refusal(
         f"--model {name}: no small version of it can be made ({errors[-1]}). Try a built-in shape: --model tiny-llama."
     )
+
+
+def _scale_head(model: Any) -> None:
+    """A head of tokens whose logits have the standard deviation _LOGITS: under an adapter it is frozen as it is drawn.
+
+    As random weights are drawn, no hidden state brings a token's logit much further than 1 above the others', and eight
+    examples could not be learned by heart; with this, it can be brought 6 above them.
+    """
+    head = model.get_output_embeddings()
+    if head is not None:
+        with torch.no_grad():
+            head.weight.mul_(_LOGITS / model.eval()(**model.dummy_inputs).logits.std())
 
 
 def _smaller(fields: dict[str, Any], narrow: bool) -> dict[str, Any]:
