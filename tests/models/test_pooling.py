@@ -56,6 +56,17 @@ def test_packed_texts_have_the_embeddings_and_gradients_of_each_text_alone(make:
         assert (ours - theirs).norm() <= 1e-4 * theirs.norm() + 1e-5, name
 
 
+@pytest.mark.parametrize("targets", [["all-linear"], ["query", "dense"]])
+def test_an_adapter_leaves_out_the_pooler_that_no_embedding_passes(targets: list[str], tmp_path: Path) -> None:
+    """Fails when: a frozen pooler is a target: two ranks would wait for its gradient."""
+    model = loaded(tmp_path, BertModel(BertConfig(**SIZES)))
+    adapted = tk.add_adapter(model, tk.AdapterConfig(use_peft=True, lora_target_modules=targets))
+    tk.embed_texts(adapted, tk.collate_text_groups(groups(), layout="packed"), pooling="mean").sum().backward()
+    trained = {name: weight.grad for name, weight in adapted.named_parameters() if weight.requires_grad}
+    assert any("encoder" in name for name in trained)
+    assert [name for name, gradient in trained.items() if gradient is None] == []
+
+
 def texts_of(batch: dict[str, Any]) -> list[torch.Tensor]:
     return list(batch["input_ids"][0].split(batch["cu_seq_lens_q"].diff().tolist()))
 

@@ -79,10 +79,14 @@ def target_modules(model: nn.Module, config: AdapterConfig) -> list[str]:
 
     all-linear means every linear layer but the head and what is trained whole, as in QLoRA
     (https://arxiv.org/abs/2305.14314, section 4). Resolved here because peft (0.21.2) takes names that match nothing next to
-    others that do, and no numbers of layers next to all-linear or a regex.
+    others that do, and no numbers of layers next to all-linear or a regex. A pooler that `load_encoder` has frozen gets none:
+    no embedding passes through it, and ranks would wait for its gradient.
     """
     wanted, flag = config.lora_target_modules, "--lora-target-modules"
-    adaptable = {name: module for name, module in model.named_modules() if _can_be_adapted(module)}
+    adaptable = {
+        name: module for name, module in model.named_modules()
+        if _can_be_adapted(module) and not (name.startswith("pooler.") and not module.weight.requires_grad)
+    }  # fmt: skip
     whole = modules_to_save(model, config)
     if wanted == [ALL_LINEAR]:
         head = getattr(model, "get_output_embeddings", lambda: None)()
