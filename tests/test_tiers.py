@@ -55,7 +55,8 @@ def test_every_recipe_runs_in_the_fast_tier() -> None:
     """Fails when: a recipe is left out of RECIPES in tests/recipes/test_promises.py, or a test there of all recipes is marked slow."""
     path = TESTS / "recipes/test_promises.py"
     recipes = {recipe.stem for recipe in (ROOT / "recipes").glob("*.py")}
-    assert in_file(path)["test_two_runs_give_bit_identical_weights_and_write_what_they_promise"]
+    assert in_file(path)["test_two_runs_of_basic_give_bit_identical_weights_and_write_what_they_promise"]
+    assert in_file(path)["test_a_run_ended_by_sigterm_continues_to_the_same_bits"]
     assert in_file(TESTS / "recipes/test_zero.py")["test_a_group_of_one_rank_trains_as_accelerated_does"]
     text = path.read_text(encoding="utf-8")
     for own in ("grpo", "ppo"):
