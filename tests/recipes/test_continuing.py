@@ -96,24 +96,24 @@ def test_the_command_on_the_screen_continues_the_run(run_recipe: Any, rows: Path
     """Executed by the shell as it was printed. Fails when: it leaves --resume-from in, a path is not quoted, or it names a program
     that is missing."""
     out = "my runs/out"
-    flags = [*TINY, "--max-steps", "80", "--save-strategy", "no"]
+    flags = [*TINY, "--max-steps", "40", "--save-strategy", "no"]
     source = []
     if begun != "fresh":
-        flags = [*TINY, "--max-steps", "80", "--save-steps", "30", "--save-total-limit", "none"]
+        flags = [*TINY, "--max-steps", "40", "--save-steps", "15", "--save-total-limit", "none"]
         assert run_recipe("accelerated", *flags, output_dir="earlier").code == 0
-        source = ["--resume_from_checkpoint", "earlier/checkpoints/step-30"]
+        source = ["--resume_from_checkpoint", "earlier/checkpoints/step-15"]
     whole = run_recipe("accelerated", *flags, *source, output_dir="whole")
     assert whole.code == 0, whole.err
     stop = signaled_after(tmp_path / out / "metrics.jsonl", 4)
     stopped = run_recipe("accelerated", *flags, *source, output_dir=out, while_running=stop)
     assert stopped.code == 75, stopped.out + stopped.err
     steps = stopped.summary["steps"]
-    assert steps < 80
+    assert steps < 40
     command = stopped.err.split("Continue with:\n")[1].strip()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"step {steps} of 80" in done.stdout
+    assert f"step {steps} of 40" in done.stdout
     assert stopped.summary["status"] == "finished"  # of the continued run, which writes into the same directory
     assert same(stopped.weights(), whole.weights())
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.warm
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "one", "dog", "ran", "over", "this", "hill"]
 TINY = ["--hidden-size", "32", "--num-hidden-layers", "2", "--vocab-size", "300", "--max-length", "48", "--save-strategy", "no", "--use-cpu"]
-QUICK = ["--per-device-train-batch-size", "8", "--eval-strategy", "epoch", "--num-samples", "1", "--sample-max-new-tokens", "4"]
+QUICK = ["--per-device-train-batch-size", "8", "--eval-steps", "1000", "--num-samples", "1", "--sample-max-new-tokens", "4"]
 
 
 def texts_of(count: int = 120) -> list[str]:

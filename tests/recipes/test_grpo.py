@@ -190,7 +190,7 @@ def test_conversations_are_trained_on_and_a_stopped_run_continues_to_the_same_bi
     Fails when: the ledger leaves out which tokens the policy wrote.
     """
     (rows / "world.py").write_text(WORLD)
-    flags = [*SMALL, *TALKING, "--max-steps", "4", "--beta", "0.05", "--num-iterations", "2", "--save-strategy", "steps", "--save-steps", "1"]
+    flags = [*SMALL, *TALKING, "--max-steps", "3", "--beta", "0.05", "--num-iterations", "2", "--save-strategy", "steps", "--save-steps", "1"]
     whole = run_recipe("grpo", *flags, output_dir="whole")
     assert whole.code == 0, whole.err
     first = next(event for event in whole.metrics if "loss" in event)

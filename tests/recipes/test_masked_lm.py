@@ -36,7 +36,7 @@ def test_it_beats_the_frequency_of_tokens_and_is_evaluated_alike_afterwards(run_
     `evaluate` does not take the masking settings of the run.
     """
     flags = ["--mlm-probability", "0.3", "--mlm-probability-end", "0.2", "--whole-word-mask", "--learning-rate", "0.01", "--seed", "7"]
-    run = run_recipe("masked_lm", "--dataset", str(rows), *TINY, *flags, "--num-train-epochs", "30", "--dropout", "0", "--eval-strategy", "epoch")
+    run = run_recipe("masked_lm", "--dataset", str(rows), *TINY, *flags, "--num-train-epochs", "30", "--dropout", "0", "--eval-steps", "1000")
     assert run.code == 0, run.err
     unigram = json.loads((run.output_dir / "summary.json").read_text())["baselines"]["unigram"]
     assert run.summary["eval_loss"] < 0.8 * unigram
