@@ -94,18 +94,14 @@ def test_a_word_has_the_same_uncased_tokens_wherever_it_is():
 
 
 def test_the_same_texts_give_the_same_tokenizer_in_any_process():
-    """With other hash seeds and numbers of threads. Fails when merges of equal counts are left to chance."""
+    """With another hash seed and three threads, where this process has one. Fails when merges of equal counts are left to chance."""
     program = (
         "import inspect, textwrap, json\nfrom toolkit.data.tokenize.documents import tokenizer_digest\nfrom toolkit.models.tokenizer import "
         "train_tokenizer\nprint(tokenizer_digest(train_tokenizer([inspect.getsource(textwrap), inspect.getsource(json)], 600)))"
     )
-    digests = set()
-    for threads in ("1", "3"):
-        chance = {"PYTHONHASHSEED": threads, "RAYON_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(command, env={**os.environ, **chance}, capture_output=True, text=True, check=True, timeout=120)
-        digests.add(done.stdout.strip())
-    assert digests == {tokenizer_digest(train_tokenizer(TEXTS, 600))}
+    chance = {"PYTHONHASHSEED": "3", "RAYON_NUM_THREADS": "3", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, **chance}, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == tokenizer_digest(train_tokenizer(TEXTS, 600))
 
 
 def test_a_saved_tokenizer_is_the_same_when_loaded(tmp_path):
