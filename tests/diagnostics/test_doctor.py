@@ -191,17 +191,21 @@ def test_everything_is_as_it_was_afterwards() -> None:
 
 
 def test_a_model_directory_is_made_small_and_keeps_its_kind(tmp_path: Path) -> None:
-    """Fails when: heads, groups or layer types no longer fit each other in the small configuration."""
+    """Fails when: heads, groups or layer types no longer fit each other in the small configuration, or a teacher of the student's
+    shape has its weights: distill's loss was 0."""
     config = transformers.Qwen3Config(
         vocab_size=300, hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
         intermediate_size=512,
     )  # fmt: skip
     tk.train_tokenizer(["a few words"] * 50, vocab_size=300).save_pretrained(tmp_path / "large")
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "large")
-    small = with_small_model(tk.ModelConfig(model=str(tmp_path / "large")), tmp_path / "small")
+    model = tk.ModelConfig(model=str(tmp_path / "large"))
+    small, other = with_small_model(model, tmp_path / "small"), with_small_model(model, tmp_path / "teacher", seed=1)
     read = transformers.AutoConfig.from_pretrained(small.model)
     assert small.model == str(tmp_path / "small")
     assert (read.model_type, read.num_hidden_layers, read.hidden_size, read.num_attention_heads, read.num_key_value_heads) == ("qwen3", 2, 64, 4, 1)
+    weights, others = (transformers.AutoModelForCausalLM.from_pretrained(each.model).state_dict() for each in (small, other))
+    assert all(not torch.equal(tensor, others[name]) for name, tensor in weights.items() if tensor.dim() > 1)
     with pytest.raises(Refusal, match="neither a directory nor"):
         with_small_model(tk.ModelConfig(model=str(tmp_path / "nothing")), tmp_path / "other")
 
@@ -218,4 +222,21 @@ def test_a_frozen_head_can_be_learned_with(tmp_path: Path) -> None:
     transformers.CohereForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     code, report = doctor("lora", "--model", str(tmp_path), "--only", "overfit", "--only", "start", "--only", "tokenizer")
+    assert (code, report["findings"]) == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "check"),
+    [("masked_lm", "overfit"), ("token_classification", "saved"), ("embedding", "trained")],
+)  # fmt: skip
+def test_an_adapter_on_an_encoder_from_a_directory_is_not_accused(recipe: str, check: str, tmp_path: Path) -> None:
+    """Fails when: as much is asked of an adapter under a frozen head as of a whole model (masked_lm), the saved adapter is read on a
+    model of two classes, or a pooler that no embedding passes gets an adapter."""
+    tokenizer = tk.load_tokenizer(tk.ModelConfig(model="tiny-bert"))
+    sizes: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}
+    config = transformers.BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes)
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code, report = doctor(recipe, "--model", str(tmp_path), "--use-peft", "--only", check)
     assert (code, report["findings"]) == (0, [])

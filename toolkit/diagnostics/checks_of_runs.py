@@ -189,7 +189,8 @@ def _load(model: Any, directory: Path) -> nn.Module:
 
     inside = directory / "base"  # of a model that was made by the recipe
     base = inside if inside.is_dir() else model.peft_config["default"].base_model_name_or_path
-    return PeftModel.from_pretrained(type(_plain(model)).from_pretrained(base), directory)
+    whole = type(_plain(model)).from_pretrained(base, num_labels=model.config.num_labels)  # a base may have another number
+    return PeftModel.from_pretrained(whole, directory)
 
 
 def _plain(model: Any) -> Any:

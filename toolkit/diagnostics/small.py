@@ -64,7 +64,7 @@ def shortened(config: AnyConfig, output_dir: Path, changes: Mapping[str, Any]) -
     return dataclasses.replace(config, **{name: value for name, value in short.items() if name in values})
 
 
-def with_small_model(config: AnyConfig, folder: Path) -> AnyConfig:
+def with_small_model(config: AnyConfig, folder: Path, seed: int = 0) -> AnyConfig:
     """The config with a random model of two narrow layers in place of one that would be loaded; built-in shapes stay.
 
     Its weights are random and its tokenizer is that of the model.
@@ -78,7 +78,7 @@ def with_small_model(config: AnyConfig, folder: Path) -> AnyConfig:
         return config
     if is_adapter(name):
         raise Refusal(f"--model {name}: is an adapter. doctor needs the model below it: name that with --model.")
-    made = _write_small_model(config, folder)
+    made = _write_small_model(config, folder, seed)
     changes: dict[str, Any] = {"model": str(made), "model_revision": None, "tokenizer": values.get("tokenizer") or str(made)}
     return dataclasses.replace(config, **{key: value for key, value in changes.items() if key in values})
 
@@ -97,7 +97,8 @@ def with_small_teacher(config: AnyConfig, folder: Path) -> AnyConfig:
     if values["teacher"] is not None and not is_on_a_server(values["teacher"]):
         named: dict[str, Any] = {"model": find_model(values["teacher"]), "model_revision": values["teacher_revision"]}
         named["tokenizer"] = None
-        teacher = with_small_model(dataclasses.replace(config, **named), folder)
+        other_seed = 1  # else a teacher of the student's shape would be the student
+        teacher = with_small_model(dataclasses.replace(config, **named), folder, other_seed)
         found: dict[str, Any] = {"teacher": values_of(teacher)["model"], "teacher_revision": None}
         return dataclasses.replace(config, **found)
     tokenizer = load_tokenizer(cast(ModelConfig, config))
@@ -108,7 +109,7 @@ def with_small_teacher(config: AnyConfig, folder: Path) -> AnyConfig:
     return dataclasses.replace(config, **changes)
 
 
-def _write_small_model(config: Any, folder: Path) -> Path:
+def _write_small_model(config: Any, folder: Path, seed: int) -> Path:
     import transformers
 
     name, model_config, tokenizer = config.model, pretrained_config(config), load_tokenizer(config)
@@ -119,7 +120,7 @@ def _write_small_model(config: Any, folder: Path) -> Path:
         small = type(model_config).from_dict(_smaller(model_config.to_dict(), narrow))
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+                torch.manual_seed(seed)
                 model = random_model(make, small)
                 _scale_head(model)
         except (ValueError, TypeError, RuntimeError, KeyError, IndexError) as error:
