@@ -104,7 +104,7 @@ def test_the_command_to_begin_with_names_one_rate(monkeypatch: pytest.MonkeyPatc
     found = judged(RATES, curve(1e-2))
     monkeypatch.setattr("toolkit.diagnostics.learning_rate.find_learning_rate", lambda *_: found)
     done = invoke("sft", "--learning_rate=0.5", "--max-steps", "9", "--learning-rate", "0.4")
-    assert done.stdout.splitlines()[-1].endswith(f"sft.py --max-steps 9 --learning-rate {found.suggested:g}"), done.output
+    assert done.stdout.splitlines()[-1] == f"toolkit train sft --max-steps 9 --learning-rate {found.suggested:g}", done.output
 
 
 @pytest.mark.parametrize("losses", [[1.0] * 200, [1.0 + n / 9 for n in range(200)], [3.0, math.nan]], ids=["flat", "rising", "one step"])

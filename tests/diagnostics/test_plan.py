@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 import toolkit as tk
 from benchmarks.plan import command_of
 from toolkit.cli.main import app
+from toolkit.command_line.recipe import config_class_of_file
 from toolkit.command_line.recipe_file import without_flags
 from toolkit.config import BatchConfig, Refusal
+from toolkit.config.setting import settings_of
 from toolkit.diagnostics.devices import CONTEXT, GIB, Device, find_device
 from toolkit.diagnostics.documents import first_and_last
 from toolkit.diagnostics.fitting import largest_micro_batch
@@ -299,10 +301,32 @@ def test_a_teacher_is_planned_in_memory_or_by_what_is_stored_of_it(tmp_path: Pat
 
 
 def test_a_command_that_fits_names_no_flag_twice() -> None:
-    """Fails when: what was typed stands before what replaces it."""
-    words = ["--learning-rate", "1", "--per_device_train_batch_size=8", "--bf16", "--max-length", "9"]
-    kept = without_flags(words, {"per_device_train_batch_size": 2, "max_length": 4, "bf16": True})
-    assert kept == ["--learning-rate", "1"]
+    """Fails when: an alias, a flag with `no`, or a value behind a switch is left."""
+    words = ["--learning-rate", "1", "--per_device_train_batch_size=8", "--bf16", "false", "--no-bf16", "--max-seq-length", "9", "--seed", "3"]
+    kept = without_flags(words, {"per_device_train_batch_size", "max_length", "bf16"}, settings_of(config_class_of_file(ROOT / "recipes" / "sft.py")))
+    assert kept == ["--learning-rate", "1", "--seed", "3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["--processes", "2"], "--processes 2 --per-device-train-batch-size 1 --gradient-accumulation-steps 4"),
+        (["--accelerate-config", "ddp", "--seed", "3"], "--accelerate-config ddp --seed 3 --per-device-train-batch-size 1 --gradient-accumulation-steps 4"),
+    ],
+)
+def test_a_command_that_fits_starts_the_same_run_from_the_same_folder(
+    words: list[str], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when: the ranks are left out, or the recipe is the path of its file."""
+
+    def planned(main: Any, config: Any, *_: Any, **__: Any) -> Plan:
+        return Plan({"activations": (1 if config.per_device_train_batch_size == 1 else 100) * GIB}, "activations", ranks=2)
+
+    monkeypatch.setattr("toolkit.diagnostics.plan.plan", planned)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["plan", "sft", *words, "--device", "24gb"], prog_name="toolkit")
+    shown = next(line.strip() for line in done.output.splitlines() if "toolkit train" in line)
+    assert shown == f"toolkit train sft {command}", done.output
 
 
 def test_time_and_cost_are_of_all_steps() -> None:

@@ -40,6 +40,7 @@ def find_learning_rate(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from toolkit.command_line.recipe import read_recipe
     from toolkit.config import Refusal
+    from toolkit.config.setting import settings_of
     from toolkit.diagnostics.learning_rate import NoRate, draw, find_learning_rate as find
 
     if values["plot"] and not Path(values["plot"]).absolute().parent.is_dir():
@@ -62,8 +63,8 @@ def find_learning_rate(
     _show(found)
     if values["plot"]:
         say(f"the curve is in {values['plot']}")
-    others = without_flags(words, {"learning_rate": found.suggested})
-    say(as_typed("toolkit", "train", script, *others, "--learning-rate", f"{found.suggested:g}"), style=BOLD)
+    others = without_flags(words, {"learning_rate"}, settings_of(type(config)))
+    say(as_typed("toolkit", "train", recipe, *others, "--learning-rate", f"{found.suggested:g}"), style=BOLD)
 
 
 def _show(found: "RangeTest") -> None:

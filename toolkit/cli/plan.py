@@ -71,7 +71,7 @@ def plan(
     ranks *= launched.machines if launched else 1
     environment = launched.environment if launched else {}
     if ranks > 1 and values["measure"]:
-        measured = as_typed("toolkit", "profile", script, *words, "--processes", ranks)
+        measured = as_typed("toolkit", "profile", recipe, *words, *_placed(values))
         raise Refusal(f"--measure: times one process, and the plan is of {ranks}. Give --step-seconds, which {measured} finds.")
     devices = [find_device(name) for name in values["device"] or ["this"]]
     main, config = read_recipe(Path(os.path.abspath(script)), words)
@@ -97,10 +97,16 @@ def plan(
     if values["largest"]:
         say(f"largest micro-batch on {devices[0].name}: {best if best else 'none'}")
     if not fits and not best:
-        _show_alternatives(config, devices[0], make, script, words)
+        _show_alternatives(config, devices[0], make, ["toolkit", "train", recipe, *_placed(values)], words)
     if seconds:
         _show_time(first.steps, seconds, values["price"])
     raise typer.Exit(0 if fits else 1)
+
+
+def _placed(values: dict[str, Any]) -> list[str]:
+    """The options by which a command starts as many ranks."""
+    options = {"--processes": values["processes"], "--accelerate-config": values["accelerate_config"]}
+    return [word for option, value in options.items() if value for word in (option, str(value))]
 
 
 def _largest(config: "Settings", device: "Device", make: Any) -> int | None:
@@ -142,7 +148,8 @@ def _show_fit(plan: "Plan", device: "Device") -> None:
         say(f"too large   {what}{many}", style=RED)
 
 
-def _show_alternatives(config: "Settings", device: "Device", make: Any, script: str, words: list[str]) -> None:
+def _show_alternatives(config: "Settings", device: "Device", make: Any, train: list[str], words: list[str]) -> None:
+    from toolkit.config.setting import settings_of
     from toolkit.diagnostics.fitting import alternatives, needed
 
     say("looking for what fits, the cheapest first ...", error=True)
@@ -151,7 +158,7 @@ def _show_alternatives(config: "Settings", device: "Device", make: Any, script: 
         none = False
         flags = [word for name, value in changes.items() for word in _as_flag(name, value)]
         say(f"  {_gib(needed(plan, device))} with {' '.join(flags)}")
-        say(f"    {as_typed('toolkit', 'train', script, *without_flags(words, changes), *flags)}")
+        say(f"    {as_typed(*train, *without_flags(words, changes, settings_of(type(config))), *flags)}")
     if none:
         say("  nothing that was tried fits: take a smaller model, a shorter --max-length or a larger device, or shard it.")
 

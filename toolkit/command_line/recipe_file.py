@@ -4,13 +4,13 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from toolkit.config.setting import nearest
+from toolkit.config.setting import Setting, nearest, spellings_of
 from toolkit.runs.copies import KINDS, is_copy, own_files, recipes_folder
 
 
@@ -98,19 +98,18 @@ def split_options(context: typer.Context, words: Sequence[str]) -> tuple[list[st
     return kept, values
 
 
-def without_flags(words: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
-    """A recipe's words without the settings that are changed, whose values follow them or stand behind an equals sign.
-
-    Of one that becomes True no value follows.
-    """
-    kept, is_value = list[str](), False
+def without_flags(words: Sequence[str], changed: Collection[str], settings: Mapping[str, Setting]) -> list[str]:
+    """A recipe's words without the settings that are changed, by whatever name and in whatever form they were typed."""
+    spellings, kept, is_value = spellings_of(settings), list[str](), False
     for word in words:
         flag, equals, _ = word.partition("=")
         name = flag[2:].replace("-", "_")
-        is_changed = word.startswith("--") and name in changes
-        if not is_changed and not is_value:
+        setting = spellings.get(name) or spellings.get(name.removeprefix("no_"))
+        is_flag = word.startswith("--")
+        is_changed = is_flag and setting is not None and setting.name in changed
+        if not is_changed and (is_flag or not is_value):
             kept.append(word)
-        is_value = is_changed and not equals and changes[name] is not True
+        is_value = is_changed and not equals
     return kept
 
 
