@@ -76,11 +76,15 @@ def plan(
     devices = [find_device(name) for name in values["device"] or ["this"]]
     main, config = read_recipe(Path(os.path.abspath(script)), words)
 
-    def make(config: "Settings", device: "Device" = devices[0]) -> "Plan":
-        return make_plan(main, config, device.kind, ranks, environment, ampere=device.ampere)
+    made: list[tuple[Any, Plan]] = []  # a search comes back to what was planned first
 
-    like = {(each.kind, each.ampere): each for each in devices}
-    plans = {kind: make(config, each) for kind, each in like.items()}
+    def make(config: "Settings", device: "Device" = devices[0]) -> "Plan":
+        of = (config, device.kind, device.ampere)
+        if not any(other == of for other, _ in made):
+            made.append((of, make_plan(main, config, device.kind, ranks, environment, ampere=device.ampere)))
+        return next(plan for other, plan in made if other == of)
+
+    plans = {(each.kind, each.ampere): make(config, each) for each in devices}
     first = plans[devices[0].kind, devices[0].ampere]
     seconds = values["step_seconds"] or (_measured(script, words, values["measure"]) if values["measure"] else None)
     best = _largest(config, devices[0], make) if values["largest"] else None

@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from toolkit.models.attention.masks import Masks
+from toolkit.system.devices import chosen_type
+
 if TYPE_CHECKING:
     from toolkit.diagnostics.ledger import Ledger
     from toolkit.models.attention.kernels import Rules
-    from toolkit.models.attention.masks import Masks
 
 Shape = tuple[Any, ...]
+Kept = dict[Shape, tuple[int, tuple[Any, ...]]]  # of a document: bytes, and the masks that it shares with others
 
 
 def first_and_last(
-    ledger: Ledger, kept: dict[Shape, int], original: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor,
+    ledger: Ledger, kept: Kept, original: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor,
     value: torch.Tensor, lengths: list[int], key_lengths: list[int], rules: Rules, masks: Masks,
 ) -> torch.Tensor:  # fmt: skip
     """In the place of `one_by_one` of toolkit/models/attention/kernels.py; `kept` holds what was measured before."""
@@ -30,25 +33,28 @@ def first_and_last(
         return original(query, key, value, lengths, key_lengths, rules, masks)
     whole = (query, key, value)
 
-    def measured(length: int, keys: int) -> int:
-        """Bytes that one such document keeps, without its output and the masks that all share."""
+    def measured(length: int, keys: int) -> tuple[int, tuple[Any, ...]]:
+        """Bytes that one such document keeps, without its output and its masks; and what masks those are."""
         states = [each[:, :, : length if each is query else keys] for each in whole]
-        before, made = ledger.total, len(masks)
+        before, own = ledger.total, Masks(masks.device)
         # Not seen by layers that are recomputed, which count what is saved.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
-            output = original(*states, [length], [keys], rules, masks)
-        shared = sum(mask.nbytes for mask in list(masks.values())[made:])
-        return ledger.total - before - shared - output.untyped_storage().nbytes()
+            output = original(*states, [length], [keys], rules, own)
+        shared = sum(mask.nbytes for mask in own.values())
+        return ledger.total - before - shared - output.untyped_storage().nbytes(), tuple(own)
 
     settings = (
         *((each.shape[1], each.shape[3], each.dtype, each.requires_grad) for each in whole),
-        rules._replace(longest=None), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),
+        rules._replace(longest=None), torch.is_grad_enabled(), chosen_type(query.device),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
     )  # fmt: skip
     sizes = list(zip(lengths, key_lengths, strict=True))
     for size in sizes[1:-1]:
         if (*settings, size) not in kept:
             kept[(*settings, size)] = measured(*size)
-    middle = sum(kept[(*settings, size)] for size in sizes[1:-1])
+    middle = sum(kept[(*settings, size)][0] for size in sizes[1:-1])
+    for mask in {mask for size in set(sizes[1:-1]) for mask in kept[(*settings, size)][1]}:
+        masks[mask]  # made where this row has none yet
     parts = [
         each.split([counts[0], sum(counts[1:-1]), counts[-1]], 2)
         for each, counts in ((query, lengths), (key, key_lengths), (value, key_lengths))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,8 @@ from toolkit.diagnostics.devices import Device, beyond_tensors
 from toolkit.diagnostics.plan import Plan
 
 Planner = Callable[[Settings], Plan]
+Known = dict[int, tuple[int, Plan]]  # by examples: the bytes that are left, and the plan
+MOST = 2**16  # examples that a micro-batch may have
 ENOUGH = 3  # alternatives that fit
 
 
@@ -69,36 +72,69 @@ def _split(values: dict[str, Any], size: int, whole: int) -> dict[str, Any]:
 def largest_micro_batch(config: Settings, device: Device, make: Planner) -> tuple[int, Plan] | None:
     """The most examples in a micro-batch that fit, up to a sixteenth; None where not even one does.
 
-    Doubled or halved from the config's own until one fits and one doesn't, then where a line between the two meets the memory:
-    most of what is needed grows with the examples. The micro-batch holds the longest ones, so it ends with all of them.
+    Between two sizes, of which one fits and the other doesn't, the next one planned is where a line between them meets the
+    memory: most of what is needed grows with the examples. The micro-batch holds the longest ones, so it ends with all of them.
     """
-    values = values_of(config)
-    tried, best, too_many = values.get("per_device_train_batch_size", 1), None, 0
-    left, over = 0, 0  # bytes, of the best and of too many
-    while True:
-        changes = {"per_device_train_batch_size": tried, "gradient_accumulation_steps": 1}
-        if "num_generations" in values:  # a step has whole groups, and here two micro-batches
-            changes["global_batch_size"] = -(-2 * tried // values["num_generations"]) * values["num_generations"]
-        plan = make(with_changes(config, changes))
-        spare = device.memory - needed(plan, device)
-        if spare >= 0 and best and plan.tokens == best[1].tokens:  # no more examples than that
-            return best
-        if spare >= 0:
-            best, left = (tried, plan), spare
+    values, known = values_of(config), Known()
+
+    def plan_of(size: int) -> Plan:
+        if size not in known:
+            changes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 1}
+            if "num_generations" in values:  # a step has whole groups, and here two micro-batches
+                changes["global_batch_size"] = -(-2 * size // values["num_generations"]) * values["num_generations"]
+            plan = make(with_changes(config, changes))
+            known[size] = device.memory - needed(plan, device), plan
+        return known[size][1]
+
+    best, too_many = _doublings(values.get("per_device_train_batch_size", 1), device.memory, plan_of, known)
+    while best and too_many - best > (step := max(1, best // 16)):
+        tried = min(max(_edge(known, device.memory), best + step), too_many - step)
+        has_more = plan_of(tried).tokens > plan_of(best).tokens
+        if known[tried][0] < 0:
+            too_many = tried
+        elif has_more:
+            best = tried
         else:
-            too_many, over = tried, -spare
-        if best is None:
-            if tried == 1:
-                return None
-            tried //= 2
-        elif not too_many:
-            tried *= 2
+            break
+    return (best, known[best][1]) if best else None
+
+
+def _doublings(start: int, memory: int, plan_of: Callable[[int], Plan], known: Known) -> tuple[int, int]:
+    """The largest of start, its halves and its doublings that fits, and the next one.
+
+    0 in the place of the first where none fits, and of the second where the first has all examples.
+    """
+    examples = plan_of(start).examples
+    sizes = [start >> halved for halved in range(start.bit_length())][::-1]
+    first = len(sizes) - 1
+    while sizes[-1] < (examples or MOST) and 2 * sizes[-1] <= MOST:
+        sizes.append(2 * sizes[-1])
+    low, high, tried = -1, len(sizes), first
+    while high - low > 1:
+        tokens = plan_of(sizes[tried]).tokens
+        if known[sizes[tried]][0] < 0:
+            high = tried
+        elif not examples and tried > first and tokens == plan_of(sizes[tried - 1]).tokens:  # no more of them than that
+            return sizes[tried - 1], 0
         else:
-            size, step = best[0], max(1, best[0] // 16)
-            if too_many - size <= step:
-                return best
-            guess = size + (too_many - size) * left // (left + over)
-            tried = min(max(guess, size + step), too_many - step)
+            low = tried
+        near = bisect.bisect_right(sizes, _edge(known, memory)) - 1 if examples or high < len(sizes) else low + 1
+        tried = min(max(near, low + 1), high - 1)
+    return sizes[low] if low >= 0 else 0, sizes[high] if high < len(sizes) else 0
+
+
+def _edge(known: Known, memory: int) -> int:
+    """The examples with which the memory would be full, by a line through the two sizes that are next to it.
+
+    Of one size alone that is too much, fewer fit than this, as if all that is needed grew with the examples.
+    """
+    spare = sorted((size, left) for size, (left, _) in known.items())
+    fits, fails = [each for each in spare if each[1] >= 0], [each for each in spare if each[1] < 0]
+    (size, left), *other = [*fits[-1:], *fails[:1]] if fits and fails else fits[-2:] or fails[:2]
+    if not other:
+        return 2 * size if left >= 0 else min(size, known[size][1].examples or size) * memory // (memory - left)
+    more, less = other[0]
+    return size + (more - size) * left // (left - less) if left > less else MOST
 
 
 def with_changes(config: Settings, changes: dict[str, Any]) -> Settings:

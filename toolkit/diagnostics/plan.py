@@ -25,7 +25,7 @@ from toolkit.data.loading.batch import Batch, MicroBatch
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.diagnostics.compat import FakeTensor, resized_storages
 from toolkit.diagnostics.devices import resident
-from toolkit.diagnostics.documents import first_and_last
+from toolkit.diagnostics.documents import Kept, first_and_last
 from toolkit.diagnostics.ledger import ENGINE, Ledger, as_fake, mark_phases
 from toolkit.diagnostics.one_rank import as_first_rank, exchanged
 from toolkit.diagnostics.planned_layers import PlannedLayers
@@ -41,6 +41,7 @@ from toolkit.models.without_weights import without_weights
 from toolkit.preference import reference
 from toolkit.system.console import first_line
 from toolkit.system.devices import planned_for
+from toolkit.training import run
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 STEPS = 2
@@ -55,8 +56,10 @@ _ALONE: dict[str, Any] = {
     "stop_deadline": None, "early_stopping_patience": None, "load_best_model_at_end": False, "logging_strategy": "no",
     "save_strategy": "no", "divergence": "warn", "loss_spike": "warn", "nonfinite": "skip", "async_save": False,
     "eval_steps": 10**6, "save_steps": 10**6,  # of basic.py, whose loop is its own
-    "rollouts_from": None, "dynamic_sampling": 1,
+    "rollouts_from": None, "dynamic_sampling": 1, "max_nonfinite_steps": 10**9,
 }  # fmt: skip
+
+_KEPT: Kept = {}  # what attention of a document keeps, of all plans of this process: those of a search are much alike
 
 
 class _Planned(BaseException):
@@ -69,7 +72,8 @@ class Plan:
 
     `phase`: when that is. `process`: resident bytes of this process before the first step, the data read.
     Of several `ranks` it is the first one's, and `engine` says what they share ("" where there is one device).
-    `micro_batch`: examples in one, `tokens` in the longest one (padding among them). `steps`: of the whole run.
+    `micro_batch`: examples in one, `tokens` in the longest one (padding among them). `examples`: that there are, 0 where they
+    are completions. `steps`: of the whole run.
     """
 
     parts: dict[str, int]
@@ -81,6 +85,7 @@ class Plan:
     micro_batch: int = 0
     accumulation: int = 1
     tokens: int = 0
+    examples: int = 0
     steps: int = 0
     ranks: int = 1
     engine: str = ""
@@ -153,10 +158,11 @@ class _Seen:
         self.accumulated = 1
         self.engine = ""
         self.micro_batch_size, self.update_size = 0, 0  # examples in one, and in all of an update
+        self.examples = 0
 
     def updating(self, batch: Batch, micro_batch_size: int, update_size: int) -> None:
         """A micro-batch of completions, where the loader's are of prompts."""
-        self.longest, self.micro_batch_size, self.update_size = batch, micro_batch_size, update_size
+        self.longest, self.micro_batch_size, self.update_size, self.examples = batch, micro_batch_size, update_size, 0
 
     def plan(self) -> Plan:
         model = self.trained_model
@@ -172,7 +178,7 @@ class _Seen:
         return Plan(
             parts, self.ledger.peak_phase, self.process, name, trained + frozen, trained,
             self.micro_batch_size, -(-self.update_size // (self.micro_batch_size * self.train.world_size)),
-            _tokens(self.longest.micro_batches[0]) if self.longest else 0, self.train.num_steps,
+            _tokens(self.longest.micro_batches[0]) if self.longest else 0, self.examples, self.train.num_steps,
             self.train.world_size, self.engine, notes,
         )  # fmt: skip
 
@@ -205,11 +211,12 @@ def _replaced(seen: _Seen, values: Mapping[str, Any]) -> Iterator[None]:
         replace.attribute(EvalLoader, "__iter__", functools.partial(_no_evaluation, seen))
         replace.public("cache_gradients", functools.partial(_cached, seen))
         replace.attribute(torch.Tensor, "backward", functools.partial(_backward, seen))
-        replace.attribute(kernels, "one_by_one", functools.partial(first_and_last, seen.ledger, {}))
+        replace.attribute(kernels, "one_by_one", functools.partial(first_and_last, seen.ledger, _KEPT))
         replace.attribute(nn.Module, "to", _stay)
         replace.attribute(reference, "reference_table", lambda *_, **__: _AnyRow())
         replace.attribute(reference, "_place_frozen", functools.partial(_frozen, seen))
         replace.attribute(load, "check_compiler", lambda *_: None)
+        replace.attribute(run, "report_incident", lambda *_: None)  # of losses without a value, with all rows of a step
         seen.layers.replace(replace)
         replace.attribute(Accelerator, "prepare", functools.partial(_prepared, seen))
         if "teacher" in values:
@@ -279,7 +286,7 @@ def _backward(seen: _Seen, original: Callable[..., Any], *values: object, **name
 def _longest_batches(seen: _Seen, original: Callable[..., Iterator[Batch]], loader: Any, *values: Any) -> Iterator[Batch]:
     """Two batches, of the longest micro-batch each, which is accumulated where the run accumulates."""
     seen.train, seen.micro_batch_size, seen.update_size = loader, loader.micro_batch_size, loader.global_batch_size
-    longest = loader.longest_micro_batch()
+    longest, seen.examples = loader.longest_micro_batch(), len(loader.rows.lengths)
     for number, batch in enumerate(original(loader, *values)):
         if number == STEPS:
             break
