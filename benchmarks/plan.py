@@ -205,6 +205,7 @@ def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
     from toolkit.diagnostics.planned_rollouts import PlannedRollouts
     from toolkit.diagnostics.planned_teachers import replace_teachers
     from toolkit.diagnostics.replacements import Replacements
+    from toolkit.preference import reference
 
     seen = planner._Seen(Ledger())
     # From the start: what engines and DDP hold, Python can't list.
@@ -231,6 +232,8 @@ def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
         if "num_generations" in vars(config):
             size, updates = config.per_device_train_batch_size, config.steps_per_generation
             PlannedRollouts(seen.ledger, size, updates, seen.updating).replace(replace)
+        if "desirable_weight" in vars(config):  # else the reference of all rows is computed first
+            replace.attribute(reference, "reference_table", lambda *_, **__: planner._AnyRow())
         replace.public("cache_gradients", functools.partial(planner._cached, seen))
         main(planner._alone(config, folder))
     if not profiled:
