@@ -227,16 +227,23 @@ def test_a_frozen_head_can_be_learned_with(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "check"),
-    [("masked_lm", "overfit"), ("token_classification", "saved"), ("embedding", "trained")],
+    ("kind", "words", "check"),
+    [
+        ("bert", "masked_lm --use-peft", "overfit"), ("bert", "token_classification --use-peft", "saved"),
+        ("bert", "embedding --use-peft", "trained"), ("bert", "reward", "evaluation"), ("llama", "diffusion --use-peft", "saved"),
+    ],
 )  # fmt: skip
-def test_an_adapter_on_an_encoder_from_a_directory_is_not_accused(recipe: str, check: str, tmp_path: Path) -> None:
-    """Fails when: as much is asked of an adapter under a frozen head as of a whole model (masked_lm), the saved adapter is read on a
-    model of two classes, or a pooler that no embedding passes gets an adapter."""
-    tokenizer = tk.load_tokenizer(tk.ModelConfig(model="tiny-bert"))
+def test_a_model_of_a_directory_is_not_accused(kind: str, words: str, check: str, tmp_path: Path) -> None:
+    """Fails when, by row: as much is wanted of an adapter under a frozen head as of a whole model; a saved adapter is read on a base of
+    two classes; a pooler that no embedding passes gets an adapter; two updates' rounding in rewards counts as a mistake of the
+    evaluation; a saved adapter is read on a base without the mask's row, or with causal attention."""
+    tokenizer = tk.load_tokenizer(tk.ModelConfig(model=f"tiny-{kind}"))
     sizes: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}
-    config = transformers.BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes)
-    transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = transformers.AutoConfig.for_model(kind, vocab_size=len(tokenizer), **sizes, **ids)
+    make: Any = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
+    make.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    code, report = doctor(recipe, "--model", str(tmp_path), "--use-peft", "--only", check)
+    recipe, *flags = words.split()
+    code, report = doctor(recipe, "--model", str(tmp_path), *flags, "--only", check)
     assert (code, report["findings"]) == (0, [])

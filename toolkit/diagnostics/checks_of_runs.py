@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,8 @@ from toolkit.diagnostics.records import Gradients, Record
 from toolkit.diagnostics.short_runs import EVAL_BATCH, LEAST_STEPS, has_learned, losses_of
 from toolkit.system.console import first_line
 
-SAME = 5e-4  # relative difference of metrics of weights that differ by rounding
+SAME = 5e-4  # relative difference of metrics of the same weights
+AMPLIFIED = 100.0  # times by which metrics may differ more than weights do, which rounding and two updates have moved apart
 _NO_METRIC = ("second", "time", "memory", "examples")
 _OF_CLASSES = ("classification", "token_classification")
 
@@ -62,7 +64,7 @@ def check_evaluation(split: Record, whole: Record, weights: dict[str, Gradients]
     shared.remove("step")
     error, name = max((abs(one[n] - other[n]) / max(abs(other[n]), 1e-3), n) for n in shared)
     note = f"{len(shared)} metrics, largest relative difference {error:.1e}"
-    if error < SAME:
+    if error < SAME + AMPLIFIED * (away if same_weights else 0.0):
         return found(note, [])
     what = (
         f"{name} is {one[name]:.5g} with --per-device-eval-batch-size 1 and {other[name]:.5g} with {EVAL_BATCH}, of the "
@@ -189,7 +191,13 @@ def _load(model: Any, directory: Path) -> nn.Module:
 
     inside = directory / "base"  # of a model that was made by the recipe
     base = inside if inside.is_dir() else model.peft_config["default"].base_model_name_or_path
-    whole = type(_plain(model)).from_pretrained(base, num_labels=model.config.num_labels)  # a base may have another number
+    plain = _plain(model)
+    settings = copy.deepcopy(plain.config)  # of the task: a base may have other classes, fewer tokens, another attention
+    settings.get_text_config().vocab_size = type(settings).from_pretrained(base).get_text_config().vocab_size
+    whole = type(plain).from_pretrained(base, config=settings)
+    rows = plain.get_input_embeddings().weight.shape[0]
+    if rows != whole.get_input_embeddings().weight.shape[0]:
+        whole.resize_token_embeddings(rows, mean_resizing=False)
     return PeftModel.from_pretrained(whole, directory)
 
 
