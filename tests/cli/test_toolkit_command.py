@@ -255,7 +255,7 @@ def test_verify_resume_finds_the_first_step_and_the_tensor_of_a_recipe_that_forg
     said = re.search(r"first loss that differs: step (\d): (\S+) uninterrupted, (\S+) resumed", output)
     step = int(said[1])
     assert start in (2, 4, 6)
-    assert step == start + 2  # the weights were right, the first update after them was not
+    assert step == start + 2, output  # the weights were right, the first update after them was not
     assert [float(said[2]), float(said[3])] == [loss_at(step, None), loss_at(step, start)]
     assert re.search(r"first tensor that differs: model weight: largest difference \S+, 3 of 3 numbers", output)
     kept = Path(re.search(r"kept in (\S+)", output)[1])
