@@ -27,9 +27,7 @@ demo: $(CORE)
 	$(BIN)/toolkit report runs/demo/pretrain runs/demo/sft --output runs/demo/report.html
 
 # Three processes for two cores, since many tests wait for something; who is done first takes half of what another has left.
-# Memory that tensors leave stays with its process, as glibc is asked to: given back and asked for again, it was a tenth of the CPU time.
-KEEP_MEMORY := MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TOP_PAD_=16777216
-RUN_TESTS := $(KEEP_MEMORY) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests -n 3 --dist worksteal
+RUN_TESTS := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests -n 3 --dist worksteal
 
 test: $(DEV) $(SDK)
 	$(RUN_TESTS) -m "not slow" $(PYTEST)
