@@ -37,7 +37,7 @@ def _load(name: str) -> Any:
     return module
 
 
-_TALLY, _WORKING_TREE, _WARM, _SERVER = _load("tally"), _load("working_tree"), _load("warm_python"), _load("shared_fork_server")
+_TALLY, _WORKING_TREE, _WARM = _load("tally"), _load("working_tree"), _load("warm_python")
 tally, count, chance, long_form = _TALLY.tally, _TALLY.count, _TALLY.chance, _TALLY.long_form
 as_marked, warm_python, warm_programs, client_script_fixture = _WARM.as_marked, _WARM.warm_python, _WARM.warm_programs, _WARM.client_script_fixture
 pytest_sessionstart, pytest_sessionfinish = _WORKING_TREE.pytest_sessionstart, _WORKING_TREE.pytest_sessionfinish
@@ -70,7 +70,7 @@ PRELOADED = [
     "toolkit.data.loading.loaders", "toolkit.losses.causal_lm", "toolkit.losses.classification", "safetensors.torch",
     "toolkit.data.tokenize.tasks", "toolkit.models.load", "toolkit.training.evaluation", "toolkit.generation.samples",
     "toolkit.command_line.help_page", "typer._adapters", "filelock", "toolkit.checkpoint", "toolkit.distributed.engines.start", "toolkit.distributed.engines.zero",
-    "toolkit.distributed.engines.fsdp", "peft", "peft.tuners.lora.bnb", "transformers.models.t5.modeling_t5", "rouge_score.rouge_scorer", "sacrebleu", "sklearn.pipeline", "sklearn.linear_model", "sklearn.feature_extraction.text", "rich.console",
+    "toolkit.distributed.engines.fsdp", "peft", "sklearn.pipeline", "sklearn.linear_model", "sklearn.feature_extraction.text", "rich.console",
     "torch.distributed.fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else []),
 ]  # fmt: skip
 
@@ -90,8 +90,8 @@ def _configurations() -> list[str]:
 
 def _of_every_run() -> list[str]:
     """The toolkit's modules that runs import when they come to them, in whatever recipe: they take a tenth of a short run."""
-    rooms = ("baselines", "cache", "checkpoint", "config", "data", "demo_corpus", "distillation", "export", "generation", "hub", "losses", "metrics", "models", "optim", "preference",
-             "report", "rollouts", "runs", "system", "tracking", "training")  # fmt: skip
+    rooms = ("baselines", "cache", "checkpoint", "config", "data", "demo_corpus", "export", "hub", "losses", "metrics", "models", "optim", "preference", "runs", "system",
+             "tracking", "training")  # fmt: skip
     files = [path for room in rooms for path in sorted((ROOT / "toolkit" / room).rglob("[!_]*.py"))]
     return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
 
@@ -322,23 +322,16 @@ class _Process(multiprocessing.get_context("forkserver").Process):
 
 
 @pytest.fixture(scope="session")
-def fork_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def fork_run() -> Callable[..., Any]:
     """A process, not started yet, that runs a script as a user would, in a process group of its own. `clean`: its environment is
     the one given, with nothing of this process's."""
     context = multiprocessing.get_context("forkserver")
     # This file too, since each child looks for `_child` in it: its import of pytest takes a third of a second.
     imported = [*PRELOADED, *_configurations(), *_of_every_run()]
     context.set_forkserver_preload([*imported, __name__, __name__.replace("conftest", "built_before")])
-
-    def start() -> None:
-        first = context.Process(target=time.sleep, args=(0,))  # the imports take a minute on a busy machine: in no test's time limit
-        first.start()
-        first.join()
-
-    if worker := getattr(request.config, "workerinput", None):
-        _SERVER.use_shared_server(tmp_path_factory.getbasetemp().parent / f"fork-server-{worker['testrunuid']}.json", start)
-    else:
-        start()
+    first = context.Process(target=time.sleep, args=(0,))  # the imports take a minute on a busy machine: in no test's time limit
+    first.start()
+    first.join()
 
     def prepare(
         script: str, arguments: list[str], out: Path, folder: Path, environment: dict[str, str], *,
