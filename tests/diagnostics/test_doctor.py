@@ -213,7 +213,7 @@ def test_a_model_directory_is_made_small_and_keeps_its_kind(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_frozen_head_can_be_learned_with(tmp_path: Path) -> None:
     """Cohere's head, whose logits its config divides by 16. Fails when: the small model's head stays as it is drawn, or its rows
-    get one length whatever becomes of their logits (8.33 and 7.86 after sixty steps)."""
+    get one length and not their logits one spread (8.33 and 7.86 after sixty steps)."""
     tokenizer = tk.load_tokenizer(tk.ModelConfig())
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     config = transformers.CohereConfig(

@@ -1,5 +1,6 @@
 """Embeddings of packed texts next to those of each text alone, and which models get packed rows."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,23 @@ def test_packed_texts_have_the_embeddings_and_gradients_of_each_text_alone(make:
 
 @pytest.mark.parametrize("targets", [["all-linear"], ["query", "dense"]])
 def test_an_adapter_leaves_out_the_pooler_that_no_embedding_passes(targets: list[str], tmp_path: Path) -> None:
-    """Fails when: a frozen pooler is a target: two ranks would wait for its gradient."""
+    """Fails when: a frozen pooler is a target: on two ranks DDP ends the run for want of its gradient."""
     model = loaded(tmp_path, BertModel(BertConfig(**SIZES)))
     adapted = tk.add_adapter(model, tk.AdapterConfig(use_peft=True, lora_target_modules=targets))
     tk.embed_texts(adapted, tk.collate_text_groups(groups(), layout="packed"), pooling="mean").sum().backward()
     trained = {name: weight.grad for name, weight in adapted.named_parameters() if weight.requires_grad}
     assert any("encoder" in name for name in trained)
     assert [name for name, gradient in trained.items() if gradient is None] == []
+
+
+def test_an_encoder_of_a_built_in_shape_gets_the_adapter_in_its_layers() -> None:
+    """Its embeddings are trained whole, as a built-in decoder's are. Fails when: a model without a head counts as nothing but head."""
+    config = tk.ModelConfig(model="tiny-bert", hidden_size=32, num_hidden_layers=2, vocab_size=300)
+    model = tk.add_adapter(tk.load_encoder(config, tk.load_tokenizer(config)), tk.AdapterConfig(use_peft=True))
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert all("lora_" in name or "embeddings" in name for name in trained)
+    assert {f"layer.{number}" for number in (0, 1)} <= {match[0] for name in trained if (match := re.search(r"layer\.\d", name))}
+    assert not [name for name in trained if "pooler" in name]
 
 
 def texts_of(batch: dict[str, Any]) -> list[torch.Tensor]:

@@ -99,7 +99,7 @@ def split_options(context: typer.Context, words: Sequence[str]) -> tuple[list[st
 
 
 def without_flags(words: Sequence[str], changed: Collection[str], settings: Mapping[str, Setting]) -> list[str]:
-    """A recipe's words without the settings that are changed, by whatever name and in whatever form they were typed."""
+    """A recipe's words without the settings that are changed, by any of their names and in any form."""
     spellings, kept, is_value = spellings_of(settings), list[str](), False
     for word in words:
         flag, equals, _ = word.partition("=")

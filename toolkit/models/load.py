@@ -229,8 +229,8 @@ def check_finite(model: nn.Module, name: str) -> None:
 
 def _modules_with_random_weights(model: PreTrainedModel) -> list[str]:
     """Of a built-in shape: embeddings and what is outside the body. Its layers are random too, but get the adapter."""
-    body = f"{model.base_model_prefix}."
-    outside = [name for name, _ in model.named_parameters() if not name.startswith(body) or ".pooler." in name]
+    body = "" if model.base_model is model else f"{model.base_model_prefix}."
+    outside = [name for name, _ in model.named_parameters() if not name.startswith(body) or "pooler" in name.split(".")]
     embeddings = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
     return sorted({name.rpartition(".")[0] for name in outside} | embeddings)
 

@@ -80,7 +80,7 @@ def target_modules(model: nn.Module, config: AdapterConfig) -> list[str]:
     all-linear means every linear layer but the head and what is trained whole, as in QLoRA
     (https://arxiv.org/abs/2305.14314, section 4). Resolved here because peft (0.21.2) takes names that match nothing next to
     others that do, and no numbers of layers next to all-linear or a regex. A pooler that `load_encoder` has frozen gets none:
-    no embedding passes through it, and ranks would wait for its gradient.
+    no embedding passes through it, and DDP ends a run in which a parameter never gets a gradient.
     """
     wanted, flag = config.lora_target_modules, "--lora-target-modules"
     adaptable = {
