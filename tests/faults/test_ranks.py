@@ -96,8 +96,10 @@ def test_a_rank_that_is_gone_ends_the_run_and_is_named(tiny: Any, tally: Any, co
                 wait_until(lambda: not _running(pids[1 - victim]), 40)
                 began.append(time.monotonic())
 
+            # Until the exit code of the one that has ended is known; a stopped one is waited for in vain.
+            timeout = 20 if how == "killed" else 4
             ranks = tiny.ranks(
-                2, *FLAGS, "--hang-timeout", "6", "--max-steps", "400", while_running=strike, timeout=1, ill={"step_seconds": 0.05}
+                2, *FLAGS, "--hang-timeout", "6", "--max-steps", "400", while_running=strike, timeout=timeout, ill={"step_seconds": 0.05}
             )
             survivor, seconds = ranks[1 - victim], began[1] - began[0]
             assert survivor.code == 1, survivor.out
