@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 
 import toolkit as tk
 from toolkit.cli.main import app
+from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import Refusal
 from toolkit.diagnostics.checks_of_steps import check_alone, check_split
 from toolkit.diagnostics.findings import CHECKS
 from toolkit.diagnostics.records import Record, Update
-from toolkit.diagnostics.small import with_small_model
+from toolkit.diagnostics.small import with_small_model, with_small_teacher
 
 _SPEC = importlib.util.spec_from_file_location("planted", Path(__file__).with_name("planted.py"))
 assert _SPEC is not None
@@ -199,12 +200,12 @@ def test_a_model_directory_is_made_small_and_keeps_its_kind(tmp_path: Path) -> N
     )  # fmt: skip
     tk.train_tokenizer(["a few words"] * 50, vocab_size=300).save_pretrained(tmp_path / "large")
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "large")
-    model = tk.ModelConfig(model=str(tmp_path / "large"))
-    small, other = with_small_model(model, tmp_path / "small"), with_small_model(model, tmp_path / "teacher", seed=1)
+    model = config_class_of_file(planted.RECIPES / "distill.py")(model=str(tmp_path / "large"), teacher=str(tmp_path / "large"))
+    small = with_small_teacher(with_small_model(model, tmp_path / "small"), tmp_path / "teacher")
     read = transformers.AutoConfig.from_pretrained(small.model)
     assert small.model == str(tmp_path / "small")
     assert (read.model_type, read.num_hidden_layers, read.hidden_size, read.num_attention_heads, read.num_key_value_heads) == ("qwen3", 2, 64, 4, 1)
-    weights, others = (transformers.AutoModelForCausalLM.from_pretrained(each.model).state_dict() for each in (small, other))
+    weights, others = (transformers.AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (small.model, small.teacher))
     assert all(not torch.equal(tensor, others[name]) for name, tensor in weights.items() if tensor.dim() > 1)
     with pytest.raises(Refusal, match="neither a directory nor"):
         with_small_model(tk.ModelConfig(model=str(tmp_path / "nothing")), tmp_path / "other")
