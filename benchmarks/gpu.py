@@ -108,7 +108,7 @@ def tests(bench: Bench) -> None:
 
 
 def exact(bench: Bench) -> None:
-    ways = {"float32": [], "bf16": ["--bf16"], "bf16, compiled": ["--bf16", "--torch-compile"], "fp16": ["--fp16"]}
+    ways = {"float32": ["--no-bf16"], "bf16": ["--bf16"], "bf16, compiled": ["--bf16", "--torch-compile"], "fp16": ["--fp16"]}
     if not torch.cuda.is_available():
         del ways["fp16"]
     for name, flags in ways.items():

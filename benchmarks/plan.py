@@ -166,7 +166,8 @@ def measure(name: str, side: str) -> dict[str, float]:
     recipe, flags = CELLS[name]
     script = import_recipe(ROOT / "recipes" / f"{recipe}.py")
     flags = [_make_teacher(each) if each in _TEACHERS else each for each in flags]
-    config = read_command_line(config_class_of(script.main), [*flags, "--use-cpu"], os.environ, "")
+    precision = [] if "--bf16" in flags else ["--no-bf16"]
+    config = read_command_line(config_class_of(script.main), [*flags, *precision, "--use-cpu"], os.environ, "")
     began = time.monotonic()
     if side == "plan":
         found = plan(script.main, config, ranks=ranks_of(name))

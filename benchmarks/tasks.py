@@ -102,7 +102,8 @@ def ours(job: Job) -> None:
         "model": job.model, "dataset": str(job.rows), "output_dir": str(job.folder / "output"), "max_length": job.max_length,
         "per_device_train_batch_size": 64 if job.is_check else job.batch, "optim": "adamw_torch",
         "learning_rate": job.learning_rate, "weight_decay": 0.0, "lr_scheduler_type": "linear", "warmup_steps": 0.0,
-        "eval_strategy": "no", "eval_fraction": 0.0, "eval_on_start": False, "save_strategy": "no", "use_cpu": True, **how_long,
+        "eval_strategy": "no", "eval_fraction": 0.0, "eval_on_start": False, "save_strategy": "no", "use_cpu": True,
+        "bf16": False, **how_long,
         **OUR_SETTINGS.get(job.task, {}), **(OURS_IN_A_CHECK.get(job.task, {}) if job.is_check else {}),
     }))  # fmt: skip
 

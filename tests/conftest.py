@@ -78,6 +78,8 @@ PRELOADED = [
 # torch reads it when it is loaded, in the process that the others are forked from: two threads each would wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The same precision where a test names none, whatever CPU it runs on: as on one without units for bfloat16.
+LIMIT = os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a script starts with `&`: tests that send it need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -337,7 +339,7 @@ def fork_run() -> Callable[..., Any]:
         script: str, arguments: list[str], out: Path, folder: Path, environment: dict[str, str], *,
         err: Path | None = None, read: str = os.devnull, plan: dict[str, Any] | None = None, clean: bool = False,
     ) -> Any:  # fmt: skip
-        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
+        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "ONEDNN_MAX_CPU_ISA": LIMIT, **environment}
         files = read, str(out), str(err or out), str(folder)
         return _Process(target=_child, args=(script, arguments, *files, environment, plan or {}, clean))
 

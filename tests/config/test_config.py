@@ -187,7 +187,8 @@ def test_wrong_value_is_refused_with_its_flag_and_the_broken_rule(wrong: dict[st
         # what transformers and TRL users write; PyYAML reads the first as text, the second as false
         ({"learning_rate": "2e-4"}, {"learning_rate": 2e-4}),
         ({"eval_strategy": False}, {"eval_strategy": "no"}),
-        ({"bf16": None}, {}),
+        ({"bf16": None}, {"bf16": None}),
+        ({"fp16": None}, {}),
         ({"tf32": None}, {"tf32": None}),
         ({"torch_dtype": "torch.bfloat16"}, {"dtype": "bfloat16"}),
         ({"report_to": "none"}, {"report_to": ["none"]}),

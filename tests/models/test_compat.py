@@ -4,7 +4,6 @@ A failure here after an upgrade says which function of toolkit/models/compat.py 
 """
 
 import copy
-from pathlib import Path
 
 import jinja2
 import pytest
@@ -117,8 +116,3 @@ def test_hooks_of_a_forward_pass_can_be_looked_at() -> None:
     assert compat.hooks_before(module) == compat.hooks_before(copy.deepcopy(module)) == [hook]
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists what its processor can")
-def test_a_cpu_says_whether_it_multiplies_bf16() -> None:
-    """Fails when: torch renames what it asks the processor."""
-    flags = Path("/proc/cpuinfo").read_text()
-    assert compat.multiplies_bf16("cpu") == ("avx512_bf16" in flags or "amx_tile" in flags)

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 import toolkit as tk
+from toolkit.distributed.compat import forget_process_state
 from toolkit.losses.answer_logps import pair_logps
 from toolkit.preference import reference_cache
 from toolkit.preference.reference import build_reference, sync_reference
@@ -59,7 +60,8 @@ def splits(rows: int = 10, held_out: int = 4, seed: int = 0) -> dict[str, Datase
 
 
 def built(config: Config, data: Any = None) -> SimpleNamespace:
-    accelerator = Accelerator(cpu=True)
+    forget_process_state()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if config.bf16 else "no")
 
     def make_model() -> Any:
         return tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, Tokens(), packed=None), config)  # type: ignore[arg-type]

@@ -192,20 +192,25 @@ def test_a_line_says_what_a_run_is_before_it_begins() -> None:
         assert part in said
     assert copied == "mine.py: an edited copy of sft.py, 1 line changed"
     assert "the last ones not full" in what_the_run_is(card(global_batch_size=22))[0]
+    assert "--no-bf16" not in said
+
+
+@pytest.mark.parametrize(("precision", "bf16", "line"), [("bf16", None, "bf16 over float32 (float32 with --no-bf16)"), ("bf16", True, "bf16 over float32;"), ("no", None, "cpu, float32;")])
+def test_a_precision_that_the_device_has_chosen_is_shown_with_the_way_back(precision: str, bf16: bool | None, line: str) -> None:
+    """Fails when: nothing says that --no-bf16 computes in float32, or it is said to someone who chose."""
+    assert line in what_the_run_is({**card(precision=precision), "settings": {"bf16": bf16}})[0]
 
 
 @pytest.mark.parametrize(
-    ("device", "able", "parameters", "layout", "flags"),
+    ("device", "parameters", "steps", "flags"),
     [
-        ("cpu", True, 10**9, {"precision": "no"}, ["--bf16"]), ("cpu", False, 10**9, {"precision": "no"}, []), ("cpu", True, 10**9, {"steps": 500}, []),
-        ("NVIDIA H100", True, 10**9, {"precision": "no", "steps": 500}, ["--bf16", "--torch-compile"]), ("NVIDIA H100", True, 10**9, {}, []),
-        ("NVIDIA H100", True, 10**9, {"steps": 500}, ["--torch-compile"]), ("NVIDIA H100", True, 10**8, {"steps": 500}, []),
+        ("cpu", 10**9, 500, []), ("NVIDIA H100", 10**9, 50, []), ("NVIDIA H100", 10**9, 500, ["--torch-compile"]), ("NVIDIA H100", 10**8, 500, []),
     ],
 )
-def test_a_line_says_what_would_be_faster_on_this_device(device: str, able: bool, parameters: int, layout: dict[str, object], flags: list[str]) -> None:
-    """Fails when: it is said of a device without units for bfloat16, of a run in bfloat16, of a few steps or a small model on a GPU."""
-    known = card(**layout)
-    known |= {"model": {**known["model"], "parameters": parameters}, "hardware": {"device": device, "multiplies_bf16": able}, "settings": {"torch_compile": False, "bf16": False}}
+def test_a_line_says_what_would_be_faster_on_this_device(device: str, parameters: int, steps: int, flags: list[str]) -> None:
+    """Fails when: it is said of a CPU, of a few steps or of a small model."""
+    known = card(steps=steps)
+    known |= {"model": {**known["model"], "parameters": parameters}, "hardware": {"device": device}, "settings": {"torch_compile": False}}
     said = [line for line in what_the_run_is(known) if line.startswith("Faster")]
     assert re.findall(r"--[a-z0-9-]+", " ".join(said)) == flags
     assert "Faster" not in " ".join(what_the_run_is(known | {"settings": {}}))  # a recipe without the settings

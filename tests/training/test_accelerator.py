@@ -1,6 +1,7 @@
 """What build_accelerator settles for a process, in processes of their own where it is settled for good."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ import torch
 import toolkit as tk
 from toolkit.command_line.reading import read_command_line
 from toolkit.config import check_together
+from toolkit.system.devices import planned_for
 
 pytestmark = pytest.mark.warm
 
@@ -189,3 +191,53 @@ def test_a_default_that_a_given_setting_would_overrule_on_a_command_line_is_refu
         tk.build_accelerator(InSteps(output_dir=str(tmp_path / "run"), num_train_epochs=2.0))
     tk.build_accelerator(InSteps(output_dir=str(tmp_path / "run"), num_train_epochs=2.0, max_steps=None))
     tk.build_accelerator(InSteps(output_dir=str(tmp_path / "run"), num_train_epochs=2.0, max_steps=10))
+
+
+@pytest.mark.parametrize(
+    ("named", "units", "precision"),
+    [
+        ({}, True, "bf16"), ({}, False, "no"), ({"bf16": False}, True, "no"), ({"bf16": True}, False, "bf16"),
+        ({"dtype": "bfloat16"}, True, "no"), ({"dtype": "auto"}, True, "no"),
+    ],
+)  # fmt: skip
+def test_where_nobody_names_a_precision_the_device_decides(named, units, precision, tmp_path, monkeypatch):
+    """Over weights in float32 alone. Fails when: --no-bf16 is taken for nothing named, or weights in half precision are forgotten."""
+    monkeypatch.setattr("toolkit.system.compat.multiplies_bf16", lambda device_type: units and device_type == "cpu")
+    assert tk.build_accelerator(Recipe(output_dir=str(tmp_path / "run"), **named)).mixed_precision == precision
+
+
+@pytest.mark.parametrize(("kind", "ampere", "precision"), [("cuda", True, "bf16"), ("cuda", False, "no"), ("mps", True, "no"), ("cpu", True, "no")])
+def test_a_plan_computes_as_the_planned_device_would(kind, ampere, precision, tmp_path):
+    """Fails when: the device that the plan is made on is asked."""
+    with planned_for(kind, ampere):
+        assert tk.build_accelerator(Recipe(output_dir=str(tmp_path / "run"))).mixed_precision == precision
+
+
+@pytest.mark.parametrize(("named", "precision"), [({}, "no"), ({"bf16": True}, "bf16")])
+def test_a_resumed_run_keeps_the_precision_that_it_has(named, precision, root, tmp_path, monkeypatch):
+    """Of a checkpoint of 0.1.0, whose settings have what is in the layout today. Fails when: the device is asked first."""
+    monkeypatch.setattr("toolkit.system.compat.multiplies_bf16", lambda _: True)
+    checkpoint = root / "tests/faults/fixtures/schema-1-run"
+    config = Recipe(output_dir=str(tmp_path / "run"), resume_from=str(checkpoint), **named)
+    assert tk.build_accelerator(config).mixed_precision == precision
+
+
+def test_a_run_in_bfloat16_is_resumed_in_it_bit_for_bit_and_another_precision_is_said(tiny):
+    """Here nothing but the checkpoint says bfloat16. Fails when: `precision_to_resume` isn't asked, or the layout lacks the precision."""
+    flags = ["--max-steps", "8"]
+    whole = tiny(*flags, "--bf16", output_dir="whole")
+    begun = tiny(*flags, "--bf16", "--stop-at-step", "4")
+    shutil.copytree(begun.folder, begun.folder.parent / "other")
+    resumed = tiny(*flags, "--resume")
+    assert resumed.result["weights"] == whole.result["weights"]
+    assert "rounding" not in resumed.out
+    other = tiny(*flags, "--resume", "--no-bf16", output_dir="other")
+    assert "precision was bf16 and is no: rounding differs from here on" in other.out
+
+
+def test_ranks_whose_devices_differ_in_this_are_refused(tmp_path, monkeypatch):
+    """Fails when: each rank decides for itself. The other rank, which has no units, is made up."""
+    monkeypatch.setattr("toolkit.system.compat.multiplies_bf16", lambda _: True)
+    monkeypatch.setattr("toolkit.distributed.ranks.largest", lambda _, number: max(number, 0))
+    with pytest.raises(tk.Refusal, match="--bf16 or --no-bf16"):
+        tk.build_accelerator(Recipe(output_dir=str(tmp_path / "run")))

@@ -125,7 +125,8 @@ def _show(script: str, plan: "Plan", device: "Device") -> None:
     from toolkit.report.numbers import show_count
 
     accumulated = f", {plan.accumulation} of them a step" if plan.accumulation > 1 else ""
-    counts = f"{show_count(plan.parameters)} parameters, {show_count(plan.trained)} of them trained"
+    half = f", computed in {plan.precision}" if plan.precision != "no" else ""
+    counts = f"{show_count(plan.parameters)} parameters, {show_count(plan.trained)} of them trained{half}"
     say(f"{script}: {plan.model}, {counts}", style=BOLD)
     if plan.engine:
         say(f"one of {plan.ranks} rank(s): {plan.engine}")

@@ -145,7 +145,10 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, IncidentConfig, SeedConf
     early_stopping_patience: int | None = setting(
         None, "Stop after N evaluations without a better metric.", least=1, most=10**9, on_resume="free"
     )
-    bf16: bool = setting(False, "Compute in bfloat16 (autocast).", on_resume="rounding")
+    bf16: bool | None = setting(
+        None, "Compute in bfloat16 (autocast). Default: yes where the device has units for it and the weights are float32.",
+        on_resume="rounding",
+    )
     fp16: bool = setting(False, "Compute in float16 with loss scaling (autocast).", on_resume="rounding")
     tf32: bool | None = setting(None, "TF32 matrix products on CUDA. Default: torch's.", on_resume="rounding")
     full_determinism: bool = setting(

@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.diagnostics.profile import Profile
 from toolkit.distributed.engines.engine import Exchanged
-from toolkit.models.compat import multiplies_bf16
+from toolkit.system.compat import multiplies_bf16
 
 
 def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from toolkit.config import Settings
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.devices import Device, beyond_tensors
 from toolkit.diagnostics.plan import Plan
+from toolkit.system.compat import multiplies_bf16
 
 Planner = Callable[[Settings], Plan]
 Known = dict[int, tuple[int, Plan]]  # by examples: the bytes that are left, and the plan
@@ -33,7 +34,7 @@ def alternatives(config: Settings, device: Device, make: Planner) -> Iterator[tu
     A smaller micro-batch and recomputed activations give the same gradients; bf16 rounds, and an adapter trains something else.
     """
     found = 0
-    for changes in _candidates(config):
+    for changes in _candidates(config, device):
         plan = make(with_changes(config, changes))
         if needed(plan, device) <= device.memory:
             yield changes, plan
@@ -42,11 +43,13 @@ def alternatives(config: Settings, device: Device, make: Planner) -> Iterator[tu
                 return
 
 
-def _candidates(config: Settings) -> Iterator[dict[str, Any]]:
+def _candidates(config: Settings, device: Device) -> Iterator[dict[str, Any]]:
     values = values_of(config)
     size, count = values.get("per_device_train_batch_size", 1), values.get("gradient_accumulation_steps", 1)
     one = _split(values, 1, size * count)
-    half = {"bf16": True} if values.get("bf16") is False and not values.get("fp16") else {}
+    has_units = device.ampere if device.kind == "cuda" else multiplies_bf16(device.kind)
+    named = values.get("bf16", True)
+    half = {} if values.get("fp16") or (has_units if named is None else named) else {"bf16": True}
     again = {"gradient_checkpointing": True} if values.get("gradient_checkpointing") is False else {}
     adapter = {"use_peft": True, "dtype": "bfloat16"} if values.get("use_peft") is False and "dtype" in values else {}
     smaller = size

@@ -73,7 +73,7 @@ class Plan:
     `phase`: when that is. `process`: resident bytes of this process before the first step, the data read.
     Of several `ranks` it is the first one's, and `engine` says what they share ("" where there is one device).
     `micro_batch`: examples in one, `tokens` in the longest one (padding among them). `examples`: that there are, 0 where they
-    are completions. `steps`: of the whole run.
+    are completions. `steps`: of the whole run. `precision`: "no", "bf16" or "fp16", in which it computes.
     """
 
     parts: dict[str, int]
@@ -89,6 +89,7 @@ class Plan:
     steps: int = 0
     ranks: int = 1
     engine: str = ""
+    precision: str = "no"
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -156,7 +157,7 @@ class _Seen:
         self.train: Any = None
         self.longest: Batch | None = None
         self.accumulated = 1
-        self.engine = ""
+        self.engine, self.precision = "", "no"
         self.micro_batch_size, self.update_size = 0, 0  # examples in one, and in all of an update
         self.examples = 0
 
@@ -179,7 +180,7 @@ class _Seen:
             parts, self.ledger.peak_phase, self.process, name, trained + frozen, trained,
             self.micro_batch_size, -(-self.update_size // (self.micro_batch_size * self.train.world_size)),
             _tokens(self.longest.micro_batches[0]) if self.longest else 0, self.examples, self.train.num_steps,
-            self.train.world_size, self.engine, notes,
+            self.train.world_size, self.engine, self.precision, notes,
         )  # fmt: skip
 
     @property
@@ -252,6 +253,7 @@ def _optimizer(seen: _Seen, original: Callable[..., Any], model: nn.Module, *val
 def _prepared(seen: _Seen, original: Callable[..., Any], accelerator: Any, *values: object, **named: object) -> Any:
     """Without moving what has no values; the model's forward is wrapped in autocast as always."""
     engine = engine_of(accelerator)
+    seen.precision = accelerator.mixed_precision
     seen.engine = engine.label(accelerator) if engine.shards else "DDP" if accelerator.num_processes > 1 else ""
     seen.layers.has_whole_weights = not engine.shards_weights(accelerator)
     if not engine.shards:

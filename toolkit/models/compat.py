@@ -169,13 +169,6 @@ def hooks_before(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
-def multiplies_bf16(device_type: str) -> bool:
-    """Whether the device here of a type ("cuda", "cpu") has units for products in bfloat16."""
-    if device_type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device_type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
 def softmax_backward(of_weights: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The gradient of a softmax's input, of that of its output, over the last dimension: one kernel."""
     return torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from toolkit.config import AdapterConfig, DataConfig, DeviceConfig, ModelConfig, Refusal, RunConfig
+from toolkit.config import AdapterConfig, DataConfig, DeviceConfig, ModelConfig, Refusal
 from toolkit.config.conditions import is_adapter, is_built_in
+from toolkit.distributed.compat import settled_precision
 from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import check_no_adapter_inside, settings_of_base
 from toolkit.models.attention.direction import check_bidirectional, make_bidirectional
@@ -185,8 +186,8 @@ def _pretrained_model(
     auto: Any, config: ModelConfig, model_config: PretrainedConfig, attention: str | None
 ) -> tuple[PreTrainedModel, list[str]]:
     """The model, in the commit that the config came from, and its modules with new weights; what is left out is said."""
-    half = isinstance(config, RunConfig) and ("bfloat16" if config.bf16 else "float16" if config.fp16 else None)
-    quantization = in_4_bits(config, _device(config), half or "float32") if isinstance(config, AdapterConfig) else {}
+    computed_in = {"bf16": "bfloat16", "fp16": "float16"}.get(settled_precision() or "no", "float32")
+    quantization = in_4_bits(config, _device(config), computed_in) if isinstance(config, AdapterConfig) else {}
     check_no_adapter_inside(_name(config), config.model_revision)
     with _explained(config, auto.__name__):
         model, report = auto.from_pretrained(

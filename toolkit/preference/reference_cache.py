@@ -64,10 +64,6 @@ class ReferenceSettings(Protocol):
     @property
     def init_lora_weights(self) -> str: ...
     @property
-    def bf16(self) -> bool: ...
-    @property
-    def fp16(self) -> bool: ...
-    @property
     def tf32(self) -> bool | None: ...
     @property
     def eval_strategy(self) -> str: ...
@@ -93,7 +89,7 @@ def reference_table(
     datasets = [_dataset(loader) for loader in (train, evaluation) if loader is not None]
     kind, has_mismatched = "pair" if is_of_pairs(train) else "answer", "mismatched_row" in datasets[0].column_names
     pairs = 1 + max(int(column(dataset, kind).max()) for dataset in datasets)
-    path = on_main(accelerator, lambda: _path_of(model, datasets, config, ld_alpha))
+    path = on_main(accelerator, lambda: _path_of(model, accelerator.mixed_precision, datasets, config, ld_alpha))
     known = on_main(accelerator, lambda: _read(path, (pairs, 2 if kind == "pair" or has_mismatched else 1)))
     missing = [SomeRows(train.rows, _unknown(datasets[0], kind, seen_in_training(train), known))]
     if evaluation is not None and config.eval_strategy != "no":
@@ -175,7 +171,9 @@ def _unknown(dataset: Dataset, kind: str, examples: np.ndarray, known: np.ndarra
     return examples[np.isnan(known[pairs, 0])]
 
 
-def _path_of(model: nn.Module, datasets: Sequence[Dataset], config: ReferenceSettings, ld_alpha: float | None) -> Path:
+def _path_of(
+    model: nn.Module, precision: str, datasets: Sequence[Dataset], config: ReferenceSettings, ld_alpha: float | None
+) -> Path:
     from datasets import config as datasets_config
 
     groups = [ModelConfig, *([AdapterConfig] if config.use_peft else [])]
@@ -183,7 +181,7 @@ def _path_of(model: nn.Module, datasets: Sequence[Dataset], config: ReferenceSet
     content = {
         "version": FORMAT_VERSION,
         "settings": {name: getattr(config, name) for name in sorted(names)},
-        "precision": [config.bf16, config.fp16, config.tf32],
+        "precision": [precision == "bf16", precision == "fp16", config.tf32],
         "ld_alpha": ld_alpha,
         "weights": _weights(unwrapped(model), config.model),
         "pairs": [digest_of_columns(dataset, _DIGESTED) for dataset in datasets],

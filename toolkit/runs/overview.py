@@ -19,13 +19,14 @@ def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
     layout, model, recipe = card["layout"], card["model"], card["recipe"]
     processes, parameters, trained = layout["processes"], model["parameters"], model["trainable"]
     half = f"{layout['precision']} over " if layout["precision"] not in ("no", model["dtype"]) else ""
+    by_default = " (float32 with --no-bf16)" if half and card["settings"].get("bf16", False) is None else ""
     of_them = "all trained" if trained == parameters else f"{trained:,} trained"
     parts = [layout["micro_batch_size"], layout["gradient_accumulation_steps"], processes]
     cut = f"micro-batch {parts[0]} x accumulation {parts[1]} x {_count(processes, 'process')}"
     if parts[0] * parts[1] * parts[2] != layout["global_batch_size"]:
         cut += ", the last ones not full"
     lines = [
-        f"{_count(processes, 'process')} on {card['hardware']['device']}, {half}{model['dtype']}; "
+        f"{_count(processes, 'process')} on {card['hardware']['device']}, {half}{model['dtype']}{by_default}; "
         f"{parameters:,} parameters, {of_them}; {_count(layout['global_batch_size'], 'example')} a step ({cut}), "
         f"{_count(layout['steps'], 'step')}"
         + (f"; {card['optimizer']['class'].rpartition('.')[2]}" if card["optimizer"] else "")
@@ -42,15 +43,12 @@ def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
 
 
 def _what_is_faster(card: Mapping[str, Any]) -> list[str]:
-    """Flags that this device is faster with: bfloat16 where it has units for it, and on a GPU what a long run repays."""
-    hardware, layout, settings = card["hardware"], card["layout"], card["settings"]
-    is_full = settings.get("bf16") is False and layout["precision"] == "no" and card["model"]["dtype"] == "float32"
-    flags = ["--bf16 (it has units for products in bfloat16)"] if is_full and hardware.get("multiplies_bf16") else []
+    """What a long run on a GPU repays."""
     # Compiled layers are launched no faster: 32 texts through BERT base, 110 M, took a quarter longer (benchmarks/RESULTS.md).
-    is_long = layout["steps"] >= 200 and card["model"]["parameters"] >= 3e8
-    if hardware["device"] not in ("cpu", "mps") and is_long and settings.get("torch_compile") is False:
-        flags.append("--torch-compile (takes half a minute)")
-    return [f"Faster on this device: {', '.join(flags)}"] if flags else []
+    is_long = card["layout"]["steps"] >= 200 and card["model"]["parameters"] >= 3e8
+    is_on_gpu = card["hardware"]["device"] not in ("cpu", "mps")
+    is_useful = is_on_gpu and is_long and card["settings"].get("torch_compile") is False
+    return ["Faster on this device: --torch-compile (takes half a minute)"] if is_useful else []
 
 
 def given_and_not_read(config: Settings, names: frozenset[str]) -> str:

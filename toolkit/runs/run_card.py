@@ -25,7 +25,7 @@ from toolkit.data.sources.load import writers_of_sources
 from toolkit.distributed.engines import element_count, engine_of
 from toolkit.distributed.launch import TRAIN_OPTIONS
 from toolkit.models.adapter_files import base_of_adapter
-from toolkit.models.compat import attention_of, commit_of, multiplies_bf16
+from toolkit.models.compat import attention_of, commit_of
 from toolkit.models.tokenizer import tokenizer_commit
 from toolkit.runs.copies import edited_copy
 from toolkit.runs.overview import given_and_not_read, what_the_run_is
@@ -122,7 +122,6 @@ def write_run_card(
             "processor": processor_name(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
-            "multiplies_bf16": multiplies_bf16(device.type),
         },
         "versions": {"python": platform.python_version(), **library_versions()},
     }

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from toolkit.config import Refusal, RunConfig
+from toolkit.config.reading import values_of
 from toolkit.config.rules import check_made_in_code
 from toolkit.system.allocator import keep_freed_memory
 from toolkit.system.console import say
@@ -24,7 +25,8 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
 
     What shards the run is chosen by the settings and by what `accelerate launch` was given
     (`toolkit.distributed.engines.choice`), or by a `DeepSpeedPlugin` made in code, whose "auto" values the settings fill.
-    Accumulation stays ours (`train_step` divides by the global totals), so Accelerate is given one step a batch.
+    Accumulation stays ours (`train_step` divides by the global totals), so Accelerate is given one step a batch. Where nobody
+    names a precision it is bfloat16 on a device with units for it; a resumed run keeps the one that it has.
 
     Raises:
         Refusal: settings contradict each other or the launcher's configuration, or have no effect with the others; a
@@ -35,9 +37,9 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     from toolkit.distributed.engines.choice import choose_engine
     from toolkit.distributed.engines.start import check_backend, check_engine, check_no_sharded_run_before, start_engine
     from toolkit.distributed.mpi import adopt_mpi_ranks
-    from toolkit.distributed.ranks import on_main
+    from toolkit.distributed.ranks import largest, on_main
     from toolkit.runs.directory import check_output_dir
-    from toolkit.training.resume import check_settings_to_resume
+    from toolkit.training.resume import check_settings_to_resume, precision_to_resume
 
     if config.given is None:  # made in code: no command line has checked it
         check_made_in_code(config)
@@ -47,12 +49,17 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     if not several:
         check_output_dir(config)  # before the imports below: they take seconds
     trackers = tracker_names(config)
-    choice = choose_engine(config, in_code=deepspeed_plugin and deepspeed_plugin.hf_ds_config.config)
-    check_engine(choice, config, in_code=deepspeed_plugin is not None)
+    in_code = deepspeed_plugin and deepspeed_plugin.hf_ds_config.config
+    check_engine(choose_engine(config, in_code=in_code), config, in_code=deepspeed_plugin is not None)
 
     import torch
     from accelerate.utils import check_cuda_p2p_ib_support, set_seed
 
+    # Unless it is to stay on the CPU, Accelerate (1.15) takes each of several ranks without a GPU for a run of one process.
+    wants_cpu = config.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
+    on_cpu = wants_cpu or not torch.accelerator.is_available()
+    precision = precision_to_resume(config) or _precision_of_device(config, on_cpu)
+    choice = choose_engine(config, in_code=in_code, precision=precision)
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     if choice.mixed_precision == "fp16" and (config.use_cpu or not has_gpu):
         raise Refusal("--fp16 needs a GPU: on the CPU use --bf16, or full precision.")
@@ -64,9 +71,6 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     torch.backends.cuda.enable_cudnn_sdp(False)
     if config.full_determinism:
         _be_deterministic(config.seed)
-    # Unless it is to stay on the CPU, Accelerate (1.15) takes each of several ranks without a GPU for a run of one process.
-    wants_cpu = config.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
-    on_cpu = wants_cpu or not torch.accelerator.is_available()
     if on_cpu:  # DeepSpeed, which transformers imports where it is installed, would say that it looked for others
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         keep_freed_memory()
@@ -82,6 +86,9 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
         choice, on_cpu=on_cpu, backend=check_backend(config.ddp_backend, on_cpu), timeout=timeout, trackers=trackers,
         project_dir=os.path.join(config.output_dir, "trackers"),
     )  # fmt: skip
+    in_half = int(choice.mixed_precision != "no")
+    if largest(accelerator, in_half) + largest(accelerator, -in_half):
+        raise Refusal("not every rank's device has units for bfloat16: give one precision for all, --bf16 or --no-bf16.")
     engine = engine_of(accelerator)
     if engine.shards and accelerator.is_main_process:
         half = f", {choice.mixed_precision}" if choice.mixed_precision != "no" else ""
@@ -90,6 +97,19 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     on_main(accelerator, lambda: check_output_dir(config))  # by one rank, for all: another may be writing there already
     set_seed(config.seed)
     return accelerator
+
+
+def _precision_of_device(config: RunConfig, on_cpu: bool) -> str:
+    """bf16 over weights in float32, where the device, or the one that is planned for, has units for products in bfloat16."""
+    import torch
+
+    from toolkit.system.compat import multiplies_bf16
+    from toolkit.system.devices import chosen_type, is_ampere
+
+    device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator() or torch.device("cpu")
+    is_here = chosen_type(device) == device.type
+    has_units = multiplies_bf16(device.type) if is_here else is_ampere(device)
+    return "bf16" if has_units and values_of(config).get("dtype", "float32") == "float32" else "no"
 
 
 def _be_deterministic(seed: int) -> None:

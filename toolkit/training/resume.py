@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ _OTHER_LOSS = "the loss compares other pairs from here on, allowed by --allow-ch
 _OF_THE_MICRO_BATCH = ("per_device_train_batch_size", "micro_batch_size")
 _OF_THE_LAYOUT = {
     "micro_batch_size": DIFFERS["dropout"],
-    **dict.fromkeys(("engine", "processes", "threads", "device", "torch"), DIFFERS["rounding"]),
+    **dict.fromkeys(("engine", "processes", "precision", "threads", "device", "torch"), DIFFERS["rounding"]),
 }
 
 # The default of every optimizer in earlier checkpoints; muon still has it, and where it has no effect it may differ.
@@ -55,6 +55,7 @@ def run_layout(accelerator: Accelerator, train: TrainLoader | StreamLoader) -> d
     """What the world decided, as far as random numbers and rounding depend on it."""
     return {
         "engine": engine_of(accelerator).label(accelerator), "processes": accelerator.num_processes,
+        "precision": accelerator.mixed_precision,
         "device": accelerator.device.type, "micro_batch_size": train.micro_batch_size,
         "global_batch_size": train.global_batch_size, "threads": torch.get_num_threads(), "torch": torch.__version__,
     }  # fmt: skip
@@ -91,20 +92,8 @@ def check_settings_to_resume(config: RunConfig) -> None:
     Raises:
         Refusal: as `changes_since` does.
     """
-    if not (config.resume or config.resume_from):
-        return
-    root = Path(config.output_dir) / "checkpoints"
-    paths = [Path(config.resume_from)] if config.resume_from else list_checkpoints(root)[::-1]
     refused = []
-    for path in paths:
-        if verify_checkpoint(path, contents=False):
-            continue  # it is named when the checkpoint is looked for
-        try:
-            record = json.loads((path / "state.json").read_text(encoding="utf-8"))["run"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue
-        if not isinstance(record, dict) or not isinstance(record.get("settings", {}), dict):
-            continue
+    for record in _records_to_resume(config):
         try:
             _changed_settings(record, config, given_settings(config))
         except Refusal as refusal:
@@ -113,6 +102,36 @@ def check_settings_to_resume(config: RunConfig) -> None:
             return
     if refused:
         raise refused[0]
+
+
+def precision_to_resume(config: RunConfig) -> str | None:
+    """In what a resumed run has computed so far, for one that names no precision: "bf16" or "no". None: nothing is resumed."""
+    for record in _records_to_resume(config):
+        return "bf16" if _precision_of(record) == "bf16" else "no"
+    return None
+
+
+def _records_to_resume(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """The `run` records of checkpoints that may be continued, the newest first. Damaged ones are named when one is taken."""
+    if not (config.resume or config.resume_from):
+        return
+    root = Path(config.output_dir) / "checkpoints"
+    for path in [Path(config.resume_from)] if config.resume_from else list_checkpoints(root)[::-1]:
+        if verify_checkpoint(path, contents=False):
+            continue
+        try:
+            record = json.loads((path / "state.json").read_text(encoding="utf-8"))["run"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if isinstance(record, dict) and all(isinstance(record.get(name, {}), dict) for name in ("settings", "layout")):
+            yield record
+
+
+def _precision_of(record: Mapping[str, Any]) -> str:
+    """Of a checkpoint's `run` record; those of 0.1.0 have the settings alone."""
+    settings = record.get("settings", {})
+    named = "bf16" if settings.get("bf16") else "fp16" if settings.get("fp16") else "no"
+    return str(record.get("layout", {}).get("precision", named))
 
 
 # Of 0.1.0, which named the code that read the rows too; `content-` names the tokens alone.
@@ -128,7 +147,8 @@ def changes_since(
         Refusal: the data, or a setting that the mathematics depends on, is another one, and `allow_change` doesn't name it.
     """
     now, before, changed = _changed_settings(record, config)
-    layout, old_layout = run_layout(accelerator, train), record.get("layout", {})
+    layout, old_layout = run_layout(accelerator, train), {"precision": _precision_of(record), **record.get("layout", {})}
+    changed = [name for name in changed if name not in ("bf16", "fp16")]  # the layout has what came of them
     was, size = old_layout.get("micro_batch_size", train.micro_batch_size), train.micro_batch_size
     is_another_loss = was != size and couples_a_micro_batch(config)
     if is_another_loss and "per_device_train_batch_size" not in config.allow_change:

@@ -152,6 +152,16 @@ def test_zero_is_what_settings_launcher_and_file_name_together(
     assert chosen.deepspeed["bf16"]["enabled"] is (precision == "bf16")
 
 
+@pytest.mark.parametrize("engine", [{}, {"fsdp": True}, {"zero_stage": 2}], ids=str)
+def test_the_precision_of_the_device_is_that_of_a_run_where_nobody_names_one(engine: dict[str, Any], tmp_path: Path) -> None:
+    """With each engine. Fails when one of them leaves it out, or takes it before what is named: in a setting, in a file."""
+    assert choose_engine(Config(**engine), NOBODY, precision="bf16").mixed_precision == "bf16"
+    assert choose_engine(Config(**engine, bf16=False), NOBODY, precision="bf16").mixed_precision == "no"
+    if "zero_stage" in engine:
+        file = written(tmp_path, STAGE_2 | {"bf16": {"enabled": False}})
+        assert choose_engine(Config(deepspeed=file), NOBODY, precision="bf16").mixed_precision == "no"
+
+
 def test_file_of_the_accelerate_config_is_the_file_of_the_settings(launched: Launched, tmp_path: Path) -> None:
     """Fails when _choose_zero compares the paths as they are written, or ignores the launcher's."""
     path = written(tmp_path, {"zero_optimization": {"stage": 1}})
@@ -239,6 +249,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, dict[str, Any]] | None, Any, list
      ["--bf16 contradicts mixed_precision: fp16 in the accelerate config"]),
     ({"fp16": True}, ("MULTI_GPU", {"mixed_precision": "bf16"}), None, ["--fp16 contradicts mixed_precision: bf16"]),
     ({"bf16": True}, None, STAGE_2 | {"bf16": {"enabled": False}}, ["--bf16 contradicts bf16.enabled: false in "]),
+    ({"bf16": False}, None, STAGE_2 | {"bf16": {"enabled": True}}, ["--no-bf16 contradicts bf16.enabled: true in "]),
+    ({"bf16": False}, ("FSDP", {"fsdp_version": 2, "mixed_precision": "bf16"}), None, ["--no-bf16 contradicts mixed_precision: bf16"]),
     # Counts and clipping
     ({"gradient_accumulation_steps": 2}, ("DEEPSPEED", {"gradient_accumulation_steps": 4}), None,
      ["--gradient-accumulation-steps 2 contradicts gradient_accumulation_steps: 4 in the accelerate config"]),

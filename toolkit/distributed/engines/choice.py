@@ -44,14 +44,16 @@ class EngineChoice:
 
 
 def choose_engine(
-    config: RunConfig, environment: Mapping[str, str] = os.environ, in_code: Mapping[str, Any] | None = None
-) -> EngineChoice:
+    config: RunConfig, environment: Mapping[str, str] = os.environ, in_code: Mapping[str, Any] | None = None,
+    precision: str = "no",
+) -> EngineChoice:  # fmt: skip
     """The engine of a run.
 
     Args:
         config: a recipe's settings; groups other than RunConfig may be absent.
         environment: the variables of this rank, as `accelerate launch`, torchrun or nobody set them.
         in_code: a DeepSpeed configuration that the recipe itself made, in place of a file.
+        precision: where none of them names one: "no", "bf16".
 
     Raises:
         Refusal: two of the sources name different values, or one asks for what is not supported.
@@ -72,21 +74,21 @@ def choose_engine(
     agreed(accumulation(settings, launched.world_size), launched.accumulation())
     _check_compilation(settings, launched)
     if zero:
-        return _choose_zero(config, settings, launched, in_code)
+        return _choose_zero(config, settings, launched, in_code, precision)
     if fsdp:
-        return _choose_fsdp(config, settings, launched)
+        return _choose_fsdp(config, settings, launched, precision)
     if config.offload != "none":
         raise Refusal(
             f"--offload {config.offload} has no effect where nothing is sharded: leave it out, or add --zero-stage 2 or --fsdp "
             "(which takes --offload parameters)."
         )
-    return EngineChoice("plain", mixed_precision=agreed(_precision(config), launched.precision()) or "no")
+    return EngineChoice("plain", mixed_precision=agreed(_precision(config), launched.precision()) or precision)
 
 
 # -- one engine each -------------------------------------------------------------------------------------------------
 
 
-def _choose_fsdp(config: RunConfig, settings: Mapping[str, Any], launched: _Launched) -> EngineChoice:
+def _choose_fsdp(config: RunConfig, settings: Mapping[str, Any], launched: _Launched, precision: str) -> EngineChoice:
     fields = launched.fields if launched.fsdp else {"FSDP_VERSION": "2"}
     for variable, supported in _FSDP_FIELDS.items():
         value = fields.get(variable, "1" if variable == "FSDP_VERSION" else supported[0])
@@ -107,7 +109,7 @@ def _choose_fsdp(config: RunConfig, settings: Mapping[str, Any], launched: _Laun
     return EngineChoice(
         "fsdp",
         offload="parameters" if config.offload == "parameters" or _is_true(fields, "FSDP_OFFLOAD_PARAMS") else "none",
-        mixed_precision=_sharded_precision("FSDP", _precision(config), launched.precision()),
+        mixed_precision=_sharded_precision("FSDP", precision, _precision(config), launched.precision()),
         fsdp=FsdpChoice(
             reshard_after_forward=_is_true(fields, "FSDP_RESHARD_AFTER_FORWARD", default="true"),
             wrapped_layers=tuple(name.strip() for name in layers.split(",") if name.strip()),
@@ -116,7 +118,7 @@ def _choose_fsdp(config: RunConfig, settings: Mapping[str, Any], launched: _Laun
 
 
 def _choose_zero(
-    config: RunConfig, settings: Mapping[str, Any], launched: _Launched, in_code: Mapping[str, Any] | None
+    config: RunConfig, settings: Mapping[str, Any], launched: _Launched, in_code: Mapping[str, Any] | None, precision: str
 ) -> EngineChoice:
     there = launched.text("ACCELERATE_DEEPSPEED_CONFIG_FILE", "deepspeed_config_file") if launched.zero else None
     files = in_settings(settings, "deepspeed"), there
@@ -142,7 +144,7 @@ def _choose_zero(
         )
     half, brain = in_file(written, "fp16.enabled", source), in_file(written, "bf16.enabled", source)
     precision = _sharded_precision(
-        "ZeRO", _precision(config), launched.precision(), half and half.value and half._replace(value="fp16"),
+        "ZeRO", precision, _precision(config), launched.precision(), half and half.value and half._replace(value="fp16"),
         brain and brain._replace(value="bf16" if brain.value else "no"),
     )  # fmt: skip
     agreed(in_settings(settings, "max_grad_norm"), launched.number("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", float))
@@ -189,14 +191,16 @@ def _offload_of(devices: Mapping[str, Named | None]) -> Named | None:
 
 
 def _precision(config: RunConfig) -> Named | None:
-    return Named("bf16", "--bf16") if config.bf16 else Named("fp16", "--fp16") if config.fp16 else None
+    if config.fp16:
+        return Named("fp16", "--fp16")
+    return None if config.bf16 is None else Named("bf16", "--bf16") if config.bf16 else Named("no", "--no-bf16")
 
 
-def _sharded_precision(engine: str, *sources: Named | None) -> str:
+def _sharded_precision(engine: str, unnamed: str, *sources: Named | None) -> str:
     for named in sources:
         if named and named.value == "fp16":
             raise Refusal(f"{named.text} with {engine}: its loss scaling is not proven here yet. Take --bf16.")
-    return agreed(*sources) or "no"
+    return agreed(*sources) or unnamed
 
 
 # -- what the launcher has set ---------------------------------------------------------------------------------------
