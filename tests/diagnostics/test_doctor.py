@@ -211,6 +211,17 @@ def test_a_model_directory_is_made_small_and_keeps_its_kind(tmp_path: Path) -> N
         with_small_model(tk.ModelConfig(model=str(tmp_path / "nothing")), tmp_path / "other")
 
 
+def test_a_refusal_of_a_model_names_the_one_that_was_given(tmp_path: Path) -> None:
+    """Fails when: it names the small copy in the temporary directory."""
+    model, script = write_classifier(tmp_path / "model"), tmp_path / "refusing.py"
+    script.write_text(
+        "from dataclasses import dataclass\nimport toolkit as tk\n@dataclass(frozen=True)\nclass Config(tk.ModelConfig, tk.RunConfig):\n    pass\n"
+        "def main(config: Config) -> None:\n    raise tk.Refusal(f'--model {config.model}: of no use here.')\n"
+    )
+    done = CliRunner().invoke(app, ["doctor", str(script), "--model", model], prog_name="toolkit")
+    assert str(done.exception) == f"--model {model}: of no use here."
+
+
 @pytest.mark.slow
 def test_a_frozen_head_can_be_learned_with(tmp_path: Path) -> None:
     """Cohere's head, whose logits its config divides by 16. Fails when: the small model's head stays as it is drawn, or its rows

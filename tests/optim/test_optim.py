@@ -257,6 +257,20 @@ def test_orthogonalized_is_the_newton_schulz_iteration_of_each_matrix(shape):
         assert singular.median() > 0.6
 
 
+@pytest.mark.parametrize(("units", "dtype", "error"), [
+    (True, torch.float32, 2e-2), (True, torch.bfloat16, 2e-2), (False, torch.float32, 1e-5), (True, torch.float64, 1e-12),
+])  # fmt: skip
+def test_a_device_with_units_for_bfloat16_orthogonalizes_in_it(units, dtype, error, monkeypatch):
+    """But for float64. The error is relative, of the whole matrix. Fails when: the device isn't asked, or float64 is rounded."""
+    monkeypatch.setattr("toolkit.system.devices.multiplies_bf16", lambda _: units)
+    matrices = torch.randn(3, 48, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact, ours = orthogonalized(matrices.double()), orthogonalized(matrices)
+    assert ours.dtype == (torch.bfloat16 if units and dtype != torch.float64 else dtype)
+    assert (ours - exact).norm() <= error * exact.norm()
+    if units and dtype != torch.float64:
+        assert (ours - exact).norm() > 1e-4 * exact.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optim", ON_EVERY_MACHINE)
 def test_state_saved_and_loaded_continues_bit_for_bit(optim, dtype, tmp_path):

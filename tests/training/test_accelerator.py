@@ -202,7 +202,7 @@ def test_a_default_that_a_given_setting_would_overrule_on_a_command_line_is_refu
 )  # fmt: skip
 def test_where_nobody_names_a_precision_the_device_decides(named, units, precision, tmp_path, monkeypatch):
     """Over weights in float32 alone. Fails when: --no-bf16 is taken for nothing named, or weights in half precision are forgotten."""
-    monkeypatch.setattr("toolkit.system.compat.multiplies_bf16", lambda device_type: units and device_type == "cpu")
+    monkeypatch.setattr("toolkit.system.devices.multiplies_bf16", lambda device_type: units and device_type == "cpu")
     assert tk.build_accelerator(Recipe(output_dir=str(tmp_path / "run"), **named)).mixed_precision == precision
 
 
@@ -216,7 +216,7 @@ def test_a_plan_computes_as_the_planned_device_would(kind, ampere, precision, tm
 @pytest.mark.parametrize(("named", "precision"), [({}, "no"), ({"bf16": True}, "bf16")])
 def test_a_resumed_run_keeps_the_precision_that_it_has(named, precision, root, tmp_path, monkeypatch):
     """Of a checkpoint of 0.1.0, whose settings have what is in the layout today. Fails when: the device is asked first."""
-    monkeypatch.setattr("toolkit.system.compat.multiplies_bf16", lambda _: True)
+    monkeypatch.setattr("toolkit.system.devices.multiplies_bf16", lambda _: True)
     checkpoint = root / "tests/faults/fixtures/schema-1-run"
     config = Recipe(output_dir=str(tmp_path / "run"), resume_from=str(checkpoint), **named)
     assert tk.build_accelerator(config).mixed_precision == precision
@@ -237,7 +237,7 @@ def test_a_run_in_bfloat16_is_resumed_in_it_bit_for_bit_and_another_precision_is
 
 def test_ranks_whose_devices_differ_in_this_are_refused(tmp_path, monkeypatch):
     """Fails when: each rank decides for itself. The other rank, which has no units, is made up."""
-    monkeypatch.setattr("toolkit.system.compat.multiplies_bf16", lambda _: True)
+    monkeypatch.setattr("toolkit.system.devices.multiplies_bf16", lambda _: True)
     monkeypatch.setattr("toolkit.distributed.ranks.largest", lambda _, number: max(number, 0))
     with pytest.raises(tk.Refusal, match="--bf16 or --no-bf16"):
         tk.build_accelerator(Recipe(output_dir=str(tmp_path / "run")))

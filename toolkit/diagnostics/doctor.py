@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import Settings
+from toolkit.config import Refusal, Settings
+from toolkit.config.reading import values_of
 from toolkit.diagnostics.checks_of_data import check_leak, check_padding, check_tokenizer
 from toolkit.diagnostics.checks_of_labels import check_ends, check_masks, check_shift, check_stops
 from toolkit.diagnostics.checks_of_runs import (
@@ -58,11 +59,23 @@ def examine(
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="doctor-") as name:
         folder = Path(name)
         small = with_small_teacher(with_small_model(config, folder / "small-model"), folder / "small-teacher")
-        runs = run_short(main, small, watch, folder, say, {run for check in only for run in _RUNS.get(check, ())})
+        try:
+            runs = run_short(main, small, watch, folder, say, {run for check in only for run in _RUNS.get(check, ())})
+        except Refusal as refusal:
+            raise Refusal(_in_users_names(str(refusal), config, small)) from refusal
         outcomes = _outcomes(runs, small, folder, only)
     model = runs.records["as_is"].model
     shown = f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters" if model is not None else ""
     return Report(watch.script, shown, time.monotonic() - began, outcomes)
+
+
+def _in_users_names(message: str, config: Settings, small: Settings) -> str:
+    """A message with the model and the teacher that the user named, where it has the small ones in their place."""
+    given, taken = values_of(config), values_of(small)
+    for name in ("model", "teacher"):
+        if given.get(name) and given[name] != taken[name]:
+            message = message.replace(str(taken[name]), str(given[name]))
+    return message
 
 
 def _outcomes(runs: Runs, config: Settings, folder: Path, only: Collection[str]) -> dict[str, Outcome]:

@@ -8,7 +8,7 @@ import torch
 
 from toolkit.distributed.engines.engine import Piece
 from toolkit.distributed.engines.pieces import add_up
-from toolkit.system.devices import chosen_type
+from toolkit.system.devices import has_bf16_units
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
 ITERATIONS = 5
@@ -75,7 +75,7 @@ def workspace(parameters: Iterable[torch.Tensor]) -> int:
     for ((rows, columns), dtype, device), count in counts.items():
         together = min(count, _at_once(rows, columns))
         inside = 4 * rows * columns + 3 * min(rows, columns) ** 2
-        computing = _computing(dtype, chosen_type(device) == "cuda")
+        computing = _computing(dtype, device)
         largest = max(largest, together * (2 * rows * columns * dtype.itemsize + inside * computing.itemsize))
     return largest
 
@@ -84,8 +84,9 @@ def _at_once(rows: int, columns: int) -> int:
     return max(1, AT_ONCE // (rows * columns))
 
 
-def _computing(dtype: torch.dtype, on_cuda: bool) -> torch.dtype:
-    return torch.bfloat16 if on_cuda else torch.promote_types(dtype, torch.float32)
+def _computing(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    wide = torch.promote_types(dtype, torch.float32)
+    return torch.bfloat16 if wide == torch.float32 and has_bf16_units(device) else wide
 
 
 def _nesterov(parameter: torch.Tensor, state: State, momentum: float) -> torch.Tensor:
@@ -108,7 +109,7 @@ def _rate(learning_rate: float, rows: int, columns: int) -> float:
 def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
     """Each of the matrices `[count, rows, columns]` with its singular values brought near 1, by Newton and Schulz."""
     a, b, c = COEFFICIENTS
-    x = matrices.to(_computing(matrices.dtype, chosen_type(matrices.device) == "cuda"))
+    x = matrices.to(_computing(matrices.dtype, matrices.device))
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from toolkit.system.compat import multiplies_bf16
+
 _planned: tuple[str, bool] | None = None  # no ContextVar, at which torch.compile (2.13) ends its graph: asked in every layer
 
 
@@ -21,6 +23,12 @@ def is_ampere(device: torch.device) -> bool:
     if _planned and device.type != "cuda":  # a plan has its tensors elsewhere
         return _planned[0] == "cuda" and _planned[1]
     return device.type == "cuda" and _capability(device) >= (8, 0)
+
+
+def has_bf16_units(device: torch.device) -> bool:
+    """Whether it multiplies bfloat16 faster than float32."""
+    kind = chosen_type(device)
+    return multiplies_bf16(kind) if kind == device.type else is_ampere(device)
 
 
 @functools.cache

@@ -103,13 +103,10 @@ def _precision_of_device(config: RunConfig, on_cpu: bool) -> str:
     """bf16 over weights in float32, where the device, or the one that is planned for, has units for products in bfloat16."""
     import torch
 
-    from toolkit.system.compat import multiplies_bf16
-    from toolkit.system.devices import chosen_type, is_ampere
+    from toolkit.system.devices import has_bf16_units
 
     device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator() or torch.device("cpu")
-    is_here = chosen_type(device) == device.type
-    has_units = multiplies_bf16(device.type) if is_here else is_ampere(device)
-    return "bf16" if has_units and values_of(config).get("dtype", "float32") == "float32" else "no"
+    return "bf16" if has_bf16_units(device) and values_of(config).get("dtype", "float32") == "float32" else "no"
 
 
 def _be_deterministic(seed: int) -> None:
