@@ -149,7 +149,7 @@ def test_of_two_ranks_that_shard_the_first_has_half(engine: str, flags: list[str
     whether a norm without a value is valid and takes no step, its shapes of all weights are counted, or the
     model has the name of the class that fully_shard makes of its own.
     """
-    found = plan(*SMALL, "--processes", "2", *flags, "--device", "24gb", "--json")
+    found = plan(*SMALL, "--processes", "2", *flags, "--no-bf16", "--device", "24gb", "--json")
     assert found.returncode == 0, found.stderr
     shown = json.loads(found.stdout)
     whole, parts = 4 * shown["parameters"], shown["parts"]
