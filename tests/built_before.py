@@ -14,3 +14,4 @@ render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=CHATML
 library_versions()
 corpus_facts()
 gc.freeze()  # what is here is looked at by no collection of a run, whose pages would be copied for it
+gc.enable()

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import gc
 import hashlib
 import importlib.util
 import json
@@ -17,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,16 @@ pytest_sessionstart, pytest_sessionfinish = _WORKING_TREE.pytest_sessionstart, _
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for plugin in (_TALLY, _WORKING_TREE):
         plugin.pytest_terminal_summary(terminalreporter, config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays to the end: the garbage collector passes it over, now and in each test."""
+    gc.disable()
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
 
 
 @pytest.hookimpl(tryfirst=True)  # before the cases are chosen with -m
@@ -330,7 +341,8 @@ def fork_run() -> Callable[..., Any]:
     context = multiprocessing.get_context("forkserver")
     # This file too, since each child looks for `_child` in it: its import of pytest takes a third of a second.
     imported = [*PRELOADED, *_configurations(), *_of_every_run()]
-    context.set_forkserver_preload([*imported, __name__, __name__.replace("conftest", "built_before")])
+    own = (__name__.replace("conftest", name) for name in ("without_collector", "conftest", "built_before"))
+    context.set_forkserver_preload([next(own), *imported, *own])
     first = context.Process(target=time.sleep, args=(0,))  # the imports take a minute on a busy machine: in no test's time limit
     first.start()
     first.join()
