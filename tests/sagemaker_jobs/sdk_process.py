@@ -4,6 +4,8 @@ Reads questions from standard input and answers each with one line of JSON.
 """
 
 import base64
+import functools
+import gc
 import io
 import json
 import os
@@ -104,11 +106,23 @@ if __name__ == "__main__":
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_ACCESS_KEY_ID": "testing",
         "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": REGION, "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
     }  # fmt: skip
+    import boto3
+    from botocore import loaders
     from jsonschema import validators
     from sagemaker.huggingface import HuggingFace  # noqa: F401 - once, for all command lines
 
+    from toolkit.cli import main as _
+    from toolkit.sagemaker_jobs import command, fetch, follow, submit  # noqa: F401
+
     # The SDK checks its configuration dozens of times a command, and each time the schema that it ships too, for four seconds in all.
     validators.validator_for({}).check_schema = classmethod(lambda *schema, **named: None)
+
+    # botocore reads the files of services anew in each session; nothing changes what is in them.
+    read = functools.cache(loaders.JSONFileLoader().load_file)
+    loaders.JSONFileLoader.load_file = lambda self, path: read(path)
+    for service in ("sagemaker", "s3", "sts", "logs"):
+        boto3.client(service)
+    gc.freeze()  # what is here is looked at by no collection of a command, whose pages would be copied for it
 
     for line in sys.stdin:
         answers.write(json.dumps(answer(json.loads(line)), default=str) + "\n")
