@@ -111,7 +111,6 @@ if __name__ == "__main__":
     from jsonschema import validators
     from sagemaker.huggingface import HuggingFace  # noqa: F401 - once, for all command lines
 
-    from toolkit.cli import main as _
     from toolkit.sagemaker_jobs import command, fetch, follow, submit  # noqa: F401
 
     # The SDK checks its configuration dozens of times a command, and each time the schema that it ships too, for four seconds in all.
