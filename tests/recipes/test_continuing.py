@@ -2,9 +2,11 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.warm
+COLD = sys.executable  # of a command that is executed as it was printed
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
@@ -110,6 +113,9 @@ def test_the_command_on_the_screen_continues_the_run(run_recipe: Any, rows: Path
     steps = stopped.summary["steps"]
     assert steps < 40
     command = stopped.err.split("Continue with:\n")[1].strip()
+    if begun != "fresh":  # by a Python with the imports done
+        assert shlex.split(command)[0] == COLD
+        command = shlex.join([sys.executable, *shlex.split(command)[1:]])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
