@@ -121,7 +121,11 @@ def slopes(model: Any, loss: Any, step: float = 1e-6) -> tuple[float, float]:
     return float(norm), (ends[0] - ends[1]) / (2 * step)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+# Losses of pairs differ in what they do with the same values, and so do those of answers, and of tokens.
+FAST = ("sigmoid", "orpo", "kto", "causal_lm")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LOSSES])
 def test_a_head_that_drops_has_the_gradient_of_the_values_it_gave(name: str) -> None:
     """Chunks of the shipped size. Fails when: backward computes the head with other random numbers than forward did."""
     assert rows_in_a_chunk(VOCABULARY, torch.device("cpu")) < 4 * ANSWER
