@@ -12,8 +12,8 @@ from toolkit import checkpoint as ckpt
 from toolkit.distributed.heartbeat import RankLost
 from toolkit.system.console import first_line
 from toolkit.system.interruptions import Interrupted, InterruptedByKeyboard
+from toolkit.training.continuing_command import continuing_command
 from toolkit.training.memory import WHAT_HELPS, OutOfMemory, is_out_of_memory
-from toolkit.training.signals import continuing_command
 
 if TYPE_CHECKING:
     from toolkit.config import RunConfig
