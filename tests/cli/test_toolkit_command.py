@@ -51,7 +51,7 @@ for step in range(done + 1, int(flags["--max-steps"]) + 1):
     weight = weight - 0.125 * momentum
     if step % int(flags["--save-steps"]) == 0:
         ckpt.save_checkpoint(root, step, ckpt.State({"weight": weight}, {"momentum": momentum}, [["weight"]], {"step": step}))
-    time.sleep(0.05)
+    time.sleep(0.5 if step == 5 else 0.05)  # it is killed there: with a warm Python a little later than the process that is waited for
 """
 SMALL = ["--hidden-size", "32", "--num-hidden-layers", "2", "--max-length", "64", "--vocab-size", "300"]
 
