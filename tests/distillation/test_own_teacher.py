@@ -115,7 +115,7 @@ def test_the_average_of_an_adapter_shares_the_frozen_weights() -> None:
     own = dict(average.model.named_parameters())
     for name, parameter in student.named_parameters():
         assert (own[name].data_ptr() == parameter.data_ptr()) == (not parameter.requires_grad), name
-    ask = ask_model(average.model, SharedVocabulary(VOCABULARY), in_students_precision=True)
+    ask = ask_model(average.model, SharedVocabulary(VOCABULARY))
     at_start = gradients(student.eval(), ask, 6)
     alone = gradients(student, ask_model(adapted().eval(), SharedVocabulary(VOCABULARY)), 6)
     for name, gradient in alone.items():

@@ -3,6 +3,7 @@
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.distillation import fill_store, store as stores
 from toolkit.distillation.fill_store import ask_stored, store_teacher
 from toolkit.distillation.teacher import ask_model
+from toolkit.distillation.trained_teacher import TrainedTeacher
 from toolkit.distillation.vocabulary import SharedVocabulary
 from toolkit.losses.distillation import DIVERGENCES, distillation_loss, distillation_metrics
 
@@ -66,9 +68,9 @@ def loaders(packing: str | None, count: int = 24, seed: int = 3, **settings: Any
     return train, evaluation
 
 
-def stored(teacher: nn.Module, train: TrainLoader, evaluation: EvalLoader, top_k: int, asked: list[int] | None = None, **settings: Any) -> Any:
+def stored(teacher: nn.Module, train: TrainLoader, evaluation: EvalLoader, top_k: int, asked: list[int] | None = None, half: Any = None, **settings: Any) -> Any:
     def load() -> Any:
-        own = ask_model(teacher, SharedVocabulary(VOCABULARY))
+        own = ask_model(teacher, SharedVocabulary(VOCABULARY), half)
 
         def ask(micro_batch: dict[str, Any], temperature: float, body: Any) -> torch.Tensor:
             if asked is not None:
@@ -112,6 +114,53 @@ def test_all_tokens_stored_are_the_teacher_in_memory(models: tuple[nn.Module, nn
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     wanted_metrics = evaluated(student, online, evaluation)
     assert evaluated(student, ask_stored(VOCABULARY), taught_evaluation) == pytest.approx(wanted_metrics, rel=1e-6)
+
+
+@pytest.mark.parametrize("of_student", [True, False])
+def test_a_teacher_computes_in_the_half_precision_that_it_is_given(models: tuple[nn.Module, nn.Module], of_student: bool) -> None:
+    """Whatever the student is called with, which is as it was then; stored too. Reference: the teacher's own forward pass.
+
+    Fails when: the student's autocast decides, or is lost behind the teacher's.
+    """
+    _, teacher = models
+    train, evaluation = loaders(None)
+    ask = ask_model(teacher, SharedVocabulary(VOCABULARY), torch.bfloat16)
+    taught, _ = stored(teacher, train, evaluation, VOCABULARY, half=torch.bfloat16, made_of={"files": "x", "autocast": "bfloat16"})
+    micro_batch, again = (next(iter(loader.batches())).micro_batches[0] for loader in (train, taught))
+    inputs = {name: micro_batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = teacher(**inputs).logits.float().flatten(0, 1)
+    wanted = (logits[micro_batch["supervised_positions"]] / 1.5).log_softmax(-1)
+    full = (teacher(**inputs).logits.flatten(0, 1)[micro_batch["supervised_positions"]] / 1.5).log_softmax(-1)
+    seen: list[bool] = []
+
+    def body(of_teacher: Any, _: int) -> torch.Tensor:
+        found = of_teacher(slice(None)).logps
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return found
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=of_student):
+        found = ask(micro_batch, 1.5, body)
+        kept = ask_stored(VOCABULARY)(again, 1.5, body)
+        assert torch.is_autocast_enabled("cpu") == of_student
+    assert seen == [of_student] * 2
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kept, found, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(found, full, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_files", "precision", "half"),
+    [
+        ("auto", torch.float32, "bf16", torch.bfloat16), ("auto", None, "bf16", torch.bfloat16), ("auto", torch.float32, "no", None),
+        ("auto", torch.bfloat16, "bf16", None), ("float32", torch.float32, "bf16", None), ("bfloat16", torch.float32, "bf16", None),
+        ("auto", "float32", "fp16", torch.float16),
+    ],
+)  # fmt: skip
+def test_a_teacher_in_float32_computes_as_the_run_does_unless_its_type_is_named(dtype: str, of_files: Any, precision: str, half: Any) -> None:
+    """Fails when: one in half precision gets autocast, or --teacher-dtype float32 does not bring float32."""
+    found = TrainedTeacher(tk.ModelConfig(dtype=dtype), "", SimpleNamespace(dtype=of_files), None, {})  # type: ignore[arg-type]
+    assert found.computed_in(SimpleNamespace(mixed_precision=precision)) == half  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("top_k", [1, 5, VOCABULARY - 1])

@@ -103,6 +103,17 @@ def test_loss_and_gradient_are_the_formula_for_every_split(problem_type: str, ho
         torch.testing.assert_close(own.grad, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
+def test_a_teacher_in_half_precision_returns_float32() -> None:
+    """Close to its own float32, and not the same. Fails when: a softmax is taken of half precision, or there is no autocast."""
+    teacher = bert(12, 2, CLASSES, seed=2).float().eval()
+    batch = collate_padded([{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [3], "labels": 1}])
+    wanted = {"output_hidden_states": True}
+    full, half = (ask_classifier(teacher, SharedVocabulary(VOCABULARY), None, wanted, kind)(batch) for kind in (None, torch.bfloat16))
+    assert {each.dtype for each in (half.logits, *half.hidden_states)} == {torch.float32}
+    torch.testing.assert_close(half.logits, full.logits, rtol=5e-2, atol=5e-2)
+    assert not torch.equal(half.logits, full.logits)
+
+
 def test_layers_are_paired_as_in_the_papers() -> None:
     """Fails when: uniform rounds up, or last leaves out the highest layer."""
     assert pair_layers("uniform", 4, 12) == [(0, 0), (1, 3), (2, 6), (3, 9), (4, 12)]

@@ -20,7 +20,7 @@ class TeacherConfig(Settings):
         None, "Branch, tag or commit of the teacher on the Hub.", aliases=("teacher_model_revision",), on_resume="fixed"
     )
     teacher_dtype: str = setting(
-        "auto", "Type in which the teacher is held and computes. auto: that of its files.",
+        "auto", "Type in which the teacher is held and computes. auto: that of its files; from float32 as the run computes.",
         choices=("auto", "float32", "bfloat16", "float16"), on_resume="fixed",
     )
     temperature: float = setting(

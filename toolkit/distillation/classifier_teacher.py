@@ -77,19 +77,28 @@ def build_classifier_teacher(
         add_projections(student, {own for own, _ in pairs}, int(model.config.get_text_config().hidden_size), seed)
     asked = {"output_hidden_states": bool(pairs), "output_attentions": config.match_attention}
     placed = engine_of(accelerator).place_frozen(accelerator, model)
-    return ClassifierTeacher(ask_classifier(placed, shared, order, asked), pairs, found.made_of)
+    return ClassifierTeacher(ask_classifier(placed, shared, order, asked, found.computed_in(accelerator)), pairs, found.made_of)
 
 
 def ask_classifier(
-    model: nn.Module, shared: SharedVocabulary, order: torch.Tensor | None, asked: Mapping[str, bool]
-) -> AskClassifier:
-    """A teacher in memory, in its own precision. `order`: the number that it has for each of the student's classes."""
+    model: nn.Module, shared: SharedVocabulary, order: torch.Tensor | None, asked: Mapping[str, bool],
+    half: torch.dtype | None = None,
+) -> AskClassifier:  # fmt: skip
+    """A teacher in memory, in its own type, or with autocast to `half`; what it returns is float32 then.
+
+    `order`: the number that it has for each of the student's classes.
+    """
 
     def ask(micro_batch: MicroBatch) -> Any:
+        from accelerate.utils import convert_to_fp32
+
         inputs = {name: value for name, value in micro_batch.items() if name not in ("labels", "weight")}
         inputs["input_ids"] = shared.inputs(inputs["input_ids"])
-        with torch.no_grad():
+        kind = inputs["input_ids"].device.type
+        with torch.no_grad(), torch.autocast(kind, dtype=half, enabled=half is not None):
             output = model(**inputs, **{name: True for name, wanted in asked.items() if wanted})
+        if half:
+            output = convert_to_fp32(output)
         if order is not None:
             output.logits = output.logits.index_select(-1, order.to(output.logits.device))
         return output

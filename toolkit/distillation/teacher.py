@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -18,7 +19,7 @@ from toolkit.distillation.fill_store import ask_stored, store_teacher
 from toolkit.distillation.on_policy import check_prompts
 from toolkit.distillation.own_teacher import Average, ask_without_adapter
 from toolkit.distillation.server_teacher import connect_teacher
-from toolkit.distillation.trained_teacher import check_teacher_on_disk, find_teacher, named_as_teacher
+from toolkit.distillation.trained_teacher import check_teacher_on_disk, find_teacher, half_of, named_as_teacher
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import say_once
@@ -113,10 +114,12 @@ def build_teacher(
     found.compare_templates(f"--teacher {teacher}", tokenizer)  # also where an earlier run has asked it
     made_of = found.made_of
 
+    half = found.computed_in(accelerator)
+
     def load() -> TeacherFn:
         model = found.load(packed=packed)
         found.describe(f"--teacher {teacher}", model, shared)
-        return ask_model(engine_of(accelerator).place_frozen(accelerator, model), shared)
+        return ask_model(engine_of(accelerator).place_frozen(accelerator, model), shared, half)
 
     if config.teacher_top_k is None:
         return Teacher(load(), made_of), train, evaluation
@@ -124,7 +127,7 @@ def build_teacher(
         raise Refusal(f"--teacher-top-k {config.teacher_top_k}: teacher and student share {shared.size:,} tokens.")
     numbers_depend_on = {
         "files": list(found.digests.values()), "name": None if found.digests else found.settings.model,
-        "commit": made_of["commit"], "dtype": config.teacher_dtype,
+        "commit": made_of["commit"], "dtype": config.teacher_dtype, **({"autocast": str(half)} if half else {}),
         "order": None if shared.of_teacher is None else shared.of_teacher.tolist(),
     }  # fmt: skip
     train, evaluation = _stored(accelerator, load, numbers_depend_on, train, evaluation, config, shared.size)
@@ -186,17 +189,17 @@ def _own_teacher(
         average = Average(student, config.ema_decay)
         own = sum(mean.numel() for mean in average.means.values())
         say_once(f"{flag}: the teacher is the average of the {own:,} trained parameters")
-        return Teacher(ask_model(average.model, shared, in_students_precision=True), None, average)
+        return Teacher(ask_model(average.model, shared, half_of(accelerator)), None, average)
     if not is_adapted(unwrapped(student)):
         raise Refusal(f"{flag}: the student has no adapter to turn off. Add --use-peft.")
     say_once(f"{flag}: the teacher is the model with its adapter off")
     return Teacher(ask_without_adapter(student, shared.size), None)
 
 
-def ask_model(model: nn.Module, shared: SharedVocabulary, *, in_students_precision: bool = False) -> TeacherFn:
+def ask_model(model: nn.Module, shared: SharedVocabulary, half: torch.dtype | None = None) -> TeacherFn:
     """A teacher in memory: its hidden states at supervised positions, and its logits for a chunk of them at a time.
 
-    It computes in its own type, or with the autocast that the student is called with.
+    It computes in its own type, or with autocast to `half`, whatever the student is called with.
     """
 
     def ask(micro_batch: MicroBatch, temperature: float, body: Body) -> torch.Tensor:
@@ -206,11 +209,11 @@ def ask_model(model: nn.Module, shared: SharedVocabulary, *, in_students_precisi
         kind, found = inputs["input_ids"].device.type, []
         with_gradient, dtype = torch.is_grad_enabled(), torch.get_autocast_dtype(kind)
         autocast = torch.is_autocast_enabled(kind)
-        of_teachers = autocast and in_students_precision
+        of_teachers = partial(torch.autocast, kind, dtype=half, enabled=half is not None)
 
         def compute(logits_of: Logits, _: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
             def of_teacher(piece: slice) -> TeacherLogps:
-                with torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=of_teachers):
+                with torch.no_grad(), of_teachers():
                     logits = shared.logits(logits_of(rows[piece]))
                     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
                     return TeacherLogps((logits / temperature).log_softmax(-1))
@@ -219,7 +222,7 @@ def ask_model(model: nn.Module, shared: SharedVocabulary, *, in_students_precisi
                 found.append(body(of_teacher, shared.size))
             return rows.new_zeros(1)
 
-        with torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=of_teachers):
+        with torch.no_grad(), of_teachers():
             at_positions(model, inputs, positions, compute)
         return found[0]
 

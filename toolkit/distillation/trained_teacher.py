@@ -51,6 +51,12 @@ class TrainedTeacher:
         """Commit and digests of its files, for `open_run`."""
         return {"who": "teacher", "setting": "teacher", "commit": commit_of(self.config), **self.digests}
 
+    def computed_in(self, accelerator: Accelerator) -> torch.dtype | None:
+        """The half precision of the run, for a teacher in float32 whose type nobody has named; None: its own type."""
+        of_files = str(getattr(self.config, "dtype", None) or torch.float32)
+        is_float32 = self.settings.dtype == "auto" and of_files.endswith("float32")
+        return half_of(accelerator) if is_float32 else None
+
     def load(self, *, packed: bool = False) -> PreTrainedModel:
         """Its weights on the CPU, frozen, in evaluation mode."""
         with named_as_teacher():
@@ -70,6 +76,11 @@ class TrainedTeacher:
         kind = str(next(model.parameters()).dtype).removeprefix("torch.")
         other = ", whose numbers for them are others" if shared.of_teacher is not None else ""
         say_once(f"{flag}: {size:,} parameters in {kind}, {shared.size:,} tokens shared{other}")
+
+
+def half_of(accelerator: Accelerator) -> torch.dtype | None:
+    """The type that autocast has in a run, None in full precision."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
 
 
 def find_teacher(
