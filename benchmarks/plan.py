@@ -171,7 +171,7 @@ def measure(name: str, side: str) -> dict[str, float]:
     began = time.monotonic()
     if side == "plan":
         found = plan(script.main, config, ranks=ranks_of(name))
-        process = found.peak + sum(beyond_tensors(find_device("this"), found.peak, found.process))
+        process = found.peak + sum(beyond_tensors(find_device("this"), found))
         return {"peak": found.peak, "seconds": time.monotonic() - began, "process": process}
     return _really(script.main, config, profiled=side == "real")
 

@@ -6,9 +6,13 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.config import Refusal
 from toolkit.config.setting import nearest
+
+if TYPE_CHECKING:
+    from toolkit.diagnostics.plan import Plan
 
 GIB = 2**30
 # torch.cuda.get_device_properties(0).total_memory in GiB, as people report it; the data sheet's number counts otherwise.
@@ -28,7 +32,7 @@ _INSTANCES = {
 _BEFORE_AMPERE = ("t4", "v100", "v100-32gb")
 CONTEXT = round(0.6 * GIB)  # of CUDA with cuBLAS's and cuDNN's workspaces
 FRAGMENTED = 0.05  # of the tensors, that the allocator of CUDA can't use
-SLACK = 0.3  # the same of glibc on a CPU, and of kernels that ask no allocator: 22 to 40 % were measured
+SLACK = 0.3  # the same on a CPU whose allocator is not asked: 22 to 40 % were measured with glibc
 OTHERS = 40 * 2**20  # what a process on a CPU comes to hold besides in its first step
 
 
@@ -95,16 +99,11 @@ def _limit(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def beyond_tensors(device: Device, tensors: int, process: int) -> tuple[int, int]:
-    """Bytes that a process holds on the device besides its tensors, and the margin for what an allocator can't use.
-
-    Args:
-        tensors: bytes of them at the highest moment.
-        process: resident bytes of a process on a CPU that has read the data and made the model's shapes.
-    """
+def beyond_tensors(device: Device, plan: Plan) -> tuple[int, int]:
+    """Bytes that a process holds on the device besides its tensors, and the margin for what an allocator can't use."""
     if device.kind == "cpu":
-        return process + OTHERS, round(SLACK * tensors)
-    return CONTEXT, round(FRAGMENTED * tensors)
+        return plan.process + OTHERS, round(SLACK * plan.peak) if plan.heap is None else max(0, plan.heap - plan.peak)
+    return CONTEXT, round(FRAGMENTED * plan.peak)
 
 
 def resident() -> int:

@@ -24,7 +24,7 @@ def needed(plan: Plan, device: Device) -> int:
 
     Each rank has its own GPU; a CPU's memory is that of all ranks.
     """
-    of_rank = plan.peak + sum(beyond_tensors(device, plan.peak, plan.process))
+    of_rank = plan.peak + sum(beyond_tensors(device, plan))
     return of_rank * plan.ranks if device.kind == "cpu" else of_rank
 
 

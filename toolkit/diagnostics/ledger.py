@@ -21,6 +21,7 @@ from toolkit.diagnostics.compat import (
     storage_key,
     tree_leaves,
 )
+from toolkit.diagnostics.heap import Heap
 from toolkit.distributed.engines.engine import local_part
 
 ENGINE = "engine"  # the part that FSDP2 or DeepSpeed allocates: gathered weights, buckets, partitions of the gradients
@@ -30,11 +31,13 @@ FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 class Ledger(TorchDispatchMode):
     """Follows the storage of every tensor that an operation returns, from its making to its end, of fake tensors too.
 
-    `phase` names the part that new storages belong to; `at_peak` is the bytes of each part at the highest moment.
+    `phase` names the part that new storages belong to; `at_peak` is the bytes of each part at the highest moment. `heap` is
+    asked for a block for each of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heap: Heap | None = None) -> None:
         super().__init__()
+        self.heap = heap
         self.phase, self.total, self.peak, self.peak_phase, self._is_pausing = "other", 0, 0, "", False
         self.live: Counter[str] = Counter()
         self.at_peak: dict[str, int] = {}
@@ -80,6 +83,8 @@ class Ledger(TorchDispatchMode):
             return
         self._of[key] = (part, size, weakref.ref(storage, lambda _: self._gone(key)))
         self._add(part, size)
+        if self.heap:
+            self.heap.hold(key, size)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a storage by its new size: FSDP2 gives back a layer's gathered weights, and takes that much again, in place."""
@@ -88,6 +93,8 @@ class Ledger(TorchDispatchMode):
         if reference is not None:
             self._of[key] = (part, storage.nbytes(), reference)
             self._add(part, storage.nbytes() - size)
+            if self.heap:
+                self.heap.hold(key, storage.nbytes())
 
     def _add(self, part: str, size: int) -> None:
         self.live[part] += size
@@ -119,6 +126,8 @@ class Ledger(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         part, size, _ = self._of.pop(key)
         self._add(part, -size)
+        if self.heap:
+            self.heap.hold(key, 0)
 
 
 def as_fake(model: nn.Module) -> nn.Module:

@@ -26,6 +26,7 @@ from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.diagnostics.compat import FakeTensor, resized_storages
 from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.documents import Kept, first_and_last
+from toolkit.diagnostics.heap import find_heap
 from toolkit.diagnostics.ledger import ENGINE, Ledger, as_fake, mark_phases
 from toolkit.diagnostics.one_rank import as_first_rank, exchanged
 from toolkit.diagnostics.planned_layers import PlannedLayers
@@ -70,7 +71,8 @@ class _Planned(BaseException):
 class Plan:
     """Bytes of tensors at the highest moment of a step, by part; and what the run is.
 
-    `phase`: when that is. `process`: resident bytes of this process before the first step, the data read.
+    `phase`: when that is. `process`: resident bytes of this process before the first step, the data read. `heap`: bytes that
+    glibc holds for the tensors on a CPU, at its own highest moment; None where it is not known.
     Of several `ranks` it is the first one's, and `engine` says what they share ("" where there is one device).
     `micro_batch`: examples in one, `tokens` in the longest one (padding among them). `examples`: that there are, 0 where they
     are completions. `steps`: of the whole run. `precision`: "no", "bf16" or "fp16", in which it computes.
@@ -79,6 +81,7 @@ class Plan:
     parts: dict[str, int]
     phase: str
     process: int = 0
+    heap: int | None = None
     model: str = ""
     parameters: int = 0
     trained: int = 0
@@ -111,7 +114,7 @@ def plan(
         Refusal: the recipe refuses its settings or data; or it computes with values, of which no plan is made.
     """
     check_plannable(config)
-    seen = _Seen(Ledger())
+    seen = _Seen(Ledger(find_heap() if kind == "cpu" else None))
     printed = io.StringIO()
     forget_accelerator()
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="plan-") as folder, contextlib.ExitStack() as stack:
@@ -131,6 +134,8 @@ def plan(
             for remove in seen.removed:
                 remove()
             forget_accelerator()
+            if seen.ledger.heap:
+                seen.ledger.heap.clear()
     if not seen.batches:
         raise Refusal("no plan of this run: it took no step with batches of tk.build_dataloaders.")
     return seen.plan()
@@ -151,7 +156,7 @@ class _Seen:
     """What a plan sees of the run."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.models, self.batches, self.process = ledger, list[nn.Module](), 0, 0
+        self.ledger, self.models, self.batches, self.process, self.before = ledger, list[nn.Module](), 0, 0, 0
         self.removed: list[Callable[[], None]] = []
         self.layers = PlannedLayers(ledger)
         self.train: Any = None
@@ -177,11 +182,16 @@ class _Seen:
         )
         name = type(model).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
         return Plan(
-            parts, self.ledger.peak_phase, self.process, name, trained + frozen, trained,
+            parts, self.ledger.peak_phase, self.process, self.heap, name, trained + frozen, trained,
             self.micro_batch_size, -(-self.update_size // (self.micro_batch_size * self.train.world_size)),
             _tokens(self.longest.micro_batches[0]) if self.longest else 0, self.examples, self.train.num_steps,
             self.train.world_size, self.engine, self.precision, notes,
         )  # fmt: skip
+
+    @property
+    def heap(self) -> int | None:
+        heap = self.ledger.heap
+        return self.before + heap.peak - heap.start if heap and not heap.is_refused else None
 
     @property
     def trained_model(self) -> nn.Module:
@@ -295,7 +305,10 @@ def _longest_batches(seen: _Seen, original: Callable[..., Iterator[Batch]], load
         seen.accumulated = len(batch.micro_batches)
         seen.longest = _repeated(batch, longest, min(seen.accumulated, 2), loader.longest_examples())
         seen.batches += 1
-        seen.process = seen.process or resident()
+        if seen.batches == 1:
+            seen.process, seen.before = resident(), seen.ledger.total
+            if seen.ledger.heap:
+                seen.ledger.heap.restart()
         seen.ledger.restart()
         seen.ledger.phase = "activations"
         yield seen.longest

@@ -40,9 +40,13 @@ class PlannedLayers:
 
     def replace(self, replace: Replacements) -> None:
         """Take the place of the compiler, for modules and for functions whose first argument is one."""
-        replace.attribute(torch, "compile", lambda _, forward, **settings: functools.partial(self._run, forward))
+        replace.attribute(torch, "compile", self._compiled)
         replace.attribute(nn.Module, "compile", self._compile)
         replace.attribute(kernels, "loop_kernel", self._loop)
+
+    def _compiled(self, original: Callable[..., Any], forward: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+        original(forward, **settings)  # compiles nothing yet, but imports the compiler, which takes 60 MB of a process
+        return functools.partial(self._run, forward)
 
     def _compile(self, _: Any, layer: nn.Module, **settings: Any) -> None:
         layer.forward = functools.partial(self._run, type(layer).forward, layer)
