@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from toolkit.config import Refusal
+from toolkit.distributed.compat import forget_process_state
 from toolkit.generation.distribution import SamplingSettings, shaped_logits
 from toolkit.generation.random_numbers import completion_key, exponentials
 from toolkit.generation.sampler import sample_groups, takes_groups
@@ -236,9 +238,14 @@ def test_which_models_are_decoded_in_groups() -> None:
     }  # fmt: skip
 
 
-def test_an_unknown_model_is_decoded_in_groups_if_it_shows_that_it_can_be() -> None:
-    """A layer that mixes neighbors gives it away. Fails when: `_groups_are_exact` compares with the groups' own pass."""
-    model = model_of("llama")
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_an_unknown_model_is_decoded_in_groups_if_it_shows_that_it_can_be(precision: str) -> None:
+    """A layer that mixes neighbors gives it away, in a run in bfloat16 too, whose weights are float32.
+
+    Fails when: `_groups_are_exact` compares with the groups' own pass, or allows the rounding of the weights' type.
+    """
+    forget_process_state()
+    model = Accelerator(cpu=True, mixed_precision=precision).prepare(model_of("olmo2"))
     model.config.model_type = "newcomer"
     assert takes_groups(model)
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + output.roll(1, dims=1))

@@ -257,17 +257,23 @@ def test_orthogonalized_is_the_newton_schulz_iteration_of_each_matrix(shape):
         assert singular.median() > 0.6
 
 
-@pytest.mark.parametrize(("units", "dtype", "error"), [
-    (True, torch.float32, 2e-2), (True, torch.bfloat16, 2e-2), (False, torch.float32, 1e-5), (True, torch.float64, 1e-12),
+@pytest.mark.parametrize(("units", "precision", "dtype", "error"), [
+    (True, "bf16", torch.float32, 2e-2), (True, "bf16", torch.bfloat16, 2e-2), (False, "bf16", torch.float32, 1e-5),
+    (True, "no", torch.float32, 1e-5), (True, None, torch.float32, 1e-5), (True, "bf16", torch.float64, 1e-12),
 ])  # fmt: skip
-def test_a_device_with_units_for_bfloat16_orthogonalizes_in_it(units, dtype, error, monkeypatch):
-    """But for float64. The error is relative, of the whole matrix. Fails when: the device isn't asked, or float64 is rounded."""
+def test_a_run_in_bfloat16_orthogonalizes_in_it_where_there_are_units(units, precision, dtype, error, monkeypatch):
+    """But for float64. The error is relative, of the whole matrix.
+
+    Fails when: the device isn't asked, --no-bf16 doesn't reach it, or float64 is rounded.
+    """
     monkeypatch.setattr("toolkit.system.devices.multiplies_bf16", lambda _: units)
+    monkeypatch.setattr("toolkit.optim.muon.settled_precision", lambda: precision)
     matrices = torch.randn(3, 48, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact, ours = orthogonalized(matrices.double()), orthogonalized(matrices)
-    assert ours.dtype == (torch.bfloat16 if units and dtype != torch.float64 else dtype)
+    in_half = error == 2e-2
+    assert ours.dtype == (torch.bfloat16 if in_half else dtype)
     assert (ours - exact).norm() <= error * exact.norm()
-    if units and dtype != torch.float64:
+    if in_half:
         assert (ours - exact).norm() > 1e-4 * exact.norm()
 
 

@@ -195,10 +195,21 @@ def test_a_line_says_what_a_run_is_before_it_begins() -> None:
     assert "--no-bf16" not in said
 
 
-@pytest.mark.parametrize(("precision", "bf16", "line"), [("bf16", None, "bf16 over float32 (float32 with --no-bf16)"), ("bf16", True, "bf16 over float32;"), ("no", None, "cpu, float32;")])
-def test_a_precision_that_the_device_has_chosen_is_shown_with_the_way_back(precision: str, bf16: bool | None, line: str) -> None:
-    """Fails when: nothing says that --no-bf16 computes in float32, or it is said to someone who chose."""
-    assert line in what_the_run_is({**card(precision=precision), "settings": {"bf16": bf16}})[0]
+@pytest.mark.parametrize(
+    ("precision", "dtype", "settings", "launched", "line"),
+    [
+        ("bf16", "float32", {"bf16": None}, "no", "bf16 over float32 (float32 with --no-bf16);"), ("bf16", "float32", {"bf16": True}, "no", "bf16 over float32;"),
+        ("no", "float32", {"bf16": None}, "no", "cpu, float32;"), ("bf16", "bfloat16", {"bf16": None}, "no", "cpu, bfloat16 (float32 with --no-bf16);"),
+        ("bf16", "float32", {"bf16": None, "resume": True}, "no", "bf16 over float32;"), ("bf16", "float32", {"bf16": None}, "bf16", "bf16 over float32;"),
+    ],
+)  # fmt: skip
+def test_a_precision_that_the_device_has_chosen_is_shown_with_the_way_back(
+    precision: str, dtype: str, settings: dict[str, object], launched: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when: nothing says that --no-bf16 computes in float32, or it is said where that would be refused or change a run."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    known = card(precision=precision)
+    assert line in what_the_run_is({**known, "model": {**known["model"], "dtype": dtype}, "settings": settings})[0]
 
 
 @pytest.mark.parametrize(

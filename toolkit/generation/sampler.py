@@ -126,6 +126,9 @@ def _groups_are_exact(model: PreTrainedModel) -> bool:
     tokens = torch.randint(0, vocabulary, (11,), generator=torch.Generator().manual_seed(0)).to(device)
     rows = [tokens[:4], tokens[4:]]
     plain: Any = model
+    computed = {dtype}  # in half precision too under autocast, which a prepared model brings along
+    head: Any = model.get_output_embeddings()
+    seen = head.register_forward_hook(lambda _, __, logits: computed.add(logits.dtype))
     try:
         with torch.no_grad(), _as_for_sampling(model, grouped=False):
             alone = [plain(input_ids=row[None], use_cache=False).logits[0] for row in rows]
@@ -134,8 +137,10 @@ def _groups_are_exact(model: PreTrainedModel) -> bool:
             found = groups.first(), groups.next(torch.stack([row[-1] for row in rows]))
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError):  # a forward pass that can't be called so
         return False
+    finally:
+        seen.remove()
     wanted = [torch.stack([logits[place] for logits in alone]) for place in (-2, -1)]
-    rounding = 0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-4
+    rounding = 0.1 if computed & {torch.bfloat16, torch.float16} else 1e-4
     return all(bool((a - b).abs().max() <= rounding * b.abs().max()) for a, b in zip(found, wanted, strict=True))
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from toolkit.distributed.compat import settled_precision
 from toolkit.distributed.engines.engine import Piece
 from toolkit.distributed.engines.pieces import add_up
-from toolkit.system.devices import has_bf16_units
+from toolkit.system.devices import chosen_type, has_bf16_units
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
 ITERATIONS = 5
@@ -85,8 +86,10 @@ def _at_once(rows: int, columns: int) -> int:
 
 
 def _computing(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """On a GPU as torch's Muon does, where it has units for bfloat16; on a CPU only in a run that computes in bfloat16."""
     wide = torch.promote_types(dtype, torch.float32)
-    return torch.bfloat16 if wide == torch.float32 and has_bf16_units(device) else wide
+    in_half = chosen_type(device) != "cpu" or settled_precision() == "bf16"
+    return torch.bfloat16 if in_half and wide == torch.float32 and has_bf16_units(device) else wide
 
 
 def _nesterov(parameter: torch.Tensor, state: State, momentum: float) -> torch.Tensor:

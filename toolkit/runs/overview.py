@@ -18,8 +18,9 @@ def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
     """Of a run card: processes, device, precision, parameters, examples a step, steps, optimizer; what is not as it seems."""
     layout, model, recipe = card["layout"], card["model"], card["recipe"]
     processes, parameters, trained = layout["processes"], model["parameters"], model["trainable"]
-    half = f"{layout['precision']} over " if layout["precision"] not in ("no", model["dtype"]) else ""
-    by_default = " (float32 with --no-bf16)" if half and card["settings"].get("bf16", False) is None else ""
+    kind = {"bf16": "bfloat16", "fp16": "float16"}.get(layout["precision"], model["dtype"])
+    half = f"{layout['precision']} over " if kind != model["dtype"] else ""
+    by_default = " (float32 with --no-bf16)" if kind == "bfloat16" and _is_chosen_by_device(card["settings"]) else ""
     of_them = "all trained" if trained == parameters else f"{trained:,} trained"
     parts = [layout["micro_batch_size"], layout["gradient_accumulation_steps"], processes]
     cut = f"micro-batch {parts[0]} x accumulation {parts[1]} x {_count(processes, 'process')}"
@@ -40,6 +41,13 @@ def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
             f"For two on the CPU: {as_typed('toolkit', 'train', recipe['path'] or 'RECIPE', '--processes', 2)}"
         )
     return lines
+
+
+def _is_chosen_by_device(settings: Mapping[str, Any]) -> bool:
+    """Whether nobody has named the precision: a setting, a file of an engine, the launcher, or the run that is continued."""
+    elsewhere = any(settings.get(name) for name in ("deepspeed", "resume", "resume_from"))
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no" or "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ
+    return settings.get("bf16", False) is None and not elsewhere and not launched
 
 
 def _what_is_faster(card: Mapping[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from toolkit.config.reading import values_of
 from toolkit.config.setting import Settings, given_settings
 from toolkit.config.shown import public_settings
 from toolkit.distributed.engines import engine_of
+from toolkit.system.devices import has_bf16_units
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -44,7 +45,7 @@ _OTHER_LOSS = "the loss compares other pairs from here on, allowed by --allow-ch
 _OF_THE_MICRO_BATCH = ("per_device_train_batch_size", "micro_batch_size")
 _OF_THE_LAYOUT = {
     "micro_batch_size": DIFFERS["dropout"],
-    **dict.fromkeys(("engine", "processes", "precision", "threads", "device", "torch"), DIFFERS["rounding"]),
+    **dict.fromkeys(("engine", "processes", "precision", "bf16_units", "threads", "device", "torch"), DIFFERS["rounding"]),
 }
 
 # The default of every optimizer in earlier checkpoints; muon still has it, and where it has no effect it may differ.
@@ -53,9 +54,11 @@ FORMER_MOMENTUM = 0.95
 
 def run_layout(accelerator: Accelerator, train: TrainLoader | StreamLoader) -> dict[str, Any]:
     """What the world decided, as far as random numbers and rounding depend on it."""
+    # Products in bfloat16 are summed up otherwise where there are no units for them.
+    units = {} if accelerator.mixed_precision == "no" else {"bf16_units": has_bf16_units(accelerator.device)}
     return {
         "engine": engine_of(accelerator).label(accelerator), "processes": accelerator.num_processes,
-        "precision": accelerator.mixed_precision,
+        "precision": accelerator.mixed_precision, **units,
         "device": accelerator.device.type, "micro_batch_size": train.micro_batch_size,
         "global_batch_size": train.global_batch_size, "threads": torch.get_num_threads(), "torch": torch.__version__,
     }  # fmt: skip
@@ -105,10 +108,8 @@ def check_settings_to_resume(config: RunConfig) -> None:
 
 
 def precision_to_resume(config: RunConfig) -> str | None:
-    """In what a resumed run has computed so far, for one that names no precision: "bf16" or "no". None: nothing is resumed."""
-    for record in _records_to_resume(config):
-        return "bf16" if _precision_of(record) == "bf16" else "no"
-    return None
+    """What a resumed run that names no precision has computed in: "no", "bf16", "fp16". None: nothing is resumed."""
+    return next(map(_precision_of, _records_to_resume(config)), None)
 
 
 def _records_to_resume(config: RunConfig) -> Iterator[dict[str, Any]]:
