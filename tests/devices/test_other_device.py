@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SMALL = [
     "--hidden-size", "32", "--num-hidden-layers", "1", "--max-train-examples", "24", "--max-eval-examples", "3", "--max-steps", "3",
-    "--logging-steps", "1", "--global-batch-size", "8", "--per-device-train-batch-size", "4", "--eval-strategy", "steps", "--eval-steps", "2", "--dropout", "0",
+    "--logging-steps", "1", "--global-batch-size", "8", "--per-device-train-batch-size", "4", "--eval-strategy", "steps", "--eval-steps", "2", "--dropout", "0", "--no-bf16",
 ]  # fmt: skip
 SAMPLED = ["--num-samples", "1", "--sample-max-new-tokens", "4"]
 FEW = ["--max-train-examples", "4", "--max-eval-examples", "1"]  # whole files
