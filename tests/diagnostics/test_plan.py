@@ -1,5 +1,6 @@
 """toolkit plan: its peaks next to torch's allocator, what fits, and what it refuses."""
 
+import dataclasses
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from toolkit.config import BatchConfig, Refusal
 from toolkit.config.setting import settings_of
 from toolkit.diagnostics.devices import CONTEXT, GIB, Device, find_device
 from toolkit.diagnostics.documents import first_and_last
-from toolkit.diagnostics.fitting import largest_micro_batch
+from toolkit.diagnostics.fitting import _candidates, largest_micro_batch
 from toolkit.diagnostics.ledger import FAKE, Ledger
 from toolkit.diagnostics.plan import Plan
 from toolkit.losses.chunked import rows_in_a_chunk
@@ -232,6 +233,20 @@ def test_what_does_not_fit_is_said_with_commands_that_do() -> None:
     assert all(each is None or int(each[1]) * int(each[2]) == 64 for each in sizes)
     words = commands[0][commands[0].index("train") + 1 :]
     assert plan(*words, "--device", f"{limit:.4f}gb").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("bf16", "ampere", "offered"), [(None, True, False), (None, False, True), (False, True, True), (True, False, False)]
+)
+def test_bfloat16_is_offered_where_a_run_would_not_compute_in_it(bf16: bool | None, ampere: bool, offered: bool) -> None:
+    """Fails when: what nobody has named is taken for float32 on a device that chooses bfloat16, or for bfloat16 on another."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config(BatchConfig):
+        bf16: bool | None = None
+
+    tried = list(_candidates(Config(bf16=bf16), Device("made up", "cuda", 2**34, ampere=ampere)))
+    assert any("bf16" in changes for changes in tried) == offered
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import toolkit as tk
 from toolkit.command_line.reading import read_command_line
 from toolkit.config import check_together
 from toolkit.system.devices import planned_for
+from toolkit.training.resume import run_layout
 
 pytestmark = pytest.mark.warm
 
@@ -222,6 +224,13 @@ def test_a_resumed_run_keeps_the_precision_that_it_has(named, precision, root, t
     assert tk.build_accelerator(config).mixed_precision == precision
 
 
+def test_a_run_in_float16_is_continued_without_it_where_no_gpu_is(root, tmp_path, monkeypatch):
+    """As its checkpoint says, and not refused as a flag that nobody gave. Fails when: it is handed on to the engine."""
+    monkeypatch.setattr("toolkit.training.resume._precision_of", lambda _: "fp16")
+    config = Recipe(output_dir=str(tmp_path / "run"), resume_from=str(root / "tests/faults/fixtures/schema-1-run"))
+    assert tk.build_accelerator(config).mixed_precision == "no"
+
+
 def test_a_run_in_bfloat16_is_resumed_in_it_bit_for_bit_and_another_precision_is_said(tiny):
     """Here nothing but the checkpoint says bfloat16. Fails when: `precision_to_resume` isn't asked, or the layout lacks the precision."""
     flags = ["--max-steps", "8"]
@@ -233,6 +242,15 @@ def test_a_run_in_bfloat16_is_resumed_in_it_bit_for_bit_and_another_precision_is
     assert "rounding" not in resumed.out
     other = tiny(*flags, "--resume", "--no-bf16", output_dir="other")
     assert "precision was bf16 and is no: rounding differs from here on" in other.out
+
+
+@pytest.mark.parametrize(("bf16", "units", "noted"), [(True, True, {True}), (True, False, {False}), (False, True, set())])
+def test_a_checkpoint_of_a_run_in_bfloat16_says_whether_its_device_has_units_for_it(bf16, units, noted, tmp_path, monkeypatch):
+    """By which another CPU's rounding is said at a resume. Fails when: it is left out, or said of a run in float32."""
+    accelerator = tk.build_accelerator(Recipe(output_dir=str(tmp_path / "run"), bf16=bf16))
+    monkeypatch.setattr("toolkit.training.resume.has_bf16_units", lambda _: units)
+    layout = run_layout(accelerator, SimpleNamespace(micro_batch_size=1, global_batch_size=1))
+    assert {layout[name] for name in layout if name == "bf16_units"} == noted
 
 
 def test_ranks_whose_devices_differ_in_this_are_refused(tmp_path, monkeypatch):

@@ -58,10 +58,11 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     # Unless it is to stay on the CPU, Accelerate (1.15) takes each of several ranks without a GPU for a run of one process.
     wants_cpu = config.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
     on_cpu = wants_cpu or not torch.accelerator.is_available()
+    takes_fp16 = not config.use_cpu and (torch.cuda.is_available() or torch.backends.mps.is_available())
     precision = precision_to_resume(config) or _precision_of_device(config, on_cpu)
+    precision = "no" if precision == "fp16" and not takes_fp16 else precision
     choice = choose_engine(config, in_code=in_code, precision=precision)
-    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-    if choice.mixed_precision == "fp16" and (config.use_cpu or not has_gpu):
+    if choice.mixed_precision == "fp16" and not takes_fp16:
         raise Refusal("--fp16 needs a GPU: on the CPU use --bf16, or full precision.")
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = config.tf32

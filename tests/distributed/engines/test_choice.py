@@ -157,6 +157,7 @@ def test_the_precision_of_the_device_is_that_of_a_run_where_nobody_names_one(eng
     """With each engine. Fails when one of them leaves it out, or takes it before what is named: in a setting, in a file."""
     assert choose_engine(Config(**engine), NOBODY, precision="bf16").mixed_precision == "bf16"
     assert choose_engine(Config(**engine, bf16=False), NOBODY, precision="bf16").mixed_precision == "no"
+    assert choose_engine(Config(**engine), NOBODY, precision="fp16").mixed_precision == ("no" if engine else "fp16")
     if "zero_stage" in engine:
         file = written(tmp_path, STAGE_2 | {"bf16": {"enabled": False}})
         assert choose_engine(Config(deepspeed=file), NOBODY, precision="bf16").mixed_precision == "no"

@@ -53,7 +53,7 @@ def choose_engine(
         config: a recipe's settings; groups other than RunConfig may be absent.
         environment: the variables of this rank, as `accelerate launch`, torchrun or nobody set them.
         in_code: a DeepSpeed configuration that the recipe itself made, in place of a file.
-        precision: where none of them names one: "no", "bf16".
+        precision: where none of them names one: "no", "bf16", or "fp16", which an engine that shards leaves out.
 
     Raises:
         Refusal: two of the sources name different values, or one asks for what is not supported.
@@ -200,7 +200,7 @@ def _sharded_precision(engine: str, unnamed: str, *sources: Named | None) -> str
     for named in sources:
         if named and named.value == "fp16":
             raise Refusal(f"{named.text} with {engine}: its loss scaling is not proven here yet. Take --bf16.")
-    return agreed(*sources) or unnamed
+    return agreed(*sources) or ("no" if unnamed == "fp16" else unnamed)
 
 
 # -- what the launcher has set ---------------------------------------------------------------------------------------
