@@ -3,9 +3,9 @@
     python -m benchmarks.plan                  # all cells, each in processes of its own
     python -m benchmarks.plan sft-bf16 dpo     # some of them
 
-Each cell is a recipe with flags. Both sides take two steps on the longest micro-batch of the recipe's data. `allocator`: the
-highest sum of live storages in the second step, by torch's profiler. `process`: the highest resident memory of the whole
-process without a profiler, next to what the plan says it needs, its margin included.
+Each cell is a recipe with flags. Both sides take two steps on the longest micro-batch of the recipe's data and evaluate on the
+longest one there. `allocator`: the highest sum of live storages from the second step on, by torch's profiler. `process`: the
+highest resident memory of the whole process without a profiler, next to what the plan says it needs, its margin included.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ CELLS: dict[str, tuple[str, list[str]]] = {
     "pretrain": ("pretrain", _MODEL),
     "pretrain-bf16": ("pretrain", [*_WIDE, *_BF16]),
     "accelerated": ("accelerated", []),
+    "accelerated-evaluated": ("accelerated", ["--per-device-eval-batch-size", "256"]),
     "accelerated-bf16": ("accelerated", [*_BF16, "--hidden-size", "384"]),
     "token-classification": ("token_classification", []),
     "question-answering": ("question_answering", []),
@@ -207,6 +208,7 @@ def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
     from toolkit.diagnostics.planned_teachers import replace_teachers
     from toolkit.diagnostics.replacements import Replacements
     from toolkit.preference import reference
+    from toolkit.training.run import Run
 
     seen = planner._Seen(Ledger())
     # From the start: what engines and DDP hold, Python can't list.
@@ -228,6 +230,9 @@ def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
         replace.attribute(torch.distributed.Work, "wait", wait)
         loaders = importlib.import_module(tk.build_dataloaders.__module__)
         replace.attribute(loaders.TrainLoader, "batches", batches)
+        replace.attribute(loaders.EvalLoader, "__iter__", functools.partial(planner._longest_evaluation, seen))
+        if "num_generations" not in vars(config):
+            replace.attribute(Run, "due", functools.partial(planner._evaluates, seen))
         if "teacher" in vars(config):  # answers of the same lengths, and as many that are stored
             replace_teachers(replace, seen.ledger)
         if "num_generations" in vars(config):

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.heap import Heap, find_heap
@@ -58,3 +59,16 @@ def test_a_request_that_is_refused_is_known(heap: Heap) -> None:
     heap.hold(1, 2**60)
     assert heap.is_refused
     heap.hold(1, 0)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN multiplies no bfloat16 there")
+def test_a_product_of_a_new_shape_takes_memory_and_one_of_a_known_shape_takes_none(heap: Heap) -> None:
+    """Fails when: each product is one that oneDNN has kept, or its name is not its shape."""
+    heap._shapes |= dict.fromkeys(range(3000), 0)  # which this process may have multiplied for another test
+    sizes = []
+    for shape in ("a", "b", "b", "a"):
+        before = heap._libc.mallinfo2().used
+        heap.multiply(shape)
+        sizes.append(heap._libc.mallinfo2().used - before)
+    assert min(sizes[:2]) > 0.03 * MIB
+    assert max(map(abs, sizes[2:])) < 0.01 * MIB

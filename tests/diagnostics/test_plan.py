@@ -119,7 +119,7 @@ def test_documents_that_are_not_computed_hold_as_many_bytes(dropout: float, reco
 
 @pytest.mark.parametrize(
     "cell",
-    ["accelerated", *(pytest.param(each, marks=pytest.mark.slow) for each in ("dpo-lora", "embedding", "accelerated-fsdp", "ppo", "distill"))],
+    ["accelerated", *(pytest.param(each, marks=pytest.mark.slow) for each in ("accelerated-evaluated", "dpo-lora", "embedding", "accelerated-fsdp", "ppo", "distill"))],
 )
 def test_the_plan_is_what_the_allocator_holds_when_the_steps_are_taken(cell: str) -> None:
     """Within a hundredth of torch's own record of its allocations. benchmarks/RESULTS.md has more cells.
@@ -217,6 +217,17 @@ def test_a_gpu_of_this_machine_changes_no_plan(flags: list[str]) -> None:
     assert found.returncode == 0, found.stderr
     parts = [json.loads(each.stdout)["parts"] for each in (found, plan(*words))]
     assert parts[0] == parts[1]
+
+
+def test_an_evaluation_that_needs_more_than_the_steps_is_planned_and_halved() -> None:
+    """Fails when: no evaluation is planned, its moment is taken for one of a step, or alternatives keep its batches."""
+    words = [*SMALL, "--no-bf16", "--max-eval-examples", "512", "--per-device-eval-batch-size"]
+    small, large = (json.loads(plan(*words, size, "--device", "24gb", "--json").stdout) for size in ("1", "512"))
+    assert (small["in_evaluation"], large["in_evaluation"]) == (False, True)
+    assert large["peak"] > 2 * small["peak"]
+    limit = (large["devices"]["24gb"]["needed"] - (large["peak"] - small["peak"]) / 4) / GIB
+    found = plan(*words, "512", "--device", f"{limit:.4f}gb").stdout
+    assert "--per-device-eval-batch-size 256" in found
 
 
 @pytest.mark.slow

@@ -75,18 +75,20 @@ TINY = ["--hidden-size", "16", "--num-hidden-layers", "1", "--intermediate-size"
 @pytest.mark.parametrize(
     ("command", "recipe", "batch"), [(plan, "accelerated", "16"), (plan, "basic", "16"), (plan, "basic", "64"), (profile, "accelerated", "16")]
 )
-def test_nothing_is_evaluated(
+def test_what_is_evaluated_is_the_end_of_a_plan_alone(
     command: Callable[..., Any], recipe: str, batch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several steps and of one. test_learning_rate.py looks at find-learning-rate.
 
     Fails when: a run evaluates where its settings say so; or the plan of basic.py, whose loop is its own, goes on behind its last step.
     """
-    monkeypatch.setattr(tk, "eval_with_gather", lambda *_: pytest.fail("evaluates"))
+    calls, evaluate = list[int](), tk.eval_with_gather
+    monkeypatch.setattr(tk, "eval_with_gather", lambda *values: calls.append(1) or evaluate(*values))
     often = ["--eval-strategy", "steps", "--eval-on-start"] if recipe == "accelerated" else ["--save-steps", "1"]
     words = ["--dataset", rows(tmp_path, 40), *TINY, *often, "--eval-steps", "1", "--per-device-train-batch-size", batch]
     main, config = read_recipe(RECIPE.with_name(f"{recipe}.py"), [*words, "--num-train-epochs", "1" if command is plan else "20"])
     assert command(main, config, *[1] * (command is profile)) is not None
+    assert len(calls) == (command is plan and recipe == "accelerated")
 
 
 def test_a_run_without_evaluation_is_examined_without_one(tmp_path: Path) -> None:

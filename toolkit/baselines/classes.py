@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -72,35 +73,37 @@ def _predict_from_words(texts: Sequence[str], labels: np.ndarray, held_out: Sequ
     place = {word: number for number, word in enumerate(sorted(seen_in))}
     weight = {word: math.log((1 + len(texts)) / (1 + seen_in[word])) + 1 for word in place}
 
-    def features(counted: Sequence[Counter[str]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Columns, where each row's begin, and values."""
-        columns, starts, values = list[int](), list[int](), list[float]()
+    def features(counted: Sequence[Counter[str]]) -> torch.Tensor:
+        """A sparse matrix, (texts, words)."""
+        columns, starts, values = list[int](), [0], list[float]()
         for count in counted:
-            known = {word: (1 + math.log(times)) * weight[word] for word, times in count.items() if word in place}
+            known = {word: (1 + math.log(times)) * weight[word] for word, times in sorted(count.items()) if word in place}
             length = math.sqrt(math.fsum(value * value for value in known.values()))
-            starts.append(len(columns))
             columns += [place[word] for word in known]
             values += [value / length for value in known.values()]
-        return torch.tensor(columns, dtype=torch.int64), torch.tensor(starts), torch.tensor(values, dtype=torch.float64)
+            starts.append(len(columns))
+        shape = len(counted), len(place)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+            return torch.sparse_csr_tensor(starts, columns, values, shape, dtype=torch.float64, check_invariants=True)
 
-    def logits(inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        columns, starts, values = inputs
-        return functional.embedding_bag(columns, weights, starts, mode="sum", per_sample_weights=values) + bias
+    inputs, wanted = features(counts), functional.one_hot(torch.from_numpy(labels)).double()
+    transposed = inputs.to_sparse_coo().t().to_sparse_csr()  # of which products are 20 times as fast as of a view
+    weights = torch.zeros(len(place), wanted.shape[1], dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(wanted.shape[1], dtype=torch.float64, requires_grad=True)
+    enough = 1e-5 * 10 * len(texts)  # of the gradient: a tenth of where scikit-learn stops
+    optimizer = torch.optim.LBFGS(
+        [weights, bias], max_iter=1000, tolerance_grad=enough, history_size=10, line_search_fn="strong_wolfe"
+    )
 
-    inputs, targets = features(counts), torch.from_numpy(labels)
-    weights = torch.zeros(len(place), int(labels.max()) + 1, dtype=torch.float64, requires_grad=True)
-    bias = torch.zeros(weights.shape[1], dtype=torch.float64, requires_grad=True)
-    enough = 1e-4 * 10 * len(texts)  # of the gradient, where scikit-learn stops
-    optimizer = torch.optim.LBFGS([weights, bias], max_iter=1000, tolerance_grad=enough, line_search_fn="strong_wolfe")
-
+    @torch.no_grad()
     def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = 10 * functional.cross_entropy(logits(inputs), targets, reduction="sum") + weights.square().sum() / 2
-        loss.backward()
-        return loss
+        logps = (inputs @ weights + bias).log_softmax(-1)
+        slope = 10 * (logps.exp() - wanted)
+        weights.grad, bias.grad = transposed @ slope + weights, slope.sum(0)
+        return weights.square().sum() / 2 - 10 * (logps * wanted).sum()
 
-    with torch.enable_grad():
-        optimizer.step(closure)
+    optimizer.step(closure)
     asked = features([Counter(re.findall(r"\b\w\w+\b", text.lower())) for text in held_out])
     with torch.no_grad():
-        return logits(asked).argmax(-1).numpy()
+        return (asked @ weights + bias).argmax(-1).numpy()

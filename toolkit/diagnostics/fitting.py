@@ -32,10 +32,16 @@ def alternatives(config: Settings, device: Device, make: Planner) -> Iterator[tu
     """Changed settings under which the run fits, each with its plan; first those that cost least time.
 
     A smaller micro-batch and recomputed activations give the same gradients; bf16 rounds, and an adapter trains something else.
+    Where it is the evaluation that needs too much, its batches are halved too.
     """
     found = 0
-    for changes in _candidates(config, device):
+    for changes in ({}, *_candidates(config, device)):
         plan = make(with_changes(config, changes))
+        size = values_of(config).get("per_device_eval_batch_size", 1)
+        while plan.in_evaluation and needed(plan, device) > device.memory and size > 1:
+            size = -(-size // 2)
+            changes = {**changes, "per_device_eval_batch_size": size}
+            plan = make(with_changes(config, changes))
         if needed(plan, device) <= device.memory:
             yield changes, plan
             found += 1

@@ -10,9 +10,16 @@ Python's objects too. A plan makes these as a run does, in the same allocator.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+from collections.abc import Hashable
+
+import torch
+
+from toolkit.system.allocator import PRIMITIVES
 
 _ALIGNMENT = 64  # c10::gAlignment
+_SHAPES = 2**10  # of products
 _PLUGS = [2**power for power in range(24, 15, -1)]  # bytes, from 16 MiB to 64 KiB
 
 
@@ -36,6 +43,8 @@ class Heap:
         self._libc, self._blocks, self._plugs = libc, dict[int, int](), list[int]()
         self.start = self.peak = 0
         self.is_refused = False
+        self._shapes = dict[Hashable, int]()
+        self._factors = [torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((_SHAPES, 64), (64, 64), (_SHAPES, 64))]
 
     def hold(self, key: int, size: int) -> None:
         """Have a block of this size under this key, in the place of what it has now; none with size 0."""
@@ -48,8 +57,21 @@ class Heap:
         self._blocks[key] = address.value or 0
         self.peak = max(self.peak, self._held())
 
-    def restart(self) -> None:
-        """Forget the peak so far, and take what is free in the heap now: an earlier plan of this process may have left it."""
+    def multiply(self, shape: Hashable) -> None:
+        """Have oneDNN make a primitive as for a product of this shape in bfloat16, unless it has it: .55 MB in this heap."""
+        rows = self._shapes.setdefault(shape, len(self._shapes)) % _SHAPES + 1
+        left, right, out = self._factors
+        torch.mm(left[:rows], right, out=out[:rows])
+        self.peak = max(self.peak, self._held())
+
+    def restart(self, *, has_multiplied: bool = False) -> None:
+        """Forget the peak so far, and take what is free in the heap now: an earlier plan of this process may have left it.
+
+        `has_multiplied`: in bfloat16, in an evaluation, after which oneDNN has kept as many products as it may.
+        """
+        kept = os.environ.get(PRIMITIVES, "")
+        for number in range(int(kept) if has_multiplied and kept.isdigit() else 0):
+            self.multiply(number)
         for size in _PLUGS:
             before = self._held()
             while (address := self._libc.malloc(size)) and self._held() == before:

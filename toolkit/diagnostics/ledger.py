@@ -26,6 +26,7 @@ from toolkit.distributed.engines.engine import local_part
 
 ENGINE = "engine"  # the part that FSDP2 or DeepSpeed allocates: gathered weights, buckets, partitions of the gradients
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 class Ledger(TorchDispatchMode):
@@ -59,6 +60,8 @@ class Ledger(TorchDispatchMode):
         # DeepSpeed's buffers are not made of the model's tensors, and would be real.
         with FAKE if takes_none else contextlib.nullcontext(), self.during(ENGINE if engine else self.phase):
             output = func(*args, **(kwargs or {}))
+            if self.heap and func.overloadpacket in _PRODUCTS and args[-1].dtype == torch.bfloat16 and not self._is_pausing:
+                self.heap.multiply((func, *((each.shape, each.stride()) for each in args if isinstance(each, torch.Tensor))))
             for leaf in tree_leaves(output):
                 if isinstance(leaf, torch.Tensor):
                     self.see(leaf)
@@ -66,6 +69,8 @@ class Ledger(TorchDispatchMode):
 
     def see(self, tensor: torch.Tensor, part: str | None = None) -> None:
         """Count a storage, once; with `part`, say what it is, also where it was counted as something else before."""
+        if tensor.layout != torch.strided:  # none of a model's: a baseline, which a recipe's own loop computes
+            return
         tensor = local_part(tensor)
         storage = tensor.untyped_storage()
         key = storage_key(storage)

@@ -1,7 +1,8 @@
 """The memory that a recipe needs, found by running it on tensors without contents.
 
-The recipe's own `main` takes two steps, each on the longest micro-batch of its data: data, collate function, loss, optimizer
-and clipping are the real ones, on shapes alone. Two steps, as the first has no optimizer state in its forward pass.
+The recipe's own `main` takes two steps, each on the longest micro-batch of its data, and evaluates on the longest one there:
+data, collate function, loss, optimizer, clipping and metrics are the real ones, on shapes alone. Two steps, as the first has no
+optimizer state in its forward pass.
 """
 
 from __future__ import annotations
@@ -64,15 +65,16 @@ _KEPT: Kept = {}  # what attention of a document keeps, of all plans of this pro
 
 
 class _Planned(BaseException):
-    """Two steps were taken. It is no Exception: a recipe that catches those must not go on."""
+    """All that is planned was done. It is no Exception: a recipe that catches those must not go on."""
 
 
 @dataclass
 class Plan:
-    """Bytes of tensors at the highest moment of a step, by part; and what the run is.
+    """Bytes of tensors at the highest moment of a step or an evaluation, by part; and what the run is.
 
-    `phase`: when that is. `process`: resident bytes of this process before the first step, the data read. `heap`: bytes that
-    glibc holds for the tensors on a CPU, at its own highest moment; None where it is not known.
+    `phase`: when that is; `in_evaluation`: whether it is after the steps. `process`: resident bytes of this process before the
+    first step, the data read. `heap`: bytes that glibc holds for the tensors on a CPU, at its own highest moment; None where it
+    is not known.
     Of several `ranks` it is the first one's, and `engine` says what they share ("" where there is one device).
     `micro_batch`: examples in one, `tokens` in the longest one (padding among them). `examples`: that there are, 0 where they
     are completions. `steps`: of the whole run. `precision`: "no", "bf16" or "fp16", in which it computes.
@@ -85,6 +87,7 @@ class Plan:
     model: str = ""
     parameters: int = 0
     trained: int = 0
+    in_evaluation: bool = False
     micro_batch: int = 0
     accumulation: int = 1
     tokens: int = 0
@@ -118,7 +121,7 @@ def plan(
     printed = io.StringIO()
     forget_accelerator()
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="plan-") as folder, contextlib.ExitStack() as stack:
-        for each in (_replaced(seen, values_of(config)), never_evaluated(), planned_for(kind, ampere), without_weights(),
+        for each in (never_evaluated(), _replaced(seen, values_of(config)), planned_for(kind, ampere), without_weights(),
                      as_first_rank(ranks, environment), resized_storages(seen.ledger.resized)):  # fmt: skip
             stack.enter_context(each)
         try:
@@ -129,7 +132,9 @@ def plan(
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if seen.ledger.phase == "other" and not seen.models:
                 raise
-            raise Refusal(f"no plan of this run: it needs the values of its tensors ({first_line(error)})") from error
+            if seen.peak_of_steps is None:
+                raise Refusal(f"no plan of this run: it needs the values of its tensors ({first_line(error)})") from error
+            seen.notes.append(f"The evaluation was planned as far as it needs no values ({first_line(error)}).")
         finally:
             for remove in seen.removed:
                 remove()
@@ -163,6 +168,8 @@ class _Seen:
         self.longest: Batch | None = None
         self.accumulated = 1
         self.engine, self.precision = "", "no"
+        self.peak_of_steps: int | None = None  # once the evaluation begins
+        self.notes: list[str] = []
         self.micro_batch_size, self.update_size = 0, 0  # examples in one, and in all of an update
         self.examples = 0
 
@@ -174,15 +181,20 @@ class _Seen:
         model = self.trained_model
         parts = {part: self.ledger.at_peak.get(part, 0) for part in PARTS}
         parts["activations"] += sum(size for part, size in self.ledger.at_peak.items() if part not in PARTS)
-        notes = ["Compiled layers keep less than planned: these can't be traced."] if self.layers.given_up else []
+        notes = list(self.notes)
+        if self.layers.given_up:
+            notes.append("Compiled layers keep less than planned: these can't be traced.")
         if "on the CPU" in self.engine:
             notes.append("What waits on the CPU between the steps is counted here as if it were on the device.")
         trained, frozen = (
             sum(element_count(p) for p in model.parameters() if p.requires_grad == wanted) for wanted in (True, False)
         )
+        in_evaluation = self.peak_of_steps is not None and self.ledger.peak > self.peak_of_steps
+        if in_evaluation:
+            notes.append("This is in the evaluation, which needs less with a smaller --per-device-eval-batch-size.")
         name = type(model).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
         return Plan(
-            parts, self.ledger.peak_phase, self.process, self.heap, name, trained + frozen, trained,
+            parts, self.ledger.peak_phase, self.process, self.heap, name, trained + frozen, trained, in_evaluation,
             self.micro_batch_size, -(-self.update_size // (self.micro_batch_size * self.train.world_size)),
             _tokens(self.longest.micro_batches[0]) if self.longest else 0, self.examples, self.train.num_steps,
             self.train.world_size, self.engine, self.precision, notes,
@@ -219,7 +231,9 @@ def _replaced(seen: _Seen, values: Mapping[str, Any]) -> Iterator[None]:
             replace.public(name, functools.partial(_made, seen))
         replace.public("build_optimizer", functools.partial(_optimizer, seen))
         replace.attribute(TrainLoader, "batches", functools.partial(_longest_batches, seen))
-        replace.attribute(EvalLoader, "__iter__", functools.partial(_no_evaluation, seen))
+        replace.attribute(EvalLoader, "__iter__", functools.partial(_longest_evaluation, seen))
+        if "num_generations" not in values:  # an evaluation there is sampling
+            replace.attribute(run.Run, "due", functools.partial(_evaluates, seen))
         replace.public("cache_gradients", functools.partial(_cached, seen))
         replace.attribute(torch.Tensor, "backward", functools.partial(_backward, seen))
         replace.attribute(kernels, "one_by_one", functools.partial(first_and_last, seen.ledger, _KEPT))
@@ -306,9 +320,10 @@ def _longest_batches(seen: _Seen, original: Callable[..., Iterator[Batch]], load
         seen.longest = _repeated(batch, longest, min(seen.accumulated, 2), loader.longest_examples())
         seen.batches += 1
         if seen.batches == 1:
-            seen.process, seen.before = resident(), seen.ledger.total
             if seen.ledger.heap:
-                seen.ledger.heap.restart()
+                with seen.ledger.pausing():
+                    seen.ledger.heap.restart(has_multiplied=seen.precision == "bf16")
+            seen.process, seen.before = resident(), seen.ledger.total
         seen.ledger.restart()
         seen.ledger.phase = "activations"
         yield seen.longest
@@ -334,11 +349,20 @@ def _cached(
     return dataclasses.replace(batch, micro_batches=done.micro_batches[: len(batch.micro_batches)])
 
 
-def _no_evaluation(seen: _Seen, original: Callable[..., Iterator[Batch]], loader: Any) -> Iterator[Batch]:
-    """A loop of the recipe's own evaluates after its last step, which may be the first: all steps were taken."""
-    if seen.batches:
-        raise _Planned
-    return original(loader)
+def _evaluates(seen: _Seen, original: Callable[..., bool], opened: run.Run, what: str) -> bool:
+    after_steps = what == "eval" and seen.batches == STEPS and opened.config.eval_strategy != "no"
+    return after_steps or original(opened, what)
+
+
+def _longest_evaluation(seen: _Seen, original: Callable[..., Iterator[Batch]], loader: Any) -> Iterator[Batch]:
+    """The first batch of an evaluation after the steps, which is the longest. A loop of the recipe's own may evaluate after its
+    first step, if that is its last one."""
+    if not seen.batches:
+        yield from original(loader)
+        return
+    seen.peak_of_steps, seen.ledger.phase = seen.ledger.peak, "evaluation"
+    yield next(original(loader))
+    raise _Planned
 
 
 class _AnyRow:

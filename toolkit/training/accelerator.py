@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from toolkit.config import Refusal, RunConfig
 from toolkit.config.reading import values_of
 from toolkit.config.rules import check_made_in_code
-from toolkit.system.allocator import keep_freed_memory
+from toolkit.system.allocator import keep_few_primitives, keep_freed_memory
 from toolkit.system.console import say
 from toolkit.tracking.services import tracker_names
 
@@ -75,6 +75,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     if on_cpu:  # DeepSpeed, which transformers imports where it is installed, would say that it looked for others
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         keep_freed_memory()
+        keep_few_primitives()
     # Its default. Without it `tokenizers` warns in each process that is forked after the first text was tokenized.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if not on_cpu:  # what torch says of any program: of its first backward pass, and of ranks that wait for each other
