@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from transformers import AutoModelForSequenceClassification
 
 import toolkit as tk
 from tests.rollouts.rollouts_of import rollouts_of
@@ -43,10 +45,30 @@ def sampled(tokenizer: Any) -> list[Rollout]:
     return rollouts
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reward_model_is_held_as_it_was_saved_and_computes_as_the_run_does(
+    dtype: torch.dtype, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Next to float32, twice the 8 bits of bfloat16 in each layer.
+
+    Fails when: its weights are read in float32, or it computes without the run's autocast.
+    """
+    directory = save(tmp_path / "judge", tokenizer, num_labels=1)
+    AutoModelForSequenceClassification.from_pretrained(directory, dtype=dtype).save_pretrained(directory)
+    rewards, rollouts = rewards_of(directory, tokenizer), sampled(tokenizer)
+    model = rewards[0].model
+    assert model is not None
+    assert {weight.dtype for weight in model.model.parameters()} == {dtype}
+    types = set[torch.dtype]()
+    first = next(module for module in model.model.modules() if isinstance(module, torch.nn.Linear))
+    first.register_forward_hook(lambda module, inputs, output: types.add(output.dtype))
+    exact, half = (score_rollouts(rollouts, rewards, accelerator) for accelerator in (None, Accelerator(cpu=True, mixed_precision="bf16")))
+    assert types == {dtype, torch.bfloat16}
+    assert [each.reward for each in half] == pytest.approx([each.reward for each in exact], abs=0.05)
+
+
 def test_rewards_are_those_of_transformers_on_each_text_alone(tokenizer: Any, tmp_path: Path) -> None:
     """Within 1e-5, for blocks of ragged lengths. Fails when: the pad token ends texts too, or `order` is not undone."""
-    from transformers import AutoModelForSequenceClassification
-
     directory, rollouts = save(tmp_path / "judge", tk.pad_apart_from_end(tk.train_tokenizer(TEXTS, vocab_size=300)), num_labels=1), sampled(tokenizer)
     scored = score_rollouts(rollouts, rewards_of(directory, tokenizer))
     model = AutoModelForSequenceClassification.from_pretrained(directory).eval()

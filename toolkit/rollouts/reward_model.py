@@ -26,7 +26,7 @@ class RewardModel:
     """A frozen model with one number for a text, and what is known of its inputs."""
 
     def __init__(self, written: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Read the model into the CPU's memory.
+        """Read the model into the CPU's memory, in the type of its files.
 
         Args:
             written: its directory, or that of the run that trained it.
@@ -36,7 +36,7 @@ class RewardModel:
             Refusal: no reward model, or one with another vocabulary.
         """
         flag = f"--reward-funcs {written}"
-        config = ModelConfig(model=find_model(written))
+        config = ModelConfig(model=find_model(written), dtype="auto")
         auto_class = auto_class_of(config)
         if auto_class != "AutoModelForSequenceClassification":
             kind = auto_class.removeprefix("AutoModelFor")
@@ -52,7 +52,7 @@ class RewardModel:
         self.model.requires_grad_(False)
 
     def score(self, rollouts: list[Rollout], device: torch.device) -> Outcome:
-        """The rewards of some rollouts, in one forward pass on `device`, without gradient."""
+        """The rewards of some rollouts, in one forward pass on `device`, without gradient, under the caller's autocast."""
         documents = [{"input_ids": rollout.prompt_ids + rollout.completion_ids} for rollout in rollouts]
         for rollout, document in zip(rollouts, documents, strict=True):
             if self.longest is not None and len(document["input_ids"]) > self.longest:

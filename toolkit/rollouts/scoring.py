@@ -134,7 +134,8 @@ def _outcomes(
         device = accelerator.device if accelerator is not None else torch.device("cpu")
 
         def score() -> list[Outcome]:
-            return [model.score([rollouts[place] for place in part], device) for part in parts[rank::ranks]]
+            with accelerator.autocast() if accelerator is not None else contextlib.nullcontext():
+                return [model.score([rollouts[place] for place in part], device) for part in parts[rank::ranks]]
 
     by_rank = [score()] if accelerator is None else from_all(accelerator, score)
     return parts, [by_rank[number % ranks][number // ranks] for number in range(len(parts))]
