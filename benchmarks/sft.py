@@ -78,7 +78,7 @@ def packed_rows_of_a_step(task: Task) -> int:
 
 
 def measured(task: Task, model: Any) -> dict[str, float]:
-    from toolkit.tracking.throughput import peak_flops
+    from toolkit.tracking.step_metrics import peak_flops
 
     rows = task.rows()
     counted = {"supervised tokens": task.watch.share() * sum(rows["supervised_tokens"])}

@@ -1,9 +1,7 @@
 # The public names, each with the file it is in. lazy_loader reads this file when the package is imported, and loads a file when
 # a name of it is first used; type checkers and editors read it as an ordinary stub.
 
-from .baselines.bm25 import ranking_baselines as ranking_baselines
-from .baselines.choice import choice_baselines as choice_baselines
-from .baselines.classes import class_baselines as class_baselines
+from .baselines.classes import class_baselines as class_baselines, tag_baselines as tag_baselines
 from .baselines.language import (
     answer_baselines as answer_baselines,
     masked_token_baselines as masked_token_baselines,
@@ -14,9 +12,12 @@ from .baselines.preference import (
     unpaired_baselines as unpaired_baselines,
 )
 from .baselines.question import question_baselines as question_baselines
-from .baselines.retrieval import retrieval_baselines as retrieval_baselines
 from .baselines.seq2seq import copy_baselines as copy_baselines
-from .baselines.tag import tag_baselines as tag_baselines
+from .baselines.word_overlap import (
+    choice_baselines as choice_baselines,
+    ranking_baselines as ranking_baselines,
+    retrieval_baselines as retrieval_baselines,
+)
 from .checkpoint.directory import (
     latest_checkpoint as latest_checkpoint,
     verify_checkpoint as verify_checkpoint,
@@ -24,7 +25,6 @@ from .checkpoint.directory import (
 from .command_line.recipe import run_recipe as run_recipe
 from .config.adapter import AdapterConfig as AdapterConfig
 from .config.conditions import is_built_in as is_built_in
-from .config.diffusion import DiffusionConfig as DiffusionConfig
 from .config.distillation import (
     ClassifierDistillationConfig as ClassifierDistillationConfig,
     DistillationConfig as DistillationConfig,
@@ -47,7 +47,6 @@ from .config.preferences import (
     RewardConfig as RewardConfig,
     UnpairedConfig as UnpairedConfig,
 )
-from .config.prompts import PromptConfig as PromptConfig
 from .config.rewards import RewardFunctionsConfig as RewardFunctionsConfig
 from .config.rollouts import RolloutConfig as RolloutConfig
 from .config.run_groups import (
@@ -62,10 +61,12 @@ from .config.tasks import (
     AnswerConfig as AnswerConfig,
     CausalLMConfig as CausalLMConfig,
     ClassificationConfig as ClassificationConfig,
+    DiffusionConfig as DiffusionConfig,
     EmbeddingConfig as EmbeddingConfig,
     GeneratedTextConfig as GeneratedTextConfig,
     LossConfig as LossConfig,
     MaskedLMConfig as MaskedLMConfig,
+    PromptConfig as PromptConfig,
     QuestionAnsweringConfig as QuestionAnsweringConfig,
     RankingConfig as RankingConfig,
     RowsConfig as RowsConfig,
@@ -74,14 +75,19 @@ from .config.tasks import (
     TokenClassificationConfig as TokenClassificationConfig,
 )
 from .data.loading.batch import Batch as Batch
-from .data.loading.collate import collate_packed as collate_packed, collate_padded as collate_padded
-from .data.loading.collate_answers import collate_answers as collate_answers
-from .data.loading.collate_lists import collate_lists as collate_lists
-from .data.loading.collate_pairs import collate_pairs as collate_pairs, collate_scored_pairs as collate_scored_pairs
-from .data.loading.collate_prompts import collate_prompts as collate_prompts
-from .data.loading.collate_seq2seq import collate_seq2seq as collate_seq2seq
-from .data.loading.collate_texts import collate_text_groups as collate_text_groups
-from .data.loading.collate_windows import collate_windows as collate_windows
+from .data.loading.collate import (
+    collate_packed as collate_packed,
+    collate_padded as collate_padded,
+    collate_prompts as collate_prompts,
+    collate_seq2seq as collate_seq2seq,
+    collate_windows as collate_windows,
+)
+from .data.loading.collate_groups import collate_lists as collate_lists, collate_text_groups as collate_text_groups
+from .data.loading.collate_pairs import (
+    collate_answers as collate_answers,
+    collate_pairs as collate_pairs,
+    collate_scored_pairs as collate_scored_pairs,
+)
 from .data.loading.loaders import build_dataloaders as build_dataloaders
 from .data.loading.mismatched import mismatch_answers as mismatch_answers
 from .data.loading.noise import build_noise as build_noise
@@ -151,7 +157,9 @@ from .losses.classification import (
     classification_loss as classification_loss,
     classification_task as classification_task,
     multi_label_loss as multi_label_loss,
+    question_answering_loss as question_answering_loss,
     regression_loss as regression_loss,
+    token_classification_loss as token_classification_loss,
 )
 from .losses.contrastive import (
     Texts as Texts,
@@ -173,10 +181,6 @@ from .losses.matching import (
     attention_apart as attention_apart,
     classifier_distillation_loss as classifier_distillation_loss,
     hidden_states_apart as hidden_states_apart,
-)
-from .losses.multiple_choice import (
-    multiple_choice_loss as multiple_choice_loss,
-    multiple_choice_metrics as multiple_choice_metrics,
 )
 from .losses.off_policy import sampler_weights as sampler_weights
 from .losses.pair_losses import (
@@ -206,8 +210,12 @@ from .losses.preference import (
     preference_loss as preference_loss,
     preference_metrics as preference_metrics,
 )
-from .losses.question_answering import question_answering_loss as question_answering_loss
-from .losses.ranking import ranking_list_metrics as ranking_list_metrics, ranking_loss as ranking_loss
+from .losses.ranking import (
+    multiple_choice_loss as multiple_choice_loss,
+    multiple_choice_metrics as multiple_choice_metrics,
+    ranking_list_metrics as ranking_list_metrics,
+    ranking_loss as ranking_loss,
+)
 from .losses.reward import (
     answer_rewards as answer_rewards,
     pair_rewards as pair_rewards,
@@ -216,7 +224,6 @@ from .losses.reward import (
 )
 from .losses.rollout_logps import logps_and_values as logps_and_values, rollout_logps as rollout_logps
 from .losses.seq2seq import seq2seq_loss as seq2seq_loss, seq2seq_metrics as seq2seq_metrics
-from .losses.token_classification import token_classification_loss as token_classification_loss
 from .losses.unpaired import (
     apo_zero_unpaired_loss as apo_zero_unpaired_loss,
     kto_kl as kto_kl,

@@ -11,8 +11,7 @@ from datasets import Dataset
 
 from toolkit.baselines import language as language_baselines
 from toolkit.baselines.classes import class_baselines, label_baselines
-from toolkit.baselines.language import answer_baselines, compression_baselines, text_baselines
-from toolkit.baselines.ngrams import ngram_bits_per_byte
+from toolkit.baselines.language import answer_baselines, compression_baselines, ngram_bits_per_byte, text_baselines
 from toolkit.data.texts import text_size
 
 VOCAB = 7

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 import toolkit as tk
-from toolkit.baselines.bm25 import bm25, parts_of_words, plain_words, ranking_baselines
+from toolkit.baselines.word_overlap import bm25, parts_of_words, plain_words, ranking_baselines
 from toolkit.demo_corpus.near_duplicates import plain
 from toolkit.demo_corpus.tasks import RANKED
 from toolkit.metrics.retrieval import ranking_metrics, ranks_in_lists

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 import toolkit as tk
-from toolkit.baselines.choice import choice_baselines
+from toolkit.baselines.word_overlap import choice_baselines
 from toolkit.demo_corpus.near_duplicates import plain
 from toolkit.demo_corpus.tasks import CHOICES
 

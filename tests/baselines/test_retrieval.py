@@ -5,8 +5,7 @@ import pytest
 from datasets import Dataset
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from toolkit.baselines.bm25 import parts_of_words, plain_words
-from toolkit.baselines.retrieval import retrieval_baselines, tf_idf
+from toolkit.baselines.word_overlap import parts_of_words, plain_words, retrieval_baselines, tf_idf
 
 DOCUMENTS = ["def read_file(path): return open(path)", "def closeAll(self): pass", "def read(self): self.path = path"]
 QUERIES = ["Read the file.", "Close all of them, all.", "What is the path to read?"]

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from toolkit.config import GeneratedTextConfig
-from toolkit.data.loading.collate_seq2seq import collate_seq2seq
+from toolkit.data.loading.collate import collate_seq2seq
 from toolkit.generation.targets import generate_targets
 from toolkit.models.encoder_decoder import decoder_start, set_target_language
 from toolkit.models.tokenizer import train_tokenizer

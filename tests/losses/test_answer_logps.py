@@ -10,8 +10,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 import toolkit as tk
-from toolkit.data.loading.collate_answers import collate_answers
-from toolkit.data.loading.collate_pairs import collate_pairs
+from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs
 from toolkit.data.loading.order import seed_micro_batch
 from toolkit.losses.answer_logps import answer_logps, pair_logps
 from toolkit.losses.chunked import rows_in_a_chunk

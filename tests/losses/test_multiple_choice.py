@@ -8,8 +8,8 @@ import torch
 from sklearn.metrics import accuracy_score
 from torch import nn
 
-from toolkit.data.loading.collate_lists import collate_lists
-from toolkit.losses.multiple_choice import multiple_choice_loss, multiple_choice_metrics
+from toolkit.data.loading.collate_groups import collate_lists
+from toolkit.losses.ranking import multiple_choice_loss, multiple_choice_metrics
 
 WITH_TYPES = ("bert", "deberta-v2")
 CHOICES = [4, 2, 5, 3, 4, 2, 4, 7, 3, 2, 4, 5]  # of 12 questions

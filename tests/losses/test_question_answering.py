@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.data.loading.collate_windows import collate_windows
-from toolkit.losses.question_answering import question_answering_loss
+from toolkit.data.loading.collate import collate_windows
+from toolkit.losses.classification import question_answering_loss
 
 WINDOWS = 12
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.data.loading.collate_lists import collate_lists
+from toolkit.data.loading.collate_groups import collate_lists
 from toolkit.losses.ranking import ranking_list_metrics, ranking_loss, score_lists
 
 LOSSES = ("bce", "ranknet", "margin_mse", "listnet", "lambda")

@@ -27,7 +27,7 @@ from transformers import (
 
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
-from toolkit.data.loading.collate_seq2seq import collate_seq2seq
+from toolkit.data.loading.collate import collate_seq2seq
 from toolkit.losses import chunked, selective_head
 from toolkit.losses.seq2seq import seq2seq_loss, seq2seq_metrics
 from toolkit.models.encoder_decoder import decoder_start

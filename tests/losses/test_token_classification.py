@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from toolkit.data.loading.collate import IGNORED
-from toolkit.losses.token_classification import token_classification_loss
+from toolkit.losses.classification import token_classification_loss
 
 CLASSES, WIDTH, EXAMPLES = 4, 6, 12
 

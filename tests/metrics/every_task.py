@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.metrics import test_question_answering as answers, test_spans as spans, test_text_metrics as texts
 from toolkit.data.loading.batch import Batch
-from toolkit.data.loading.collate_lists import collate_lists
+from toolkit.data.loading.collate_groups import collate_lists
 from toolkit.losses.ranking import ranking_list_metrics
 from toolkit.metrics.metric import Metrics
 from toolkit.metrics.question_answering import question_answering_metrics

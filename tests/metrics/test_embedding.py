@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
-from toolkit.data.loading.collate_texts import collate_text_groups
+from toolkit.data.loading.collate_groups import collate_text_groups
 from toolkit.data.loading.loaders import EvalLoader
 from toolkit.data.loading.packing import PlainRows
 from toolkit.metrics.embedding import retrieval_metrics, similarity_metrics

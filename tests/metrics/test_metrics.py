@@ -14,10 +14,9 @@ from sklearn import metrics as reference
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
 from toolkit.metrics.classes import CLASS_METRICS, LABEL_METRICS, class_sums, counts_of_classes, counts_of_labels, label_sums
-from toolkit.metrics.classification import classification_metrics
+from toolkit.metrics.classification import NUMBER_METRICS, classification_metrics
 from toolkit.metrics.external import flat_metrics
 from toolkit.metrics.metric import Metrics
-from toolkit.metrics.numbers import NUMBER_METRICS
 from toolkit.training.evaluation import eval_with_gather
 
 SCORES = {"precision": reference.precision_score, "recall": reference.recall_score, "f1": reference.f1_score}

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 import toolkit as tk
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
-from toolkit.data.loading.collate_texts import collate_text_groups
+from toolkit.data.loading.collate_groups import collate_text_groups
 from toolkit.data.tokenize.columns import Plan
 from toolkit.data.tokenize.documents import build_encoder
 from toolkit.data.tokenize.text_groups import TextGroups

@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict
 from sklearn.metrics import roc_auc_score
 
 import toolkit as tk
-from toolkit.data.loading.collate_answers import mismatched_of
+from toolkit.data.loading.collate_pairs import mismatched_of
 from toolkit.preference import reference_cache
 from toolkit.preference.pair_layouts import choose_answer_layout
 from toolkit.preference.reference import build_reference

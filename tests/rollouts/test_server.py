@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import toolkit as tk
 from tests.rollouts.server_double import Double, serving
 from toolkit.config import Refusal
-from toolkit.config.rollout_server import RolloutServerConfig
+from toolkit.config.rollouts import RolloutServerConfig
 from toolkit.data.loading.batch import Batch
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.models.tokenizer import train_tokenizer

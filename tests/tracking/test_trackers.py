@@ -20,8 +20,7 @@ import pytest
 import toolkit as tk
 from toolkit.config import settings_of
 from toolkit.tracking import trackers
-from toolkit.tracking.logged_before import logged_to_mlflow, logged_to_trackio
-from toolkit.tracking.services import OPEN, PROJECT, Opened, tracker_names
+from toolkit.tracking.services import OPEN, PROJECT, Opened, logged_to_mlflow, logged_to_trackio, tracker_names
 
 pytestmark = pytest.mark.warm
 

@@ -17,7 +17,7 @@ import toolkit as tk
 from toolkit.config.shown import public_settings
 from toolkit.tracking import console as tracking
 from toolkit.tracking.console import Progress
-from toolkit.tracking.throughput import PEAK_FLOPS, model_work, peak_flops, training_flops
+from toolkit.tracking.step_metrics import PEAK_FLOPS, model_work, peak_flops, training_flops
 
 WIDTH, FEED, LAYERS, VOCABULARY, KEYS = 16, 24, 3, 48, 8
 

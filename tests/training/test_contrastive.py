@@ -19,7 +19,7 @@ from torch import nn
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.loading.batch import Batch
-from toolkit.data.loading.collate_texts import collate_text_groups
+from toolkit.data.loading.collate_groups import collate_text_groups
 from toolkit.data.loading.loaders import build_dataloaders
 from toolkit.data.loading.order import cut_step, hash_numbers, seed_micro_batch
 from toolkit.losses.contrastive import (

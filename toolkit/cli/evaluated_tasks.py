@@ -24,13 +24,9 @@ from toolkit.config import (
     TokenClassificationConfig,
 )
 from toolkit.config.setting import nearest
-from toolkit.data.loading.collate import collate_padded
-from toolkit.data.loading.collate_answers import collate_answers
-from toolkit.data.loading.collate_lists import collate_lists
-from toolkit.data.loading.collate_pairs import collate_pairs
-from toolkit.data.loading.collate_seq2seq import collate_seq2seq
-from toolkit.data.loading.collate_texts import collate_text_groups
-from toolkit.data.loading.collate_windows import collate_windows
+from toolkit.data.loading.collate import collate_padded, collate_seq2seq, collate_windows
+from toolkit.data.loading.collate_groups import collate_lists, collate_text_groups
+from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs
 from toolkit.data.loading.noise import build_noise
 from toolkit.data.loading.token_masks import build_masks
 from toolkit.data.tokenize.classification import classification_format
@@ -49,8 +45,7 @@ from toolkit.losses.causal_lm import causal_lm_metrics, causal_lm_metrics_with_b
 from toolkit.losses.contrastive import embedding_task
 from toolkit.losses.diffusion import diffusion_metrics
 from toolkit.losses.masked_lm import masked_lm_metrics
-from toolkit.losses.multiple_choice import multiple_choice_metrics
-from toolkit.losses.ranking import ranking_list_metrics
+from toolkit.losses.ranking import multiple_choice_metrics, ranking_list_metrics
 from toolkit.losses.reward import reward_metrics
 from toolkit.losses.seq2seq import seq2seq_metrics
 from toolkit.metrics.classification import classification_metrics

@@ -1,14 +1,13 @@
-"""toolkit generate: what a trained model answers."""
+"""toolkit generate: what a trained model answers, to prompts, or to those of a data set as rows for training."""
 
 import io
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.generate_rows import write_dataset
 from toolkit.cli.sampling_options import (
     BlockLength,
     DenoisingSteps,
@@ -33,8 +32,13 @@ from toolkit.cli.setting_options import (
 )
 from toolkit.config import DataConfig, Refusal, Seq2SeqConfig, read_config_file
 from toolkit.config.json_and_yaml import read_text_file
+from toolkit.config.places import place_to_write
 from toolkit.system.console import DIM, say
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from toolkit.generation.answers import Sampling
 
 def generate(
     model: ModelName,
@@ -203,3 +207,39 @@ def _prompt_lines(prompt: list[str] | None, file: Path | None) -> list[str]:
 
 def _show(piece: str) -> None:
     say(piece, end="")
+
+
+def write_dataset(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", dataset: str, split: str, output: Path,
+    sampling: "Sampling", *, name: str, overwrite: bool, raw: bool, system: str | None, renames: list[str],
+) -> None:  # fmt: skip
+    """Write `output` (`toolkit.generation.written_rows`). `name`: the directory or the Hub id that the model is from."""
+    from toolkit.data.sources.load import load_source
+    from toolkit.data.sources.mixtures import Source
+    from toolkit.export.card import shown_model
+    from toolkit.generation.answers import USUAL_TOKENS, sampling_settings
+    from toolkit.generation.written_rows import asked_of, write_rows
+    from toolkit.models.compat import commit_of
+    from toolkit.system.digests import digests_of_directories
+
+    name = str(Path(name).absolute()) if Path(name).is_dir() else name
+    place = place_to_write(output, "--output", is_file=True)
+    splits = load_source(Source(dataset), DataConfig(dataset=dataset, rename_columns=renames))
+    if split not in splits:
+        raise Refusal(f"--split {split}: {dataset} has no such split. It has: {', '.join(splits)}.")
+    asked = asked_of(splits[split], tokenizer, raw=raw, system=system)
+    digests, commit = digests_of_directories(name), commit_of(model.config)
+    version = next(iter(digests.values()), commit or "")[:12]
+    writer = shown_model(name) + (f"@{version}" if version else "")
+    if overwrite:
+        place.unlink(missing_ok=True)
+    say(f"{writer} answers {len(asked):,} prompts of {dataset}; what is done is in {output}.part", error=True)
+    longest = sampling.max_new_tokens or USUAL_TOKENS
+    written = write_rows(
+        model, tokenizer, asked, place, settings=sampling_settings(model, tokenizer, sampling, longest), seed=sampling.seed,
+        writer=writer, made_of={"files": list(digests.values()), "commit": commit, "dtype": str(model.dtype)},
+    )  # fmt: skip
+    known = f", {written.known:,} of which an earlier start had" if written.known else ""
+    say(f"{output}: {written.rows:,} rows{known}", error=True)
+    if written.truncated:
+        say(f"{written.truncated:,} answers were cut by --max-new-tokens {longest}", error=True)

@@ -32,7 +32,7 @@ from toolkit.config import (
     Seq2SeqConfig,
     TokenClassificationConfig,
 )
-from toolkit.config.prompts import PromptConfig
+from toolkit.config.tasks import PromptConfig
 from toolkit.runs.directory import holds_a_run
 from toolkit.system.console import as_typed, printable, say, write
 

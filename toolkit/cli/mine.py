@@ -105,7 +105,7 @@ def _embedded(settings: _Config, split: str, device: str | None) -> tuple["Datas
     import numpy as np
     from torch import no_grad
 
-    from toolkit.data.loading.collate_texts import collate_text_groups
+    from toolkit.data.loading.collate_groups import collate_text_groups
     from toolkit.data.loading.loaders import EvalLoader
     from toolkit.data.loading.packing import PlainRows
     from toolkit.data.sources.load import load_source

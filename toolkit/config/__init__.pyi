@@ -1,7 +1,6 @@
 # The public names, each with the file it is in, as in `toolkit/__init__.pyi`.
 
 from .adapter import AdapterConfig as AdapterConfig
-from .diffusion import DiffusionConfig as DiffusionConfig
 from .distillation import (
     ClassifierDistillationConfig as ClassifierDistillationConfig,
     DistillationConfig as DistillationConfig,
@@ -25,7 +24,6 @@ from .preferences import (
     RewardConfig as RewardConfig,
     UnpairedConfig as UnpairedConfig,
 )
-from .prompts import PromptConfig as PromptConfig
 from .rewards import RewardFunctionsConfig as RewardFunctionsConfig
 from .rollouts import RolloutConfig as RolloutConfig
 from .rules import check_together as check_together, implied_settings as implied_settings
@@ -49,10 +47,12 @@ from .tasks import (
     AnswerConfig as AnswerConfig,
     CausalLMConfig as CausalLMConfig,
     ClassificationConfig as ClassificationConfig,
+    DiffusionConfig as DiffusionConfig,
     EmbeddingConfig as EmbeddingConfig,
     GeneratedTextConfig as GeneratedTextConfig,
     LossConfig as LossConfig,
     MaskedLMConfig as MaskedLMConfig,
+    PromptConfig as PromptConfig,
     QuestionAnsweringConfig as QuestionAnsweringConfig,
     RankingConfig as RankingConfig,
     RowsConfig as RowsConfig,

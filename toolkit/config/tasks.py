@@ -1,4 +1,4 @@
-"""The settings groups of tasks: language modeling, classes, tags, spans, texts, rankings and embeddings."""
+"""The settings groups of tasks: language modeling, diffusion, classes, tags, spans, texts, rankings, embeddings and prompts."""
 
 # ruff: noqa: RUF009 - setting() makes a dataclass field; ruff takes it for a default that all instances share
 
@@ -237,3 +237,40 @@ class SampleConfig(SeedConfig):
     num_samples: int = setting(3, "Text samples at each evaluation.", least=0, most=10**4, on_resume="free")
     sample_max_new_tokens: int = setting(64, "Length of a sample in tokens.", least=1, most=2**20, on_resume="free")
     sample_temperature: float = setting(0.7, "Temperature of the samples; 0 is greedy.", least=0.0, on_resume="free")
+
+
+@dataclass(frozen=True)
+class PromptConfig(Settings):
+    """Prompts"""
+
+    max_prompt_length: int = setting(512, "Longest prompt, in tokens.", least=1, most=2**24, on_resume="fixed")
+    overlong_prompts: str = setting(
+        "drop", "What to do with longer prompts, which are never cut: drop, each counted; or refuse.",
+        choices=("drop", "refuse"), on_resume="fixed",
+    )
+
+
+@dataclass(frozen=True)
+class DiffusionConfig(Settings):
+    """Masked diffusion"""
+
+    shift_logits: bool | None = setting(
+        None, "Predict a token at its left neighbor, as the causal model did that training begins from. Default: from such a "
+        "model yes; from scratch and from a masked language model no.", on_resume="fixed",
+    )
+    attention_annealing: float = setting(
+        0.0, "Share of the run in which attention goes from causal to both sides, when training begins from a causal model "
+        "(DiffuLLaMA). 0: both sides from the first step.", least=0.0, most=1.0, on_resume="fixed",
+    )
+    answer_length: int = setting(
+        128, "Tokens that each answer to a prompt is filled up to with its end token, so that the model learns where to end; "
+        "also what is sampled by default.", least=1, most=2**20, on_resume="fixed",
+    )
+    denoising_steps: int | None = setting(
+        None, "Forward passes in which a sample is written. Default: one for each token.", least=1, most=2**20,
+        on_resume="evaluation",
+    )
+    block_length: int = setting(
+        32, "Tokens of a sample that are finished before the next ones are begun (semi-autoregressive).", least=1, most=2**20,
+        on_resume="evaluation",
+    )

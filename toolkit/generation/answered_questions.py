@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from toolkit.config import DataConfig, QuestionAnsweringConfig
-from toolkit.data.loading.collate_windows import collate_windows
+from toolkit.data.loading.collate import collate_windows
 from toolkit.data.tokenize.classification import pair_frame
 from toolkit.data.tokenize.documents import build_encoder
 from toolkit.data.tokenize.question_answering import QuestionRows, reference_answers

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from toolkit.data.loading.batch import MicroBatch
-from toolkit.data.loading.collate_answers import MISMATCHED, mismatched_of
-from toolkit.data.loading.collate_pairs import NOT_FOR_THE_MODEL
+from toolkit.data.loading.collate_pairs import MISMATCHED, NOT_FOR_THE_MODEL, mismatched_of
 from toolkit.losses.chunked import Logits, logps_in_chunks
 from toolkit.losses.pair_losses import PairLogps, desensitized_weights
 from toolkit.losses.selective_head import at_positions

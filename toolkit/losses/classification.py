@@ -1,7 +1,8 @@
-"""Losses of whole examples: one class, several classes, or a number.
+"""Losses of classes: of whole examples (one class, several, or a number), of words, and of the places where an answer is.
 
-Each is a part of a mean over the global batch: over `totals["examples"]`, or where the rows carry a `weight` (that of the
-example's class) over `totals["weight"]`, which is torch's `CrossEntropyLoss(weight, reduction="mean")` on all of it.
+Each is a part of a mean over the global batch. That of whole examples is over `totals["examples"]`, or where the rows carry a
+`weight` (that of the example's class) over `totals["weight"]`, which is torch's `CrossEntropyLoss(weight, reduction="mean")` on
+all of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from torch.nn import functional
 from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.classification import classification_metrics, example_logits
 from toolkit.metrics.metric import Metrics
+from toolkit.metrics.question_answering import span_logits, span_losses
+from toolkit.metrics.spans import IGNORED, token_logits
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
@@ -83,3 +86,41 @@ def classification_task(
         "regression": regression_loss,
     }
     return loss_fn[problem_type], classification_metrics(metrics, num_labels, problem_type)
+
+
+def token_classification_loss(
+    model: nn.Module, micro_batch: MicroBatch, totals: Mapping[str, float], *, label_smoothing_factor: float = 0.0
+) -> Loss:
+    """This micro-batch's part of the mean over all supervised tokens of the global batch, `totals["tokens"]`.
+
+    Cross-entropy of logits `[batch, length, classes]` and `labels` `[batch, length]`, -100 where a token has no tag (special
+    tokens, padding, and the later sub-words of a word). A label is of the token that it is at. Label smoothing is torch's:
+    (1 - e) * -log p[y] + e * mean over classes of -log p.
+
+    Returns the loss, 0-d, and the share of supervised tokens whose tag is right. Without a supervised token the loss is a zero
+    that still reaches every parameter.
+    """
+    logits, labels = token_logits(model, micro_batch), micro_batch["labels"]
+    losses = functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing_factor
+    )
+    right = (logits.argmax(-1) == labels).sum()
+    tokens = max(float(totals["tokens"]), 1.0)
+    return losses / tokens, {"accuracy": right / tokens}
+
+
+def question_answering_loss(
+    model: nn.Module, micro_batch: MicroBatch, totals: Mapping[str, float]
+) -> Loss:
+    """Mean over the global batch's windows of (cross-entropy of the start + that of the end) / 2.
+
+    Each is over all tokens of the window, the question's too, and none of the padding. `start_positions` and `end_positions`
+    `[windows]` are 0, the first token, where a window doesn't hold the whole answer.
+
+    Returns the loss, 0-d, and the share of windows with both places right, both parts of a mean over the global batch.
+    """
+    start_logits, end_logits = span_logits(model, micro_batch)
+    starts, ends = start_logits.argmax(-1), end_logits.argmax(-1)
+    right = (starts == micro_batch["start_positions"]) & (ends == micro_batch["end_positions"])
+    losses = span_losses(start_logits, end_logits, micro_batch)
+    return losses.sum() / totals["examples"], {"accuracy": right.sum() / totals["examples"]}

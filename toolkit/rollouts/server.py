@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from toolkit.config import Refusal
-from toolkit.config.rollout_server import RolloutServerConfig
+from toolkit.config.rollouts import RolloutServerConfig
 from toolkit.distributed.engines import unwrapped
 from toolkit.distributed.engines.pieces import whole_state_dict
 from toolkit.distributed.ranks import on_main

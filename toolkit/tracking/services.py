@@ -1,4 +1,9 @@
-"""What differs between wandb, TensorBoard, trackio and MLflow: how each is installed, starts, and takes a table and files."""
+"""What differs between wandb, TensorBoard, trackio and MLflow: how each is installed, starts, takes a table and files,
+and what it was sent before a run resumes.
+
+A run that is killed between two saves trains the steps since the last one again. Their metrics are the same to the bit, so
+a tracker that keeps every line it is sent need not have them twice; and what it was not sent before the kill it is sent then.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,6 @@ from typing import Any
 
 from toolkit.config import Refusal, RunConfig
 from toolkit.system.files import write_atomically
-from toolkit.tracking.logged_before import Logged, logged_to_mlflow, logged_to_trackio
 
 PROJECT = "toolkit"
 
@@ -161,3 +165,37 @@ def tracker_names(config: RunConfig) -> list[str]:
 def packages_of(name: str) -> tuple[str, ...]:
     """What is to be installed for a tracker."""
     return _PACKAGES.get(name, (name,))
+
+
+Logged = set[tuple[str, int]]  # names of metrics, with their steps
+
+
+def logged_to_mlflow(run_id: str) -> Logged | None:
+    """Of a run that MLflow has: its metrics, and "samples" where their table has such a step. None: it can't be known."""
+    import mlflow
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient()
+    try:
+        names = client.get_run(run_id).data.metrics
+        logged = {(name, each.step) for name in names for each in client.get_metric_history(run_id, name)}
+    except MlflowException:  # a server that fails: at worst what is trained again is there twice
+        return None
+    try:
+        table = mlflow.artifacts.load_dict(f"runs:/{run_id}/samples.json")
+        steps = [row[table["columns"].index("step")] for row in table["data"]]
+    except (MlflowException, OSError, LookupError, ValueError):  # it has no table
+        return logged
+    return logged | {("samples", step) for step in steps}
+
+
+def logged_to_trackio(project: str, name: str, run_id: str) -> Logged | None:
+    """Of a run that is on this machine; None where it may be elsewhere. trackio (0.43) reads metrics by no public function."""
+    try:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        logs = SQLiteStorage.get_logs(project, name, run_id=run_id)
+    except Exception:  # another version: at worst what is trained again is there twice
+        return None
+    return None if not logs else {(name, entry["step"]) for entry in logs for name in entry}

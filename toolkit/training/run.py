@@ -23,8 +23,7 @@ from toolkit.runs.overview import unread_after_a_step
 from toolkit.runs.summary import read_settings
 from toolkit.tracking.console import show_metrics
 from toolkit.tracking.resources import ResourceWatch, memory_in_use
-from toolkit.tracking.step_metrics import Window
-from toolkit.tracking.throughput import peak_memory_gb
+from toolkit.tracking.step_metrics import Window, peak_memory_gb
 from toolkit.training.anomalies import Diverged, report_incident, report_rollback, too_many_nonfinite
 from toolkit.training.run_state import RunState, summarize
 from toolkit.training.stopping import how_to_continue, interruption, stopped_at

@@ -15,7 +15,7 @@ from datasets import Dataset
 import toolkit as tk
 from toolkit.config import Refusal
 from toolkit.data.inspection import guess_task, inspect_splits
-from toolkit.data.loading.collate_lists import collate_lists
+from toolkit.data.loading.collate_groups import collate_lists
 
 WORDS = inspect.getsource(textwrap).split()
 

@@ -12,13 +12,12 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, RobertaTokenizer
 
-from toolkit.baselines.tag import tag_baselines
+from toolkit.baselines.classes import tag_baselines
 from toolkit.config import DataConfig, Refusal, TokenClassificationConfig
 from toolkit.data.sources.load import load_splits
 from toolkit.data.tokenize.documents import IGNORED
 from toolkit.data.tokenize.spans import tag_words
-from toolkit.data.tokenize.tag_schemes import continuations, parts_of_tags, scheme_of
-from toolkit.data.tokenize.tags import find_tags
+from toolkit.data.tokenize.tags import continuations, find_tags, parts_of_tags, scheme_of
 from toolkit.data.tokenize.tasks import tokenize_for_token_classification
 from toolkit.models.tokenizer import train_tokenizer
 from toolkit.models.word_tokenizer import space_before_words

@@ -1,5 +1,6 @@
-"""From tokenized documents to the tensors of one micro-batch: packed into one row, or padded."""
+"""From tokenized documents to one micro-batch: packed into one row, or padded; sources with targets, windows, prompts."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -124,3 +125,92 @@ def _token_labels(documents: list[Document], shape: tuple[int, int], aligned: bo
 def _example_labels(documents: list[Document]) -> torch.Tensor:
     labels = np.stack([np.asarray(document["labels"]) for document in documents])
     return torch.from_numpy(labels.astype(np.int64) if labels.dtype.kind in "iub" else labels.astype(np.float32))
+
+
+def collate_prompts(documents: list[Document]) -> MicroBatch:
+    """Put prompts into one micro-batch, without padding and without tensors.
+
+    Returns `prompt_ids`, a list of token ids for each prompt; `rows`, its columns as the data have them, with `prompt` as it
+    was given, text or messages; `prompt`, the number of each through all splits, where the documents have one (not those of a
+    stream).
+    """
+    batch: dict[str, Any] = {
+        "prompt_ids": [[int(token) for token in document["input_ids"]] for document in documents],
+        "rows": [json.loads(str(document["row"])) for document in documents],
+    }
+    if "prompt" in documents[0]:
+        batch["prompt"] = [int(document["prompt"]) for document in documents]
+    return batch
+
+
+def collate_seq2seq(
+    documents: list[Document], *, pad_token_id: int, decoder_start_token_id: int | None
+) -> MicroBatch:
+    """Put one example in each row, padded on the right to the longest source and the longest target.
+
+    Returns `input_ids` and `attention_mask` `[examples, source]`; `decoder_input_ids`, the target behind the start token, and
+    `labels`, the target itself, -100 on padding, `[examples, target]`; `supervised_positions`, the flat indices of labels that
+    count. The decoder needs no mask of its own: it is causal, and padding comes last.
+
+    Each document has `input_ids`, source and target one behind the other, and `source_tokens`, how many are the source's.
+
+    Args:
+        decoder_start_token_id: what `decoder_start` found of the model; None: each target's own last token (mBART).
+    """
+    cuts = [int(document["source_tokens"]) for document in documents]
+    tokens = [np.asarray(document["input_ids"], dtype=np.int64) for document in documents]
+    sources = [row[:cut] for row, cut in zip(tokens, cuts, strict=True)]
+    targets = [row[cut:] for row, cut in zip(tokens, cuts, strict=True)]
+    labels = _filled(targets, IGNORED)
+    shifted = [np.append(_first_input(target, decoder_start_token_id), target[:-1]) for target in targets]
+    return {
+        "input_ids": torch.from_numpy(_filled(sources, pad_token_id)),
+        "attention_mask": torch.from_numpy(_filled([np.ones_like(source) for source in sources], 0)),
+        "decoder_input_ids": torch.from_numpy(_filled(shifted, pad_token_id)),
+        "labels": torch.from_numpy(labels),
+        "supervised_positions": torch.from_numpy(np.flatnonzero(labels != IGNORED)),
+    }
+
+
+def _first_input(target: np.ndarray, token: int | None) -> int:
+    return int(target[-1]) if token is None else token
+
+
+def _filled(rows: list[np.ndarray], fill: int) -> np.ndarray:
+    table = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
+    for number, row in enumerate(rows):
+        table[number, : len(row)] = row
+    return table
+
+
+def collate_windows(windows: list[Document], pad_token_id: int = 0) -> MicroBatch:
+    """Put one window in each row, padded on the right to the longest.
+
+    Returns `input_ids`, `attention_mask` and, where the rows have them, `token_type_ids` `[windows, longest]`;
+    `start_positions` and `end_positions` `[windows]`, 0 where a window doesn't hold the answer; `window`, its number within
+    its question; and `char_starts` and `char_ends` `[windows, longest]`: of each token of the context its characters there,
+    -1 elsewhere.
+    """
+    lengths = [len(window["input_ids"]) for window in windows]
+
+    def padded(values: list[Any], fill: int, starts: list[int]) -> torch.Tensor:
+        rows = np.full((len(windows), max(lengths)), fill, dtype=np.int64)
+        for i, (row, start) in enumerate(zip(values, starts, strict=True)):
+            rows[i, start : start + len(row)] = row
+        return torch.from_numpy(rows)
+
+    def column(name: str) -> list[Any]:
+        return [window[name] for window in windows]
+
+    first = [0] * len(windows)
+    contexts = [int(start) for start in column("context_start")]
+    batch = {
+        "input_ids": padded(column("input_ids"), pad_token_id, first),
+        "attention_mask": padded([[1] * length for length in lengths], 0, first),
+    }
+    batch |= {name: padded(column(name), -1, contexts) for name in ("char_starts", "char_ends")}
+    for name in ("start_positions", "end_positions", "window"):
+        batch[name] = torch.tensor([int(value) for value in column(name)])
+    if "token_type_ids" in windows[0]:
+        batch["token_type_ids"] = padded(column("token_type_ids"), 0, first)
+    return batch

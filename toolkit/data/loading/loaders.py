@@ -20,8 +20,7 @@ from toolkit.config import DataConfig, Refusal
 from toolkit.data.compat import fingerprint_of
 from toolkit.data.loading.batch import Batch, Document, MicroBatch
 from toolkit.data.loading.collate import collate_padded
-from toolkit.data.loading.collate_answers import collate_answers
-from toolkit.data.loading.collate_pairs import collate_pairs
+from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs
 from toolkit.data.loading.columns import column
 from toolkit.data.loading.order import StepPlan, cut_step, generator_of, hash_numbers, plan_steps
 from toolkit.data.loading.packing import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.config import DataConfig, Refusal
-from toolkit.config.prompts import PromptConfig
+from toolkit.config.tasks import PromptConfig
 from toolkit.data.tokenize.columns import (
     Batch,
     Plan,

@@ -16,8 +16,7 @@ from toolkit.data.tokenize.documents import CHUNK_CHARACTERS, IGNORED, Cut, Docu
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.labels import Classes
 from toolkit.data.tokenize.spans import read_spans, tag_words
-from toolkit.data.tokenize.tag_schemes import WRITTEN, continuations, parts_of_tags
-from toolkit.data.tokenize.tags import READ_ROWS, declared_tags, find_tags, tag_columns
+from toolkit.data.tokenize.tags import READ_ROWS, WRITTEN, continuations, declared_tags, find_tags, parts_of_tags, tag_columns
 from toolkit.system.console import printable, quoted
 
 if TYPE_CHECKING:
