@@ -57,55 +57,35 @@ def pretrain() -> Iterator[Row]:
 def sft() -> Iterator[Row]:
     """From a function's code to the first sentence of its docstring, as a chat of two turns."""
     for function, sentence in _described_functions():
-        yield {
-            "messages": [*_question(function), *_answer(sentence)],
-            "code": function.code,
-            "sentence": sentence,
-            "origin": _origin("sft", function),
-            "split": split_of(function.module),
-        }
+        messages = [*_question(function), *_answer(sentence)]
+        yield _row("sft", function, messages=messages, code=function.code, sentence=sentence)
 
 
 def dpo() -> Iterator[Row]:
     """The same; rejected is the sentence of another module's function, of like length, so that length tells nothing."""
-    for split, described in _described_by_split(LONGEST_CODE).items():
+    for described in _described_by_split(LONGEST_CODE):
         described.sort(key=lambda pair: (len(pair[1]), _hash(pair[0].qualname)))
         for place, (function, sentence) in enumerate(described):
             near = described[max(0, place - 12) : place + 13]
             others = [s for other, s in near if other.module != function.module and plain(s) != plain(sentence)]
             if others:
-                yield {
-                    "prompt": _question(function),
-                    "chosen": _answer(sentence),
-                    "rejected": _answer(rejected := others[_hash(function.module + function.qualname) % len(others)]),
-                    "code": function.code,
-                    "sentence": sentence,
-                    "other": rejected,
-                    "origin": _origin("dpo", function),
-                    "split": split,
-                }
+                other = others[_hash(function.module + function.qualname) % len(others)]
+                yield _row(
+                    "dpo", function, prompt=_question(function), chosen=_answer(sentence), rejected=_answer(other),
+                    code=function.code, sentence=sentence, other=other,
+                )  # fmt: skip
 
 
 def seq2seq() -> Iterator[Row]:
     """The same pair without an instruction, for encoder-decoders."""
     for function, sentence in _described_functions():
-        yield {
-            "source": function.code,
-            "target": sentence,
-            "origin": _origin("seq2seq", function),
-            "split": split_of(function.module),
-        }
+        yield _row("seq2seq", function, source=function.code, target=sentence)
 
 
 def embed() -> Iterator[Row]:
     """The same pair as a question and what answers it: a function is found by the first sentence of its docstring."""
     for function, sentence in _described_functions():
-        yield {
-            "query": sentence,
-            "positive": function.code,
-            "origin": _origin("embed", function),
-            "split": split_of(function.module),
-        }
+        yield _row("embed", function, query=sentence, positive=function.code)
 
 
 def classify() -> Iterator[Row]:
@@ -115,13 +95,9 @@ def classify() -> Iterator[Row]:
     for function in _distinct(read_functions()):
         family = family_of.get(function.module.split(".")[0])
         if family and len(plain(function.code)) >= 60:
-            yield {
-                "text": function.code,
-                "label": labels.index(family),
-                "origin": _origin("classify", function),
-                # a whole module on one side would leave a family with two or three modules; methods of a class stay together
-                "split": split_of(f"{function.module}:{function.outermost}"),
-            }
+            row = _row("classify", function, text=function.code, label=labels.index(family))
+            # a whole module on one side would leave a family with two or three modules; methods of a class stay together
+            yield {**row, "split": split_of(f"{function.module}:{function.outermost}")}
 
 
 def tag() -> Iterator[Row]:
@@ -129,12 +105,7 @@ def tag() -> Iterator[Row]:
     for function in _distinct(read_functions()):
         tokens, tags = token_roles(function.code) if function.code else ([], [])
         if len(tokens) >= 8:
-            yield {
-                "tokens": tokens,
-                "tags": tags,
-                "origin": _origin("tag", function),
-                "split": split_of(function.module),
-            }
+            yield _row("tag", function, tokens=tokens, tags=tags)
 
 
 def qa() -> Iterator[Row]:
@@ -142,13 +113,9 @@ def qa() -> Iterator[Row]:
     for function in _distinct(read_functions()):
         if function.docstring and len(function.source) <= LONGEST_CONTEXT:
             for number, (question, start, end) in enumerate(questions_about(function)):
-                yield {
-                    "question": question,
-                    "context": function.source,
-                    "answers": {"text": [function.source[start:end]], "answer_start": [start]},
-                    "origin": f"{_origin('qa', function)}#{number}",
-                    "split": split_of(function.module),
-                }
+                answers = {"text": [function.source[start:end]], "answer_start": [start]}
+                row = _row("qa", function, question=question, context=function.source, answers=answers)
+                yield {**row, "origin": f"{row['origin']}#{number}"}
 
 
 def rank() -> Iterator[Row]:
@@ -156,7 +123,7 @@ def rank() -> Iterator[Row]:
 
     Where the module has too few, they are of other modules of the split. None has the same sentence.
     """
-    for split, described in _described_by_split(LONGEST_RANKED).items():
+    for described in _described_by_split(LONGEST_RANKED):
         nearest = _nearest_by_length(described, [len(function.code) for function, _ in described])
         said = [plain(sentence) for _, sentence in described]
         for place, (function, sentence) in enumerate(described):
@@ -167,14 +134,10 @@ def rank() -> Iterator[Row]:
             others = nearest(place, RANKED - 1, tie, lambda other, own=said[place], said=said: said[other] != own)
             candidates = [function, *(described[other][0] for other in others)]
             candidates.sort(key=lambda each: _hash(f"{sentence} {each.code}"))
-            yield {
-                "query": sentence,
-                "documents": [each.code for each in candidates],
-                "labels": [int(each is function) for each in candidates],
-                "code": function.code,
-                "origin": _origin("rank", function),
-                "split": split,
-            }
+            yield _row(
+                "rank", function, query=sentence, documents=[each.code for each in candidates],
+                labels=[int(each is function) for each in candidates], code=function.code,
+            )  # fmt: skip
 
 
 def choose() -> Iterator[Row]:
@@ -182,7 +145,7 @@ def choose() -> Iterator[Row]:
 
     Where the module has too few, they are of other modules of the split. No two are the same.
     """
-    for split, described in _described_by_split(LONGEST_RANKED).items():
+    for described in _described_by_split(LONGEST_RANKED):
         nearest = _nearest_by_length(described, [len(sentence) for _, sentence in described])
         for place, (function, sentence) in enumerate(described):
 
@@ -192,14 +155,12 @@ def choose() -> Iterator[Row]:
             near = {plain(text := described[other][1]): text for other in nearest(place, 4 * CHOICES, tie)}
             near.pop(plain(sentence), None)
             choices = sorted([sentence, *list(near.values())[: CHOICES - 1]], key=lambda text: _hash(f"{function.code} {text}"))
-            yield {
-                "question": function.code,
-                "choices": choices,
-                "label": choices.index(sentence),
-                "sentence": sentence,
-                "origin": _origin("choose", function),
-                "split": split,
-            }
+            label = choices.index(sentence)
+            yield _row("choose", function, question=function.code, choices=choices, label=label, sentence=sentence)
+
+
+def _row(task: str, function: Function, **columns: Any) -> Row:
+    return {**columns, "origin": f"stdlib:{task}/{function.module}:{function.qualname}", "split": split_of(function.module)}
 
 
 def _described_functions() -> Iterator[Described]:
@@ -209,13 +170,13 @@ def _described_functions() -> Iterator[Described]:
             yield function, sentence
 
 
-def _described_by_split(longest: int) -> dict[str, list[Described]]:
-    """Functions of at most `longest` characters with their sentences."""
+def _described_by_split(longest: int) -> Iterable[list[Described]]:
+    """Functions of at most `longest` characters with their sentences, those of each split together."""
     by_split: dict[str, list[Described]] = defaultdict(list)
     for function, sentence in _described_functions():
         if len(function.code) <= longest:
             by_split[split_of(function.module)].append((function, sentence))
-    return by_split
+    return by_split.values()
 
 
 def _nearest_by_length(described: list[Described], lengths: list[int]) -> Callable[..., list[int]]:
@@ -271,14 +232,10 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def _origin(task: str, function: Function) -> str:
-    return f"stdlib:{task}/{function.module}:{function.qualname}"
-
-
 @dataclass(frozen=True)
 class Task:
     rows: Callable[[], Iterator[Row]]
-    unleaked: tuple[str, ...]  # the fields whose text must not are in train (a field that is no column isn't written)
+    unleaked: tuple[str, ...]  # the fields whose text must not be in train (a field that is no column isn't written)
 
 
 TASKS = {
