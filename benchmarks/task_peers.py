@@ -116,12 +116,7 @@ def embedding(job: Job, *, mini_batch_size: int = 32, **flags: Any) -> None:
 
 
 def reranker(job: Job, *, mini_batch_size: int | None = None, **flags: Any) -> None:
-    from sentence_transformers.cross_encoder import (
-        CrossEncoder,
-        CrossEncoderTrainer,
-        CrossEncoderTrainingArguments,
-        losses,
-    )
+    from sentence_transformers.cross_encoder import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments, losses
 
     model = CrossEncoder(job.model, device="cpu", max_length=job.max_length, model_kwargs=_of_model(flags))
     loss = losses.LambdaLoss(model, mini_batch_size=mini_batch_size)

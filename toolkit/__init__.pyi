@@ -7,10 +7,7 @@ from .baselines.language import (
     masked_token_baselines as masked_token_baselines,
     text_baselines as text_baselines,
 )
-from .baselines.preference import (
-    preference_baselines as preference_baselines,
-    unpaired_baselines as unpaired_baselines,
-)
+from .baselines.preference import preference_baselines as preference_baselines, unpaired_baselines as unpaired_baselines
 from .baselines.question import question_baselines as question_baselines
 from .baselines.seq2seq import copy_baselines as copy_baselines
 from .baselines.word_overlap import (
@@ -18,10 +15,7 @@ from .baselines.word_overlap import (
     ranking_baselines as ranking_baselines,
     retrieval_baselines as retrieval_baselines,
 )
-from .checkpoint.directory import (
-    latest_checkpoint as latest_checkpoint,
-    verify_checkpoint as verify_checkpoint,
-)
+from .checkpoint.directory import latest_checkpoint as latest_checkpoint, verify_checkpoint as verify_checkpoint
 from .command_line.recipe import run_recipe as run_recipe
 from .config.adapter import AdapterConfig as AdapterConfig
 from .config.conditions import is_built_in as is_built_in
@@ -116,9 +110,7 @@ from .data.tokenize.tasks import (
     tokenize_for_token_classification as tokenize_for_token_classification,
     tokenize_for_unpaired as tokenize_for_unpaired,
 )
-from .diagnostics.memory_table import (
-    memory_table as memory_table,
-)
+from .diagnostics.memory_table import memory_table as memory_table
 from .distillation.classifier_teacher import (
     ClassifierTeacher as ClassifierTeacher,
     build_classifier_teacher as build_classifier_teacher,
@@ -143,10 +135,7 @@ from .generation.held_out_answers import answer_metrics as answer_metrics, held_
 from .generation.random_numbers import completion_key as completion_key
 from .generation.sampler import Completion as Completion, sample_groups as sample_groups
 from .generation.samples import sample_prompts as sample_prompts, sample_texts as sample_texts
-from .generation.targets import (
-    sample_targets as sample_targets,
-    target_metrics as target_metrics,
-)
+from .generation.targets import sample_targets as sample_targets, target_metrics as target_metrics
 from .losses.answer_logps import answer_logps as answer_logps, mismatched_logps as mismatched_logps, pair_logps as pair_logps
 from .losses.causal_lm import (
     causal_lm_loss as causal_lm_loss,
@@ -206,10 +195,7 @@ from .losses.pair_losses import (
     sppo_hard_loss as sppo_hard_loss,
 )
 from .losses.policy import choose_kl as choose_kl, kl_estimate as kl_estimate, policy_loss as policy_loss
-from .losses.preference import (
-    preference_loss as preference_loss,
-    preference_metrics as preference_metrics,
-)
+from .losses.preference import preference_loss as preference_loss, preference_metrics as preference_metrics
 from .losses.ranking import (
     multiple_choice_loss as multiple_choice_loss,
     multiple_choice_metrics as multiple_choice_metrics,
@@ -235,10 +221,7 @@ from .losses.value import gae as gae, token_rewards as token_rewards, value_loss
 from .metrics.classification import classification_metrics as classification_metrics
 from .metrics.embedding import retrieval_metrics as retrieval_metrics, similarity_metrics as similarity_metrics
 from .metrics.metric import Metrics as Metrics
-from .metrics.question_answering import (
-    question_answering_metrics as question_answering_metrics,
-    squad_metrics as squad_metrics,
-)
+from .metrics.question_answering import question_answering_metrics as question_answering_metrics, squad_metrics as squad_metrics
 from .metrics.retrieval import (
     Ranks as Ranks,
     ranking_metrics as ranking_metrics,
@@ -248,10 +231,7 @@ from .metrics.retrieval import (
 )
 from .metrics.spans import tag_metrics as tag_metrics
 from .metrics.text import choose_text_metrics as choose_text_metrics
-from .models.diffusion import (
-    load_diffusion_model as load_diffusion_model,
-    load_diffusion_tokenizer as load_diffusion_tokenizer,
-)
+from .models.diffusion import load_diffusion_model as load_diffusion_model, load_diffusion_tokenizer as load_diffusion_tokenizer
 from .models.encoder_decoder import decoder_start as decoder_start, set_target_language as set_target_language
 from .models.load import load_model as load_model
 from .models.lora import add_adapter as add_adapter
@@ -263,10 +243,7 @@ from .models.sentence_files import (
     sentence_files as sentence_files,
 )
 from .models.tokenizer import load_tokenizer as load_tokenizer, train_tokenizer as train_tokenizer
-from .models.unpadded import (
-    choose_row_layout as choose_row_layout,
-    choose_scored_pair_layout as choose_scored_pair_layout,
-)
+from .models.unpadded import choose_row_layout as choose_row_layout, choose_scored_pair_layout as choose_scored_pair_layout
 from .models.value_head import add_value_head as add_value_head
 from .models.word_tokenizer import space_before_words as space_before_words
 from .optim.optimizers import build_optimizer as build_optimizer
@@ -280,11 +257,7 @@ from .preference.reference import (
     sync_reference as sync_reference,
 )
 from .report.page import write_report as write_report
-from .rollouts.advantages import (
-    advantages as advantages,
-    choose_advantages as choose_advantages,
-    reward_table as reward_table,
-)
+from .rollouts.advantages import advantages as advantages, choose_advantages as choose_advantages, reward_table as reward_table
 from .rollouts.batches import collate_rollouts as collate_rollouts, policy_batches as policy_batches, with_logps as with_logps
 from .rollouts.dynamic_sampling import groups_with_spread as groups_with_spread, prompts_to_add as prompts_to_add
 from .rollouts.environments import Environments as Environments, load_environment as load_environment

@@ -10,27 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from toolkit.data.loading.collate import collate_packed, collate_padded
 from toolkit.distillation.teacher import ask_model
 from toolkit.distillation.vocabulary import SharedVocabulary
 from toolkit.losses import chunked
 from toolkit.losses.causal_lm import causal_lm_loss, causal_lm_metrics
-from toolkit.losses.distillation import (
-    DIVERGENCES,
-    TeacherLogps,
-    distillation_loss,
-    distillation_metrics,
-    divergence_of_tokens,
-)
+from toolkit.losses.distillation import DIVERGENCES, TeacherLogps, distillation_loss, distillation_metrics, divergence_of_tokens
 
 VOCABULARY = 53
 SHAPE = {

@@ -15,13 +15,7 @@ from tests.losses import trl_losses
 from toolkit.config import PreferenceConfig, check_together, settings_of
 from toolkit.data.loading.batch import Batch
 from toolkit.losses.pair_losses import PairLogps, desensitized_weights, discopop_loss, orpo_loss, score_of, sigmoid_loss
-from toolkit.losses.preference import (
-    likelihood_weight,
-    needs_reference,
-    pair_losses,
-    preference_loss,
-    preference_metrics,
-)
+from toolkit.losses.preference import likelihood_weight, needs_reference, pair_losses, preference_loss, preference_metrics
 from toolkit.losses.unpaired import apo_zero_unpaired_loss, kto_kl, kto_loss
 from toolkit.training.evaluation import eval_with_gather
 

@@ -22,15 +22,7 @@ from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate_groups import collate_text_groups
 from toolkit.data.loading.loaders import build_dataloaders
 from toolkit.data.loading.order import cut_step, hash_numbers, seed_micro_batch
-from toolkit.losses.contrastive import (
-    ContrastiveLoss,
-    Texts,
-    cosent,
-    cosine_regression,
-    embedding_task,
-    info_nce,
-    matryoshka,
-)
+from toolkit.losses.contrastive import ContrastiveLoss, Texts, cosent, cosine_regression, embedding_task, info_nce, matryoshka
 from toolkit.models.pooling import embed_texts
 from toolkit.training.contrastive import cache_gradients, cached_gradient_loss, trial_loss
 from toolkit.training.memory import fit_micro_batch

@@ -35,12 +35,7 @@ from toolkit.data.tokenize.tags import find_tags
 from toolkit.data.tokenize.text_groups import text_group_format
 from toolkit.data.tokenize.token_tags import token_classification_format
 from toolkit.generation.targets import target_metrics
-from toolkit.losses.answer_logps import (
-    ANSWER_LIKELIHOODS,
-    PAIR_LIKELIHOODS,
-    answer_likelihood_metrics,
-    pair_likelihood_metrics,
-)
+from toolkit.losses.answer_logps import ANSWER_LIKELIHOODS, PAIR_LIKELIHOODS, answer_likelihood_metrics, pair_likelihood_metrics
 from toolkit.losses.causal_lm import causal_lm_metrics, causal_lm_metrics_with_bytes
 from toolkit.losses.contrastive import embedding_task
 from toolkit.losses.diffusion import diffusion_metrics

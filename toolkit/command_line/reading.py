@@ -19,16 +19,7 @@ from toolkit.config.foreign_values import is_foreign
 from toolkit.config.json_and_yaml import parse_json
 from toolkit.config.reading import values_of
 from toolkit.config.rules import broken_rules, implied_settings
-from toolkit.config.setting import (
-    Refusal,
-    Setting,
-    Settings,
-    flag_of,
-    refuse_all,
-    settings_of,
-    show_value,
-    spellings_of,
-)
+from toolkit.config.setting import Refusal, Setting, Settings, flag_of, refuse_all, settings_of, show_value, spellings_of
 from toolkit.config.values import WORDS_FOR_FALSE, WORDS_FOR_NONE, WORDS_FOR_TRUE, read_what_can_be, split_list
 from toolkit.system.console import as_typed
 

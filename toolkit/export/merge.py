@@ -14,14 +14,7 @@ import torch
 from toolkit.config import Refusal, read_config_file
 from toolkit.config.conditions import is_adapter
 from toolkit.export.model_directory import no_progress_bar
-from toolkit.models.adapter_files import (
-    MODEL_CONFIG,
-    base_of,
-    check_adapter,
-    put_adapter,
-    read_adapter_config,
-    read_object,
-)
+from toolkit.models.adapter_files import MODEL_CONFIG, base_of, check_adapter, put_adapter, read_adapter_config, read_object
 from toolkit.models.load import check_finite
 from toolkit.models.quantization import as_trained, keep_gradients
 from toolkit.models.shapes import check_config_files

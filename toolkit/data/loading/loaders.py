@@ -23,15 +23,7 @@ from toolkit.data.loading.collate import collate_padded
 from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs
 from toolkit.data.loading.columns import column
 from toolkit.data.loading.order import StepPlan, cut_step, generator_of, hash_numbers, plan_steps
-from toolkit.data.loading.packing import (
-    Augment,
-    PackedRows,
-    Packing,
-    PlainRows,
-    Rows,
-    pack_best_fit,
-    pack_wrapped,
-)
+from toolkit.data.loading.packing import Augment, PackedRows, Packing, PlainRows, Rows, pack_best_fit, pack_wrapped
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.data.sources.load import commits_of_sources
 

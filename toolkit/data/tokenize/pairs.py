@@ -29,14 +29,7 @@ from toolkit.data.tokenize.masks import (
     turn_start,
 )
 from toolkit.data.tokenize.pair_cutting import cut_pairs
-from toolkit.data.tokenize.preferences import (
-    PAIR,
-    PARTS,
-    Preference,
-    describe_preference,
-    plan_preference,
-    read_preferences,
-)
+from toolkit.data.tokenize.preferences import PAIR, PARTS, Preference, describe_preference, plan_preference, read_preferences
 from toolkit.data.tokenize.tool_calls import odd_tool_turns
 from toolkit.system.console import quoted
 
