@@ -5,7 +5,7 @@
 
 It orders what a fast search has found. An example is a query with its list of documents: a batch of 16 is 16 lists. The model
 directory opens in sentence-transformers: `CrossEncoder("runs/reranker/model")`. The default starts from random weights that
-let equal words meet (`toolkit/models/first_weights.py`), and ends between BM25 on words and BM25 on parts of words.
+let equal words meet (`toolkit/models/shapes.py`), and ends between BM25 on words and BM25 on parts of words.
 """
 
 from dataclasses import dataclass

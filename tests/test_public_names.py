@@ -461,7 +461,7 @@ def losses_of_single_answers() -> None:
 
 @shows(
     "advantages", "choose_advantages", "groups_with_spread", "prompts_to_add", "reward_table", "overlong_penalty",
-    "penalize_kl", "PolicyConfig", "PPOConfig",
+    "PolicyConfig", "PPOConfig",
 )  # fmt: skip
 def advantages_of_rewards() -> None:
     config = tk.PolicyConfig(loss_type="rloo")
@@ -472,8 +472,6 @@ def advantages_of_rewards() -> None:
     assert tk.prompts_to_add(scored, 2, most=6) == 2
     assert tk.groups_with_spread(scored, 1) == scored[:2]
     assert tk.overlong_penalty(torch.tensor([80, 90, 120]), 100, cache=20).tolist() == [0.0, -0.5, -1.0]
-    logps = torch.tensor([[-1.0, -2.0]])
-    assert tk.penalize_kl(torch.tensor([1.0]), logps, logps - 1, torch.ones(1, 2), beta=0.25).tolist() == [0.5]
     assert tk.PPOConfig().lam == 0.95
 
 

@@ -231,6 +231,7 @@ from .metrics.retrieval import (
 )
 from .metrics.spans import tag_metrics as tag_metrics
 from .metrics.text import choose_text_metrics as choose_text_metrics
+from .models.added_heads import add_value_head as add_value_head
 from .models.diffusion import load_diffusion_model as load_diffusion_model, load_diffusion_tokenizer as load_diffusion_tokenizer
 from .models.encoder_decoder import decoder_start as decoder_start, set_target_language as set_target_language
 from .models.load import load_model as load_model
@@ -244,7 +245,6 @@ from .models.sentence_files import (
 )
 from .models.tokenizer import load_tokenizer as load_tokenizer, train_tokenizer as train_tokenizer
 from .models.unpadded import choose_row_layout as choose_row_layout, choose_scored_pair_layout as choose_scored_pair_layout
-from .models.value_head import add_value_head as add_value_head
 from .models.word_tokenizer import space_before_words as space_before_words
 from .optim.optimizers import build_optimizer as build_optimizer
 from .optim.schedules import build_schedule as build_schedule
@@ -257,9 +257,17 @@ from .preference.reference import (
     sync_reference as sync_reference,
 )
 from .report.page import write_report as write_report
-from .rollouts.advantages import advantages as advantages, choose_advantages as choose_advantages, reward_table as reward_table
+from .rollouts.advantages import (
+    advantages as advantages,
+    choose_advantages as choose_advantages,
+    groups_with_spread as groups_with_spread,
+    overlong_penalty as overlong_penalty,
+    prompts_to_add as prompts_to_add,
+    reward_table as reward_table,
+    shaped_rewards as shaped_rewards,
+    token_advantages as token_advantages,
+)
 from .rollouts.batches import collate_rollouts as collate_rollouts, policy_batches as policy_batches, with_logps as with_logps
-from .rollouts.dynamic_sampling import groups_with_spread as groups_with_spread, prompts_to_add as prompts_to_add
 from .rollouts.environments import Environments as Environments, load_environment as load_environment
 from .rollouts.evaluation import sampled_reward_metrics as sampled_reward_metrics
 from .rollouts.ledger import open_phase as open_phase, rollouts_of as rollouts_of, save_rollouts as save_rollouts
@@ -271,8 +279,6 @@ from .rollouts.scoring import score_rollouts as score_rollouts
 from .rollouts.server import connect_server as connect_server
 from .rollouts.server_gap import correct_for_server as correct_for_server
 from .rollouts.settings import in_prompts as in_prompts, sampling_settings as sampling_settings
-from .rollouts.shaping import overlong_penalty as overlong_penalty, penalize_kl as penalize_kl, shaped_rewards as shaped_rewards
-from .rollouts.token_advantages import token_advantages as token_advantages
 from .runs.summary import Summary as Summary
 from .sweeps.functions import FunctionTrial as FunctionTrial, Pruned as Pruned, sweep as sweep
 from .system.interruptions import Interrupted as Interrupted

@@ -171,7 +171,7 @@ def test_the_command_that_continues_repeats_how_the_ranks_were_started(
     given: dict[str, str], repeated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails when: the engine's file or the nodes are left out, and the run continues as another world."""
-    from toolkit.training.continuing_command import continuing_command
+    from toolkit.training.stopping import continuing_command
 
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "GROUP_RANK", "TOOLKIT_TRAIN_OPTIONS"):
         monkeypatch.delenv(name, raising=False)
@@ -196,7 +196,7 @@ def test_the_command_that_continues_is_what_was_typed(tmp_path: Path, typed: str
     """By a shell, with the launcher and its options. Fails when: `launcher_words` is left out, or the interpreter behind a script's
     first line is shown."""
     bin_folder = Path(COLD).parent
-    (tmp_path / "my recipe.py").write_text("from toolkit.training.continuing_command import continuing_command\nprint(f'SAID {continuing_command()}\\n', end='')\n")
+    (tmp_path / "my recipe.py").write_text("from toolkit.training.stopping import continuing_command\nprint(f'SAID {continuing_command()}\\n', end='')\n")
     typed = typed.replace("{bin}/python", shlex.quote(f"{bin_folder}/python"))
     environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(["bash", "-c", f"{typed}; exit $?"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=True)

@@ -19,7 +19,6 @@ from toolkit.config import (
     adapter,
     changed_settings,
     check_together,
-    diffusion,
     distillation,
     groups,
     policy,
@@ -36,7 +35,7 @@ from toolkit.config.setting import OnResume
 
 GROUPS: list[type[tk.Settings]] = [
     group
-    for group in {**vars(groups), **vars(adapter), **vars(tasks), **vars(preferences), **vars(policy), **vars(diffusion), **vars(distillation)}.values()
+    for group in {**vars(groups), **vars(adapter), **vars(tasks), **vars(preferences), **vars(policy), **vars(distillation)}.values()
     if inspect.isclass(group) and issubclass(group, tk.Settings) and group is not tk.Settings
 ]
 

@@ -13,7 +13,7 @@ from toolkit.distillation.classifier_teacher import ask_classifier
 from toolkit.distillation.vocabulary import SharedVocabulary
 from toolkit.losses.classification import classification_task
 from toolkit.losses.matching import classifier_distillation_loss, pair_layers
-from toolkit.models.projections import add_projections
+from toolkit.models.added_heads import add_projections
 
 CLASSES, VOCABULARY, TEMPERATURE, SHARE, WEIGHT = 3, 29, 1.7, 0.3, 0.4
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 import toolkit as tk
-from toolkit.models.value_head import is_of_value_head
+from toolkit.models.added_heads import is_of_added_head
 
 FEW = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 300}
 
@@ -58,7 +58,7 @@ def test_the_model_directory_is_a_clean_language_model(tmp_path: Path, adapter: 
     (model(ids).logits.square().sum() + model.value_head(torch.ones(1, 32)).sum()).backward()
     assert model.value_head.weight.grad is not None
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert [name for name in trained if is_of_value_head(name)] == ["value_head.weight"]
+    assert [name for name in trained if is_of_added_head(name)] == ["value_head.weight"]
     assert not model.value_head.weight.any()
     torch.nn.init.normal_(model.value_head.weight)
     directory = tk.save_model(None, model, tokenizer, tmp_path)

@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from tests.losses import trl_policy
-from toolkit.rollouts.advantages import advantages, choose_advantages, group_has_spread, reward_table
+from toolkit.rollouts.advantages import (
+    advantages,
+    choose_advantages,
+    group_has_spread,
+    overlong_penalty,
+    reward_table,
+    shaped_rewards,
+)
 from toolkit.rollouts.rollout import Rollout
-from toolkit.rollouts.shaping import overlong_penalty, penalize_kl
 
 NAN = float("nan")
 REWARDS = torch.tensor(
@@ -23,6 +29,15 @@ REWARDS = torch.tensor(
         [-3.0, 4.0, 4.0, NAN],
     ]
 )
+
+
+def scored(rewards: torch.Tensor, logps: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> list[Rollout]:
+    """Rollouts in groups of four, of whose tokens the policy wrote those of the mask."""
+    rows = zip(rewards.tolist(), logps.tolist(), reference.tolist(), mask.bool().tolist(), strict=True)
+    return [
+        Rollout(i // 4, i % 4, [1], [2] * len(own), own, False, {}, "", {}, reward, reference_logps=other, written=written)
+        for i, (reward, own, other, written) in enumerate(rows)
+    ]
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -115,13 +130,14 @@ def test_rloo_with_the_divergence_in_its_rewards_is_that_of_trl() -> None:
     logps, reference = (-3 * torch.rand(24, 5, generator=generator) for _ in range(2))
     mask = torch.arange(5) < torch.randint(1, 6, (24, 1), generator=generator)
     theirs = trl_policy.advantages("RLOO", REWARDS, logps, reference.where(mask, NAN), beta=0.3)
-    rewards = penalize_kl(REWARDS.flatten(), logps, reference, mask, beta=0.3).view_as(REWARDS)
+    rewards = shaped_rewards(scored(REWARDS.flatten(), logps, reference, mask), beta=0.3)
+    theirs = theirs.double()
     torch.testing.assert_close(advantages(rewards, estimator="rloo", scale_rewards="none"), theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_penalty_of_the_divergence_is_its_sum_over_the_tokens_that_count(estimator: str) -> None:
-    """A loop is the reference, 1e-12. Fails when: masked tokens count, or the mean is taken."""
+    """A loop is the reference. Fails when: tokens that the policy did not write count, or the mean is taken."""
     generator = torch.Generator().manual_seed(1)
     logps, reference = (-3 * torch.rand(4, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0]])
@@ -131,5 +147,5 @@ def test_a_penalty_of_the_divergence_is_its_sum_over_the_tokens_that_count(estim
     for row in range(4):
         kl = sum(formulas[estimator](float(logps[row, t] - reference[row, t])) for t in range(5) if mask[row, t])
         expected.append(float(rewards[row]) - 0.3 * kl)
-    found = penalize_kl(rewards, logps, reference.where(mask > 0, NAN), mask, beta=0.3, kl_estimator=estimator)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12, equal_nan=True)
+    found = shaped_rewards(scored(rewards, logps, reference.where(mask > 0, NAN), mask), beta=0.3, kl_estimator=estimator)
+    torch.testing.assert_close(found.flatten(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-5, equal_nan=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.rollouts.rollouts_of import rollouts_of
-from toolkit.rollouts.dynamic_sampling import groups_with_spread, prompts_to_add
+from toolkit.rollouts.advantages import groups_with_spread, prompts_to_add
 from toolkit.rollouts.rollout import Rollout
 
 

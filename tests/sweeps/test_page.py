@@ -13,10 +13,9 @@ import pytest
 
 import toolkit as tk
 from toolkit.config import Refusal
-from toolkit.sweeps.importance import importances
 from toolkit.sweeps.journal import JournalFile, Plan, read_journal
 from toolkit.sweeps.page import sweep_page
-from toolkit.sweeps.results import best_trials, trials_of
+from toolkit.sweeps.results import best_trials, importances, trials_of
 from toolkit.sweeps.space import read_space
 from toolkit.sweeps.trials import shown_command
 

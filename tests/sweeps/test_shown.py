@@ -11,8 +11,7 @@ import pytest
 
 from toolkit.sweeps.journal import Job, Objective, Outcome, Plan
 from toolkit.sweeps.outcomes import trial_folder
-from toolkit.sweeps.progress import seconds_left
-from toolkit.sweeps.shown import Live, status_lines
+from toolkit.sweeps.shown import Live, seconds_left, status_lines
 
 PLAN = Plan("r.py", "digest", [], ["rate=float:0..1"], "random", 0, 10, [Objective("eval_loss")], parallel=2)
 

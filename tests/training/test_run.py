@@ -769,7 +769,7 @@ def test_the_command_that_continues_says_what_was_typed_less_what_began_the_run(
     import shlex
     import sys
 
-    from toolkit.training.continuing_command import continuing_command
+    from toolkit.training.stopping import continuing_command
 
     monkeypatch.setattr(sys, "argv", ["recipes/sft.py", *typed])
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.command_line.recipe_file import Recipe, find_recipe, split_options
-from toolkit.distributed.launch import launch
+from toolkit.command_line.recipe_file import Recipe, recipe_and_options
 from toolkit.system.console import BOLD, DIM, GREEN, RED, say
 
 _MARKS = {"ok": ("ok", GREEN), "finding": ("WRONG", RED), "skipped": ("--", DIM)}
@@ -36,11 +35,7 @@ def doctor(
 
     Ends with 0 when nothing was found, with 1 when something was, with 2 when the recipe can't be run.
     """
-    words, values = split_options(context, flags or [])
-    script = find_recipe(recipe, context.command_path)
-    if {"-h", "--help"} & set(words):
-        raise typer.Exit(launch([sys.executable, script, "--help"]))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    script, words, values = recipe_and_options(context, recipe, flags)
     from toolkit.command_line.recipe import read_recipe
     from toolkit.diagnostics.doctor import examine
     from toolkit.diagnostics.findings import CHECKS

@@ -2,14 +2,12 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.command_line.recipe_file import Recipe, find_recipe, split_options, without_flags
-from toolkit.distributed.launch import launch
+from toolkit.command_line.recipe_file import Recipe, recipe_and_options, without_flags
 from toolkit.system.console import BOLD, as_typed, say
 
 if TYPE_CHECKING:
@@ -33,11 +31,7 @@ def find_learning_rate(
     One process, in a temporary directory, without evaluation and saving: your runs are left alone. The rates of several groups
     keep their ratio.
     """
-    words, values = split_options(context, flags or [])
-    script = find_recipe(recipe, context.command_path)
-    if {"-h", "--help"} & set(words):
-        raise typer.Exit(launch([sys.executable, script, "--help"]))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    script, words, values = recipe_and_options(context, recipe, flags)
     from toolkit.command_line.recipe import read_recipe
     from toolkit.config import Refusal
     from toolkit.config.setting import settings_of

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.command_line.placement import ConfigFile, Processes
-from toolkit.command_line.recipe_file import Recipe, find_accelerate_config, find_recipe, split_options, without_flags
-from toolkit.distributed.launch import launch
+from toolkit.command_line.recipe_file import Recipe, find_accelerate_config, recipe_and_options, without_flags
 from toolkit.system.console import BOLD, GREEN, RED, as_typed, say
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def plan(
 
     Ends with 0 when the run fits on the first device, with 1 when it doesn't, with 2 when there is no plan.
     """
-    words, values = split_options(context, flags or [])
+    script, words, values = recipe_and_options(context, recipe, flags)
     for name in ("step_seconds", "price"):
         if values[name] is not None and not 0 < values[name] < float("inf"):  # NaN is not either
             raise typer.BadParameter(f"{values[name]:g}: must be above 0.", param_hint=f"--{name.replace('_', '-')}")
@@ -54,10 +53,6 @@ def plan(
         raise typer.BadParameter("has no effect without --measure or --step-seconds.", param_hint="--price")
     if values["measure"] and values["step_seconds"]:
         raise typer.BadParameter("is given, so no steps are taken: remove --measure.", param_hint="--step-seconds")
-    script = find_recipe(recipe, context.command_path)
-    if {"-h", "--help"} & set(words):
-        raise typer.Exit(launch([sys.executable, script, "--help"]))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from toolkit.command_line.recipe import read_recipe
     from toolkit.config import Refusal
     from toolkit.diagnostics.devices import find_device

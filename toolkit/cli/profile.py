@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.command_line.placement import ConfigFile, MainAddress, MainPort, NodeCount, NodeRank, Processes, placement_of
-from toolkit.command_line.recipe_file import Recipe, find_recipe, split_options
+from toolkit.command_line.recipe_file import Recipe, recipe_and_options
 from toolkit.distributed.launch import launch
 from toolkit.system.console import BOLD, say
 
@@ -41,15 +41,11 @@ def profile(
     three after them, under torch's profiler, for the longest operations. Several ranks (--processes, or started by accelerate
     launch) have one table, with the communication that no computation hides.
     """
-    words, values = split_options(context, flags or [])
-    script = find_recipe(recipe, context.command_path)
-    if {"-h", "--help"} & set(words):
-        raise typer.Exit(launch([sys.executable, script, "--help"]))
+    script, words, values = recipe_and_options(context, recipe, flags)
     placement = placement_of(values)
     if placement.processes * placement.nodes.count > 1 or placement.environment:
         command = [sys.executable, "-m", "toolkit", "profile", script, *_own_options(values), *words]
         raise typer.Exit(launch(command, placement.processes, placement.nodes, environment=placement.environment))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it writes lines of its own, of level 5 (torch 2.13)
     import torch
 

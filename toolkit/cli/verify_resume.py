@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from toolkit.command_line.placement import ConfigFile, Placement, Processes, placement_of
-from toolkit.command_line.recipe_file import Recipe, find_recipe, split_options
+from toolkit.command_line.recipe_file import Recipe, recipe_and_options
 from toolkit.config import Refusal, read_config_file
 from toolkit.config.setting import flag_of
 from toolkit.distributed.launch import launch, started_ranks
@@ -45,10 +45,7 @@ def verify_resume(
 
     Ends with 0 when they are identical, with 1 when they differ; then the directories are kept.
     """
-    words, values = split_options(context, flags or [])
-    script = find_recipe(recipe, context.command_path)
-    if {"-h", "--help"} & set(words):
-        raise typer.Exit(launch([sys.executable, script, "--help"]))
+    script, words, values = recipe_and_options(context, recipe, flags)
     placement = placement_of(values)
     command = [sys.executable, script, *_with_defaults(words)]
     folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))

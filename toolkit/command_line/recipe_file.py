@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import shlex
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.config.setting import Setting, nearest, spellings_of
+from toolkit.distributed.launch import launch
 from toolkit.runs.copies import KINDS, is_copy, own_files, recipes_folder
 
 
@@ -96,6 +98,21 @@ def split_options(context: typer.Context, words: Sequence[str]) -> tuple[list[st
         else:
             values[option.name] = option.process_value(context, value)
     return kept, values
+
+
+def recipe_and_options(
+    context: typer.Context, recipe: str, flags: Sequence[str] | None
+) -> tuple[str, list[str], dict[str, Any]]:
+    """For a command that looks at a recipe: its file, its flags, and the values of the command's own options.
+
+    With --help among the flags the recipe's own is shown, and the command ends.
+    """
+    words, values = split_options(context, flags or [])
+    script = find_recipe(recipe, context.command_path)
+    if {"-h", "--help"} & set(words):
+        raise typer.Exit(launch([sys.executable, script, "--help"]))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return script, words, values
 
 
 def without_flags(words: Sequence[str], changed: Collection[str], settings: Mapping[str, Setting]) -> list[str]:

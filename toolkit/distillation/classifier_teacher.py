@@ -16,8 +16,8 @@ from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of
 from toolkit.distributed.ranks import say_once
 from toolkit.losses.matching import AskClassifier, LayerPairs, pair_layers
+from toolkit.models.added_heads import add_projections
 from toolkit.models.attention.interface import ATTENTION_DROPOUTS
-from toolkit.models.projections import add_projections
 from toolkit.system.console import first_of
 from toolkit.system.evaluation_mode import evaluation_mode
 

@@ -18,9 +18,8 @@ from toolkit.distributed.ranks import on_main
 from toolkit.export.card import base_license, model_card, with_name
 from toolkit.models.adapter_files import base_of_adapter, is_adapted
 from toolkit.models.adapter_saving import save_adapter
+from toolkit.models.added_heads import is_of_added_head
 from toolkit.models.compat import saved_as_they_are
-from toolkit.models.projections import is_of_projections
-from toolkit.models.value_head import is_of_value_head
 from toolkit.runs.summary import Summary
 from toolkit.system.console import as_typed, say
 from toolkit.system.files import make_folder, put_in_place, remove, written_next_to
@@ -120,7 +119,7 @@ def write_model(
     for leftover in (temporary, old):
         remove(leftover)
     make_folder(directory.parent)
-    for name in [name for name in state if is_of_value_head(name) or is_of_projections(name)]:
+    for name in [name for name in state if is_of_added_head(name)]:
         del state[name]  # of the training alone
     shapes = {name: tensor.shape for name, tensor in state.items()}  # save_pretrained empties the dictionary
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in state]

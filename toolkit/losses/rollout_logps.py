@@ -13,7 +13,7 @@ from toolkit.data.loading.layouts import NOT_FOR_THE_MODEL as OF_ANSWERS
 from toolkit.distributed.engines import unwrapped
 from toolkit.losses.chunked import Logits, values_in_chunks
 from toolkit.losses.selective_head import OfHidden, at_positions
-from toolkit.models.value_head import value_head_of, values_at
+from toolkit.models.added_heads import value_head_of, values_at
 
 NOT_FOR_THE_MODEL = (
     *OF_ANSWERS, "advantages", "mask", "sampled_logps", "old_logps", "reference_logps", "sampler_weights", "old_values",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.config import Refusal
-from toolkit.data.tokenize.multilingual import has_languages, tokens_around
+from toolkit.data.tokenize.seq2seq import has_languages, tokens_around
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,11 +22,10 @@ from toolkit.models.attention.interface import check_not_varlen, choose_attentio
 from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable
 from toolkit.models.broken_files import broken_file
 from toolkit.models.compat import class_for, commit_of, set_commit
-from toolkit.models.first_weights import begin_with_words
 from toolkit.models.layers import check_compiler, checkpoint_layers, compile_layers
 from toolkit.models.loaded import Loaded, note_loaded
 from toolkit.models.quantization import in_4_bits, keep_gradients
-from toolkit.models.shapes import DIMENSIONS, built_in_config, check_config_files, check_context, set_dropout
+from toolkit.models.shapes import DIMENSIONS, begin_with_words, built_in_config, check_config_files, check_context, set_dropout
 from toolkit.models.tokenizer import UNCASED, commit_in_cache, hub_problem
 from toolkit.models.without_weights import builds_without_weights
 from toolkit.system.console import as_typed, first_line, first_of

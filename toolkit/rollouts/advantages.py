@@ -1,4 +1,4 @@
-"""Advantages: what a completion's reward says once it is compared with the others.
+"""From rewards to advantages: what a completion's reward says once it is shaped and compared with the others.
 
 Rewards are a table `[groups, completions of a prompt]`, whole: those of all ranks, since a mean or a standard deviation over a
 part of them would be another one. A completion that no reward function applies to has the reward "not a number". It enters no
@@ -6,12 +6,18 @@ mean, no standard deviation and no count, and its advantage is 0, as TRL has it:
 loss's totals unless its tokens are masked.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from toolkit.rollouts.rollout import Rollout
+from toolkit.losses.policy import kl_estimate
+from toolkit.losses.value import gae, token_rewards, whiten
+from toolkit.rollouts.batches import counted_tokens, token_table
+from toolkit.rollouts.rollout import Rollout, groups_of
 
 STD_EPS = 1e-4  # TRL's, added to a standard deviation before dividing by it
 ESTIMATORS = ("group", "rloo", "reinforce")
@@ -105,3 +111,113 @@ def standard_deviation(values: torch.Tensor, dim: int | None = None) -> torch.Te
     count = (~values.isnan()).sum(dims, keepdim=True)
     squares = (values - values.nanmean(dims, keepdim=True)).square().nansum(dims, keepdim=True)
     return (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def overlong_penalty(lengths: torch.Tensor, max_completion_length: int, cache: int) -> torch.Tensor:
+    """DAPO's soft punishment of long completions, from 0 to -1, `[completions]` (arXiv:2503.14476, equation 13).
+
+    0 up to max_completion_length - cache tokens, from there down to -1 in a line at max_completion_length, -1 above. Add it
+    to the rewards.
+    """
+    if not 0 < cache <= max_completion_length:
+        raise ValueError(f"cache {cache}: must be above 0 and at most the longest completion, {max_completion_length}")
+    start = max_completion_length - cache
+    return ((start - lengths.to(torch.get_default_dtype())) / cache).clamp(-1.0, 0.0)
+
+
+def shaped_rewards(
+    rollouts: Sequence[Rollout], *, max_completion_length: int = 0, overlong_cache: int = 0, beta: float = 0.0,
+    kl_estimator: str = "k1", missing_eos_penalty: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """The rewards of a step `[groups, completions of a prompt]`, float64, with the penalties that were asked for.
+
+    `overlong_cache`: tokens of `overlong_penalty`; `beta`: weight of the sum of `kl_estimate` over a completion's tokens, from
+    `logps` and `reference_logps` (RLOO, arXiv:2402.14740, with k1);
+    `missing_eos_penalty`: subtracted from the reward of a completion without an end. 0: none.
+    """
+    table = reward_table(rollouts)
+    if overlong_cache:
+        lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
+        table = table + overlong_penalty(lengths, max_completion_length, overlong_cache).view_as(table)
+    if missing_eos_penalty:
+        truncated = torch.tensor([rollout.truncated for rollout in rollouts], dtype=table.dtype)
+        table = table - missing_eos_penalty * truncated.view_as(table)
+    if beta:
+        kl = [_kl_of(each, kl_estimator) for each in rollouts]
+        table = table - beta * torch.tensor(kl, dtype=table.dtype).view_as(table)
+    return table
+
+
+def _kl_of(rollout: Rollout, estimator: str) -> float:
+    """Summed over the tokens that the policy wrote, nats."""
+    estimates = kl_estimate(torch.tensor(rollout.logps), torch.tensor(rollout.reference_logps), estimator).double()
+    return float(estimates.sum() if rollout.written is None else estimates[torch.tensor(rollout.written)].sum())
+
+
+def prompts_to_add(rollouts: Sequence[Rollout], num_prompts: int, most: int) -> int:
+    """How many further prompts a step should sample, 0 where it has enough groups with spread or may not sample more.
+
+    Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): groups whose rewards are all equal teach nothing, so the next
+    prompts in the order of the training take their places. Which those are follows from the rewards alone: a resumed step
+    samples the same again, and two ranks the same as one. As many as fill the step at the share of groups with spread so far,
+    and at most `num_prompts` at once.
+
+    Args:
+        rollouts: all of the step so far, scored.
+        num_prompts: groups that the step learns from.
+        most: prompts that the step may sample in all.
+    """
+    spread = group_has_spread(reward_table(rollouts))
+    missing, sampled = num_prompts - int(spread.sum()), len(spread)
+    if missing <= 0:
+        return 0
+    wanted = math.ceil(missing * sampled / max(int(spread.sum()), 1))
+    return max(0, min(wanted, num_prompts, most - sampled))
+
+
+def groups_with_spread(rollouts: Sequence[Rollout], num_prompts: int) -> list[Rollout]:
+    """The rollouts of the first `num_prompts` groups with spread, in their order; the first others fill what is missing."""
+    groups = groups_of(rollouts)
+    spread = group_has_spread(reward_table(rollouts)).tolist()
+    first = sorted(range(len(groups)), key=lambda number: not spread[number])[:num_prompts]
+    return [rollouts[place] for number in sorted(first) for place in groups[number]]
+
+
+def token_advantages(
+    rollouts: Sequence[Rollout], *, beta: float = 0.0, kl_estimator: str = "k1", gamma: float = 1.0, lam: float = 0.95,
+    whiten_rewards: bool = False, missing_eos_penalty: float = 0.0, mask_truncated_completions: bool = False,
+) -> tuple[list[Rollout], torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """PPO's: the rollouts with their `returns`, the advantages of their tokens, and metrics: of all of a step, in float64.
+
+    `token_rewards`, `gae` and `whiten`, which is over the tokens that count: not those of completions without any reward, nor
+    of truncated ones where `mask_truncated_completions`.
+
+    Args:
+        rollouts: of a step, the same on every rank, with `old_logps` and `old_values`, and `reference_logps` unless beta is 0.
+        missing_eos_penalty: subtracted from the reward of a completion without an end. The value behind it is 0 either way.
+
+    Returns advantages `[completions, longest]`, 0 where a token doesn't count, and 0-d: `explained_variance`,
+    1 - Var(return - value) / Var(return) over the tokens that count, 1 for values that are right and 0 for the best constant
+    (not a number where returns are equal); and `kl`, the mean of `kl_estimate`, nats a token, unless beta is 0.
+    """
+    width = max(len(rollout.completion_ids) for rollout in rollouts)
+
+    def table(rows: Sequence[Sequence[float] | None]) -> torch.Tensor:
+        return token_table(rows, width, torch.float64)
+
+    written = table([[1.0] * len(rollout.completion_ids) for rollout in rollouts])
+    counts = table(counted_tokens(rollouts, mask_truncated_completions, mask_unscored_completions=True))
+    logps, values = table([each.old_logps for each in rollouts]), table([each.old_values for each in rollouts])
+    reference = table([each.reference_logps for each in rollouts]) if beta else logps
+    scores = shaped_rewards(rollouts, missing_eos_penalty=missing_eos_penalty).flatten()
+    rewards = token_rewards(scores, logps, reference, written, beta=beta, kl_estimator=kl_estimator)
+    if whiten_rewards:
+        rewards = whiten(rewards, counts, shift_mean=False)
+    estimated, returns = gae(rewards, values, written, gamma, lam)
+    known = counts.bool()
+    metrics = {"explained_variance": 1 - (returns - values)[known].var(correction=0) / returns[known].var(correction=0)}
+    if beta:
+        metrics["kl"] = kl_estimate(logps, reference, kl_estimator)[known].mean()
+    learned = [row[: len(each.completion_ids)].tolist() for each, row in zip(rollouts, returns, strict=True)]
+    targets = [replace(each, returns=row) for each, row in zip(rollouts, learned, strict=True)]
+    return targets, whiten(estimated, counts), metrics

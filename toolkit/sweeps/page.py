@@ -10,13 +10,11 @@ from pathlib import Path
 from toolkit.config import Refusal
 from toolkit.report.numbers import show_seconds
 from toolkit.report.style import STYLE
-from toolkit.sweeps.importance import importances
 from toolkit.sweeps.journal import Job, Plan
 from toolkit.sweeps.outcomes import curve_of, trial_folder
 from toolkit.sweeps.page_plots import STYLE as CHARTS, Dot, curves, parallel, scatter
-from toolkit.sweeps.progress import reached_in_words
-from toolkit.sweeps.results import Trial, best_trials, metrics_of, rank_of, result_of, steps_used, trials_of
-from toolkit.sweeps.shown import count_line, seed_lines
+from toolkit.sweeps.results import Trial, best_trials, importances, metrics_of, rank_of, result_of, steps_used, trials_of
+from toolkit.sweeps.shown import count_line, reached_in_words, seed_lines
 from toolkit.sweeps.space import read_space
 from toolkit.sweeps.trials import commands_of
 from toolkit.system.console import as_typed

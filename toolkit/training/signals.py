@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.distributed.ranks import largest
 from toolkit.system.interruptions import OutOfTime
-from toolkit.training.continuing_command import launcher_words
+from toolkit.training.stopping import launcher_words
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

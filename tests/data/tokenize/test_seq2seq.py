@@ -18,7 +18,7 @@ from transformers import (
 import toolkit as tk
 from toolkit.config import Refusal
 from toolkit.data.inspection import guess_task
-from toolkit.data.tokenize.multilingual import language_codes
+from toolkit.data.tokenize.seq2seq import language_codes
 
 LETTERS = [(letter, -float(number)) for number, letter in enumerate("▁abcdefghijklmnopqrstuvwxyz.", 2)]
 SOURCES = ["the cat sat on the mat.", "dogs run", "a b c d e f g h i j k l m n o p q r s t u v w x y z"]

@@ -16,7 +16,6 @@ from toolkit.data.tokenize.diffusion import diffusion_format
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.language import language_format
 from toolkit.data.tokenize.masked_lm import masked_lm_format
-from toolkit.data.tokenize.multilingual import set_languages
 from toolkit.data.tokenize.multiple_choice import multiple_choice_format
 from toolkit.data.tokenize.pairs import preference_format
 from toolkit.data.tokenize.preferences import PAIR
@@ -24,7 +23,7 @@ from toolkit.data.tokenize.prepare import STREAM_ROWS, tokenize_splits, tokenize
 from toolkit.data.tokenize.prompts import prompt_format
 from toolkit.data.tokenize.question_answering import question_answering_format
 from toolkit.data.tokenize.ranking import ranking_format
-from toolkit.data.tokenize.seq2seq import seq2seq_format
+from toolkit.data.tokenize.seq2seq import seq2seq_format, set_languages
 from toolkit.data.tokenize.text_groups import check_comparable, text_group_format
 from toolkit.data.tokenize.token_tags import token_classification_format
 from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH
