@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from toolkit.config import DataConfig, QuestionAnsweringConfig, Refusal
-from toolkit.generation.answered_questions import AskedQuestions, answer_questions, sample_answers, sample_questions
+from toolkit.generation.answered_questions import SampledQuestions, answer_questions, sample_answers, sample_questions
 from toolkit.models.tokenizer import train_tokenizer
 
 
@@ -99,5 +99,5 @@ def test_samples_hold_the_n_best_and_what_the_data_say(tokenizer: Any) -> None:
     assert [sample["prompt"][-12:] for sample in samples] == ["Which one? 1", "Which one? 4", "Which one? 7"]
     assert {(sample["text"], sample["reference"]) for sample in samples} == {("word33", "word7")}
     assert samples[0]["n_best"][1]["text"] == "word7"
-    none = sample_answers(Accelerator(cpu=True), model, tokenizer, AskedQuestions(rows[:1], True), Config(max_length=64, doc_stride=12))
+    none = sample_answers(Accelerator(cpu=True), model, tokenizer, SampledQuestions(rows[:1], True), Config(max_length=64, doc_stride=12))
     assert none[0]["text"] == ""

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import toolkit as tk
 from toolkit.cli.main import app
-from toolkit.cli.sweep_plan import Asked, make_plan
+from toolkit.cli.sweep_plan import SweepOptions, make_plan
 from toolkit.command_line.reading import read_command_line
 from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import Refusal, settings_of
@@ -36,7 +36,7 @@ RATE = ["learning_rate=log:1e-4..1e-2"]
 def test_what_cannot_be_meant_of_a_recipe_is_refused(words: list[str], asked: dict[str, Any], says: str) -> None:
     """Fails when: ends in space.py has no value between, or _check_options or _check_measured in sweep_plan.py is not called."""
     with pytest.raises(Refusal, match=says):
-        make_plan(RECIPE, words, Asked(**asked))
+        make_plan(RECIPE, words, SweepOptions(**asked))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_an_option_without_effect_is_refused(words: list[str], says: str) -> Non
 
 def test_metrics_that_are_measured_may_decide() -> None:
     """Fails when: _check_measured in sweep_plan.py refuses every objective, or a metric that is no evaluation's."""
-    plan = make_plan(RECIPE, [], Asked(search=RATE, objective=["eval_loss", "eval_accuracy", "parameters:min"]))
+    plan = make_plan(RECIPE, [], SweepOptions(search=RATE, objective=["eval_loss", "eval_accuracy", "parameters:min"]))
     assert [(each.metric, each.maximize) for each in plan.objectives] == [("eval_loss", False), ("eval_accuracy", True), ("parameters", False)]
 
 
@@ -64,10 +64,10 @@ def test_metrics_that_are_measured_may_decide() -> None:
 def test_the_last_rung_is_the_length_of_a_run_whose_length_was_not_given(recipe: str) -> None:
     """Of a recipe with a number of steps of its own, too. Fails when: _with_evaluations in sweep_plan.py compares with a default."""
     script = Path(RECIPE).with_name(f"{recipe}.py")
-    plan = make_plan(str(script), [], Asked(search=RATE, prune="halving", rungs="1,2"))
+    plan = make_plan(str(script), [], SweepOptions(search=RATE, prune="halving", rungs="1,2"))
     assert plan.words[:2] == ["--max-steps", "2"]
     with pytest.raises(Refusal, match="the last one must be --max-steps 3"):
-        make_plan(str(script), ["--max-steps", "3"], Asked(search=RATE, prune="halving", rungs="1,2"))
+        make_plan(str(script), ["--max-steps", "3"], SweepOptions(search=RATE, prune="halving", rungs="1,2"))
 
 
 @pytest.mark.parametrize(
@@ -187,4 +187,4 @@ def test_a_recipe_that_raises_at_import_is_refused_with_its_line(tmp_path: Path)
     path = tmp_path / "broken.py"
     path.write_text("\n\nraise ValueError('boom')\n")
     with pytest.raises(Refusal, match=r"broken\.py:3: .*ValueError: boom"):
-        make_plan(str(path), [], Asked(search=RATE))
+        make_plan(str(path), [], SweepOptions(search=RATE))

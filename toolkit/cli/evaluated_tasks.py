@@ -89,7 +89,7 @@ class Loaded:
     """What metrics may need next to the settings."""
 
     config: EvaluationConfig
-    names: list[str]  # of the metrics that were asked for
+    names: list[str]  # of the requested metrics
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     rows: Dataset
@@ -117,7 +117,7 @@ class EvaluatedTask:
     augment: Callable[[PreTrainedModel, PreTrainedTokenizerBase, EvaluationConfig], Augment] | None = None
     fit_tokenizer: Callable[[PreTrainedTokenizerBase], PreTrainedTokenizerBase] | None = None
     texts: Callable[[Loaded, TextMetrics, Accelerator], Metrics] | None = None
-    keeps_all: bool = False  # the metrics are those that were asked for already
+    keeps_all: bool = False  # the metrics are the requested ones already
     remark: str = ""
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from toolkit.data.inspection import Inspection, Problem
     from toolkit.data.report import DataReport
 
-_TASKS = (*TASKS, "prompts")  # of which no model is evaluated: what is said to them is sampled
+_TASKS = (*TASKS, "prompts")  # of which no model is evaluated: completions are sampled for them
 _BAR = 30  # columns
 _MOST_BINS = 12
 

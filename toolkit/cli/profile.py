@@ -37,7 +37,7 @@ def profile(
 ) -> None:
     """Train a recipe for a few steps and show where their time goes: data, forward, backward, clipping, optimizer.
 
-    Without evaluation and saving; nothing is written but what is asked for. Three steps come before those that are timed, and
+    Without evaluation and saving; nothing is written but what is requested. Three steps come before those that are timed, and
     three after them, under torch's profiler, for the longest operations. Several ranks (--processes, or started by accelerate
     launch) have one table, with the communication that no computation hides.
     """

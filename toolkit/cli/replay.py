@@ -52,7 +52,7 @@ def replay(
 
     Nothing is pushed and nothing is logged to a tracker. The number of processes and of threads, and the launch file, are those
     of the run, and its relative paths are those of the directory in which it was started. On the same machine with the same
-    libraries and toolkit the weights are the same; whatever of these is not the same is said first. Another recipe, other
+    libraries and toolkit the weights are the same; whatever of these is not the same is printed first. Another recipe, other
     data, another model, and a run that continued with other settings are refused, before the first step.
 
     Ends with 0 when they are identical, with 1 when they differ, with 130 when it is interrupted, with 2 when it is refused,

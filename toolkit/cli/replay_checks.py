@@ -120,7 +120,7 @@ def check_inputs(script: str, card: dict[str, Any]) -> None:
 
 
 def say_what_changed(card: dict[str, Any], on_cpu: bool) -> None:
-    """On standard error: what may make the weights differ, though nothing that was asked for does."""
+    """On standard error: what may make the weights differ, though no requested change does."""
     import os
     import platform
 

@@ -20,7 +20,7 @@ from toolkit.system.numbers import show_decimals
 if TYPE_CHECKING:
     from toolkit.rollouts.rollout import Rollout
 
-_MOST_STEPS = 20  # lines of the overview: of more steps, so many at even distances
+_MOST_STEPS = 20  # lines of the overview: of more steps, this many at even distances
 _SHOWN = 2000  # characters of a prompt and of a completion
 _COLUMNS = (
     "prompt", "epoch", "index", "row", "completion", "prompt_ids", "completion_ids", "logps", "truncated", "rewards", "reward",
@@ -129,7 +129,7 @@ def _overview(steps: Sequence[int], read: Any) -> None:
     for number in shown:
         found = read(number)
         if not found:
-            continue  # why was said as it was read
+            continue  # the reason was printed as it was read
         metrics = {name: float(value) for name, value in rollout_metrics(found).items()}
         if not lines:
             lines.append(["step", "completions", *metrics])

@@ -73,7 +73,7 @@ def read_sampling(
 def load_to_answer(
     model: str, settings: dict[str, Any], device: str | None, kinds: tuple[str, ...] = ("AutoModelForCausalLM",)
 ) -> tuple[Any, Any]:
-    """The model and its tokenizer, on the device that is asked for, else on the best there is.
+    """The model and its tokenizer, on the requested device, else on the best there is.
 
     Raises:
         Refusal: it is of no kind in `kinds`, and writes no text.

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.sweep_plan import PRUNERS, Asked, base_of, check_agent, check_given, check_hours, make_plan
+from toolkit.cli.sweep_plan import PRUNERS, SweepOptions, base_of, check_agent, check_given, check_hours, make_plan
 from toolkit.command_line.placement import ConfigFile, Processes
 from toolkit.command_line.reading import read_command_line
 from toolkit.command_line.recipe import config_class_of_file
@@ -136,7 +136,7 @@ def sweep(
         run_agent(values["wandb"], script, words, folder, settings_of(config_class_of_file(Path(script))), values["trials"])
         return
     check_given(context, values, values.keys() - NOT_OF_A_RECIPE, "a recipe")
-    plan = make_plan(script, words, Asked.of(values))
+    plan = make_plan(script, words, SweepOptions.of(values))
     if values["dry_run"]:
         place_to_write(folder, "--sweep-dir")
         _show_plan(plan, folder)

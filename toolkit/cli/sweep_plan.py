@@ -32,7 +32,7 @@ _TRIALS = 20
 
 
 @dataclass(frozen=True)
-class Asked:
+class SweepOptions:
     """The options of `toolkit sweep`, by their names."""
 
     search: Sequence[str] = ()
@@ -52,54 +52,54 @@ class Asked:
     accelerate_config: str | None = None
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Asked:
+    def of(cls, values: Mapping[str, Any]) -> SweepOptions:
         """From the values of the command's options; what was not given has its default."""
         known = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known and value is not None})
 
 
-def make_plan(script: str, words: Sequence[str], asked: Asked) -> Plan:
+def make_plan(script: str, words: Sequence[str], options: SweepOptions) -> Plan:
     """The plan of a sweep over a recipe file with these flags of its own.
 
     Raises:
         Refusal: something in it cannot be meant.
     """
-    searches = [line for text in asked.search for line in (searches_in_file(Path(text)) if _is_file(text) else [text])]
+    searches = [line for text in options.search for line in (searches_in_file(Path(text)) if _is_file(text) else [text])]
     space = read_space(searches)
     placement = placement_of({
-        "processes": asked.processes, "accelerate_config": asked.accelerate_config,
+        "processes": options.processes, "accelerate_config": options.accelerate_config,
         "nodes": None, "node_rank": None, "main_address": None, "main_port": None,
     })  # fmt: skip
     config_class = config_class_of_file(Path(script))
-    if asked.prune not in PRUNERS:
-        raise Refusal(f"--prune {asked.prune}: there are {', '.join(PRUNERS)}.")
-    _check_names(config_class, words, space, asked)
-    _check_options(space, asked)
-    trials = asked.trials or _TRIALS
-    if asked.strategy == "grid":
-        trials = min(asked.trials or grid_size(space), grid_size(space))
-    words, rungs, trials = _with_evaluations(config_class, list(words), space, asked, trials)
+    if options.prune not in PRUNERS:
+        raise Refusal(f"--prune {options.prune}: there are {', '.join(PRUNERS)}.")
+    _check_names(config_class, words, space, options)
+    _check_options(space, options)
+    trials = options.trials or _TRIALS
+    if options.strategy == "grid":
+        trials = min(options.trials or grid_size(space), grid_size(space))
+    words, rungs, trials = _with_evaluations(config_class, list(words), space, options, trials)
     values = values_of(_check_on_recipe(config_class, words, space))
-    objectives = _objectives(asked, values)
-    _check_measured(config_class, [*words, *flags_of(base_of(space))], objectives if asked.objective else [])
-    if asked.prune == "pbt":
-        _check_population(config_class, space, asked, trials)
-    make_strategy(asked.strategy, space, asked.sweep_seed, [each.maximize for each in objectives])
-    for each in asked.constraint:
+    objectives = _objectives(options, values)
+    _check_measured(config_class, [*words, *flags_of(base_of(space))], objectives if options.objective else [])
+    if options.prune == "pbt":
+        _check_population(config_class, space, options, trials)
+    make_strategy(options.strategy, space, options.sweep_seed, [each.maximize for each in objectives])
+    for each in options.constraint:
         read_constraint(each)
-    if len(objectives) > 1 and asked.prune != "none":
-        raise Refusal(f"--prune {asked.prune}: compares trials by one objective; leave it out, or give one --objective.")
+    if len(objectives) > 1 and options.prune != "none":
+        raise Refusal(f"--prune {options.prune}: compares trials by one objective; leave it out, or give one --objective.")
     return Plan(
         recipe=script, recipe_digest=recipe_digest(Path(script)), words=words, search=searches,
-        strategy=asked.strategy, seed=asked.sweep_seed, trials=trials, objectives=objectives,
-        constraints=list(asked.constraint), parallel=asked.parallel or 1, seeds=asked.seeds, prune=asked.prune, rungs=rungs,
-        reduction=asked.reduction, budget_steps=asked.budget_steps, budget_hours=asked.budget_hours,
+        strategy=options.strategy, seed=options.sweep_seed, trials=trials, objectives=objectives,
+        constraints=list(options.constraint), parallel=options.parallel or 1, seeds=options.seeds, prune=options.prune,
+        rungs=rungs, reduction=options.reduction, budget_steps=options.budget_steps, budget_hours=options.budget_hours,
         placement=list(placement.typed), folder=os.getcwd(),
     )  # fmt: skip
 
 
 def check_given(context: typer.Context, values: dict[str, Any], used: Collection[str], where: str) -> None:
-    """The command's own options; `used`: those that have an effect; `where` is said.
+    """The command's own options; `used`: those that have an effect; `where` is for the message.
 
     Raises:
         Refusal: one that was given is empty, or has none.
@@ -139,7 +139,7 @@ def _is_file(text: str) -> bool:
     return "=" not in text and text.endswith((".yaml", ".yml"))
 
 
-def _check_names(config_class: type[Settings], words: Sequence[str], space: Sequence[Dimension], asked: Asked) -> None:
+def _check_names(config_class: type[Settings], words: Sequence[str], space: Sequence[Dimension], options: SweepOptions) -> None:
     settings = settings_of(config_class)
     names = {dimension.name for dimension in space}
     for name in names:
@@ -153,20 +153,20 @@ def _check_names(config_class: type[Settings], words: Sequence[str], space: Sequ
             raise Refusal(f"--{name.replace('_', '-')}: each trial has its own. The sweep's place is --sweep-dir DIR.")
         if name in names:
             raise Refusal(f"--{name.replace('_', '-')}: is searched and given. Leave out one of both.")
-    if asked.seeds > 1 and ("seed" not in settings or "seed" in names):
-        raise Refusal(f"--seeds {asked.seeds}: {'seed is searched' if 'seed' in names else 'this recipe has no --seed'}.")
-    if asked.prune != "none" and "stop_at_step" not in settings:
-        raise Refusal(f"--prune {asked.prune}: this recipe cannot stop and go on; it has no --stop-at-step.")
+    if options.seeds > 1 and ("seed" not in settings or "seed" in names):
+        raise Refusal(f"--seeds {options.seeds}: {'seed is searched' if 'seed' in names else 'this recipe has no --seed'}.")
+    if options.prune != "none" and "stop_at_step" not in settings:
+        raise Refusal(f"--prune {options.prune}: this recipe cannot stop and go on; it has no --stop-at-step.")
 
 
-def _check_options(space: Sequence[Dimension], asked: Asked) -> None:
+def _check_options(space: Sequence[Dimension], options: SweepOptions) -> None:
     """The options that have no effect, or none that could be meant, next to the others."""
-    if asked.prune not in BY_RUNGS and (asked.rungs is not None or asked.reduction != Asked.reduction):
-        given = f"--rungs {asked.rungs}" if asked.rungs is not None else f"--reduction {asked.reduction}"
+    if options.prune not in BY_RUNGS and (options.rungs is not None or options.reduction != SweepOptions.reduction):
+        given = f"--rungs {options.rungs}" if options.rungs is not None else f"--reduction {options.reduction}"
         raise Refusal(f"{given}: has no effect without --prune {', '.join(BY_RUNGS[:-1])} or {BY_RUNGS[-1]}.")
-    if asked.prune in BY_RUNGS and any(dimension.name == "max_steps" for dimension in space):
-        raise Refusal(f"--search max_steps: with --prune {asked.prune} the last of --rungs is the length of every trial.")
-    check_hours(asked.budget_hours)
+    if options.prune in BY_RUNGS and any(dimension.name == "max_steps" for dimension in space):
+        raise Refusal(f"--search max_steps: with --prune {options.prune} the last of --rungs is the length of every trial.")
+    check_hours(options.budget_hours)
 
 
 def check_hours(budget: float | None) -> None:
@@ -187,13 +187,13 @@ def _check_on_recipe(config_class: type[Settings], words: Sequence[str], space: 
     return config
 
 
-def _check_population(config_class: type[Settings], space: Sequence[Dimension], asked: Asked, trials: int) -> None:
+def _check_population(config_class: type[Settings], space: Sequence[Dimension], options: SweepOptions, trials: int) -> None:
     """A fork goes on with its parent's weights, optimizer and data, so only what these do not depend on is searched."""
-    if asked.strategy in BY_OPTUNA:
-        raise Refusal(f"--prune pbt: draws its first members by random, quasirandom or grid, and not by {asked.strategy}.")
+    if options.strategy in BY_OPTUNA:
+        raise Refusal(f"--prune pbt: draws its first members by random, quasirandom or grid, and not by {options.strategy}.")
     if trials < 2:
         raise Refusal(f"--trials {trials}: a population has 2 members or more.")
-    if asked.constraint:
+    if options.constraint:
         raise Refusal("--prune pbt: knows no constraints. Leave out --constraint.")
     fixed = settings_of(DataConfig).keys() | settings_of(ModelConfig).keys() | settings_of(AdapterConfig).keys()
     fixed = fixed - {"dropout", "attention_dropout", "lora_dropout"} | {"optim", "seed", "max_steps", "num_train_epochs"}
@@ -205,12 +205,12 @@ def _check_population(config_class: type[Settings], space: Sequence[Dimension], 
             )
 
 
-def _objectives(asked: Asked, values: Mapping[str, Any]) -> list[Objective]:
-    if not asked.objective:
+def _objectives(options: SweepOptions, values: Mapping[str, Any]) -> list[Objective]:
+    if not options.objective:
         metric = values.get("metric_for_best_model") or "eval_loss"
         return [Objective(metric, greater_is_better(metric, values.get("greater_is_better")))]
     found = []
-    for text in asked.objective:
+    for text in options.objective:
         metric, colon, direction = text.partition(":")
         if not metric or (direction not in ("max", "min") and (colon or not metric.startswith("eval_"))):
             name = metric or "METRIC"
@@ -236,59 +236,59 @@ def _check_measured(config_class: type[Settings], words: Sequence[str], objectiv
 
 
 def _with_evaluations(
-    config_class: type[Settings], words: list[str], space: Sequence[Dimension], asked: Asked, trials: int
+    config_class: type[Settings], words: list[str], space: Sequence[Dimension], options: SweepOptions, trials: int
 ) -> tuple[list[str], list[int], int]:
     """The recipe's flags with evaluations at the steps where trials are compared, these steps, and the number of trials."""
-    if asked.prune == "none":
+    if options.prune == "none":
         return words, [], trials
-    if asked.seeds > 1:
-        raise Refusal(f"--seeds {asked.seeds}: trials that are pruned are not repeated. Leave out --prune, or --seeds.")
+    if options.seeds > 1:
+        raise Refusal(f"--seeds {options.seeds}: trials that are pruned are not repeated. Leave out --prune, or --seeds.")
     values = values_of(read_command_line(config_class, [*words, *flags_of(base_of(space))], {}))
     most = values.get("max_steps")
-    if asked.rungs and "max_steps" in values and most == settings_of(config_class)["max_steps"].default:
+    if options.rungs and "max_steps" in values and most == settings_of(config_class)["max_steps"].default:
         most = None  # the recipe's own length gives way to the last rung
-    rungs = _rungs(asked, trials, most) if asked.prune in BY_RUNGS else []
+    rungs = _rungs(options, trials, most) if options.prune in BY_RUNGS else []
     if rungs and (most is None or most < 0):
         words = [*words, "--max-steps", str(rungs[-1])]
-    if asked.prune == "hyperband":
-        if asked.trials:
-            raise Refusal(f"--trials {asked.trials}: of Hyperband follows from its rungs. Leave it out.")
-        plan = Plan("", "", [], [], "", 0, 0, [], prune="hyperband", rungs=rungs, reduction=asked.reduction)
+    if options.prune == "hyperband":
+        if options.trials:
+            raise Refusal(f"--trials {options.trials}: of Hyperband follows from its rungs. Leave it out.")
+        plan = Plan("", "", [], [], "", 0, 0, [], prune="hyperband", rungs=rungs, reduction=options.reduction)
         trials = sum(count for count, _ in brackets_of(plan))
     given = _typed(words)
     every = values["eval_steps"]
     if values.get("eval_strategy") != "steps":
         if "eval_strategy" in given:
-            raise Refusal(f"--prune {asked.prune}: compares trials at steps; write --eval-strategy steps.")
+            raise Refusal(f"--prune {options.prune}: compares trials at steps; write --eval-strategy steps.")
         words = [*words, "--eval-strategy", "steps"]
     if "eval_steps" not in given:
         every = math.gcd(*rungs) if rungs else max(1, (most or 0) // 10)
         if not rungs and (most is None or most < 2):
-            raise Refusal(f"--prune {asked.prune}: give --eval-steps N, at which trials are compared.")
+            raise Refusal(f"--prune {options.prune}: give --eval-steps N, at which trials are compared.")
         words = [*words, "--eval-steps", str(every)]
     if uneven := [rung for rung in rungs[:-1] if rung % every]:
         raise Refusal(f"--rungs: nothing is evaluated at step {uneven[0]} with --eval-steps {every}.")
     return words, rungs, trials
 
 
-def _rungs(asked: Asked, trials: int, most: int | None) -> list[int]:
+def _rungs(options: SweepOptions, trials: int, most: int | None) -> list[int]:
     """The given steps; without them the whole length, and a `reduction`-th of each before it, for as many as trials allow."""
-    if asked.reduction < 2:
-        raise Refusal(f"--reduction {asked.reduction}: one of two at least must go on: 2 or more.")
-    if asked.rungs is None:
-        if most is None or most < asked.reduction:
-            raise Refusal(f"--prune {asked.prune}: give --rungs, such as 30,90,270, or --max-steps.")
-        rungs = [most]
-        while len(rungs) < 4 and asked.reduction ** len(rungs) <= max(trials, asked.reduction) and rungs[0] >= asked.reduction:
-            rungs.insert(0, rungs[0] // asked.reduction)
+    if options.reduction < 2:
+        raise Refusal(f"--reduction {options.reduction}: one of two at least must go on: 2 or more.")
+    if options.rungs is None:
+        if most is None or most < options.reduction:
+            raise Refusal(f"--prune {options.prune}: give --rungs, such as 30,90,270, or --max-steps.")
+        rungs, reduction = [most], options.reduction
+        while len(rungs) < 4 and reduction ** len(rungs) <= max(trials, reduction) and rungs[0] >= reduction:
+            rungs.insert(0, rungs[0] // reduction)
         return rungs
     try:
-        rungs = [int(text) for text in asked.rungs.split(",")]
+        rungs = [int(text) for text in options.rungs.split(",")]
     except ValueError:
         rungs = []
-    check_rungs(rungs, f"--rungs {asked.rungs}")
+    check_rungs(rungs, f"--rungs {options.rungs}")
     if most is not None and most > 0 and most != rungs[-1]:
-        raise Refusal(f"--rungs {asked.rungs}: the last one must be --max-steps {most}, a whole run.")
+        raise Refusal(f"--rungs {options.rungs}: the last one must be --max-steps {most}, a whole run.")
     return rungs
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from toolkit.cli.sweep import NOT_OF_A_RECIPE, OF_AN_AGENT, sweep
-from toolkit.cli.sweep_plan import Asked, check_agent, check_given, make_plan
+from toolkit.cli.sweep_plan import SweepOptions, check_agent, check_given, make_plan
 from toolkit.command_line.recipe_file import split_options, sweep_folder
 from toolkit.config.places import place_to_write
 from toolkit.sweeps.journal import JOURNAL, read_journal
@@ -16,7 +16,7 @@ from toolkit.sweeps.storage import open_journal
 
 
 def words_of_a_worker(script: str, words: Sequence[str], workers: int) -> tuple[list[str], Path]:
-    """What is typed after `toolkit sweep` for one of so many workers, and the sweep's directory; starts and writes nothing.
+    """What is typed after `toolkit sweep` for one of several workers, and the sweep's directory; starts and writes nothing.
 
     The words are a recipe file's flags and options of `toolkit sweep`. Unless they say how many trials run at a time, one
     does on each worker, and a proposal knows the results of all but those.
@@ -35,7 +35,7 @@ def words_of_a_worker(script: str, words: Sequence[str], workers: int) -> tuple[
     parallel = values["parallel"] or workers
     spread = [] if values["parallel"] else ["--parallel", str(parallel)]
     spread += [] if values["slots"] else ["--slots", str(-(-parallel // workers))]
-    plan = make_plan(script, flags, Asked.of({**values, "parallel": parallel}))
+    plan = make_plan(script, flags, SweepOptions.of({**values, "parallel": parallel}))
     place_to_write(folder, "--sweep-dir")
     if (folder / JOURNAL).exists():  # one in a database may be out of reach from here
         before, _ = read_journal(open_journal(folder, values["storage"], must_exist=True))

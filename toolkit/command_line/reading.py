@@ -31,7 +31,7 @@ _CHANNEL = re.compile(r"(?<![\w/.-])channel:([A-Za-z0-9._-]+)")
 def read_command_line(
     config_class: type[AnyConfig], arguments: Sequence[str], environment: Mapping[str, str], description: str = ""
 ) -> AnyConfig:
-    """The config that was asked for; `given` holds the names of the settings that someone gave.
+    """The config that the command line means; `given` holds the names of the settings that someone gave.
 
     A key of --config that holds the recipe's default is not given: config.yaml, which holds them all, must repeat its run.
 

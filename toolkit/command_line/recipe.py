@@ -1,4 +1,4 @@
-"""A recipe as a program: its `main` is called with the config that was asked for, and its end becomes an exit code."""
+"""A recipe as a program: its `main` is called with the config of its command line, and its end becomes an exit code."""
 
 import contextlib
 import faulthandler

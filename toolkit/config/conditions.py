@@ -104,7 +104,7 @@ def is_decided_by_a_metric(config: RunConfig) -> bool:
 
 
 def are_patterns(texts: list[str], whole: bool) -> bool:
-    """Whether all texts are regex=number with a number above 0, a whole one where asked."""
+    """Whether all texts are regex=number with a number above 0, a whole one where requested."""
     numbers = [float(text.rpartition("=")[2]) for text in texts if is_pattern(text)]
     return len(numbers) == len(texts) and all(number > 0 and (number == int(number) or not whole) for number in numbers)
 

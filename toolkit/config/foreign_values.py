@@ -174,7 +174,7 @@ def _of_an_adapter(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | s
 
 
 def _local_rank(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    """`python -m torch.distributed.launch` says it twice: in the environment, and as a flag of each rank."""
+    """`python -m torch.distributed.launch` passes it twice: in the environment, and as a flag of each rank."""
     same = str(value) in ("-1", "0", os.environ.get("LOCAL_RANK"))
     return {} if same else "leave it out: the launcher says it."
 
@@ -237,7 +237,7 @@ def _task(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
 
 
 def _columns(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    """The renames that the keys of texts and of the label mean together; said once, with the first of them."""
+    """The renames that the keys of texts and of the label mean together; returned once, with the first of them."""
     keys = [key for key in ("text_column_name", "text_column_names", "label_column_name") if written.get(key)]
     if keys and written[keys[0]] != value:
         return {}

@@ -1,6 +1,6 @@
 """Which settings do not go together: the tables of contradictions, and of settings without effect, put to a config.
 
-The parameters of a rule's condition are the settings it reads, by name; a rule is asked only where the recipe has them
+The parameters of a rule's condition are the settings it reads, by name; a rule is checked only where the recipe has them
 all. In the texts `{name}` means the setting as it would be typed, such as `--lr-scheduler-type cosine`.
 """
 
@@ -75,7 +75,7 @@ IMPLIED: dict[str, tuple[Callable[[Any], bool], dict[str, Any]]] = {
 def broken_rules(config: Settings, given: frozenset[str], unknown: frozenset[str] = frozenset()) -> dict[tuple[str, str], str]:
     """The message of each broken rule, by (setting concerned or "", text of the rule).
 
-    `unknown`: settings whose values are not what was meant; a rule that reads one of them is not asked.
+    `unknown`: settings whose values are not what was meant; a rule that reads one of them is not checked.
     """
     settings, values = settings_of(type(config)), values_of(config)
     typed = {name: show_setting(settings[name], value) for name, value in values.items()}

@@ -164,7 +164,7 @@ def _fsdp(raw: object) -> Any:
 
 
 def _said(name: str, raw: object, find: Callable[[str], str | None]) -> Any:
-    """The value that a former or another one means, which is said."""
+    """The value that a former or another one means, with a warning."""
     meant = find(raw) if isinstance(raw, str) else None
     if meant and os.environ.get("RANK", "0") == "0":
         warn_once(f"{name} {raw}: read as {meant}.")

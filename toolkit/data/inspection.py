@@ -148,7 +148,7 @@ def inspect_splits(
         kept[name] = np.concatenate(lengths)
         refused = [problem.what for problem in problems if problem.split == name]
         if refused and not len(whole[name]):
-            continue  # of rows that were all refused nothing more can be said
+            continue  # nothing more is known of rows that were all refused
         try:
             counts.append(reader.summarize(measures, form.longest(config), train_rows))
         except NeedsBothKinds as refusal:

@@ -42,7 +42,7 @@ LIBRARY_FAMILIES = {
 
 INSTRUCTION = "Say in one sentence what this Python function does.\n\n{code}"
 LONGEST_CODE = 1600  # characters, some 450 tokens of a small vocabulary
-LONGEST_CONTEXT = 600  # characters of a function that questions are asked about
+LONGEST_CONTEXT = 600  # characters of a function that questions are about
 CHOICES = 4  # sentences of which one says what a function does
 LONGEST_RANKED, RANKED = 600, 8  # characters of a function that is ranked, and how many are ranked together
 
@@ -62,7 +62,7 @@ def sft() -> Iterator[Row]:
 
 
 def dpo() -> Iterator[Row]:
-    """The same; rejected is the sentence of another module's function, of like length, so that length tells nothing."""
+    """The same; rejected is the sentence of another module's function, of like length, so that length gives nothing away."""
     for described in _described_by_split(LONGEST_CODE):
         described.sort(key=lambda pair: (len(pair[1]), _hash(pair[0].qualname)))
         for place, (function, sentence) in enumerate(described):

@@ -1,4 +1,4 @@
-"""The teacher of a classifier: checked against the student's classes, layers and attention, and asked in each step."""
+"""The teacher of a classifier: checked against the student's classes, layers and attention, and queried in each step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def build_classifier_teacher(
 
     Args:
         student: a classifier that is not prepared yet.
-        tokenizer: the student's. A teacher that has the same tokens under other numbers is asked in its own.
+        tokenizer: the student's. A teacher that has the same tokens under other numbers is queried in its own.
         teacher: its directory, that of the run that trained it, or its name on the Hub.
         max_length: of the rows.
         seed: of the projections' first weights.

@@ -54,14 +54,14 @@ def store_teacher(
     accelerator: Accelerator, load: Callable[[], TeacherFn], made_of: Mapping[str, Any], train: TrainLoader,
     evaluation: EvalLoader | None, *, top_k: int, vocabulary: int, temperature: float,
 ) -> tuple[TrainLoader, EvalLoader | None]:  # fmt: skip
-    """Loaders whose micro-batches hold what the teacher says of them (`collate_taught`); what no store has is asked first.
+    """Loaders whose micro-batches hold the teacher's log-probabilities (`collate_taught`); those that no store has are computed.
 
-    Only examples that the run is going to see are asked for, and only those that no earlier run has left on disk; without such
-    ones the teacher is not loaded. A collective: each rank writes blocks of its own, to a disk that every rank sees.
+    The teacher is queried only for examples that the run is going to see and that no earlier run has left on disk; without such
+    ones it is not loaded. A collective: each rank writes blocks of its own, to a disk that every rank sees.
 
     Args:
         load: loads the teacher.
-        made_of: what tells the teacher's numbers from those of another one.
+        made_of: what distinguishes the teacher's numbers from those of another one.
         top_k: how many of the `vocabulary` shared tokens are kept.
 
     Raises:

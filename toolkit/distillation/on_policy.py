@@ -1,4 +1,4 @@
-"""On-policy distillation: the student writes a share of the answers itself, and learns what its teacher would have said there.
+"""On-policy distillation: the student writes a share of the answers itself, and learns what its teacher predicts there.
 
 Generalized knowledge distillation, arXiv:2306.13649, algorithm 1, with the share counted in documents, not in steps. What the
 student writes follows from its weights and from (seed, epoch, example): a resumed run writes the same.

@@ -40,7 +40,7 @@ def connect_teacher(
 
     Args:
         tokenizer, vocabulary: of the student, and the number of its logits.
-        top_k: how many tokens the server is asked for.
+        top_k: how many tokens are requested of the server.
         max_length: of the rows.
 
     Raises:
@@ -108,7 +108,7 @@ def _likeliest(client: ServerClient, top_k: int, vocabulary: int, text: Text) ->
     """Log-probabilities `[positions, top_k + 1]`, the last of all other tokens, and ids `[positions, top_k]`, in order of them.
 
     Raises:
-        Refusal: the server says something else than was asked for.
+        Refusal: the server's response is not what was requested.
     """
     tokens, positions = text
     body = {"model": client.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}

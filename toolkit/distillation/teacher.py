@@ -1,4 +1,4 @@
-"""The teacher of a distillation, checked against the student: a second model in memory, or what it said before, on disk."""
+"""The teacher of a distillation, checked against the student: a second model in memory, or its stored log-probabilities."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def build_teacher(
 ) -> tuple[Teacher, AnyTrain, EvalLoader | None]:  # fmt: skip
     """The teacher, frozen, in evaluation mode, sharded where the engine shards weights; and the loaders to train it with.
 
-    It computes in its own type. With `config.teacher_top_k` it is asked once for all examples that the run will see, and the
+    It computes in its own type. With `config.teacher_top_k` it is queried once for all examples that the run will see, and the
     micro-batches of the loaders that are returned hold its answers; where an earlier run has left them it is not loaded at all.
 
     Args:
         student: the model that learns, with its adapter; prepared or not.
-        tokenizer: the student's. A teacher that has the same tokens under other numbers is asked in its own.
+        tokenizer: the student's. A teacher that has the same tokens under other numbers is queried in its own.
         teacher: its directory, that of the run that trained it, or its name on the Hub; of an adapter its base is found. The
-            address of a server, with `config.teacher_top_k`, which is asked in each step where the student writes answers of
+            address of a server, with `config.teacher_top_k`, which is queried in each step where the student writes answers of
             its own, else beforehand too. None with `config.self_distillation`, where it is made of the
             student.
         max_length, packed: of the rows, as the student sees them.
@@ -111,7 +111,7 @@ def build_teacher(
     )  # fmt: skip
     sizes = _num_logits(found.config), _num_logits(unwrapped(student).config)
     shared = shared_vocabulary(found.tokenizer, tokenizer, *sizes, teacher)
-    found.compare_templates(f"--teacher {teacher}", tokenizer)  # also where an earlier run has asked it
+    found.compare_templates(f"--teacher {teacher}", tokenizer)  # also where an earlier run has queried it
     made_of = found.made_of
 
     half = found.computed_in(accelerator)
@@ -144,7 +144,7 @@ def _on_a_server(
         accelerator, url, tokenizer, top_k=config.teacher_top_k, vocabulary=size, max_length=max_length
     )
     made_of = {"who": "teacher", "setting": "teacher", **known_by}
-    if config.on_policy_share:  # what the student writes is asked about in each step, and so is the rest
+    if config.on_policy_share:  # the teacher is queried about what the student writes in each step, and so is the rest
         return Teacher(ask, made_of), train, evaluation
     train, evaluation = _stored(accelerator, lambda: ask, known_by, train, evaluation, config, size)
     return Teacher(ask_stored(size), made_of), train, evaluation

@@ -1,4 +1,4 @@
-"""Which rank has fallen silent: every rank tells the others once a second that it lives and how far it is.
+"""Which rank has fallen silent: every rank sends the others once a second that it lives and how far it is.
 
 A collective that waits for a dead or stuck rank says only that it waited. Here each rank publishes two numbers in the store
 that torch.distributed has anyway: a count that a thread drives, which stops when the process does, and the training's step.

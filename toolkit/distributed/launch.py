@@ -233,7 +233,7 @@ def death_with_this_process() -> Callable[[], None] | None:
 
 
 def _say_how_it_ended(name: str, code: int) -> None:
-    """One line. A refusal has said its own, and so has the only process there is unless a signal ended it."""
+    """One line. A refusal has printed its own, and so has the only process there is unless a signal ended it."""
     known = {each.value: each.name for each in signal.Signals}
     if code < 0:
         say(f"{name} was ended by {known.get(-code, f'signal {-code}')}", error=True)

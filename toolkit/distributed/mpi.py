@@ -1,4 +1,4 @@
-"""Ranks that mpirun started: what MPI tells them of their place, in the variables by which torch.distributed knows it."""
+"""Ranks that mpirun started: their place, as MPI has it, in the variables by which torch.distributed knows it."""
 
 import os
 import zlib
@@ -36,7 +36,7 @@ def adopt_mpi_ranks(environment: MutableMapping[str, str] = os.environ) -> None:
 def _adopt(names: tuple[str, ...], environment: MutableMapping[str, str]) -> None:
     from toolkit.distributed.launch import MAIN_PORT, threads_of_a_rank
 
-    # The rank first: of a refusal that all of them meet, rank 0 tells.
+    # The rank first: a refusal that all of them meet is printed by rank 0.
     environment["RANK"] = environment[names[0]]
     if missing := [name for name in names if name not in environment]:
         raise Refusal(

@@ -100,7 +100,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def base_license(name: str, revision: str | None = None, *, ask: bool = False) -> str | None:
-    """The license that a model's card states: of a directory or of the local cache, and of the Hub when it may be asked."""
+    """The license that a model's card states: of a directory or of the local cache, and of the Hub when it may be queried."""
     from huggingface_hub import HfApi, ModelCardData, try_to_load_from_cache
 
     if is_built_in(name) or not name:
@@ -121,7 +121,7 @@ def shown_path(text: str) -> str:
 
 
 def shown_model(path: str) -> str:
-    """A model's directory as others may see it; of a run's `model` the run's own directory too, which tells it from others."""
+    """A model's directory as others may see it; of a run's `model` with the run's own directory, by which it is known."""
     run = Path(path).parent
     return f"{run.name}/{Path(path).name}" if os.path.isabs(path) and (run / "run.json").is_file() else shown_path(path)
 

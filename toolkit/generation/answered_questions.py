@@ -38,24 +38,24 @@ class FoundAnswer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AskedQuestions:
+class SampledQuestions:
     """Rows of a dataset, and whether a question of it may have no answer."""
 
     rows: list[dict[str, Any]]
     may_have_none: bool
 
 
-def sample_questions(splits: Mapping[str, Dataset | IterableDataset], num_samples: int) -> AskedQuestions:
+def sample_questions(splits: Mapping[str, Dataset | IterableDataset], num_samples: int) -> SampledQuestions:
     """A few held-out questions, spread evenly over the validation split (else test, else train), the same at every call."""
     name = next((name for name in ("validation", "test", "train") if name in splits), None)
     if name is None or num_samples == 0:
-        return AskedQuestions([], False)
+        return SampledQuestions([], False)
     may_have_none = not all(answers for _, answers in reference_answers({"validation": splits[name]}))
-    return AskedQuestions(list(spread_rows(splits[name], num_samples)), may_have_none)
+    return SampledQuestions(list(spread_rows(splits[name], num_samples)), may_have_none)
 
 
 def sample_answers(
-    accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, asked: AskedQuestions, config: DataConfig
+    accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, asked: SampledQuestions, config: DataConfig
 ) -> list[dict[str, Any]]:
     """For `run.add_samples`, of each question: `prompt` (after its context), `text` (the answer), `reference` and `n_best`.
 

@@ -107,7 +107,7 @@ def read_prompts(
 def text_prompt(
     text: str, tokenizer: PreTrainedTokenizerBase, raw: bool, system: str | None = None, gap: str | None = None
 ) -> Prompt:
-    """A text as a user's turn, where the model has a chat template and `raw` is not asked for; else as it is.
+    """A text as a user's turn, where the model has a chat template and `raw` is not requested; else unchanged.
 
     `gap`: what marks a gap that a masked-diffusion model fills in: a text that holds it is no turn.
     """

@@ -33,7 +33,7 @@ class DenoisingSettings(NamedTuple):
 
 
 class _Text:
-    """A text on its way: its tokens, and for each forward pass still to come the places asked and how many are settled."""
+    """A text on its way: its tokens, and for each forward pass to come which places are predicted and how many settled."""
 
     def __init__(self, ids: Sequence[int], seed: int, mask_token_id: int, settings: DenoisingSettings) -> None:
         self.ids = torch.tensor(ids)

@@ -62,8 +62,8 @@ def asked_of(
 ) -> list[Asked]:
     """What each row asks: its messages without an answer at their end, its prompt, or Alpaca's instruction.
 
-    A prompt that is a text becomes a user's turn, behind `system`, where the model has a chat template and `raw` is not asked
-    for. Answers that the rows have are left out.
+    A prompt that is a text becomes a user's turn, behind `system`, where the model has a chat template and `raw` is not
+    requested. Answers that the rows have are left out.
 
     Raises:
         Refusal: a row without a prompt, or a chat for a tokenizer without a template.
@@ -113,7 +113,7 @@ def write_rows(
 
     Args:
         writer: the model's name, for others to read.
-        made_of: what tells this model from another one.
+        made_of: what distinguishes this model from another one.
 
     Raises:
         Refusal: a prompt without room for an answer; a .part of another model, of other rows or settings; `output` is there.

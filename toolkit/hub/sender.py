@@ -134,7 +134,7 @@ def _with_repository(api: HfApi, job: Job) -> tuple[Job, str]:
     """
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    if "/" not in job.repo_id:  # the Hub could not be asked before
+    if "/" not in job.repo_id:  # the Hub could not be reached before
         job = replace(job, repo_id=check_write_access(api, job.repo_id, job.private, job.revision))
         write_record(job)
     try:

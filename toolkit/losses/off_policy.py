@@ -30,7 +30,7 @@ def sampler_weights(
     Args:
         old_logps: of the model that is trained, before the first update, of the distribution that was sampled,
             `[completions, longest]`, nats.
-        sampler_logps: what the sampler said; not a number where it said nothing: as old_logps.
+        sampler_logps: what the sampler reported; not a number where it reported nothing: as old_logps.
         mask, totals: as `policy_loss` takes them.
 
     Returns weights, `[completions, longest]` or `[completions, 1]`, and parts of means over the tokens of the global batch:

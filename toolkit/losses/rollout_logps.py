@@ -29,7 +29,7 @@ def rollout_logps(
     Both `[completions, longest completion]`, 0 behind a completion's end, of one forward pass over a micro-batch of
     `collate_rollouts`. The distribution is the one that was sampled: at the temperature (0, greedy decoding, counts as 1),
     among the tokens that could be drawn (`kept_ids`), which are stored with the completions: computed again from these logits
-    rounding would now and then leave out the very token that was drawn. The entropy has a gradient only where it is asked for.
+    rounding would now and then leave out the very token that was drawn. The entropy has a gradient only where requested.
     """
     logps, entropies = _tables(model, micro_batch, temperature, with_entropy_gradient)
     return logps, entropies

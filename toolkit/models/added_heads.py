@@ -57,7 +57,7 @@ def values_at(head: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
 
 
 def add_projections(model: PreTrainedModel, layers: Collection[int], width: int, seed: int) -> PreTrainedModel:
-    """The model itself, whose `hidden_states` of some layers are projected to `width` wherever it is asked for them.
+    """The model itself, whose `hidden_states` of some layers are projected to `width` wherever it returns them.
 
     A trained linear layer without bias for each of `layers`, counted as transformers' `hidden_states`: 0 are the embeddings.
     They are applied within the forward pass, where an engine that shards weights has them together. Before the optimizer is

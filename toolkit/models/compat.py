@@ -100,8 +100,8 @@ def compile_template(template: str) -> None:
 def number_documents_without_waiting(names: set[str]) -> None:
     """Let models whose attention is of these names number the documents of packed rows without waiting for a GPU.
 
-    For each forward pass transformers (5.23) asks whether rows hold several documents at all, which is known on the GPU alone.
-    Numbers of rows with one document are as right, so it is not asked there. What masks are made of otherwise stays as it is.
+    Before each forward pass transformers (5.23) checks whether rows hold several documents, which is known on the GPU alone.
+    Numbers of rows with one document are as right, so the check is skipped. What else masks are made of does not change.
     """
     from transformers import masking_utils
 

@@ -184,7 +184,7 @@ def _shapes(
 def _pretrained_model(
     auto: Any, config: ModelConfig, model_config: PretrainedConfig, attention: str | None
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The model, in the commit that the config came from, and its modules with new weights; what is left out is said."""
+    """The model, in the commit that the config came from, and its modules with new weights; what is left out is printed."""
     computed_in = {"bf16": "bfloat16", "fp16": "float16"}.get(settled_precision() or "no", "float32")
     quantization = in_4_bits(config, _device(config), computed_in) if isinstance(config, AdapterConfig) else {}
     check_no_adapter_inside(_name(config), config.model_revision)

@@ -11,7 +11,7 @@ from toolkit.config import AdapterConfig, Refusal
 
 
 def in_4_bits(config: AdapterConfig, device: str, compute_dtype: str) -> dict[str, Any]:
-    """What `from_pretrained` needs to round the linear layers to 4 bits as it reads them; nothing where that is not asked for.
+    """What `from_pretrained` needs to round the linear layers to 4 bits as it reads them; nothing where that is not requested.
 
     Args:
         device: the kind of device that training will be on.

@@ -37,7 +37,7 @@ class EmbeddingStyle:
 def embedding_style(
     config: ModelConfig, *, pooling: str = "auto", query_prompt: str | None = None, document_prompt: str | None = None
 ) -> EmbeddingStyle:
-    """What was asked for, and where nothing was, what the files of the model (`config.model`) say; else a mean, no prompts.
+    """What was requested, and where nothing was, what the files of the model (`config.model`) say; else a mean, no prompts.
 
     Raises:
         Refusal: a model with modules that are not read here (a dense layer), or another pooling.

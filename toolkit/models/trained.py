@@ -159,7 +159,7 @@ def settings_of_the_task(adapter: Path) -> dict[str, Any]:
 
 
 def best_device(wanted: str | None) -> torch.device:
-    """The device that was asked for, else an accelerator where there is one.
+    """The requested device, else an accelerator where there is one.
 
     Raises:
         Refusal: torch does not know it or can't reach it.

@@ -147,7 +147,7 @@ class _Work:
             values = torch.cat([logps, torch.ones_like(logps[:, :1])], dim=1)
             self.new[batch.micro_batches[0][self.kind]] = values.float().cpu()
         self.batches += 1
-        # the ranks ask each other seldom, and after the same batches
+        # the ranks agree seldom, and after the same batches
         if self.batches % 16 == 0 and largest(self.accelerator, int(time.monotonic() - self.written > SECONDS_BETWEEN_WRITES)):
             self.finished()
             say_once(f"reference: {int((~np.isnan(self.known[:, 0])).sum()):,} {self.kind}s done")
@@ -191,9 +191,9 @@ def _path_of(
 
 
 def _weights(model: PreTrainedModel, name: str) -> Any:
-    """What tells weights apart: of a directory its files, of a Hub model its commit; a built-in one's follow from settings.
+    """What distinguishes weights: of a directory its files, of a Hub model its commit; a built-in one's follow from settings.
 
-    Of the directory of an adapter its own files, and what tells the model under it apart.
+    Of the directory of an adapter its own files, and what distinguishes the model under it.
     """
     directory = Path(name).expanduser()
     if directory.is_dir():

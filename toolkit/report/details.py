@@ -108,7 +108,7 @@ def _environment_row(item: tuple[str, Any]) -> str:
     if isinstance(value, (dict, list)):
         value = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else ", ".join(map(str, value))
     shown = show_digits(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
-    if re.fullmatch(r"[0-9a-f]{32,}", shown):  # a digest: its start tells it from others
+    if re.fullmatch(r"[0-9a-f]{32,}", shown):  # a digest: its start is enough to recognize it
         shown = shown[:12] + "…"
     return f"<tr><th>{escape(name.replace('_', ' '))}</th><td>{escape('–' if value is None else shown)}</td></tr>"
 

@@ -138,7 +138,7 @@ def axes_of(plot: Plot) -> Axes:
     values = [value for _, value in plot.train if value is not None]
     held_out = [value for _, value in plot.held_out if value is not None]
     if len(values) >= SMOOTH_FROM and not plot.logarithmic:
-        # One spike would press the rest flat: it is cut off at the frame, and said below it.
+        # One spike would press the rest flat: it is cut off at the frame, with a note below it.
         least, highest = min(values), heapq.nlargest(len(values) - math.ceil(0.98 * len(values)) + 1, values)
         usual = highest[-1]
         if highest[0] - least > 3 * (usual - least) > 0:

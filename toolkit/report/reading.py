@@ -41,7 +41,7 @@ class RunRecord:
     series: dict[str, Series] = field(default_factory=dict)  # metrics.jsonl by metric, in order of appearance
     last_step: float | None = None
     nonfinite_steps: int = 0
-    events: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl by step, where it was asked for
+    events: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl by step, where requested
     samples: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)  # run.json

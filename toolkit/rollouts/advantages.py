@@ -129,7 +129,7 @@ def shaped_rewards(
     rollouts: Sequence[Rollout], *, max_completion_length: int = 0, overlong_cache: int = 0, beta: float = 0.0,
     kl_estimator: str = "k1", missing_eos_penalty: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """The rewards of a step `[groups, completions of a prompt]`, float64, with the penalties that were asked for.
+    """The rewards of a step `[groups, completions of a prompt]`, float64, with the requested penalties.
 
     `overlong_cache`: tokens of `overlong_penalty`; `beta`: weight of the sum of `kl_estimate` over a completion's tokens, from
     `logps` and `reference_logps` (RLOO, arXiv:2402.14740, with k1);

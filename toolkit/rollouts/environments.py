@@ -48,7 +48,7 @@ class Environment(Protocol):
         """Begin: the prompt in place of the row's own, the same for all completions of a row, or None."""
 
     def step(self, messages: list[Message]) -> tuple[list[Message], float | None, bool]:
-        """What is said to the policy's last turn, what that turn is worth (None: 0), and whether the conversation is over."""
+        """The answer to the policy's last turn, what that turn is worth (None: 0), and whether the conversation is over."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""One call of a reward function: what it is given, what is taken of what it returns, and what is said of its faults.
+"""One call of a reward function: what it is given, what is taken of what it returns, and how its faults are reported.
 
 It has TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, and is called with the
 completions of one prompt. So the calls are the same for any batch and number of ranks. Nothing heavy is imported here: worker

@@ -28,7 +28,7 @@ class Rollout:
     reward: float = 0.0  # the weighted sum; not a number where none of them applies
     epoch: int = 0  # of the prompt
     kept: list[list[int]] | None = None  # ids that could be drawn at each token, where top-k, top-p or min-p cut some off
-    old_logps: list[float] | None = None  # of its tokens under the trained model before the first update, where it was asked
+    old_logps: list[float] | None = None  # of its tokens under the trained model before the first update, where requested
     reference_logps: list[float] | None = None  # and under the reference
     sampler_weights: list[float] | None = None  # of its tokens in the loss, where another program sampled them
     old_values: list[float] | None = None  # of the states before its tokens, before the first update

@@ -1,4 +1,4 @@
-"""A server as the sampler: it is found and compared at the start, given the weights of each step, and asked for groups.
+"""A server as the sampler: it is found and compared at the start, given the weights of each step, and queried for groups.
 
 vLLM loads weights from a directory by `POST /collective_rpc` with the method `reload_weights` and its `weights_path` (a server
 in development mode, VLLM_SERVER_DEV_MODE=1), forgets prefixes of the old ones by `/reset_prefix_cache`, and takes an adapter by

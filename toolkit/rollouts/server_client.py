@@ -154,7 +154,7 @@ class ServerClient:
             where: what the prompt is called in a message.
 
         Raises:
-            Refusal: they are not what was asked for, so that training on them would be training on something else.
+            Refusal: they are not what was requested, so that training on them would be training on something else.
         """
         answer = self.ask("/v1/completions", _request(self.model, prompt, settings, size, seed))
         with self.reading(f"/v1/completions, for the prompt {where or list(prompt)[:8]},"):
@@ -224,7 +224,7 @@ def _completion(choice: Mapping[str, Any], prompt: Sequence[int], settings: Samp
 
 
 def _kept(said: Mapping[str, Any], tokens: Sequence[int], vocabulary: int) -> list[np.ndarray]:
-    """The ids that could be drawn at each token: those whose log-probability was said, which add up to 1."""
+    """The ids that could be drawn at each token: those whose log-probability was returned, which add up to 1."""
     tables = said.get("top_logprobs") or []
     if len(tables) != len(tokens):
         raise _Wrong("no top_logprobs, from which tokens follow that could be drawn (logprobs was requested)")

@@ -27,7 +27,7 @@ _HASH_DIGITS = 16
 
 
 class Origin(NamedTuple):
-    """What the first line of a copy tells: `name` is the path in the folder of recipes, as in launch/zero2.yaml."""
+    """What the first line of a copy holds: `name` is the path in the folder of recipes, as in launch/zero2.yaml."""
 
     name: str
     version: str

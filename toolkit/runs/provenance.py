@@ -83,7 +83,7 @@ def working_directory() -> str:
 
 
 def processor_name() -> str:
-    """The processor's model where Linux tells it, else what Python knows."""
+    """The processor's model where Linux has it, else what Python knows."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, model = line.partition(":")

@@ -44,7 +44,7 @@ LIBRARIES = (
     "torch", "accelerate", "transformers", "datasets", "evaluate", "peft", "safetensors", "tokenizers", "numpy",
     "huggingface_hub", "deepspeed",
 )  # fmt: skip
-REPLAYED_DATA = "TOOLKIT_REPLAYED_DATA"  # the variable that tells a replay's run which training data it must have
+REPLAYED_DATA = "TOOLKIT_REPLAYED_DATA"  # the variable with the training data that a replay's run must have
 
 
 def write_run_card(
@@ -54,7 +54,7 @@ def write_run_card(
 ) -> None:  # fmt: skip
     """Write settings, recipe, data, model, libraries, hardware and layout of a run as JSON. What is in it is listed here.
 
-    The most of it is said in a line or two. `end_run_card` adds how it ended, and leaves of the settings those that were read.
+    Most of it takes a line or two. `end_run_card` adds how it ended, and leaves of the settings those that were read.
     Without an accelerator (None) it is a run of one process in full precision.
 
     Args:

@@ -1,4 +1,4 @@
-"""A job as it is asked for: machines, time, places and names. The settings of its recipe are not in it."""
+"""A job as it is requested: machines, time, places and names. The settings of its recipe are not in it."""
 
 import re
 import secrets
@@ -16,7 +16,7 @@ LONGEST_RUN = 28 * 24 * 3600  # seconds; in AWS's documentation, not in its serv
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of SageMaker. Times in seconds, the volume in GB; None: the default, which `request` fills in.
+    """What is requested of SageMaker. Times in seconds, the volume in GB; None: the default, which `request` fills in.
 
     `channels` by name; `secrets` and `tags` by the name of the variable or tag; `tokens` are names of variables of the caller.
     """

@@ -60,7 +60,7 @@ _PER_CLASS, _CLASSES = "_per_class", 10  # how many classes there are is known w
 def make_source(folder: Path, job: Job, packages: Sequence[str] = ()) -> None:
     """Fill an empty folder with what the container runs.
 
-    Nothing else of the working directory goes along, neither dot files nor what is not asked for. `packages` are added to
+    Nothing else of the working directory goes along, neither dot files nor what is not listed. `packages` are added to
     requirements.txt.
 
     Raises:
@@ -93,7 +93,7 @@ def encoded(hyperparameters: Mapping[str, Any]) -> dict[str, str]:
 
 
 def environment_of(job: Job) -> dict[str, str]:
-    """The environment of the job's containers: what to run, names of secrets, and this environment's tokens as asked for.
+    """The environment of the job's containers: what to run, names of secrets, and this environment's tokens as requested.
 
     Raises:
         Refusal: this environment has no such variable.

@@ -1,4 +1,4 @@
-"""The journal of a sweep: what was asked for, each job as it starts and as it ends. The only truth of it.
+"""The journal of a sweep: its plan, each job as it starts and as it ends. The only truth of it.
 
 A job trains one trial up to a step, or to its end. Where nothing is pruned by rungs, a trial is one job.
 """
@@ -49,7 +49,7 @@ class Plan:
     seeds: int = 1  # trials of each point, which differ in their seed
     prune: str = "none"
     rungs: list[int] = field(default_factory=list)  # steps at which trials are compared; the last one is a whole run
-    reduction: int = 3  # one of so many goes on to the next rung
+    reduction: int = 3  # one of this many goes on to the next rung
     patience: int = 3
     budget_steps: int | None = None
     budget_hours: float | None = None

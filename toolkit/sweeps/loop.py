@@ -56,7 +56,7 @@ class Sweep:
     Attributes:
         address: of settings, what determines the result of a trial.
         elsewhere: the outcome of an address at a step in another sweep.
-        fork: makes a trial's run directory of another trial's, which stands still; called again after a kill.
+        fork: makes a trial's run directory of another trial's, which is not running; called again after a kill.
     """
 
     journal: Journal
@@ -209,7 +209,7 @@ def run_sweep(
     sweep: Sweep, start: Start, slots: int = 1, ended: Callable[[Job], None] = lambda job: None,
     shown: Callable[[Mapping[int, tuple[Job, Running]]], None] = lambda running: None,
 ) -> list[Job]:  # fmt: skip
-    """Run the jobs of a sweep until there are no more, so many at a time; the jobs in order.
+    """Run the jobs of a sweep until there are no more, `slots` at a time; the jobs in order.
 
     A signal goes on to all running jobs; the sweep ends when they have. Where the journal cannot be written no more jobs start:
     what the running ones come to is in their run directories, and is written down when the sweep continues.

@@ -66,7 +66,7 @@ def curve_of(run: Path, metric: str) -> Curve:
 def progress_of(run: Path, metric: str) -> tuple[int, Curve]:
     """The last step that a run has logged, and (step, value) of a metric at each evaluation so far.
 
-    It is asked each second for all trials that run, by several: a file is read again only when it has changed.
+    It is called each second for all trials that run, by several: a file is read again only when it has changed.
     """
     path = run / "metrics.jsonl"
     try:

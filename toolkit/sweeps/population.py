@@ -15,7 +15,7 @@ from toolkit.sweeps.results import result_of
 from toolkit.sweeps.space import Dimension, Point, Value
 from toolkit.sweeps.strategies import Strategy
 
-SHARE = 5  # one of so many members is replaced at a rung, one at least
+SHARE = 5  # one of this many members is replaced at a rung, one at least
 FACTORS, RESAMPLED = (0.8, 1.2), 0.25  # of a number, and how often a setting is drawn anew instead
 
 
@@ -58,7 +58,7 @@ class Population:
             self._started, self._ended = [], {}
 
     def _first_count(self) -> int:
-        """The members of the first generation: a grid may have fewer points than were asked for."""
+        """The members of the first generation: a grid may have fewer points than were requested."""
         count = len(self._started)
         return count if count == self._trials or self._strategy.ask(count) is None else self._trials
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from toolkit.sweeps.journal import Job, Plan
 
 Curve = list[tuple[int, float]]  # (step, value) at each evaluation
-FIRST_TRIALS = 5  # that are never pruned by the median: so many must have reached a step
+FIRST_TRIALS = 5  # that are never pruned by the median: this many must have reached a step
 
 
 def pruner_of(plan: Plan, earlier: Sequence[Job]) -> Callable[[Curve], int | None] | None:

@@ -155,7 +155,7 @@ LEAST_TRIALS = 10
 
 
 def importances(trials: Sequence[Trial], plan: Plan) -> dict[str, float]:
-    """For each setting that all trials have its share of what tells the best tenth of them from the rest; they sum to 1.
+    """For each setting that all trials have its share of what sets the best tenth of them apart; they sum to 1.
 
     Raises:
         Refusal: Optuna is not installed, or the trials are too few or too much alike.

@@ -71,7 +71,7 @@ def trials_in(plan: Plan) -> int:
 
 
 def rung_counts(count: int, rungs: Sequence[int], reduction: int) -> list[int]:
-    """How many trials of a bracket are trained to each rung where none fails; with ASHA about so many."""
+    """How many trials of a bracket are trained to each rung where none fails; with ASHA about that many."""
     return [max(1, count // reduction**place) for place in range(len(rungs))]
 
 
@@ -233,5 +233,5 @@ def seed_of(plan: Plan, place: int) -> int:
 
 
 def without_seed(settings: Point) -> Point:
-    """Settings without the seed that tells the trials of a point apart."""
+    """Settings without the seed, in which the trials of a point differ."""
     return {name: value for name, value in settings.items() if name != "seed"}

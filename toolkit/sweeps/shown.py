@@ -169,7 +169,7 @@ class Reached:
     Attributes:
         began: the step from which it goes on.
         step: the last one that its run has logged.
-        end: the step at which the job ends; None where no run has said so yet.
+        end: the step at which the job ends; None where no run has written it yet.
         value: of the first objective, at the last evaluation; None before one.
     """
 
@@ -214,7 +214,7 @@ def reached_in_words(plan: Plan, jobs: Sequence[Job], folder: Path) -> dict[int,
 
 
 def seconds_left(plan: Plan, jobs: Sequence[Job], folder: Path, at_a_time: int) -> float | None:
-    """About how long it takes until all trials have ended, with so many at a time; None before one has ended.
+    """About how long it takes until all trials have ended, with that many at a time; None before one has ended.
 
     A job to come takes as long as those before it on average, with rungs a step to come; of those that run only what they have
     not yet done is left. A budget leaves no more than itself, and what runs.

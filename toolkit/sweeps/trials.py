@@ -175,7 +175,7 @@ def changes_of(settings: Point) -> list[str]:
 
 
 def fork_run(folder: Path, trial: int, parent: int) -> None:
-    """Make the run directory of a trial that goes on from where another one stands; nothing where it is there already.
+    """Make the run directory of a trial that goes on from where another one is; nothing where it is there already.
 
     Checkpoints are never written in place: their files are linked, not copied, where the file system can.
     """

@@ -30,7 +30,7 @@ def run_agent(
         recipe: a recipe's file; `words`: its flags that are the same in every trial.
         folder: each trial's run directory is FOLDER/trials/ID, with W&B's ID of the run.
         names: the recipe's settings.
-        trials: at most so many in this process.
+        trials: at most this many in this process.
 
     Raises:
         Refusal: W&B is not installed, does not know the sweep, or the sweep searches what is no setting.

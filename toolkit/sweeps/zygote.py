@@ -75,7 +75,7 @@ class Zygote:
         self._process: subprocess.Popen[bytes] | None = None
         self._codes: dict[int, int] = {}  # of trials that have ended
         self._running: set[int] = set()
-        self._started: list[int] = []  # trials that it said it has started, and nobody has taken
+        self._started: list[int] = []  # trials that it reported as started, and nobody has taken
         self._unread = b""
 
     def __enter__(self) -> "Zygote":
@@ -135,7 +135,7 @@ class Zygote:
         return self._codes.pop(pid, None)
 
     def listen(self, timeout: float | None) -> bool:
-        """Take in what the zygote says within so many seconds; False where that is nothing."""
+        """Take in what the zygote says within that many seconds; False where that is nothing."""
         if self._process is None or self._process.stdout is None:
             return False
         if not select.select([self._process.stdout], [], [], timeout)[0]:

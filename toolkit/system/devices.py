@@ -10,7 +10,7 @@ import torch
 
 from toolkit.system.compat import multiplies_bf16
 
-_planned: tuple[str, bool] | None = None  # no ContextVar, at which torch.compile (2.13) ends its graph: asked in every layer
+_planned: tuple[str, bool] | None = None  # no ContextVar, at which torch.compile (2.13) ends its graph: read in every layer
 
 
 def chosen_type(device: torch.device) -> str:

@@ -41,9 +41,9 @@ def interface_toward(host: str, port: int) -> str | None:
     """The name of the interface, such as eth0, from which packets to a host leave; nothing is sent to find out.
 
     For gloo (torch 2.13), which takes the interface of this machine's own host name. Debian and Ubuntu let that be
-    loopback, in /etc/hosts: then every rank tells the others to look for it on themselves.
+    loopback, in /etc/hosts: then every rank sends the others to themselves.
 
-    None where it can't be said: not on Linux, an unknown host, IPv6 only, or a name of this machine that means loopback.
+    None where it is not known: not on Linux, an unknown host, IPv6 only, or a name of this machine that means loopback.
     """
     if sys.platform != "linux":
         return None

@@ -1,4 +1,4 @@
-"""What a SageMaker container tells a recipe: where to write, that it may continue there, where data lie, where the model goes.
+"""What a SageMaker container gives a recipe: where to write, that it may continue there, where data lie, where the model goes.
 
 Each function reads the environment that it is given; outside a container none of them changes anything.
 """
@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# How long a file may take from its place in the container to S3: SageMaker tells nobody when it is there.
+# How long a file may take from its place in the container to S3: SageMaker does not report when it is there.
 COPYING_BEGINS = 60.0  # seconds
 COPYING_SPEED = 50e6  # bytes a second
 

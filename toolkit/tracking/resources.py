@@ -1,4 +1,4 @@
-"""What a run takes that it should not: time waiting for data, and memory that only grows. Each is said once."""
+"""What a run takes that it should not: time waiting for data, and memory that only grows. Each is reported once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-MOST_WAITING, LEAST_SECONDS = 0.2, 20.0  # share of the time that is said, and the seconds of training it is taken over
+MOST_WAITING, LEAST_SECONDS = 0.2, 20.0  # share of the time that is reported, and the seconds of training it is taken over
 BLOCK_STEPS = 100  # one number of memory, the least in use, is kept for this many steps
 MOST_BLOCKS = 32  # of these; then two become one, so that the whole run stays in sight
 GROWTH, LEAST_GROWTH_GB = 0.2, 0.2  # of the memory after the first block; both must be passed

@@ -22,7 +22,7 @@ PROJECT = "toolkit"
 
 @dataclass(frozen=True)
 class Opened:
-    """A tracker of Accelerate's, and what it was sent before its run was resumed (None: it is not asked, or can't say)."""
+    """A tracker of Accelerate's, and what it was sent before its run was resumed (None: it is not queried, or can't say)."""
 
     tracker: Any
     logged: Logged | None = None
@@ -150,7 +150,7 @@ _PACKAGES = {"mlflow": ("mlflow-skinny", "sqlalchemy", "alembic")}
 
 
 def tracker_names(config: RunConfig) -> list[str]:
-    """The trackers asked for, each with its library present."""
+    """The requested trackers, each with its library present."""
     names = [name for name in config.report_to if name != "none"]
     if "all" in names:
         return [name for name in OPEN if importlib.util.find_spec(name)]

@@ -41,7 +41,7 @@ def fit_micro_batch(
     """The training loader with a micro-batch that fits into memory: as given, or halved as often as need be.
 
     The longest micro-batch goes forward and backward once, next to memory for the optimizer's moments, and then what Muon's
-    step needs for a while is asked for next to the gradients, without a collective and without a trace: gradients are cleared
+    step needs for a while is allocated next to the gradients, without a collective and without a trace: gradients are cleared
     and random numbers are seeded again in each step anyway. When it does not fit,
     the micro-batch is halved and accumulation doubled: the global batch, the order and so the mean gradient stay the same.
     All ranks take the smallest that one of them needs. Streams, whose longest example nobody knows, are left as they are.
@@ -49,7 +49,7 @@ def fit_micro_batch(
     So are models that the engine shards, which a rank can't try alone.
 
     Raises:
-        Refusal: not even one example fits; or a smaller micro-batch would be another loss (aot), which nobody asked for.
+        Refusal: not even one example fits; or a smaller micro-batch would be another loss (aot), which nobody requested.
     """
     if not config.auto_find_batch_size or train.longest_micro_batch() is None:
         return train

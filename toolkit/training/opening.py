@@ -46,7 +46,7 @@ def open_run(
     accelerator: Accelerator, config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer,
     train: TrainLoader | StreamLoader, *, reference_made_of: Mapping[str, Any] | None = None,
 ) -> Iterator[Run]:  # fmt: skip
-    """Claim the output directory, restore a checkpoint when asked, and yield the run; write its summary at the end.
+    """Claim the output directory, restore a checkpoint when requested, and yield the run; write its summary at the end.
 
     The model and the optimizer are the prepared ones. While it is open, SIGTERM and SIGINT end the run at the next step's
     end with a checkpoint and exit code 75; a second signal ends it at once.

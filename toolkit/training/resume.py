@@ -65,7 +65,7 @@ def run_layout(accelerator: Accelerator, train: TrainLoader | StreamLoader) -> d
 
 
 def plain_settings(config: Settings) -> dict[str, Any]:
-    """A config as JSON has it, for checkpoints; of what may be a key (`public_settings`) a digest, which tells a change too."""
+    """A config as JSON has it, for checkpoints; of what may be a key (`public_settings`) a digest, which shows a change too."""
     public = public_settings(config)
     values = {name: value if name in public else _digest(value) for name, value in values_of(config).items()}
     return json.loads(json.dumps(values, default=str))

@@ -47,7 +47,7 @@ class RunState:
     nonfinite_in_row: int = 0
     recent_losses: list[float] = field(default_factory=list)
     loss_spikes: int = 0
-    last_due_save: int = 0  # the last step whose checkpoint the settings asked for, and no signal
+    last_due_save: int = 0  # the last step whose checkpoint was due by the settings, not by a signal
     rollbacks: list[list[int]] = field(default_factory=list)  # [step of the spike, step of the weights after it]
     divergence: Divergence = field(default_factory=Divergence)
     warnings: list[str] = field(default_factory=list)

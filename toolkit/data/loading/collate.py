@@ -26,8 +26,8 @@ def collate_packed(documents: list[Document], *, aligned: bool = False) -> Micro
     Returns `input_ids`, `labels` and `position_ids` `[1, tokens]`, and the documents' bounds under the names that
     transformers' attention takes them by: `cu_seq_lens_q` and `cu_seq_lens_k` int32 `[documents + 1]`, `max_length_q`
     and `max_length_k` integers. There is no attention mask: the bounds say who attends to whom. `supervised_positions`
-    are the flat indices of the positions that predict a supervised label, found here so that no device has to be asked: those
-    before the labels or, where these are `aligned` (tags, masked tokens), their own.
+    are the flat indices of the positions that predict a supervised label, found here so that no device has to be waited for:
+    those before the labels or, where these are `aligned` (tags, masked tokens), their own.
     """
     lengths = np.array([len(document["input_ids"]) for document in documents])
     ends = np.cumsum(lengths)
@@ -57,7 +57,7 @@ def collate_padded(
     -100 on the padding (and `supervised_positions`; `aligned` as in `collate_packed`), for labels of whole examples
     `[examples]` or `[examples, classes]`. `token_type_ids`, `word_labels` and `weight` are there when the rows have
     them; so are, here and in packed rows, `token_weights` `[P]` of the supervised positions. The
-    attention mask tells padding apart, never the id: a pad id that is also an end of text is supervised where the text ends.
+    attention mask marks padding, never the id: a pad id that is also an end of text is supervised where the text ends.
 
     In the layout `packed` there is also what `without_padding` says: the model's body computes no padding (see
     `choose_row_layout`), and all else stays as it is.

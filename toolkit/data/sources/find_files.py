@@ -191,7 +191,7 @@ def _names_in(path: Path, key: str, inner: str = "") -> list[str]:
 
 
 def _split_of(path: str) -> str | None:
-    """The split that the file's name tells, else the nearest folder's."""
+    """The split in the file's name, else in the nearest folder's."""
     for part in reversed(Path(path).parts):
         for split, words in _SPLIT_WORDS.items():
             if re.search(rf"(^|[-._ 0-9])({'|'.join(words)})([-._ 0-9]|$)", part.lower()):

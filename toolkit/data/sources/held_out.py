@@ -147,7 +147,7 @@ def batch_keys(batch: Mapping[str, Sequence[Any]]) -> np.ndarray:
 
 
 def _keys(names: list[str], column: Callable[[str], Sequence[Any]], count: int) -> np.ndarray:
-    """A hash of each row's input, or of all its content where it has none; `column` is asked for what is needed only."""
+    """A hash of each row's input, or of all its content where it has none; `column` is called for needed columns only."""
     data = [b""] * count
     if {"chosen", "rejected"} <= set(names) and "prompt" not in names:
         data = [_implicit_prompt(*pair) for pair in zip(column("chosen"), column("rejected"), strict=True)]

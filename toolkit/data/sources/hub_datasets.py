@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face Hub, with refusals that say what was asked and what to do."""
+"""Datasets of the Hugging Face Hub, with refusals that say what was requested and what to do."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def load_from_hub(dataset: str, streaming: bool) -> tuple[dict[str, Dataset | It
 
 
 def _commit_of(rows: Dataset | IterableDataset, name: str, revision: str | None) -> str | None:
-    """datasets (5.2) keeps rows in a folder that has the commit's name; of a stream the Hub is asked."""
+    """datasets (5.2) keeps rows in a folder that has the commit's name; for a stream the Hub is queried."""
     for file in getattr(rows, "cache_files", None) or []:
         if _COMMIT.fullmatch(folder := Path(file["filename"]).parent.name):
             return folder

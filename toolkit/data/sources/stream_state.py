@@ -6,7 +6,7 @@ from typing import Any
 
 
 def state_of(stream: Any) -> dict[str, Any] | None:
-    """The state of a source that tells it, when JSON holds it."""
+    """The state of a source that has one, when JSON can hold it."""
     if not hasattr(stream, "state_dict"):
         return None
     state = stream.state_dict()

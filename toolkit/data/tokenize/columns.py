@@ -69,7 +69,7 @@ class Plan:
     supervise: str
     columns: tuple[str, ...]  # that are read
     classes: Classes | None = None
-    margin: bool = False  # a pair tells by how much its chosen answer is the better one
+    margin: bool = False  # a pair says by how much its chosen answer is the better one
 
     @property
     def is_masked(self) -> bool:

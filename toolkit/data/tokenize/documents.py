@@ -45,7 +45,7 @@ class Encoder:
         return self.plain
 
     def encode(self, texts: list[str], positions: bool = False) -> Iterator[Encoding]:
-        """Encodings without special tokens, in the order of `texts`; character positions only where asked for."""
+        """Encodings without special tokens, in the order of `texts`; character positions only where requested."""
         encode = self.fast.encode_batch if positions else self.fast.encode_batch_fast
         start, size = 0, 0
         for i, text in enumerate(texts):

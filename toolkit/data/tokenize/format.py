@@ -46,7 +46,7 @@ class Format:
     columns(plan, tokenizer): what a tokenized row holds next to `input_ids`, `length`, `supervised_tokens` and `origin`, with
         Arrow types. `labels` are those of the documents, all others `Documents.columns`.
     describe(plan, tokenizer): the plan in words.
-    show(row, plan, tokenizer): a tokenized row in pieces of text, and what is said of it next to its origin.
+    show(row, plan, tokenizer): a tokenized row in pieces of text, and a remark next to its origin.
     part_names: names of these pieces, where each is shown by itself.
     class_names(plan): under which examples are counted, as the remarks `class NAME` of the rows; none where there are none.
     settings: those that decide what a tokenized row holds, next to the lengths.

@@ -44,7 +44,7 @@ def read_in_order(
         from torch.utils.data import DataLoader
 
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="This DataLoader will create")  # more than cores, if that was asked for
+            warnings.filterwarnings("ignore", message="This DataLoader will create")  # more than cores, if that was requested
             results = iter(DataLoader(
                 _Itself(),  # type: ignore[arg-type]  # what is sent to a process is what it works on
                 sampler=tasks, batch_size=None, collate_fn=work,

@@ -259,7 +259,7 @@ class TextRows:
 
 
 def tokenized_rows(batch: Batch, origins: list[str], column: str = "input_ids") -> list[list[int]]:
-    """Rows of integers as they are, without the padding that an attention mask tells.
+    """Rows of integers as they are, without the padding that an attention mask marks.
 
     Raises:
         Refusal: a row that is no list of integers, or a mask that has holes.
@@ -289,7 +289,7 @@ def tokenized_rows(batch: Batch, origins: list[str], column: str = "input_ids") 
 
 
 def _is_all_supervised(text: ChatText) -> bool:
-    """Whether the spans leave nothing out. Asked of the text: one token may join a short prompt with the answer's start."""
+    """Whether the spans leave nothing out. Seen from the text: one token may join a short prompt with the answer's start."""
     end = 0
     for first, last in sorted(text.spans):
         if first > end:

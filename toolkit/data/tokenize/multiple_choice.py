@@ -36,7 +36,7 @@ _NEEDED = (
 
 
 class Question(NamedTuple):
-    """What is asked: two texts that are read together for each choice, and which is right."""
+    """A question: two texts that are read together for each choice, and which is right."""
 
     asked: str
     choices: list[str]

@@ -169,7 +169,7 @@ def split_sides(
 
 
 def _ended(encoder: Encoder, template: ChatTemplate | None, side: list[int], origin: str, name: str) -> list[int]:
-    """With an end that tells the model to stop, once."""
+    """With an end, so that the model learns to stop; once."""
     end = encoder.end
     if template is None:
         side = encoder.add_end(side)

@@ -177,7 +177,7 @@ def read_answers(value: object, context: str, origin: str) -> list[Answer]:
 
 
 def reference_answers(splits: Splits) -> Sequence[tuple[str, list[str]]]:
-    """Context and answers of each row of the validation split, which are read when they are asked for."""
+    """Context and answers of each row of the validation split, which are read when they are used."""
     return _References(splits["validation"]) if "validation" in splits else []
 
 

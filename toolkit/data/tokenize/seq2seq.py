@@ -103,7 +103,7 @@ def _language_keys(texts: Seq2SeqConfig) -> tuple[list[str], list[str]]:
 
 
 def _check_languages_unused(given: Sequence[str], plan: Plan) -> None:
-    """Refuse languages that were asked for where neither the rows nor the tokenizer has any."""
+    """Refuse languages that were given where neither the rows nor the tokenizer has any."""
     flags = ["--" + name.replace("_", "-") for name in ("source_lang", "target_lang") if name in given]
     if flags:
         raise Refusal(

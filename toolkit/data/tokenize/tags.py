@@ -152,7 +152,7 @@ def _origin(split: Dataset, number: int) -> str:
 
 
 def _checked_scheme(found: str, names: Sequence[str], config: TokenClassificationConfig) -> str:
-    """The scheme that was asked for, where the tags have it; else the one that was found."""
+    """The requested scheme, where the tags have it; else the one that was found."""
     wanted = config.tag_scheme
     if wanted not in ("auto", "plain") and (found == "plain" or (found == "iobes") != (wanted == "iobes")):
         what = "have no prefixes B- and I-" if found == "plain" else f"are those of {found.upper()}"

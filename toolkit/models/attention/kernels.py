@@ -51,7 +51,7 @@ def fastest_kernel(
 
 
 def varlen_computes(head_dim: int, value_dim: int, dtype: torch.dtype, rules: Rules) -> bool:
-    """Whether variable-length flash attention has what is asked for, on a device that has it."""
+    """Whether variable-length flash attention computes this, on a device that has it."""
     widest = 192 if rules.dropout else 256  # whose backward every such device has
     return rules.softcap is None and dtype in (torch.bfloat16, torch.float16) and max(head_dim, value_dim) <= widest
 
@@ -61,7 +61,7 @@ def flex_computes(dtype: torch.dtype, rules: Rules) -> bool:
     return not rules.dropout and dtype != torch.float64
 
 
-@torch.compiler.assume_constant_result  # in a compiled layer: asked for while it is compiled, and no break in its graph
+@torch.compiler.assume_constant_result  # in a compiled layer: called while it is compiled, and no break in its graph
 def _is_ampere(device: torch.device) -> bool:
     return is_ampere(device)
 
