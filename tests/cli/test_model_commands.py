@@ -216,7 +216,7 @@ def test_a_systems_message_that_nothing_reads_is_refused(made: Path, tmp_path: P
     words = ("generate", made / "run", "--device", "cpu", "--max-new-tokens", 2, "--system", "Be brief.")
     assert CliRunner().invoke(app, [*map(str, words), "--prompt", "one", "--raw"]).exit_code == 2
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "one"}]}\n')
-    with pytest.raises(Refusal, match=r"chats\.jsonl:1: is a chat, into which --system is not written"):
+    with pytest.raises(Refusal, match=r"chats\.jsonl:1: .*--system"):
         toolkit(*words, "--file", tmp_path / "chats.jsonl")
     shutil.copytree(made / "run/model", tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").unlink()
@@ -345,7 +345,7 @@ def test_a_language_models_metrics_are_those_of_a_loop_over_tokens(made: Path, t
     nll, _, tokens = sums["texts"]
     assert metrics["bits_per_byte"] == pytest.approx((nll / math.log(2) + 7 * math.log2(len(tokenizer))) / size, rel=1e-5)
     assert set(evaluated(made / "run", "--dataset", tmp_path / "texts.jsonl", "--metrics", "perplexity")["metrics"]) == {"perplexity"}
-    with pytest.raises(Refusal, match="--metrics bits_per_byte: a model has loss, perplexity, token_accuracy where only answers"):
+    with pytest.raises(Refusal, match=r"--metrics bits_per_byte: .*loss, perplexity, token_accuracy"):
         evaluated(made / "run", "--dataset", tmp_path / "answers.jsonl", "--metrics", "bits_per_byte")
 
 
@@ -475,7 +475,7 @@ def test_a_classifiers_metrics_are_those_of_scikit_learn_with_the_models_own_cla
         metrics = evaluated(made / "classes", "--dataset", path, "--per-device-eval-batch-size", 4, "--metrics", "accuracy,f1_micro")["metrics"]
         assert metrics["accuracy"] == pytest.approx(accuracy_score(numbers, predicted))
         assert metrics["f1_micro"] == pytest.approx(f1_score(numbers, predicted, average="micro"))
-    with pytest.raises(Refusal, match="is for AutoModelForSequenceClassification, and writes no text"):
+    with pytest.raises(Refusal, match="AutoModelForSequenceClassification"):
         toolkit("generate", made / "classes", "--prompt", "x")
 
 
@@ -533,6 +533,6 @@ def test_marked_answers_given_to_a_language_model_are_compared_by_its_log_probab
     assert alone["logps_auc"] is None
     assert alone["logps_desirable"] is None
     assert alone["logps_undesirable"] < 0
-    with pytest.raises(Refusal, match=r"--metrics perplexity: a model has logps_accuracy, .* where answers are marked"):
+    with pytest.raises(Refusal, match=r"--metrics perplexity: .*logps_accuracy, "):
         evaluated(made / "run", "--dataset", tmp_path / "pairs.jsonl", "--metrics", "perplexity")
     assert list(evaluated(made / "run", "--dataset", tmp_path / "pairs.jsonl", "--metrics", "logps_accuracy")["metrics"]) == ["logps_accuracy"]

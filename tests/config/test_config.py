@@ -587,7 +587,7 @@ def test_a_setting_of_other_recipes_is_named_as_such() -> None:
 
     recipes = Path(__file__).resolve().parents[2] / "recipes"
     config = runpy.run_path(str(recipes / "basic.py"))["Config"]
-    with pytest.raises(Refusal, match=r"eval_strategy\. This recipe has no such setting; accelerated has it"):
+    with pytest.raises(Refusal, match=r"eval_strategy\. .*accelerated"):
         read_values(config, {"eval_strategy": "steps"}, "c.yaml")
     groups = {name for name in toolkit.config.__all__ if name.endswith("Config")}
     in_every = {"ModelConfig", "BatchConfig", "DeviceConfig", "DataConfig", "OptimConfig", "OutputConfig", "SeedConfig"}
@@ -605,7 +605,7 @@ def test_max_steps_beside_epochs_is_allowed() -> None:
 def test_rule_is_asked_only_where_the_recipe_has_its_settings() -> None:
     """Fails when _holds drops its first condition."""
     check_together(tk.OptimConfig(lr_power=2.0, lr_scheduler_type="polynomial"), frozenset({"lr_power"}))
-    with pytest.raises(Refusal, match="--lr-power 2 has no effect with --lr-scheduler-type cosine"):
+    with pytest.raises(Refusal, match=r"--lr-power 2 .*--lr-scheduler-type cosine"):
         check_together(tk.OptimConfig(lr_power=2.0), frozenset({"lr_power"}))
 
 

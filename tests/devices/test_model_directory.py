@@ -107,7 +107,7 @@ def test_an_untied_head_is_written_too_and_a_spoiled_save_leaves_the_old_model(t
     before = {path.name: path.read_bytes() for path in (finished.folder / "model").iterdir()}
 
     again = train(tiny, "zero3", "--model", str(base), "--resume", "--spoiled", "--allow-change", "spoiled", code=1)
-    assert "holds numbers that are not finite. The old model stays." in again.out
+    assert "not finite" in again.out
     assert "Traceback" not in again.out
     assert {path.name: path.read_bytes() for path in (finished.folder / "model").iterdir()} == before
 
@@ -138,7 +138,7 @@ def test_a_directory_that_does_not_hold_the_model_is_told(tmp_path: Path) -> Non
 
     (tmp_path / "adapter_config.json").write_text("{}")
     check({"norm": good["norm"]}, trained=["norm"])
-    with pytest.raises(BadModel, match="4 elements were written, and the adapter has 24"):
+    with pytest.raises(BadModel, match=r"4 elements .*24"):
         check({"norm": good["norm"]}, trained=["embedding"])
 
 

@@ -288,11 +288,11 @@ def test_a_file_that_is_cut_during_the_run_and_a_full_disk_are_one_message(
     taught, _ = stored(teacher, *loaders(None), 4)
     for path in cache.rglob("*.block"):
         path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(tk.Refusal, match="was cut while this run read it"):
+    with pytest.raises(tk.Refusal, match="was cut"):
         list(taught.batches())
     usage = fill_store.shutil.disk_usage(cache)
     monkeypatch.setattr(fill_store.shutil, "disk_usage", lambda _: usage._replace(free=100))
-    with pytest.raises(tk.Refusal, match=r"--teacher-top-k 5: log-probabilities of \d+ tokens are .* has 100 B left"):
+    with pytest.raises(tk.Refusal, match=r"--teacher-top-k 5: .*\d+ tokens .* 100 B"):
         stored(teacher, *loaders(None), 5)
 
     def full(path: Path, content: bytes, own: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_file_that_is_cut_during_the_run_and_a_full_disk_are_one_message(
     monkeypatch.undo()
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
     monkeypatch.setattr(stores, "write_atomically", full)
-    with pytest.raises(tk.Refusal, match="can't be written: No space left on device"):
+    with pytest.raises(tk.Refusal, match="No space left on device"):
         stored(teacher, *loaders(None), 6)
     assert not list(cache.rglob(".*.block.*"))
 

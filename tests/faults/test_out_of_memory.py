@@ -33,7 +33,7 @@ def test_a_real_limit_halves_the_micro_batch(tiny, tally) -> None:
     wide = ["--hidden-size", "256", "--intermediate-size", "16384", "--max-steps", "1", "--save-strategy", "no"]
     run = tiny(*wide, "--per-device-train-batch-size", "30", "--auto-find-batch-size", plan={"limit_memory": 550}, ill={"long_rows": 60})
     with line.trial():
-        assert "out of memory with 30 examples in a micro-batch: continuing with" in run.out, run.out
+        assert "out of memory with 30 examples" in run.out, run.out
         assert run.code == 0, run.out
         layout = json.loads((run.folder / "run.json").read_text())["layout"]
         assert layout["micro_batch_size"] < 30
@@ -48,5 +48,5 @@ def test_not_even_one_example_is_a_refusal(tiny, tally) -> None:
     run = tiny(*SMALL, ill={"out_of_memory_above": 0})
     with line.trial():
         assert run.code == 2, run.out
-        assert "not even one example of the longest fits" in run.out
+        assert "not even one example" in run.out
     line.check()

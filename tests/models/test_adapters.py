@@ -201,7 +201,7 @@ def test_the_chat_templates_tokens_learn_and_are_written(tmp_path: Path, capsys:
     tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
     config = on_directory(base, lora_trainable_tokens=["template"], output_dir=str(tmp_path / "run"))
     model = trained(load(config, tokenizer))
-    assert "trains the embedding of <|im_start|>, <|im_end|> as well" in capsys.readouterr().out
+    assert "<|im_start|>, <|im_end|>" in capsys.readouterr().out
     tk.save_model(None, model, tokenizer, config.output_dir)
     read = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run/model")
     ids = torch.tensor([tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "a", "b"])])

@@ -116,7 +116,7 @@ def test_models_some_of_whose_layers_cannot_look_ahead_are_refused(tmp_path: Pat
     error of a forward pass without a causal mask is shown as it is."""
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(Refusal, match="can't be made to look to both sides"):
+    with pytest.raises(Refusal, match="both sides"):
         load_diffusion_model(Config(model=str(tmp_path / "model")), tokenizer)
 
 

@@ -43,7 +43,7 @@ def test_the_vocabulary_has_the_size_asked_for_or_what_the_text_gives():
     assert len(train_tokenizer(TEXTS, 400)) == 400
     assert max(train_tokenizer(TEXTS, 400)(TEXTS[0])["input_ids"]) < 400
     assert 260 <= len(train_tokenizer(["a short text"], 4096)) < 280
-    with pytest.raises(Refusal, match="--vocab-size 259 is too small: 256 bytes and 4 special tokens"):
+    with pytest.raises(Refusal, match=r"--vocab-size 259 .*256 bytes and 4 "):
         train_tokenizer(TEXTS, 259)
 
 

@@ -192,7 +192,7 @@ def test_models_that_cannot_do_without_padding_are_padded_and_say_why(tmp_path: 
     assert tk.choose_row_layout(model) == "padded"
     assert "rows are padded: model type 'albert' " in capsys.readouterr().out
     assert not before
-    with pytest.raises(Refusal, match=r"--row-layout packed: model type 'albert' .* Take --row-layout auto"):
+    with pytest.raises(Refusal, match=r"--row-layout packed: .*'albert' .*--row-layout auto"):
         tk.choose_row_layout(model, "packed")
     rows = examples(lambda i: i % 2, kinds=False)
     loss, _ = tk.classification_loss(model, tk.collate_padded(rows, PAD), {"examples": 7.0, "weight": 10.0})
@@ -202,7 +202,7 @@ def test_models_that_cannot_do_without_padding_are_padded_and_say_why(tmp_path: 
 def test_a_shared_prompt_is_refused_where_it_would_not_be_exact(tmp_path: Path) -> None:
     """Fails when: `_check_sharing` asks for no direction, or for no dropout."""
     model, _ = both("bert", tmp_path / "bert", torch.float32, num_labels=1)
-    with pytest.raises(Refusal, match=r"--pair-layout shared: .*last token of a causal model"):
+    with pytest.raises(Refusal, match=r"--pair-layout shared: .*last token"):
         tk.choose_scored_pair_layout(model, "shared")
     model, _ = both("gpt2", tmp_path / "gpt2", torch.float32, num_labels=1, resid_pdrop=0.1)
     with pytest.raises(Refusal, match=r"--pair-layout shared: .*dropout of 0\.1"):

@@ -251,7 +251,7 @@ def test_the_fastest_exact_layout_is_taken_and_another_one_is_said(capsys: pytes
     model = transformers.AutoModelForCausalLM.from_config(dynamic)  # load_model gives it no attention for packed rows
     layout, said = chosen_layout(model, capsys)
     assert layout == "padded"
-    assert "its rotary frequencies depend on the length of the row" in said
+    assert "rotary frequencies" in said
     assert chosen_layout(build("llama"), capsys, "padded") == ("padded", "")
 
 
@@ -271,10 +271,10 @@ def test_dropout_that_a_model_calls_as_a_function_is_found_in_its_config(capsys:
 def test_a_layout_that_would_not_be_exact_is_refused_when_asked_for() -> None:
     """Fails when: the setting wins over the check."""
     config = transformers.LlamaConfig(**_BODY, attention_dropout=0.2)
-    with pytest.raises(Refusal, match=r"--pair-layout shared: with a dropout of 0\.2 .* Take --pair-layout auto"):
+    with pytest.raises(Refusal, match=r"--pair-layout shared: .*dropout of 0\.2 .*--pair-layout auto"):
         choose_pair_layout(build("llama", config=config), "shared")
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](), attn_implementation="sdpa")
-    with pytest.raises(Refusal, match="--pair-layout packed: attention 'sdpa' knows no documents"):
+    with pytest.raises(Refusal, match="--pair-layout packed: attention 'sdpa'"):
         choose_pair_layout(model, "packed")
 
 
@@ -302,7 +302,7 @@ def test_a_model_that_only_the_forward_pass_shows_unfit_for_packed_rows_trains_o
     directory = saved(name, tmp_path)
     for asked in ("auto", "padded"):
         model = tk.load_model("AutoModelForCausalLM", tk.ModelConfig(model=directory), packed=None)
-        assert "Attention and its mask disagree about its sliding window: its rows are padded" in capsys.readouterr().out
+        assert "its rows are padded" in capsys.readouterr().out
         assert chosen_layout(model, capsys, asked)[0] == "padded"
     assert choose_answer_layout(model) == "padded"
     plain = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
@@ -311,12 +311,12 @@ def test_a_model_that_only_the_forward_pass_shows_unfit_for_packed_rows_trains_o
 
 def test_what_is_asked_for_that_such_a_model_cannot_do_is_refused_with_its_reason(tmp_path: Any) -> None:
     """Fails when: the attention for packed rows that was asked for is passed over, or its refusal advises --packing."""
-    with pytest.raises(Refusal, match=r"--attn-implementation varlen: .*disagree about its sliding window\. Use auto") as refused:
+    with pytest.raises(Refusal, match=r"--attn-implementation varlen: .*sliding window.*auto") as refused:
         tk.load_model("AutoModelForCausalLM", tk.ModelConfig(model=saved("phimoe", tmp_path), attn_implementation="varlen"), packed=None)
     assert "--packing" not in str(refused.value)
     config = transformers.LlamaConfig(**_BODY, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     config.save_pretrained(tmp_path / "dynamic")
-    with pytest.raises(Refusal, match=r"--attn-implementation varlen: .*has rope_type dynamic.* Use auto") as refused:
+    with pytest.raises(Refusal, match=r"--attn-implementation varlen: .*rope_type dynamic.*auto") as refused:
         tk.load_model("AutoModelForCausalLM", tk.ModelConfig(model=str(tmp_path / "dynamic"), attn_implementation="varlen"), packed=None)
     assert "--packing" not in str(refused.value)
 

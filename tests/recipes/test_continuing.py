@@ -302,7 +302,7 @@ def test_the_plain_recipe_ends_a_run_that_diverged_where_it_shall(run_recipe: An
         assert (run.code, run.summary["status"]) == (0, "finished"), run.err
         return
     assert (run.code, run.summary["status"]) == (1, "diverged"), run.err
-    assert "stopped after step 13, because of --divergence stop" in run.err
+    assert "after step 13, because of --divergence stop" in run.err
     assert not (run.output_dir / "model").exists()
 
 

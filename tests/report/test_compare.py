@@ -337,7 +337,7 @@ def test_the_page_has_the_curves_of_all_runs_in_one_frame(run: Path, tmp_path: P
     losses = [[json.loads(line).get("loss") for line in (each / "metrics.jsonl").read_text().splitlines()] for each in runs]
     assert [value for _, value in values] == pytest.approx([v for each in losses for v in each if v is not None], abs=1e-3)
     assert "b<i>" not in text
-    assert "The runs differ from step 7 on, in loss" in text
+    assert "from step 7 on, in loss" in text
 
 
 @pytest.mark.parametrize(

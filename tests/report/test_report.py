@@ -277,7 +277,7 @@ def test_config_file_as_the_run_writes_it_is_understood(tmp_path):
     shown = [part for part in report(run).texts if part.strip()]
     start = shown.index("Changed")
     assert shown[start + 3 : start + 9] == ["learning_rate", "0.125", "5e-05", "lr_patterns", "[head=0.5]", "[]"]
-    assert "All settings of this run. Feed it back with --config to repeat the run." not in shown
+    assert not any("--config" in part for part in shown)
 
 
 ODD = {
@@ -409,7 +409,7 @@ def test_command_writes_the_page_beside_the_first_run_and_refuses_what_is_no_dir
     with pytest.raises(Refusal, match="--output-dir of a run"):
         write_report([tmp_path / "absent"], tmp_path / "x.html")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(Refusal, match=r"empty: holds none of metrics\.jsonl, .*--output-dir of a run"):
+    with pytest.raises(Refusal, match=r"empty: .*metrics\.jsonl, .*--output-dir"):
         write_report([run, tmp_path / "empty"], tmp_path / "x.html")
     assert not (tmp_path / "x.html").exists()
 

@@ -121,7 +121,7 @@ def test_a_recipe_that_takes_the_schedule_alone_is_recorded_with_its_own_optimiz
     assert "| optim |" not in text
     row = re.search(r"\| optimizer \| (.*) \|", text)[1]
     assert row.startswith("torch.optim.adamax.Adamax(lr=0.001, betas=\\[0.8, 0.9\\], eps=1e-08")
-    assert "optim and its settings were not used" in row
+    assert "were not used" in row
     assert f"| parameters trained | all {card['model']['parameters']:,} |" in text
     card["model"]["trainable"] = 64
     assert f"| parameters trained | 64 of {card['model']['parameters']:,} |" in model_card(card, {}, "m", "LlamaForCausalLM")

@@ -128,7 +128,7 @@ def test_torch_distributed_is_the_estimators(sdk: Any) -> None:
     assert sent["sagemaker_instance_type"] == '"ml.g5.12xlarge"'
     refused = sdk.toolkit(*words, "--processes", 4, SAGEMAKER_ROLE=ROLE)
     assert refused.code == 2
-    assert "--torch-distributed and --processes: torchrun starts one process for each GPU" in refused.err
+    assert "--torch-distributed and --processes" in refused.err
     assert not refused.requests
 
 
@@ -176,7 +176,7 @@ def test_the_code_is_the_toolkit_one_recipe_and_what_was_included_and_no_token(s
     shown = sdk.toolkit(*words, "--job-name", "asked", "--token", "HF_TOKEN", "--dry-run", cwd=tmp_path, **keys)
     assert asked_for.code == shown.code == 0
     assert asked_for.requests[0]["Environment"]["HF_TOKEN"] == token
-    assert "WARNING: HF_TOKEN is in the job's environment" in asked_for.err
+    assert "WARNING: HF_TOKEN" in asked_for.err
     assert "(not shown)" in shown.out
     assert token not in asked_for.out + asked_for.err + shown.out + shown.err + json.dumps(asked_for.requests[0]["HyperParameters"])
 

@@ -127,7 +127,7 @@ def test_a_second_job_in_one_folder_says_that_it_goes_on_and_what_begins_another
         said.append(capfd.readouterr())
     assert "simulated:" not in said[0].out + said[0].err
     assert f"simulated: resumes from what is in {tmp_path}/job/s3/checkpoints; --folder begins another job" in said[1].out
-    assert ("could not resume" in said[1].err and "that of --folder: for a new run name another one" in said[1].err) is (code == 2)
+    assert ("could not resume" in said[1].err and "--folder" in said[1].err) is (code == 2)
 
 
 def test_the_imitated_variables_are_those_of_the_training_package(tmp_path: Path, sums: Path, sdk_python: str) -> None:
@@ -176,7 +176,7 @@ def test_keys_reach_the_recipe_from_secrets_manager_and_are_written_nowhere(sdk:
         assert planted not in written
     refused = simulate(tmp_path, "tells.py", "--secret", "HF_TOKEN=no/such", folder="other", **environment)
     assert refused.code == 2
-    assert "refused: --secret HF_TOKEN=no/such: can't be read" in refused.err
+    assert "refused: --secret HF_TOKEN=no/such" in refused.err
     assert "Traceback" not in refused.err
 
 

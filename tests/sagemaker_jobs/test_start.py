@@ -52,7 +52,7 @@ def test_a_secret_is_its_text_or_json_with_the_name(text: str, value: str | None
     if value is not None:
         assert _value_of("KEY", "my/secret", text) == value
         return
-    with pytest.raises(Refusal, match="--secret KEY=my/secret: is JSON without a text named KEY") as refused:
+    with pytest.raises(Refusal, match=r"--secret KEY=my/secret: .*JSON.* KEY") as refused:
         _value_of("KEY", "my/secret", text)
     assert "abc" not in str(refused.value)
 
@@ -109,7 +109,7 @@ def test_a_default_that_is_a_directory_here_is_refused(recipe: str, tmp_path: Pa
     for made in ("pretrain", "sft"):
         (tmp_path / f"runs/demo/{made}/model").mkdir(parents=True)
     settings, given = read_recipe_flags(ROOT / f"recipes/{recipe}.py", [])
-    with pytest.raises(Refusal, match=r"--model: isn't given, and runs/demo/.*/model, .*isn't on the job's. Give --model"):
+    with pytest.raises(Refusal, match=r"--model: .*runs/demo/.*/model, .*--model"):
         check_places(settings, given, [], ())
     settings, given = read_recipe_flags(ROOT / f"recipes/{recipe}.py", ["--model", "Qwen/Qwen3-0.6B"])
     check_places(settings, given, [], ())

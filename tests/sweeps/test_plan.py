@@ -66,7 +66,7 @@ def test_the_last_rung_is_the_length_of_a_run_whose_length_was_not_given(recipe:
     script = Path(RECIPE).with_name(f"{recipe}.py")
     plan = make_plan(str(script), [], SweepOptions(search=RATE, prune="halving", rungs="1,2"))
     assert plan.words[:2] == ["--max-steps", "2"]
-    with pytest.raises(Refusal, match="the last one must be --max-steps 3"):
+    with pytest.raises(Refusal, match="--max-steps 3"):
         make_plan(str(script), ["--max-steps", "3"], SweepOptions(search=RATE, prune="halving", rungs="1,2"))
 
 
@@ -86,7 +86,7 @@ def test_a_file_that_would_be_read_as_something_else_is_refused(written: str, sa
 def test_a_device_in_the_place_of_a_file_is_not_read(tmp_path: Path) -> None:
     """One like /dev/zero has no end. Fails when: searches_in_file in space.py does not read with read_text_file."""
     (tmp_path / "space.yaml").symlink_to("/dev/null")
-    with pytest.raises(Refusal, match="is a device, and must be a file"):
+    with pytest.raises(Refusal, match="is a device"):
         searches_in_file(tmp_path / "space.yaml")
 
 

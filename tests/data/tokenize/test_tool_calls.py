@@ -222,7 +222,7 @@ def test_calls_are_answers_of_pairs_and_single_answers(make_tokenizer) -> None:
     with pytest.raises(Refusal, match="does not write"):
         tk.tokenize_for_preference(pairs, make_tokenizer(OLD), config)
     answers = DatasetDict(train=Dataset.from_list([{"prompt": prompt, "completion": call, "label": kind} for kind in (True, False)]))
-    with pytest.raises(Refusal, match=r"^row 0 .*does not write a call of a tool"):
+    with pytest.raises(Refusal, match=r"^row 0 .*call of a tool"):
         tk.tokenize_for_unpaired(answers, make_tokenizer(OLD), config)
 
 

@@ -69,7 +69,7 @@ def test_a_refused_run_ends_with_code_2_on_every_rank_before_it_has_a_directory(
     """Fails when: build_accelerator does not ask check_engine, or asks it after the engine has started."""
     ranks = tiny.ranks(2, "--optim", "adagrad", "--fsdp")
     assert [rank.code for rank in ranks] == [2, 2], ranks[0].out[-3000:]
-    assert "--optim adagrad with FSDP2: torch makes its state before the parameters are sharded" in ranks[0].out
+    assert "--optim adagrad with FSDP2" in ranks[0].out
     assert "Traceback" not in ranks[0].out
     assert not ranks[0].folder.exists()
 
