@@ -41,8 +41,7 @@ from .config.preferences import (
     RewardConfig as RewardConfig,
     UnpairedConfig as UnpairedConfig,
 )
-from .config.rewards import RewardFunctionsConfig as RewardFunctionsConfig
-from .config.rollouts import RolloutConfig as RolloutConfig
+from .config.rollouts import RewardFunctionsConfig as RewardFunctionsConfig, RolloutConfig as RolloutConfig
 from .config.run_groups import (
     DeviceConfig as DeviceConfig,
     DevicesConfig as DevicesConfig,
@@ -171,7 +170,6 @@ from .losses.matching import (
     classifier_distillation_loss as classifier_distillation_loss,
     hidden_states_apart as hidden_states_apart,
 )
-from .losses.off_policy import sampler_weights as sampler_weights
 from .losses.pair_losses import (
     PairLogps as PairLogps,
     aot_loss as aot_loss,
@@ -234,9 +232,9 @@ from .metrics.text import choose_text_metrics as choose_text_metrics
 from .models.added_heads import add_value_head as add_value_head
 from .models.diffusion import load_diffusion_model as load_diffusion_model, load_diffusion_tokenizer as load_diffusion_tokenizer
 from .models.encoder_decoder import decoder_start as decoder_start, set_target_language as set_target_language
+from .models.fitted_tokenizer import pad_apart_from_end as pad_apart_from_end, space_before_words as space_before_words
 from .models.load import load_model as load_model
 from .models.lora import add_adapter as add_adapter
-from .models.padding import pad_apart_from_end as pad_apart_from_end
 from .models.pooling import choose_text_layout as choose_text_layout, embed_texts as embed_texts, load_encoder as load_encoder
 from .models.sentence_files import (
     EmbeddingStyle as EmbeddingStyle,
@@ -245,14 +243,13 @@ from .models.sentence_files import (
 )
 from .models.tokenizer import load_tokenizer as load_tokenizer, train_tokenizer as train_tokenizer
 from .models.unpadded import choose_row_layout as choose_row_layout, choose_scored_pair_layout as choose_scored_pair_layout
-from .models.word_tokenizer import space_before_words as space_before_words
 from .optim.optimizers import build_optimizer as build_optimizer
 from .optim.schedules import build_schedule as build_schedule
-from .preference.kl_estimate import estimate_kl as estimate_kl
 from .preference.pair_layouts import choose_answer_layout as choose_answer_layout, choose_pair_layout as choose_pair_layout
 from .preference.reference import (
     Reference as Reference,
     build_reference as build_reference,
+    estimate_kl as estimate_kl,
     reference_logps as reference_logps,
     sync_reference as sync_reference,
 )
@@ -277,19 +274,22 @@ from .rollouts.rollout import Rollout as Rollout
 from .rollouts.sampling import sample_rollouts as sample_rollouts
 from .rollouts.scoring import score_rollouts as score_rollouts
 from .rollouts.server import connect_server as connect_server
-from .rollouts.server_gap import correct_for_server as correct_for_server
+from .rollouts.server_gap import correct_for_server as correct_for_server, sampler_weights as sampler_weights
 from .rollouts.settings import in_prompts as in_prompts, sampling_settings as sampling_settings
 from .runs.summary import Summary as Summary
 from .sweeps.functions import FunctionTrial as FunctionTrial, Pruned as Pruned, sweep as sweep
 from .system.interruptions import Interrupted as Interrupted
 from .training.accelerator import build_accelerator as build_accelerator
-from .training.best import load_best as load_best, stopped_improving as stopped_improving
 from .training.contrastive import (
     cache_gradients as cache_gradients,
     cached_gradient_loss as cached_gradient_loss,
     trial_loss as trial_loss,
 )
-from .training.evaluation import eval_with_gather as eval_with_gather
+from .training.evaluation import (
+    eval_with_gather as eval_with_gather,
+    load_best as load_best,
+    stopped_improving as stopped_improving,
+)
 from .training.memory import fit_micro_batch as fit_micro_batch
 from .training.opening import open_run as open_run, save_to_hub as save_to_hub
 from .training.run import Run as Run

@@ -66,7 +66,7 @@ def test_texts_and_paths_are_taken_without_pydantic_and_without_settings(words: 
         capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     ).stdout  # fmt: skip
     loaded = set(json.loads(reported.partition("LOADED ")[2])[1])
-    assert {"torch", "numpy", "pydantic", "toolkit.config.rewards"} & loaded == set()
+    assert {"torch", "numpy", "pydantic", "toolkit.config.rollouts"} & loaded == set()
 
 
 def test_what_typer_converts_it_still_does(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.losses import trl_policy
-from toolkit.losses.off_policy import MODES, sampler_weights
 from toolkit.losses.policy import LOSS_TYPES, choose_kl, kl_estimate, policy_loss
+from toolkit.rollouts.server_gap import MODES, sampler_weights
 
 ROWS, LONGEST, MAX_LENGTH = 12, 9, 16
 COUNTS = torch.tensor([3, 9, 1, 5, 4, 0, 2, 6, 8, 2, 9, 7])

@@ -16,7 +16,7 @@ from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
 from toolkit.data.loading.collate_pairs import collate_pairs
 from toolkit.losses.reward import pair_rewards, reward_loss, reward_metrics
-from toolkit.models.padding import pad_apart_from_end
+from toolkit.models.fitted_tokenizer import pad_apart_from_end
 from toolkit.training.evaluation import eval_with_gather
 
 PAIRS = 8

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.report.series import NOT_METRICS, Points, Series, add_events
+from toolkit.report.reading import NOT_METRICS, Points, Series, add_events
 
 ODD = (None, True, "text", math.nan, math.inf, -math.inf, 10**400, -(10**400), 1e305, 3, [1.0])
 

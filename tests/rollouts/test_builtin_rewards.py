@@ -9,7 +9,7 @@ import pytest
 
 from tests.rollouts.rollouts_of import rollouts_of
 from toolkit.config import Refusal
-from toolkit.config.rewards import RewardFunctionsConfig
+from toolkit.config.rollouts import RewardFunctionsConfig
 from toolkit.rollouts.builtin_rewards import check_json_schema, exact_match, length, number, read_number, regex
 from toolkit.rollouts.rewards import load_rewards
 from toolkit.rollouts.scoring import score_rollouts

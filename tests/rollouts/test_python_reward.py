@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.rollouts.rollouts_of import rollouts_of
-from toolkit.config.rewards import RewardFunctionsConfig
+from toolkit.config.rollouts import RewardFunctionsConfig
 from toolkit.rollouts import sandbox
 from toolkit.rollouts.python_reward import code_of, python, run_tests
 from toolkit.rollouts.rewards import load_rewards

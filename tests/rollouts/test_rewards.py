@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 from toolkit.config import Refusal
-from toolkit.config.rewards import RewardFunctionsConfig
+from toolkit.config.rollouts import RewardFunctionsConfig
 from toolkit.rollouts.rewards import load_rewards
 
 GOOD = "def good(completions, **columns):\n    return [1.0] * len(completions)\n\ndef asks(completions, tests):\n    return [1.0] * len(completions)\n\ndef asks_wrongly(completions, prompt):\n    return [1.0] * len(completions)\n\nstd = good_std = good\nclass Kind:\n    pass\n\nnumber = 3\n"

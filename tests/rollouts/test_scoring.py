@@ -15,7 +15,7 @@ import pytest
 
 from tests.rollouts.rollouts_of import rollouts_of
 from toolkit.config import Refusal
-from toolkit.config.rewards import RewardFunctionsConfig
+from toolkit.config.rollouts import RewardFunctionsConfig
 from toolkit.rollouts.rewards import Reward, load_rewards
 from toolkit.rollouts.rollout import Rollout
 from toolkit.rollouts.scoring import score_rollouts

@@ -12,7 +12,7 @@ import torch
 
 from tests.rollouts.rollouts_of import rollouts_of
 from toolkit.config import Refusal
-from toolkit.config.rewards import RewardFunctionsConfig
+from toolkit.config.rollouts import RewardFunctionsConfig
 from toolkit.rollouts.environments import Environments, load_environment
 from toolkit.rollouts.rewards import Reward, load_rewards
 from toolkit.rollouts.scoring import score_rollouts

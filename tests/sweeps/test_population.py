@@ -229,11 +229,11 @@ def test_a_killed_population_has_the_bits_of_its_replay(tmp_path: Path) -> None:
 )
 def test_what_a_population_cannot_search_is_refused(more: list[str], says: str) -> None:
     """Fails when: make_plan in sweep_plan.py does not call _check_population."""
-    from toolkit.cli.sweep_plan import Asked, make_plan
+    from toolkit.cli.sweep_plan import SweepOptions, make_plan
 
     given = dict(zip((word[2:] for word in more[::2]), more[1::2], strict=True))
     lists = {name: [given.pop(name)] for name in ("constraint",) if name in given}
     search = ["learning_rate=log:1e-5..1e-3", *([given.pop("search")] if "search" in given else [])]
     number = {"trials": int(given.pop("trials", 4))}
     with pytest.raises(Refusal, match=says):
-        make_plan(str(ROOT / "recipes" / "accelerated.py"), [], Asked(search, prune="pbt", rungs="3,6", **given, **lists, **number))  # type: ignore[arg-type]
+        make_plan(str(ROOT / "recipes" / "accelerated.py"), [], SweepOptions(search, prune="pbt", rungs="3,6", **given, **lists, **number))  # type: ignore[arg-type]

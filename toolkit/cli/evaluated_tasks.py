@@ -48,7 +48,7 @@ from toolkit.metrics.question_answering import question_answering_metrics
 from toolkit.metrics.spans import tag_metrics
 from toolkit.metrics.text import choose_text_metrics
 from toolkit.models.encoder_decoder import decoder_start
-from toolkit.models.padding import pad_apart_from_end
+from toolkit.models.fitted_tokenizer import pad_apart_from_end
 from toolkit.models.pooling import embed_texts
 from toolkit.models.sentence_files import embedding_style
 

@@ -12,7 +12,7 @@ import typer
 
 from toolkit.cli.setting_options import option, read_options
 from toolkit.config import ModelConfig, Refusal
-from toolkit.config.rewards import RewardFunctionsConfig
+from toolkit.config.rollouts import RewardFunctionsConfig
 from toolkit.system.console import one_line, say
 from toolkit.system.json_lines import json_line
 from toolkit.system.numbers import show_decimals

@@ -24,8 +24,7 @@ from .preferences import (
     RewardConfig as RewardConfig,
     UnpairedConfig as UnpairedConfig,
 )
-from .rewards import RewardFunctionsConfig as RewardFunctionsConfig
-from .rollouts import RolloutConfig as RolloutConfig
+from .rollouts import RewardFunctionsConfig as RewardFunctionsConfig, RolloutConfig as RolloutConfig
 from .rules import check_together as check_together, implied_settings as implied_settings
 from .run_groups import (
     DeviceConfig as DeviceConfig,

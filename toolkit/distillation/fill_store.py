@@ -54,7 +54,7 @@ def store_teacher(
     accelerator: Accelerator, load: Callable[[], TeacherFn], made_of: Mapping[str, Any], train: TrainLoader,
     evaluation: EvalLoader | None, *, top_k: int, vocabulary: int, temperature: float,
 ) -> tuple[TrainLoader, EvalLoader | None]:  # fmt: skip
-    """Loaders whose micro-batches hold the teacher's log-probabilities (`collate_taught`); those that no store has are computed.
+    """Loaders whose micro-batches hold the teacher's log-probabilities (`collate_taught`); what no store has is computed.
 
     The teacher is queried only for examples that the run is going to see and that no earlier run has left on disk; without such
     ones it is not loaded. A collective: each rank writes blocks of its own, to a disk that every rank sees.

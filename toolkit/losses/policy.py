@@ -66,7 +66,7 @@ completions (Williams 1992) |
             the reverse KL.
         entropy_coef, entropies: of the policy at each token, nats; their mean over all tokens, times entropy_coef, is
             subtracted whatever the loss.
-        sampler_weights: of `toolkit.losses.off_policy`, multiplied with each token's loss (not with its KL).
+        sampler_weights: of `toolkit.rollouts.server_gap`, multiplied with each token's loss (not with its KL).
 
     Returns the loss, 0-d, and metrics, likewise parts of means over tokens (of a ratio of whole completions: over completions):
 

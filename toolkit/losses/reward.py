@@ -1,7 +1,7 @@
 """The loss of a reward model: the chosen answer of a pair must score higher than the rejected one.
 
 The reward of an answer is the one number that a model with a classification head of one label gives for the prompt with that
-answer. Decoders read it at the last token, which transformers finds by the pad token: see `toolkit.models.padding`.
+answer. Decoders read it at the last token, which transformers finds by the pad token: see `toolkit.models.fitted_tokenizer`.
 """
 
 from collections.abc import Mapping

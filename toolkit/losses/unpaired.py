@@ -2,7 +2,7 @@
 
 The mean is over `totals["examples"]`, the answers of the global batch. KTO couples them: its reference point z is the mean
 over mismatched answers of the *global batch*, known before the loss of any of its micro-batches
-(`toolkit.preference.kl_estimate`). With z given the loss is a sum over answers, so a step is exact for the global batch,
+(`toolkit.preference.reference`). With z given the loss is a sum over answers, so a step is exact for the global batch,
 however that is cut.
 """
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from toolkit.config import AdapterConfig, ReferenceConfig, Refusal
 from toolkit.config.conditions import STARTS_ON_THE_BASE, is_adapter
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import Batch, MicroBatch
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.distributed.engines import engine_of, unwrapped
@@ -24,10 +24,12 @@ from toolkit.distributed.ranks import say_once
 from toolkit.losses.answer_logps import answer_logps, mismatched_logps, pair_logps
 from toolkit.losses.pair_losses import PairLogps
 from toolkit.losses.preference import needs_reference
+from toolkit.losses.unpaired import LogpsOf as LogpsOfBoth
 from toolkit.models.compat import commit_of
 from toolkit.preference.reference_cache import ReferenceSettings, is_of_pairs, reference_table
 from toolkit.system.digests import digests_of_directories
 from toolkit.system.evaluation_mode import evaluation_mode
+from toolkit.training.step import to_device
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -217,3 +219,24 @@ def sync_reference(run: Run, reference: Reference, model: nn.Module, config: Ref
     if taken and taken % config.ref_model_sync_steps == 0:
         for name, parameter in unwrapped(model).named_parameters():
             frozen[name].lerp_(parameter.to(frozen[name].dtype), config.ref_model_mixup_alpha)
+
+
+def estimate_kl(accelerator: Accelerator, model: nn.Module, batch: Batch, logps_of_mismatched: LogpsOfBoth) -> torch.Tensor:
+    """z of a step, 0-d, without gradient: max(0, mean of log π - log π_ref over mismatched answers), in nats per answer.
+
+    The mean is over those of the global batch, one for each example, of all micro-batches and ranks: a collective. It takes a
+    forward pass in evaluation mode, so that z has no dropout in it and draws no random number. KTO, arXiv:2402.01306,
+    section 4.1. TRL 1.16 takes the mean of a micro-batch over the ranks, so there another micro-batch size is another loss.
+
+    `logps_of_mismatched(model, micro_batch)`: log-probabilities of the policy and of the reference, each `[answers]`.
+    """
+    precise = torch.float32 if accelerator.device.type == "mps" else torch.float64  # MPS has nothing wider
+    total = torch.zeros((), dtype=precise, device=accelerator.device)
+    with evaluation_mode(model):
+        for micro_batch, is_real in zip(batch.micro_batches, batch.real, strict=True):
+            policy, reference = logps_of_mismatched(model, to_device(micro_batch, accelerator.device))
+            if is_real:  # a padding micro-batch is computed all the same: engines communicate in the forward pass
+                total += (policy - reference).sum(dtype=precise)
+    if accelerator.num_processes > 1:
+        torch.distributed.all_reduce(total)
+    return (total / batch.totals["examples"]).clamp(min=0)

@@ -19,7 +19,7 @@ from toolkit.report.plots import (
     svg,
     value_labels,
 )
-from toolkit.report.series import Points
+from toolkit.report.reading import Points
 
 # Eight that differ also with a red-green weakness (Okabe and Ito, https://jfly.uni-koeln.de/color), on light and dark.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d1f", "#7f7f7f")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.report.numbers import log_ticks, round_ticks
-from toolkit.report.series import Points
+from toolkit.report.reading import Points
 from toolkit.system.numbers import show_digits
 
 WIDTH, HEIGHT = 1000, 1000  # of the SVG's own coordinates; the page decides the shape

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from toolkit.config import Refusal
-from toolkit.config.rewards import RewardFunctionsConfig
+from toolkit.config.rollouts import RewardFunctionsConfig
 from toolkit.data.tokenize.documents import Encoder, build_encoder
 from toolkit.data.tokenize.masks import ChatTemplate, read_chat_template
 from toolkit.generation.sampler import Completion

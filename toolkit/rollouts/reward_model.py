@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.config import ModelConfig, Refusal
 from toolkit.data.loading.collate import collate_padded
 from toolkit.losses.reward import answer_rewards
-from toolkit.models.padding import NEW_PAD, pad_apart_from_end
+from toolkit.models.fitted_tokenizer import NEW_PAD, pad_apart_from_end
 from toolkit.models.trained import auto_class_of, find_model, load_trained, longest_example
 from toolkit.rollouts.reward_calls import Outcome
 from toolkit.rollouts.rollout import Rollout

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import ModelConfig, Refusal
-from toolkit.config.rewards import RewardFunctionsConfig
+from toolkit.config.rollouts import RewardFunctionsConfig
 from toolkit.config.setting import nearest, show_value
 from toolkit.data.tokenize.columns import columns_of
 from toolkit.rollouts.builtin_rewards import BUILT_IN, check_pattern, jsonschema_installed, read_schema

@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 from toolkit.config import ClassificationConfig, DataConfig, Refusal
 from toolkit.config.reading import forget_reads, settings_read
 from toolkit.data.tokenize import prepare as preparing
-from toolkit.data.tokenize.in_order import read_in_order
+from toolkit.data.tokenize.pieces import read_in_order
 from toolkit.data.tokenize.tasks import prepare
 from toolkit.models.tokenizer import train_tokenizer
 

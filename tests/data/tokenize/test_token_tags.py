@@ -19,8 +19,8 @@ from toolkit.data.tokenize.documents import IGNORED
 from toolkit.data.tokenize.spans import tag_words
 from toolkit.data.tokenize.tags import continuations, find_tags, parts_of_tags, scheme_of
 from toolkit.data.tokenize.tasks import tokenize_for_token_classification
+from toolkit.models.fitted_tokenizer import space_before_words
 from toolkit.models.tokenizer import train_tokenizer
-from toolkit.models.word_tokenizer import space_before_words
 
 TEXTS = ["Anna lives in New York , not in Zürich .", "don't unbelievable internationalization 3.14 (x_1)", "the cat sat"] * 20
 SENTENCES = [

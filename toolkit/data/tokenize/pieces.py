@@ -1,25 +1,29 @@
-"""An Arrow file that is written piece by piece, each with a line in a journal: what a killed process wrote is found again.
+"""Batches of rows, read by several processes in order, and an Arrow file that is written piece by piece with a journal.
 
-A line says what the work goes on from, and has the size of its piece and CRC-32 of both. Pieces are kept up to the first that
-is not as it was written; the rest is cut off. At the end the file has the bytes of one that was written in one go.
+What a killed process wrote is found again: a line of the journal says what the work goes on from, and has the size of its piece
+and CRC-32 of both. Pieces are kept up to the first that is not as it was written; the rest is cut off. At the end the file has
+the bytes of one that was written in one go.
 """
 
 from __future__ import annotations
 
 import os
 import time
+import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.cache.arrow import BATCH_ROWS
+from toolkit.data.tokenize.columns import Batch
 from toolkit.system.console import say
 from toolkit.system.json_lines import intact_records, parse_object, sealed_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from datasets import Dataset
 
 SYNC_SECONDS = 5.0  # of work that a power loss takes at most; a kill takes the piece that is being written
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
@@ -95,3 +99,58 @@ def _batches(content: bytes, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     reader = pa.BufferReader(content)
     while reader.tell() < len(content):
         yield pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema)
+
+
+Read = TypeVar("Read")
+
+
+def read_in_order(
+    rows: Dataset | Iterator[tuple[int, Batch]], read: Callable[[Batch, int], tuple[Any, Read]], size: int, processes: int,
+    begin: int = 0,
+) -> Iterator[tuple[Any, Read, int]]:  # fmt: skip
+    """`(*read(batch, at), rows in the batch)` for every `size` rows of a dataset, where `at` is the number of the first one.
+
+    An exception is raised where its batch would have come, the same one for any number of processes. They are forked: what
+    `read` holds needs no copy. torch's DataLoader keeps the order, reads a few batches ahead, and notices a process that dies,
+    this one too.
+
+    Args:
+        rows: a dataset, whose batches are taken where they are read; or the batches, each with its `at`.
+        begin: the first row of the dataset that is read.
+    """
+
+    def work(task: Any) -> Any:
+        at, batch = task if isinstance(task, tuple) else (task, rows[task : task + size])  # type: ignore[index]
+        try:
+            return *read(batch, at), len(next(iter(batch.values())))
+        except Exception as error:  # as a result: a worker would change its message
+            return error
+
+    tasks: Any = rows if isinstance(rows, Iterator) else range(begin, len(rows), size)
+    results = map(work, tasks)
+    if (processes := min(processes, len(tasks) if isinstance(tasks, range) else processes)) > 1:
+        import torch
+        from torch.utils.data import DataLoader
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="This DataLoader will create")  # more than cores, if that was requested
+            results = iter(DataLoader(
+                _Itself(),  # type: ignore[arg-type]  # what is sent to a process is what it works on
+                sampler=tasks, batch_size=None, collate_fn=work,
+                num_workers=processes, multiprocessing_context="fork",
+                worker_init_fn=_use_one_thread, generator=torch.Generator(),  # its own: the global random state must not move
+            ))  # fmt: skip
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+        yield result
+
+
+class _Itself:
+    def __getitem__(self, task: Any) -> Any:
+        return task
+
+
+def _use_one_thread(worker: int) -> None:
+    """In a process that tokenizes next to others; `build_accelerator` sets this variable for the process that starts them."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -36,9 +36,8 @@ from toolkit.data.split_counts import (
 from toolkit.data.tokenize.columns import Batch, Plan, is_wrapped
 from toolkit.data.tokenize.documents import Documents, Rules, build_encoder, check_supervision, check_tokens, tokenizer_digest
 from toolkit.data.tokenize.format import Format, FormatRows, Splits
-from toolkit.data.tokenize.in_order import read_in_order
 from toolkit.data.tokenize.masks import turn_end_ids
-from toolkit.data.tokenize.pieces import Pieces, open_pieces
+from toolkit.data.tokenize.pieces import Pieces, open_pieces, read_in_order
 from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH, check_marks, vocabulary_mark
 from toolkit.system.progress import progress
 
