@@ -80,7 +80,6 @@ def load_student_tokenizer(config: ModelConfig, teacher: str | None) -> PreTrain
 def build_teacher(
     accelerator: Accelerator, student: nn.Module, tokenizer: PreTrainedTokenizerBase, config: DistillationConfig,
     train: AnyTrain, evaluation: EvalLoader | None, *, teacher: str | None, max_length: int, packed: bool,
-    attn_implementation: str = "auto",
 ) -> tuple[Teacher, AnyTrain, EvalLoader | None]:  # fmt: skip
     """The teacher, frozen, in evaluation mode, sharded where the engine shards weights; and the loaders to train it with.
 
@@ -106,9 +105,8 @@ def build_teacher(
     if is_on_a_server(teacher):
         return _on_a_server(accelerator, student, tokenizer, config, train, evaluation, teacher, max_length)
     found = find_teacher(
-        teacher, "AutoModelForCausalLM", "predicts next tokens", config, accelerator, max_length=max_length,
-        attn_implementation=attn_implementation,
-    )  # fmt: skip
+        teacher, "AutoModelForCausalLM", "predicts next tokens", config, accelerator, max_length=max_length
+    )
     sizes = _num_logits(found.config), _num_logits(unwrapped(student).config)
     shared = shared_vocabulary(found.tokenizer, tokenizer, *sizes, teacher)
     found.compare_templates(f"--teacher {teacher}", tokenizer)  # also where an earlier run has queried it

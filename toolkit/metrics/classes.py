@@ -79,19 +79,7 @@ def _divided(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return np.divide(part, whole, out=np.zeros(np.shape(part)), where=np.asarray(whole) > 0)
 
 
-def _precision(hits: np.ndarray, predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    return _divided(hits, predicted)
-
-
-def _recall(hits: np.ndarray, predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    return _divided(hits, actual)
-
-
-def _f1(hits: np.ndarray, predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    return _divided(2 * hits, predicted + actual)
-
-
-Score = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+Score = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]  # of hits, predicted and actual examples of each class
 
 
 def _scores(score: Score, counts: Counts) -> np.ndarray:
@@ -123,7 +111,10 @@ def _averages(name: str, score: Score) -> dict[str, Metric]:
 
 
 _SHARED: dict[str, Metric] = {
-    "accuracy": accuracy, **_averages("precision", _precision), **_averages("recall", _recall), **_averages("f1", _f1),
+    "accuracy": accuracy,
+    **_averages("precision", lambda hits, predicted, actual: _divided(hits, predicted)),
+    **_averages("recall", lambda hits, predicted, actual: _divided(hits, actual)),
+    **_averages("f1", lambda hits, predicted, actual: _divided(2 * hits, predicted + actual)),
 }  # fmt: skip
 CLASS_METRICS: dict[str, Metric] = {
     **_SHARED, "balanced_accuracy": balanced_accuracy, "matthews_correlation": matthews_correlation,

@@ -79,21 +79,14 @@ def _mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (states * weights).sum(1) / weights.sum(1)
 
 
-def _last(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
-
-
 _POOLED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "mean": _mean, "cls": lambda states, mask: states[:, 0], "last": _last,
+    "mean": _mean, "cls": lambda states, mask: states[:, 0],
+    "last": lambda states, mask: states[torch.arange(len(states), device=states.device), mask.sum(1) - 1],
 }  # fmt: skip
 
 
-def _mean_in_a_row(states: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    return torch.segment_reduce(states, "mean", offsets=bounds, axis=0)
-
-
 _POOLED_IN_A_ROW: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "mean": _mean_in_a_row,
+    "mean": lambda states, bounds: torch.segment_reduce(states, "mean", offsets=bounds, axis=0),
     "cls": lambda states, bounds: states[bounds[:-1]],
     "last": lambda states, bounds: states[bounds[1:] - 1],
 }

@@ -34,7 +34,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig, loraplus_lr_ratio: f
     grouped: dict[tuple[str, bool, float], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in trainable.items():
         matrix = _dimensions(parameter) >= 2
-        decays = matrix and not _is_norm(owners[name]) and not name.endswith("bias")
+        # Each model in transformers has an RMSNorm class of its own, so the class's name decides.
+        decays = matrix and "norm" not in type(owners[name]).__name__.lower() and not name.endswith("bias")
         rule = "adamw"
         if config.optim == "muon" and _is_hidden_matrix(name, parameter, owners[name]):
             rule = "muon"
@@ -64,11 +65,6 @@ def _owning_modules(model: nn.Module) -> dict[str, nn.Module]:
         for name, _ in module.named_parameters(recurse=False):
             owners[f"{prefix}.{name}" if prefix else name] = module
     return owners
-
-
-def _is_norm(module: nn.Module) -> bool:
-    # Each model in transformers has an RMSNorm class of its own, so the class's name decides.
-    return "norm" in type(module).__name__.lower()
 
 
 def _dimensions(parameter: nn.Parameter) -> int:

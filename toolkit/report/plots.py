@@ -103,11 +103,11 @@ def smooth(points: Points) -> Points:
     return smoothed
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
+def thin(points: Points) -> Points:
     """Of a long curve the least and the greatest value of each stretch, so that no peak is lost."""
-    if len(points) <= most:
+    if len(points) <= MOST_POINTS:
         return points
-    size = math.ceil(len(points) / (most // 2))
+    size = math.ceil(len(points) / (MOST_POINTS // 2))
     kept: Points = []
     for start in range(0, len(points), size):
         stretch = range(start, min(start + size, len(points)))

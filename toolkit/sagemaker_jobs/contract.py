@@ -51,14 +51,12 @@ def lay_out(
         (base / "input/config" / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
 
 
-def outer_environment(
-    job_name: str, base: Path, ours: Mapping[str, str], caller: Mapping[str, str] = os.environ
-) -> dict[str, str]:
+def outer_environment(job_name: str, base: Path, ours: Mapping[str, str]) -> dict[str, str]:
     """The variables that a container begins with: the caller's without tokens and ranks, the job's own, and the base folder."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {
         name: value
-        for name, value in caller.items()
+        for name, value in os.environ.items()
         if not name.startswith("SM_") and name not in foreign and (name.startswith("AWS_") or not _SECRET_NAME.search(name))
     }
     return {**kept, "TRAINING_JOB_NAME": job_name, "SAGEMAKER_BASE_DIR": str(base), **ours}

@@ -88,7 +88,8 @@ def sweep(
     directions = maximize if isinstance(maximize, Mapping) else {"value": maximize}
     if config is not None:
         metric = config.metric_for_best_model
-        directions = maximize if isinstance(maximize, Mapping) else {metric: maximize or _is_better_up(config)}
+        if not isinstance(maximize, Mapping):
+            directions = {metric: maximize or greater_is_better(metric, config.greater_is_better)}
         folder = folder or Path("sweeps") / inspect.getmodule(function).__name__  # type: ignore[union-attr]
         _check_main(config, space, prune)
     search = [f"{name}={_written(name, values)}" for name, values in space.items()]
@@ -149,10 +150,6 @@ def _check_main(config: RunConfig, space: Mapping[str, Any], prune: str) -> None
         raise Refusal(f"{unknown[0]}: no setting of {type(config).__module__}.{type(config).__name__}.")
     if prune == "median":
         raise Refusal("prune='median': stops a trial from another process. Take prune='asha', or type `toolkit sweep`.")
-
-
-def _is_better_up(config: RunConfig) -> bool:
-    return greater_is_better(config.metric_for_best_model, config.greater_is_better)
 
 
 def _run(

@@ -143,12 +143,7 @@ class JournalFile:
         """Those from a number on, which must be where the last call has ended, or 0."""
         if since != self._lines:
             self._offset = self._lines = 0
-        content = b""
-        if self._path.exists():
-            with open(self._path, "rb") as file:
-                file.seek(self._offset)
-                content = file.read()
-        whole = content.rfind(b"\n") + 1
+        content, whole = self._unread()
         found = []
         for line in content[:whole].decode(errors="replace").split("\n")[:-1]:
             self._lines += 1
@@ -176,15 +171,19 @@ class JournalFile:
 
     def _repair(self) -> None:
         """Cut a last line that a crash left torn, so that the next one does not follow it."""
+        content, whole = self._unread()
+        if whole < len(content):
+            os.truncate(self._path, self._offset + whole)
+            sync(self._path)
+
+    def _unread(self) -> tuple[bytes, int]:
+        """What follows the records that were read, and how many bytes of it are whole lines."""
         content = b""
         if self._path.exists():
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
                 content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.truncate(self._path, self._offset + whole)
-            sync(self._path)
+        return content, content.rfind(b"\n") + 1
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:

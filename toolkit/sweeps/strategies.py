@@ -64,7 +64,7 @@ def make_strategy(
         return _CmaEs(space, seed, directions)
     if name in BY_OPTUNA:
         return _Rebuilt(name, space, seed, directions)
-    return _Drawn(_shuffled_grid(space, seed) if name == "grid" and shuffled else _DRAWN[name](space, seed))
+    return _Drawn(_grid(space, seed, shuffled=True) if name == "grid" and shuffled else _DRAWN[name](space, seed))
 
 
 def grid_size(space: Sequence[Dimension]) -> int:
@@ -84,14 +84,10 @@ class _Drawn:
     def tell(self, number: int, result: Result) -> None: ...
 
 
-def _grid(space: Sequence[Dimension], seed: int) -> Callable[[int], Point | None]:
+def _grid(space: Sequence[Dimension], seed: int, shuffled: bool = False) -> Callable[[int], Point | None]:
     points = _grid_points(space)
-    return lambda number: points[number] if number < len(points) else None
-
-
-def _shuffled_grid(space: Sequence[Dimension], seed: int) -> Callable[[int], Point | None]:
-    points = _grid_points(space)
-    random.Random(seed).shuffle(points)
+    if shuffled:
+        random.Random(seed).shuffle(points)
     return lambda number: points[number] if number < len(points) else None
 
 

@@ -74,7 +74,7 @@ def collate_padded(
         for i, document in enumerate(documents):
             kinds[i, : lengths[i]] = document["token_type_ids"]
         batch["token_type_ids"] = torch.from_numpy(kinds)
-    if _labels_are_tokens(documents[0]):
+    if "labels" not in documents[0] or "supervised_tokens" in documents[0]:  # labels are tokens, and not of whole examples
         labels = _token_labels(documents, shape, aligned)
         batch.update(labels=torch.from_numpy(labels), supervised_positions=_supervised_positions(labels, aligned))
     else:
@@ -99,11 +99,6 @@ def _of_noise(documents: list[Document]) -> dict[str, Any]:
         found["seen_ahead"] = [document["seen_ahead"] for document in documents]
         found["attention_seeds"] = [document["attention_seed"] for document in documents]
     return found
-
-
-def _labels_are_tokens(document: dict[str, Any]) -> bool:
-    """Language modeling counts its supervised tokens; a row of anything else has labels of its own."""
-    return "labels" not in document or "supervised_tokens" in document
 
 
 def _supervised_positions(labels: np.ndarray, aligned: bool) -> torch.Tensor:
@@ -162,7 +157,8 @@ def collate_seq2seq(
     sources = [row[:cut] for row, cut in zip(tokens, cuts, strict=True)]
     targets = [row[cut:] for row, cut in zip(tokens, cuts, strict=True)]
     labels = _filled(targets, IGNORED)
-    shifted = [np.append(_first_input(target, decoder_start_token_id), target[:-1]) for target in targets]
+    first = [target[-1] if decoder_start_token_id is None else decoder_start_token_id for target in targets]
+    shifted = [np.append(start, target[:-1]) for start, target in zip(first, targets, strict=True)]
     return {
         "input_ids": torch.from_numpy(_filled(sources, pad_token_id)),
         "attention_mask": torch.from_numpy(_filled([np.ones_like(source) for source in sources], 0)),
@@ -170,10 +166,6 @@ def collate_seq2seq(
         "labels": torch.from_numpy(labels),
         "supervised_positions": torch.from_numpy(np.flatnonzero(labels != IGNORED)),
     }
-
-
-def _first_input(target: np.ndarray, token: int | None) -> int:
-    return int(target[-1]) if token is None else token
 
 
 def _filled(rows: list[np.ndarray], fill: int) -> np.ndarray:

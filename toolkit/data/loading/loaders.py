@@ -217,7 +217,7 @@ def build_dataloaders(
     """
     rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     pin_memory = accelerator is not None and accelerator.device.type == "cuda"
-    if config.packing and _is_padded(collate):
+    if config.packing and _collate_fn(collate) is collate_padded:
         raise Refusal("--packing puts documents of several examples into one row, which this recipe's padded rows cannot hold.")
     if config.packing and _collate_fn(collate) is collate_pairs:
         raise Refusal("--packing: pairs are one behind the other without padding as it is (--pair-layout). Remove it.")
@@ -276,10 +276,6 @@ def _packer(config: DataConfig, overlap: bool = False) -> Callable[[np.ndarray],
         "bfd": pack_best_fit, "wrapped": partial(pack_wrapped, overlap=overlap),
     }  # fmt: skip
     return lambda lengths: strategies[config.packing_strategy](lengths, config.max_length)
-
-
-def _is_padded(collate: Collate) -> bool:
-    return _collate_fn(collate) is collate_padded
 
 
 def _collate_fn(collate: Collate) -> Any:

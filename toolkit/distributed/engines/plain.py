@@ -41,7 +41,7 @@ def clip_and_update(
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     finite = torch.isfinite(norm) & torch.isfinite(loss)
     searching = scaler is not None and scaler.get_scale() > 1.0
-    if scaler is None and finite.is_cuda and _skips_on_device(plain):
+    if scaler is None and finite.is_cuda and all(group.get("fused") for group in plain.param_groups):
         plain.found_inf = (~finite).float()  # read by torch's fused kernels: no wait for the device
         plain.step()
     elif bool(finite):
@@ -63,10 +63,6 @@ def squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
         return torch.nn.utils.get_total_norm(gradients).square()
     exact = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
     return torch.stack([gradient.square().sum().double() for gradient in exact]).sum()
-
-
-def _skips_on_device(optimizer: Optimizer) -> bool:
-    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def place_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
