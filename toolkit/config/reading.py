@@ -1,6 +1,4 @@
-"""Which settings a run reads, and which of them may leave the machine.
-
-A run's records list those that it reads, because an edited recipe may read fewer than its command line takes.
+"""Which settings a run reads: its records list those, because an edited recipe may read fewer than its command line takes.
 
 A read is noted for the class of the config: copies of it that functions make (`dataclasses.replace`) are of the same run.
 """
@@ -13,8 +11,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
-
-from toolkit.config.setting import Settings, settings_of
 
 _READ: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 _MADE_OF: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
@@ -81,13 +77,3 @@ def add_reads_of(config: object, made: object) -> None:
 def forget_reads(config: object) -> None:
     """A run begins, or has ended: what was read before it is not its own."""
     _READ.pop(type(config), None)
-
-
-def public_settings(config: Settings) -> dict[str, Any]:
-    """The settings that may leave this machine: those of the toolkit's own groups, and of a recipe's own the numbers only.
-
-    A recipe's author may keep a key in a field of text; no field of ours is for one.
-    """
-    groups = (each for each in type(config).__mro__ if issubclass(each, Settings) and each.__module__.startswith(__package__))
-    ours = {name for group in groups for name in settings_of(group)}
-    return {name: value for name, value in values_of(config).items() if name in ours or isinstance(value, (bool, int, float))}
