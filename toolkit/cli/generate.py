@@ -214,7 +214,7 @@ def write_dataset(
     sampling: "Sampling", *, name: str, overwrite: bool, raw: bool, system: str | None, renames: list[str],
 ) -> None:  # fmt: skip
     """Write `output` (`toolkit.generation.written_rows`). `name`: the directory or the Hub id that the model is from."""
-    from toolkit.data.sources.load import load_source
+    from toolkit.data.sources.load import load_source, split_named
     from toolkit.data.sources.mixtures import Source
     from toolkit.export.card import shown_model
     from toolkit.generation.answers import USUAL_TOKENS, sampling_settings
@@ -225,9 +225,7 @@ def write_dataset(
     name = str(Path(name).absolute()) if Path(name).is_dir() else name
     place = place_to_write(output, "--output", is_file=True)
     splits = load_source(Source(dataset), DataConfig(dataset=dataset, rename_columns=renames))
-    if split not in splits:
-        raise Refusal(f"--split {split}: {dataset} has no such split. It has: {', '.join(splits)}.")
-    asked = asked_of(splits[split], tokenizer, raw=raw, system=system)
+    asked = asked_of(split_named(split, splits, dataset), tokenizer, raw=raw, system=system)
     digests, commit = digests_of_directories(name), commit_of(model.config)
     version = next(iter(digests.values()), commit or "")[:12]
     writer = shown_model(name) + (f"@{version}" if version else "")

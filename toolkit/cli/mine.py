@@ -108,7 +108,7 @@ def _embedded(settings: _Config, split: str, device: str | None) -> tuple["Datas
     from toolkit.data.loading.collate_groups import collate_text_groups
     from toolkit.data.loading.loaders import EvalLoader
     from toolkit.data.loading.packing import PlainRows
-    from toolkit.data.sources.load import load_source
+    from toolkit.data.sources.load import load_source, split_named
     from toolkit.data.sources.mixtures import Source
     from toolkit.data.tokenize.tasks import tokenize_for_embedding
     from toolkit.models.pooling import embed_texts
@@ -119,10 +119,8 @@ def _embedded(settings: _Config, split: str, device: str | None) -> tuple["Datas
     style = embedding_style(
         settings, pooling=settings.pooling, query_prompt=settings.query_prompt, document_prompt=settings.document_prompt
     )
-    splits = load_source(Source(settings.dataset), settings)
-    if split not in splits:
-        raise Refusal(f"--split {split}: {settings.dataset} has no such split. It has: {', '.join(splits)}.")
-    rows, target = splits[split], best_device(device)
+    splits, target = load_source(Source(settings.dataset), settings), best_device(device)
+    rows = split_named(split, splits, settings.dataset)
     if "positive" not in rows.column_names:
         raise Refusal(f"{settings.dataset} has no column positive, next to anchor or query: --rename-columns old=positive")
     model, tokenizer = load_trained("AutoModel", settings, target)

@@ -107,7 +107,7 @@ def evaluate_model(
 
 def _rows_of(config: EvaluationConfig, split: str | None) -> tuple[str, Dataset]:
     """The split that is evaluated, with its name."""
-    from toolkit.data.sources.load import load_source, load_splits
+    from toolkit.data.sources.load import load_source, load_splits, split_named
     from toolkit.data.sources.mixtures import Source, as_mixture
 
     if as_mixture(config.dataset):
@@ -118,9 +118,7 @@ def _rows_of(config: EvaluationConfig, split: str | None) -> tuple[str, Dataset]
     name = split or next((name for name in ("validation", "test") if name in splits), next(iter(splits)))
     if name == "validation" and (name not in splits or config.eval_split):
         splits = load_splits(config)
-    if name not in splits:
-        raise Refusal(f"--split {name}: {config.dataset} has no such split. It has: {', '.join(splits)}.")
-    rows, most = splits[name], config.max_eval_examples
+    rows, most = split_named(name, splits, config.dataset), config.max_eval_examples
     return name, rows if most is None else rows.select(range(min(most, len(rows))))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,13 @@ def load_source(source: Source, config: DataConfig) -> Splits:
     return {split: _renamed(rows, renames, source.dataset) for split, rows in splits.items()} if renames else splits
 
 
+def split_named(name: str, splits: Mapping[str, Rows], dataset: str, flag: str = "--split") -> Rows:
+    """A split of a dataset by its name, which `flag` gives; refused where there is none."""
+    if name not in splits:
+        raise Refusal(f"{flag} {name}: {dataset} has no such split. It has: {', '.join(splits)}.")
+    return splits[name]
+
+
 def _load(dataset: str, config: DataConfig) -> Splits:
     streaming = config.streaming
     if (found := _built_in(dataset)) is not None:
@@ -179,18 +186,13 @@ def _built_in(dataset: str) -> tuple[ModuleType, str] | None:
 def _choose(splits: Splits, source: Source, config: DataConfig) -> Splits:
     """Of the source's splits, those to train, to evaluate and to test on, under our names."""
 
-    def named(split: str, flag: str) -> Rows:
-        if split not in splits:
-            raise Refusal(f"{flag} {split}: {source.dataset} has no such split. It has: {', '.join(splits)}.")
-        return splits[split]
-
-    chosen = {"train": named(config.train_split, "--train-split")}
+    chosen = {"train": split_named(config.train_split, splits, source.dataset, "--train-split")}
     others = [name for name in ("validation", "test") if name in splits and name != config.train_split]
     if config.eval_split and config.eval_split == config.train_split:
         raise Refusal(f"--eval-split {config.eval_split} is the split to train on too: the evaluation would measure memory.")
     evaluation = config.eval_split or (others[0] if others else None)
     if evaluation:
-        chosen["validation"] = named(evaluation, "--eval-split")
+        chosen["validation"] = split_named(evaluation, splits, source.dataset, "--eval-split")
     if "test" in others and evaluation != "test":
         chosen["test"] = splits["test"]
     return chosen

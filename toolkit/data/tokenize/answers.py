@@ -16,7 +16,7 @@ import numpy as np
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.report import Piece
 from toolkit.data.split_counts import ANSWER_CLASSES
-from toolkit.data.tokenize.columns import Batch, Plan, check_texts, describe, read_messages, with_origin
+from toolkit.data.tokenize.columns import Batch, Plan, check_texts, describe, read_messages, rows_of, with_origin
 from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents
 from toolkit.data.tokenize.format import Format
 from toolkit.data.tokenize.masks import Message
@@ -92,8 +92,7 @@ class AnswerRows:
 
     def _answers(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
         texts, marks, remarks = list[PairText](), list[bool](), Counter[str]()
-        for values, origin in zip(zip(*batch.values(), strict=True), origins, strict=True):
-            row = dict(zip(batch, values, strict=True))
+        for row, origin in zip(rows_of(batch), origins, strict=True):
             marks.append(_mark(row["label"], origin))
             texts.append(with_origin(origin, _text_answer if self.pairs.template is None else self._chat_answer, row, origin))
             remarks.update(texts[-1].remarks)

@@ -84,6 +84,11 @@ def columns_of(split: Dataset | IterableDataset, name: str) -> list[str]:
         raise Refusal(f"The {name} split has no rows. Look at the source, and at --train-split and --eval-split") from None
 
 
+def rows_of(batch: Batch) -> list[dict[str, Any]]:
+    """The rows of a batch of columns."""
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
 def is_wrapped(config: DataConfig) -> bool:
     """Whether packing cuts documents to fill rows, so that none is too long."""
     return config.packing and config.packing_strategy == "wrapped" and config.overlong in ("truncate", "split")

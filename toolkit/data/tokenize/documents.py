@@ -106,6 +106,11 @@ def _special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int
     """The ids a tokenizer puts before and after one text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a")["input_ids"]
+    return around(bare, full)
+
+
+def around(bare: list[int], full: list[int]) -> tuple[list[int], list[int]]:
+    """What is before and behind the ids `bare` in `full`."""
     at = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
     return full[:at], full[at + len(bare) :]
 

@@ -27,6 +27,7 @@ from toolkit.data.tokenize.columns import (
     is_wrapped,
     read_messages,
     read_options,
+    rows_of,
     with_origin,
     wrong_columns,
 )
@@ -169,10 +170,8 @@ class TextRows:
         if self.layout == "alpaca" and self.template is None:
             return self._documents(_alpaca_texts(batch, origins), origins)
         read = {"chat": self._chat, "prompted_chat": self._prompted_chat, "alpaca": self._instruction}[self.layout]
-        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        return self._documents(
-            [with_origin(origin, read, row, origin) for row, origin in zip(rows, origins, strict=True)], origins
-        )
+        rows = zip(rows_of(batch), origins, strict=True)
+        return self._documents([with_origin(origin, read, row, origin) for row, origin in rows], origins)
 
     def cut(self, documents: Documents) -> tuple[Documents, Cut]:
         """Bring over-long documents within `max_length`."""
@@ -300,8 +299,7 @@ def _is_all_supervised(text: ChatText) -> bool:
 
 def _alpaca_texts(batch: Batch, origins: list[str]) -> list[ChatText]:
     texts = []
-    for values, origin in zip(zip(*batch.values(), strict=True), origins, strict=True):
-        row = dict(zip(batch, values, strict=True))
+    for row, origin in zip(rows_of(batch), origins, strict=True):
         alpaca_messages(row, origin)  # what it refuses
         prompt, answer = alpaca_prompt(row), row["output"]
         texts.append(ChatText(prompt + answer, [(len(prompt), len(prompt) + len(answer))]))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.report import Piece, part_pieces
-from toolkit.data.tokenize.columns import Batch, Plan, check_texts, describe, read_messages, read_options, with_origin
+from toolkit.data.tokenize.columns import Batch, Plan, check_texts, describe, read_messages, read_options, rows_of, with_origin
 from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents
 from toolkit.data.tokenize.format import Format
 from toolkit.data.tokenize.masks import (
@@ -86,8 +86,7 @@ class PairRows:
     def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
         """Whole pairs, and counts of what is peculiar about them. Rows that prefer no answer are left out and counted."""
         texts, kept, margins, remarks = list[PairText](), list[str](), list[float | None](), Counter[str]()
-        for values, origin in zip(zip(*batch.values(), strict=True), origins, strict=True):
-            row = dict(zip(batch, values, strict=True))
+        for row, origin in zip(rows_of(batch), origins, strict=True):
             preferences, contradicted = read_preferences(row, self.plan, origin, self.pairs_per_prompt)
             remarks["contradicted"] += contradicted
             remarks["undecided" if contradicted else "ties"] += not preferences

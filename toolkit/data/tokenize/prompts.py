@@ -21,6 +21,7 @@ from toolkit.data.tokenize.columns import (
     describe,
     read_messages,
     read_options,
+    rows_of,
     with_origin,
     wrong_columns,
 )
@@ -105,8 +106,7 @@ class PromptRows:
 
     def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
         """Whole prompts. What a document holds next to its tokens: the row as JSON, with the prompt as it was given."""
-        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        texts, prompts = list[str](), list[Any]()
+        texts, prompts, rows = list[str](), list[Any](), rows_of(batch)
         for row, origin in zip(rows, origins, strict=True):
             text, prompt = with_origin(origin, self._chat if self.template else self._text, row, origin)
             texts.append(text)

@@ -20,7 +20,7 @@ from toolkit.config import DataConfig, RankingConfig, Refusal
 from toolkit.data.compat import fingerprint_of, set_fingerprint
 from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.classification import PairFrame, pair_frame
-from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, wrong_columns
+from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, rows_of, wrong_columns
 from toolkit.data.tokenize.documents import Cut, Documents, Encoder, check_room, join_documents, leave_out
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.system.console import quoted
@@ -165,8 +165,7 @@ class ListRows:
 
     def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
         """Lists with all tokens of their documents, each behind its query, as the tokenizer frames a pair."""
-        rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-        lists = [self.read_row(row, origin) for row, origin in zip(rows, origins, strict=True)]
+        lists = [self.read_row(row, origin) for row, origin in zip(rows_of(batch), origins, strict=True)]
         queries = [encoding.ids for encoding in self.encoder.encode([each.query for each in lists])]
         texts = self.encoder.encode([text for each in lists for text in each.documents])
         ids, columns, longest, remarks = list[list[int]](), _no_columns(self._has_types), list[int](), Counter[str]()

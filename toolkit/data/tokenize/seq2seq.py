@@ -14,7 +14,7 @@ import numpy as np
 from toolkit.config import DataConfig, Refusal, Seq2SeqConfig
 from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe
-from toolkit.data.tokenize.documents import Cut, Documents, Encoder, check_room, join_documents
+from toolkit.data.tokenize.documents import Cut, Documents, Encoder, around, check_room, join_documents
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.system.console import first_of
 
@@ -254,9 +254,7 @@ def tokens_around(tokenizer: PreTrainedTokenizerBase, *, target: bool) -> tuple[
     def ids(**settings: Any) -> list[int]:
         return list((tokenizer(text_target="a", **settings) if target else tokenizer("a", **settings))["input_ids"])
 
-    bare, full = ids(add_special_tokens=False), ids()
-    at = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
-    before, after = full[:at], full[at + len(bare) :]
+    before, after = around(ids(add_special_tokens=False), ids())
     end = tokenizer.eos_token_id
     if target and end is not None and end not in after:
         after = [*after, end]
