@@ -85,8 +85,7 @@ from .data.loading.loaders import build_dataloaders as build_dataloaders
 from .data.loading.mismatched import mismatch_answers as mismatch_answers
 from .data.loading.noise import build_noise as build_noise
 from .data.loading.order import epoch_order as epoch_order, seed_micro_batch as seed_micro_batch
-from .data.loading.packing import pack_best_fit as pack_best_fit, pack_wrapped as pack_wrapped
-from .data.loading.token_masks import build_masks as build_masks, mask_tokens as mask_tokens
+from .data.loading.token_masks import build_masks as build_masks
 from .data.report import print_data_report as print_data_report
 from .data.sources.load import load_splits as load_splits
 from .data.texts import texts_of as texts_of
@@ -162,14 +161,9 @@ from .losses.distillation import (
     TeacherLogps as TeacherLogps,
     distillation_loss as distillation_loss,
     distillation_metrics as distillation_metrics,
-    divergence_of_tokens as divergence_of_tokens,
 )
 from .losses.masked_lm import masked_lm_loss as masked_lm_loss, masked_lm_metrics as masked_lm_metrics
-from .losses.matching import (
-    attention_apart as attention_apart,
-    classifier_distillation_loss as classifier_distillation_loss,
-    hidden_states_apart as hidden_states_apart,
-)
+from .losses.matching import classifier_distillation_loss as classifier_distillation_loss
 from .losses.pair_losses import (
     PairLogps as PairLogps,
     aot_loss as aot_loss,
@@ -178,7 +172,6 @@ from .losses.pair_losses import (
     apo_zero_loss as apo_zero_loss,
     bco_pair_loss as bco_pair_loss,
     cpo_loss as cpo_loss,
-    desensitized_weights as desensitized_weights,
     discopop_loss as discopop_loss,
     exo_pair_loss as exo_pair_loss,
     hinge_loss as hinge_loss,
@@ -219,7 +212,7 @@ from .losses.value import gae as gae, token_rewards as token_rewards, value_loss
 from .metrics.classification import classification_metrics as classification_metrics
 from .metrics.embedding import retrieval_metrics as retrieval_metrics, similarity_metrics as similarity_metrics
 from .metrics.metric import Metrics as Metrics
-from .metrics.question_answering import question_answering_metrics as question_answering_metrics, squad_metrics as squad_metrics
+from .metrics.question_answering import question_answering_metrics as question_answering_metrics
 from .metrics.retrieval import (
     Ranks as Ranks,
     ranking_metrics as ranking_metrics,
@@ -258,7 +251,6 @@ from .rollouts.advantages import (
     advantages as advantages,
     choose_advantages as choose_advantages,
     groups_with_spread as groups_with_spread,
-    overlong_penalty as overlong_penalty,
     prompts_to_add as prompts_to_add,
     reward_table as reward_table,
     shaped_rewards as shaped_rewards,

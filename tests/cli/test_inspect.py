@@ -22,6 +22,7 @@ from toolkit.cli.main import app
 from toolkit.command_line.refusals import print_refusal
 from toolkit.config import Refusal
 from toolkit.data.inspection import guess_task
+from toolkit.data.loading.packing import pack_best_fit
 
 pytestmark = pytest.mark.warm
 
@@ -145,7 +146,7 @@ def test_lengths_supervised_share_and_packing_are_those_of_a_plain_loop(tmp_path
     ]
     assert sum(count for *_, count in bars) == 200
     assert all(count == ((lengths >= low) & (lengths <= high)).sum() for low, high, count in bars)
-    rows_needed = len(tk.pack_best_fit(kept, 64))
+    rows_needed = len(pack_best_fit(kept, 64))
     assert f"{rows_needed} rows of 64 tokens, {kept.sum() / (rows_needed * 64):.1%} full" in output
     assert f"  {answers / kept.sum():.1%}  " in output
     assert f"longer than --max-length 64: {200 - len(kept)} of 200" in output
