@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,9 @@ from toolkit.system.sagemaker_container import waits_for_s3
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one save went: the step, how long it took in seconds, how long training waited, and the error if there was one."""
+    """How one save went: the step, and the error if there was one."""
 
     step: int
-    seconds: float
-    blocked: float
     error: Exception | None = None
 
 
@@ -47,14 +45,11 @@ class CheckpointWriter:
         Checkpoints of `keep_steps` are kept, however old, from when this one is whole. The files `also_synced`,
         where they are there, are on the disk before the checkpoint is.
         """
-        began = time.monotonic()
         self._join()
         if not self.background:
-            self._write(step, state, best, keep_steps, also_synced, lambda: time.monotonic() - began)
+            self._write(step, state, best, keep_steps, also_synced)
             return
-        state = copy_state(state, self._copies)
-        blocked = time.monotonic() - began
-        arguments = (step, state, best, keep_steps, also_synced, lambda: blocked)
+        arguments = (step, copy_state(state, self._copies), best, keep_steps, also_synced)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
 
@@ -81,9 +76,8 @@ class CheckpointWriter:
             self._thread = None
 
     def _write(
-        self, step: int, state: State, best: bool, keep_steps: frozenset[int], also_synced: Sequence[Path],
-        blocked: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self, step: int, state: State, best: bool, keep_steps: frozenset[int], also_synced: Sequence[Path]
+    ) -> None:
         began = time.monotonic()
         error: Exception | None = None
         try:
@@ -99,4 +93,4 @@ class CheckpointWriter:
         except Exception as problem:  # in the background nobody else would see it
             error = problem
         self.seconds = time.monotonic() - began
-        self._outcomes.append(Outcome(step, self.seconds, blocked(), error))
+        self._outcomes.append(Outcome(step, error))

@@ -50,7 +50,6 @@ class Plan:
     prune: str = "none"
     rungs: list[int] = field(default_factory=list)  # steps at which trials are compared; the last one is a whole run
     reduction: int = 3  # one of this many goes on to the next rung
-    patience: int = 3
     budget_steps: int | None = None
     budget_hours: float | None = None
     placement: list[str] = field(default_factory=list)  # --processes and --accelerate-config
