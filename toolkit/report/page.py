@@ -14,7 +14,7 @@ from toolkit.report.numbers import show_count, show_seconds
 from toolkit.report.overlay import STYLE as OVERLAY_STYLE, draw_overlay
 from toolkit.report.plots import Plot, draw_plot
 from toolkit.report.reading import RunRecord, baselines_of, check_runs, first_and_last, metric_names, read_run, series_of
-from toolkit.report.style import SCRIPT, STYLE
+from toolkit.report.style import SCRIPT, bars, html_page
 from toolkit.report.verdict import by_how_much, show_value, verdict
 from toolkit.system.console import one_line
 from toolkit.system.numbers import show_digits
@@ -85,24 +85,8 @@ def page(runs: list[RunRecord], folder: Path, found: str = "") -> str:
     """The whole page as text; links are relative to `folder`. `found`: HTML of what differs, above the curves of all runs."""
     title = ", ".join(map(run_title, runs))
     overview = f"{_overview(runs)}{found}{_curves_together(runs)}" if len(runs) > 1 else ""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)} · training report</title>
-<style>{STYLE}{OVERLAY_STYLE if overview else ''}</style>
-</head>
-<body>
-<main>
-<p class="kicker">Training report</p>
-{overview}{"".join(_run_section(run, index, folder) for index, run in enumerate(runs))}
-</main>
-<script>{SCRIPT}</script>
-</body>
-</html>
-"""
+    body = overview + "".join(_run_section(run, index, folder) for index, run in enumerate(runs))
+    return html_page(title, "training report", body, OVERLAY_STYLE if overview else "", SCRIPT)
 
 
 def run_title(run: RunRecord) -> str:
@@ -249,14 +233,10 @@ def _baseline_board(run: RunRecord, main: str) -> str:
         words = in_words(compared._replace(name="this model, with"), show_digits)
         verdict = f'<p class="{kind}">{escape(words[:1].upper() + words[1:])}.</p>'
     longest = max(abs(value) for value, _, _ in rows) or 1.0
-    bars = "".join(
-        f'<tr class="{kind}"><th>{escape(name)}</th><td class="bar"><i style="width:{max(0.0, value) / longest:.1%}"></i></td>'
-        f"<td class=n>{show_digits(value)}</td></tr>"
-        for value, name, kind in rows
-    )
+    drawn = bars((name, max(0.0, value) / longest, show_digits(value), kind) for value, name, kind in rows)
     order = "lower is better" if is_less else "higher is better"
     title = f"<h4>{escape(_title(main))} <small>{order}</small></h4>"
-    return f'<div class="board">{title}<table>{bars}</table>{verdict}</div>'
+    return f'<div class="board">{title}{drawn}{verdict}</div>'
 
 
 def _curves(run: RunRecord) -> str:

@@ -1,4 +1,7 @@
-"""How the page looks, in light and in dark, on a phone and on a desk; and what the pointer reads off a curve."""
+"""How a page looks, in light and in dark, on a phone and on a desk; and what the pointer reads off a curve."""
+
+from collections.abc import Iterable
+from html import escape
 
 STYLE = """
 :root {
@@ -187,3 +190,35 @@ for (const plot of document.querySelectorAll(".plot")) {
   area.addEventListener("pointerleave", leave);
 }
 """
+
+
+def html_page(name: str, kind: str, body: str, style: str = "", script: str = "") -> str:
+    """A page that loads nothing, about what has that name; `body` is HTML."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(name)} · {kind}</title>
+<style>{STYLE}{style}</style>
+</head>
+<body>
+<main>
+<p class="kicker">{kind.capitalize()}</p>
+{body}
+</main>
+{f"<script>{script}</script>" if script else ""}
+</body>
+</html>
+"""
+
+
+def bars(rows: Iterable[tuple[str, float, str, str]]) -> str:
+    """A table of bars from zero: of each its name, its share of the whole width, what is written behind it, its class."""
+    lines = "".join(
+        f'<tr class="{kind}"><th>{escape(name)}</th><td class="bar"><i style="width:{share:.1%}"></i></td>'
+        f"<td class=n>{text}</td></tr>"
+        for name, share, text, kind in rows
+    )
+    return f"<table>{lines}</table>"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from toolkit.config import Refusal
 from toolkit.report.numbers import show_seconds
-from toolkit.report.style import STYLE
+from toolkit.report.style import bars, html_page
 from toolkit.sweeps.journal import Job, Plan
 from toolkit.sweeps.outcomes import curve_of, trial_folder
 from toolkit.sweeps.page_plots import STYLE as CHARTS, Dot, curves, parallel, scatter
@@ -34,23 +34,7 @@ def sweep_page(folder: Path, plan: Plan, jobs: Sequence[Job], target: Path) -> s
     if best:
         parts += [_plots(folder, plan, trials, best), _importance(plan, trials), _seeds(plan, jobs)]
     parts.append(_table(folder, plan, jobs, best, target.parent))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(folder.resolve().name)} · sweep</title>
-<style>{STYLE}{CHARTS}</style>
-</head>
-<body>
-<main>
-<p class="kicker">Sweep</p>
-{"".join(parts)}
-</main>
-</body>
-</html>
-"""
+    return html_page(folder.resolve().name, "sweep", "".join(parts), CHARTS)
 
 
 def _check_choices(folder: Path, plan: Plan, trials: Sequence[Trial]) -> None:
@@ -130,13 +114,9 @@ def _importance(plan: Plan, trials: Sequence[Trial]) -> str:
     except Refusal as refusal:
         return f'<section><h3>Importance of the settings</h3><p class="empty">Not known: {escape(str(refusal))}</p></section>'
     longest = max(shares.values()) or 1.0
-    bars = "".join(
-        f'<tr><th>{escape(name)}</th><td class="bar"><i style="width:{share / longest:.1%}"></i></td>'
-        f"<td class=n>{share:.0%}</td></tr>"
-        for name, share in shares.items()
-    )
+    drawn = bars((name, share / longest, f"{share:.0%}", "") for name, share in shares.items())
     note = "The share of each setting in what tells the best tenth of the trials from the rest (PED-ANOVA)."
-    board = f'<div class="board"><table>{bars}</table><p class="note">{note}</p></div>'
+    board = f'<div class="board">{drawn}<p class="note">{note}</p></div>'
     return f"<section><h3>Importance of the settings</h3>{board}</section>"
 
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.report.numbers import round_ticks, show_count
+from toolkit.report.plots import HEIGHT, WIDTH, Axes, grid, svg, value_labels
 from toolkit.sweeps.pruning import Curve
 from toolkit.sweeps.space import Dimension, Point
 from toolkit.system.numbers import show_digits
-
-SIZE = 1000.0  # of the SVG's own coordinates; the page decides the shape
 
 STYLE = """
 .chart { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 18px 10px 14px; }
@@ -50,34 +49,34 @@ class Dot:
 
 def scatter(title: str, dots: Sequence[Dot], across: str, so_far: Sequence[tuple[float, float]] = ()) -> str:
     """Dots, and the best so far as a line with steps; `across` names what goes to the right."""
-    frame = _Frame([dot.x for dot in dots], [dot.y for dot in dots])
+    axes = _axes([dot.x for dot in dots], [dot.y for dot in dots])
     path = "".join(
-        f"{'H' if place else 'M'}{frame.x(x):.1f}" + (f"V{frame.y(y):.1f}" if place else f",{frame.y(y):.1f}")
+        f"{'H' if place else 'M'}{axes.x(x):.1f}" + (f"V{axes.y(y):.1f}" if place else f",{axes.y(y):.1f}")
         for place, (x, y) in enumerate(so_far)
     )
     line = f'<path class="so-far" d="{path}"/>' if path else ""
     drawn = "".join(
-        f'<path class="dot{" best" if dot.is_best else ""}" d="M{frame.x(dot.x):.1f},{frame.y(dot.y):.1f}h.01">'
+        f'<path class="dot{" best" if dot.is_best else ""}" d="M{axes.x(dot.x):.1f},{axes.y(dot.y):.1f}h.01">'
         f"<title>{html.escape(dot.label)}</title></path>"
         for dot in sorted(dots, key=lambda dot: dot.is_best)
     )
-    return frame.figure(title, line + drawn, across)
+    return _figure(axes, title, line + drawn, across)
 
 
 def curves(title: str, found: Sequence[tuple[str, Curve, bool]]) -> str:
     """(label, curve, whether it is the best) of each trial, by step."""
     points = [point for _, curve, _ in found for point in curve]
-    frame = _Frame([step for step, _ in points], [value for _, value in points])
+    axes = _axes([step for step, _ in points], [value for _, value in points])
     drawn = ""
     for label, curve, is_best in sorted(found, key=lambda each: each[2]):
-        line = " ".join(f"{frame.x(step):.1f},{frame.y(value):.1f}" for step, value in curve)
+        line = " ".join(f"{axes.x(step):.1f},{axes.y(value):.1f}" for step, value in curve)
         kind = "best" if is_best else "line"
         faint = "" if is_best else f' style="opacity:{max(0.25, min(0.8, 8 / len(found))):.2f}"'
         name = f"<title>{html.escape(label)}</title>"
         drawn += f'<polyline class="{kind}"{faint} points="{line}">{name}</polyline>'
         if len(curve) == 1:
             drawn += f'<path class="dot{" best" if is_best else ""}" d="M{line}h.01">{name}</path>'
-    return frame.figure(title, drawn, "step")
+    return _figure(axes, title, drawn, "step")
 
 
 def parallel(space: Sequence[Dimension], metric: str, rows: Sequence[tuple[Point, float, str]]) -> str:
@@ -93,7 +92,7 @@ def parallel(space: Sequence[Dimension], metric: str, rows: Sequence[tuple[Point
     foot = 0.9 if any(each.name not in settings for settings, _, _ in rows for each in space) else 1.0  # of the axes
     for place, each in enumerate([*space, None]):
         left = 100 * place / (columns - 1)
-        drawn += f'<path class="axis" d="M{10 * left:.1f},0V{SIZE * foot:.0f}"/>'
+        drawn += f'<path class="axis" d="M{10 * left:.1f},0V{HEIGHT * foot:.0f}"/>'
         labels += f'<span class="name" style="left:{left:.2f}%">{html.escape(each.name if each else metric)}</span>'
         ticks = _ticks(each) if each else [(0.0, show_digits(high)), (1.0, show_digits(low))]
         if each and any(each.name not in settings for settings, _, _ in rows):
@@ -103,48 +102,33 @@ def parallel(space: Sequence[Dimension], metric: str, rows: Sequence[tuple[Point
     for rank, (settings, value, label) in reversed(list(enumerate(rows))):
         places = [1 / foot if each.name not in settings else 1 - each.share_of(settings[each.name]) for each in space]
         places.append((high - value) / spread)
-        line = " ".join(f"{SIZE * at / (columns - 1):.1f},{SIZE * foot * height:.1f}" for at, height in enumerate(places))
+        line = " ".join(f"{WIDTH * at / (columns - 1):.1f},{HEIGHT * foot * height:.1f}" for at, height in enumerate(places))
         kind = "best" if rank == 0 else "line"
         faint = "" if rank == 0 else f' style="opacity:{0.75 - 0.6 * rank / len(rows):.2f}"'
         drawn += f'<polyline class="{kind}"{faint} points="{line}"><title>{html.escape(label)}</title></polyline>'
-    area = f'<div class="area">{_svg("Settings of each trial and its value", drawn)}{labels}</div>'
+    area = f'<div class="area">{svg(drawn, "Settings of each trial and its value")}{labels}</div>'
     frame = f'<div class="scroll"><div class="parallel" style="--columns:{columns}">{area}</div></div>'
     return f'<figure class="chart"><figcaption><h4>Settings and what came of them</h4></figcaption>{frame}</figure>'
 
 
-class _Frame:
-    """Axes around all points, with a little room."""
+def _axes(across: Sequence[float], up: Sequence[float]) -> Axes:
+    """Around all points, with a little room."""
+    return Axes(_with_room(min(across), max(across), 0.02), _with_room(min(up), max(up), 0.06), logarithmic=False)
 
-    def __init__(self, across: Sequence[float], up: Sequence[float]) -> None:
-        self.left, self.right = _with_room(min(across), max(across), 0.02)
-        self.low, self.high = _with_room(min(up), max(up), 0.06)
 
-    def x(self, value: float) -> float:
-        return SIZE * (value - self.left) / (self.right - self.left)
-
-    def y(self, value: float) -> float:
-        return SIZE * (self.high - value) / (self.high - self.low)
-
-    def figure(self, title: str, drawn: str, across: str) -> str:
-        values, steps = round_ticks(self.low, self.high), round_ticks(self.left, self.right, 5)
-        if across in ("trial", "step"):
-            steps = [tick for tick in steps if tick == int(tick) >= 0]
-        grid = "".join(f"M0,{self.y(tick):.1f}H{SIZE:.0f}" for tick in values)
-        up = "".join(f'<span style="top:{self.y(tick) / 10:.2f}%">{_shown(tick)}</span>' for tick in values)
-        along = "".join(f'<span style="left:{self.x(tick) / 10:.2f}%">{_shown(tick)}</span>' for tick in steps)
-        area = f'<div class="area">{_svg(title, f"""<path class="grid" d="{grid}"/>{drawn}""")}</div>'
-        frame = f'<div class="frame">{area}<div class="values">{up}</div><div class="steps">{along}</div></div>'
-        caption = f"<figcaption><h4>{html.escape(title)}</h4> <small>by {html.escape(across)}</small></figcaption>"
-        return f'<figure class="chart">{caption}{frame}</figure>'
+def _figure(axes: Axes, title: str, drawn: str, across: str) -> str:
+    ticks = round_ticks(*axes.steps, 5)
+    if across in ("trial", "step"):
+        ticks = [tick for tick in ticks if tick == int(tick) >= 0]
+    along = "".join(f'<span style="left:{axes.x(tick) / WIDTH:.2%}">{_shown(tick)}</span>' for tick in ticks)
+    area = f'<div class="area">{svg(grid(axes) + drawn, title)}</div>'
+    frame = f'<div class="frame">{area}{value_labels(axes)}<div class="steps">{along}</div></div>'
+    caption = f"<figcaption><h4>{html.escape(title)}</h4> <small>by {html.escape(across)}</small></figcaption>"
+    return f'<figure class="chart">{caption}{frame}</figure>'
 
 
 def _shown(tick: float) -> str:
     return show_count(tick) if abs(tick) >= 1e6 else show_digits(tick)
-
-
-def _svg(spoken: str, drawn: str) -> str:
-    view = f'viewBox="0 0 {SIZE:.0f} {SIZE:.0f}" preserveAspectRatio="none"'
-    return f'<svg {view} role="img" aria-label="{html.escape(spoken, quote=True)}">{drawn}</svg>'
 
 
 def _with_room(low: float, high: float, share: float) -> tuple[float, float]:

@@ -137,20 +137,19 @@ class TrainLoader:
 
     def batches(self, position: int = 0) -> Iterator[Batch]:
         """Yield the batch of each step from `position` (examples consumed) to the end of the run."""
-        plans = plan_steps(
-            self.epoch_size, self.examples_to_consume, self.seed, position, self.global_batch_size, self.micro_batch_size,
-            self.rank, self.world_size, self.lengths,
-        )  # fmt: skip
+        plans = self._plans(position, self.global_batch_size)
         yield from _load(self._reader(), plans, self.workers, self.pin_memory)
 
     def further(self, position: int, count: int) -> Batch | None:
         """A batch of the next `count` examples from `position` on, of fewer before the end of the run; None at its end."""
-        plans = plan_steps(
-            self.epoch_size, self.examples_to_consume, self.seed, position, count, self.micro_batch_size, self.rank,
+        plan = next(self._plans(position, count), None)
+        return None if plan is None else self._reader()[plan]
+
+    def _plans(self, position: int, size: int) -> Iterator[StepPlan]:
+        return plan_steps(
+            self.epoch_size, self.examples_to_consume, self.seed, position, size, self.micro_batch_size, self.rank,
             self.world_size, self.lengths,
         )  # fmt: skip
-        plan = next(plans, None)
-        return None if plan is None else self._reader()[plan]
 
     def _reader(self) -> _StepReader:
         return _StepReader(self.rows, self.collate, self.seed, self.augment, self.examples_to_consume)
