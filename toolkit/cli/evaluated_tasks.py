@@ -23,7 +23,7 @@ from toolkit.config import (
     Seq2SeqConfig,
     TokenClassificationConfig,
 )
-from toolkit.config.setting import nearest
+from toolkit.config.setting import did_you_mean, nearest
 from toolkit.data.loading.collate import collate_padded, collate_seq2seq, collate_windows
 from toolkit.data.loading.collate_groups import collate_lists, collate_text_groups
 from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs
@@ -125,8 +125,7 @@ def check_names(names: list[str], known: tuple[str, ...], when: str = "") -> Non
     """Refuse a metric that a model does not have."""
     for name in names:
         if name not in known:
-            near = nearest(name, known)
-            meant = f" Did you mean {near}?" if near else ""
+            meant = did_you_mean(name, known)
             raise Refusal(f"--metrics {name}: a model has {', '.join(known)}{' ' * bool(when)}{when}.{meant}")
 
 

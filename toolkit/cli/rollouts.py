@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.cli.setting_options import option, read_options
+from toolkit.cli.table import table
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.rollouts import RewardFunctionsConfig
 from toolkit.system.console import one_line, say
@@ -136,9 +137,8 @@ def _overview(steps: Sequence[int], read: Any) -> None:
         lines.append([f"{number:,}", f"{len(found):,}", *(show_decimals(metrics.get(name, math.nan)) for name in lines[0][2:])])
     if not lines:
         raise Refusal("There is no whole completion in these files: each was cut or changed.")
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    for line in table(lines, right=frozenset(range(len(lines[0])))):
+        say(line)
     if len(shown) < len(steps):
         say(f"{len(shown)} of {len(steps):,} steps. --step N shows the completions of one.")
 

@@ -16,7 +16,7 @@ from toolkit.command_line.reading import read_command_line
 from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import AdapterConfig, DataConfig, ModelConfig, Refusal, Settings, check_together, settings_of
 from toolkit.config.reading import values_of
-from toolkit.config.setting import nearest
+from toolkit.config.setting import did_you_mean
 from toolkit.metrics.direction import greater_is_better
 from toolkit.sweeps.addresses import recipe_digest
 from toolkit.sweeps.journal import Objective, Plan
@@ -144,8 +144,7 @@ def _check_names(config_class: type[Settings], words: Sequence[str], space: Sequ
     names = {dimension.name for dimension in space}
     for name in names:
         if name not in settings:
-            near = nearest(name, settings)
-            raise Refusal(f"--search {name}: no setting of this recipe.{f' Did you mean {near}?' if near else ''}")
+            raise Refusal(f"--search {name}: no setting of this recipe.{did_you_mean(name, settings)}")
         if name in (*_OURS, "allow_change", "metric_for_best_model", "greater_is_better"):
             raise Refusal(f"--search {name}: the sweep decides that one itself. Leave it out.")
     for name in _typed(words):

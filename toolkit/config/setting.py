@@ -208,6 +208,12 @@ def nearest(word: str, options: Iterable[str]) -> str | None:
     return best if best is not None and likeness(best) > 0.8 else None
 
 
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """The end of a refusal of a mistyped word; empty where no option is near."""
+    near = nearest(word, options)
+    return f" Did you mean {near}?" if near else ""
+
+
 def show_value(value: object) -> str:
     """A value as it would be typed: none, true, 0.0002, wandb,tensorboard."""
     if value is None:

@@ -15,8 +15,8 @@ from toolkit.config.setting import (
     Refusal,
     Setting,
     Settings,
+    did_you_mean,
     flag_of,
-    nearest,
     refuse_all,
     settings_of,
     show_value,
@@ -238,8 +238,7 @@ def check_value(setting: Setting, value: Any, source: str = "") -> None:
         if not _is_of_kind(item, setting.kind):
             raise _refused(setting, value, source, must_be)
         if setting.choices and item not in setting.choices:
-            near = nearest(str(item), setting.choices)
-            hint = f" Did you mean {near}?" if near else ""
+            hint = did_you_mean(str(item), setting.choices)
             raise _refused(setting, value, source, f"must be one of {', '.join(setting.choices)}", hint)
         if setting.kind is not str and not _within(setting, item):
             raise _refused(setting, value, source, f"must be {_range(setting, item)}")

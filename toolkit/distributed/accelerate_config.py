@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
 from toolkit.config.json_and_yaml import parse_yaml, read_text_file
-from toolkit.config.setting import nearest
+from toolkit.config.setting import did_you_mean
 from toolkit.system.console import as_typed
 
 if TYPE_CHECKING:
@@ -134,6 +134,5 @@ def _check_sections(path: str, written: dict[str, Any], known: set[str]) -> None
     for section, prefix in _SECTIONS.items():
         for key in written.get(section) or {}:
             if key not in known and f"{prefix}{key}" not in known:
-                near = nearest(key, [name for name in known if not prefix or name.startswith(prefix)])
-                hint = f" Did you mean {near}?" if near else ""
+                hint = did_you_mean(key, [name for name in known if not prefix or name.startswith(prefix)])
                 raise Refusal(f"{path}: {section}: {key}: Accelerate knows no such key.{hint}")

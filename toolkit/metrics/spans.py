@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from toolkit.config import Refusal
 from toolkit.config.conditions import USUAL_TAG_METRICS
-from toolkit.config.setting import nearest
+from toolkit.config.setting import did_you_mean
 from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.classes import CLASS_METRICS, Counts
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
@@ -62,8 +62,7 @@ def tag_metrics(tags: Sequence[str], scheme: str, names: Sequence[str] = (), *, 
     wanted = list(names or USUAL_TAG_METRICS)
     for name in wanted:
         if name not in known:
-            near = nearest(name, known)
-            raise Refusal(f"--metrics {name}: known are {', '.join(known)}.{f' Did you mean {near}?' if near else ''}")
+            raise Refusal(f"--metrics {name}: known are {', '.join(known)}.{did_you_mean(name, known)}")
     prefixes, kinds, types = _parts_of(tags, scheme)
 
     def update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:

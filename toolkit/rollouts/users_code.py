@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from toolkit.config import Refusal
-from toolkit.config.setting import nearest
+from toolkit.config.setting import did_you_mean
 
 _IN_WORKER = False  # set by reward_worker
 _STDLIB = os.path.dirname(os.__file__) + os.sep
@@ -59,8 +59,8 @@ def import_object(written: str, setting: str) -> object:
     function: Any = module
     for part in name.split("."):
         if not hasattr(function, part):
-            near = nearest(part, [each for each in dir(function) if callable(getattr(function, each))])
-            raise Refusal(f"{flag}: {place} has no {part}." + (f" Did you mean {near}?" if near else ""))
+            meant = did_you_mean(part, [each for each in dir(function) if callable(getattr(function, each))])
+            raise Refusal(f"{flag}: {place} has no {part}.{meant}")
         function = getattr(function, part)
     return function
 

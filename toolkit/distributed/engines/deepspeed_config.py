@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.config import Refusal
 from toolkit.config.json_and_yaml import parse_json, read_text_file
-from toolkit.config.setting import nearest
+from toolkit.config.setting import did_you_mean
 from toolkit.distributed.engines.named import OFFLOADED, SILENT, Named, accumulation, agreed, in_file, in_settings, look_up
 
 
@@ -108,8 +108,7 @@ def check_known_keys(written: Mapping[str, Any]) -> None:
     for place, keys, known in (("", written, _KNOWN_KEYS), ("zero_optimization.", written["zero_optimization"], in_zero)):
         for key in keys:
             if key not in known:
-                near = nearest(key, known)
-                hint = f" Did you mean {near}?" if near else ""
+                hint = did_you_mean(key, known)
                 raise Refusal(f"DeepSpeed configuration: {place}{key} is not a key of DeepSpeed's.{hint}")
 
 
