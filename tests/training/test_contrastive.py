@@ -249,11 +249,11 @@ def test_running_statistics_are_refused(norm: nn.Module) -> None:
         cache_gradients(Accelerator(cpu=True), model, batch_of(documents()[:4], 2), embed_texts, info_nce)
 
 
-@pytest.mark.parametrize(("size", "examples", "whole"), [(1, 64, ""), (8, 17, "--max-steps 2"), (8, 1, "--global-batch-size")])
-def test_a_global_batch_of_one_example_is_refused(size: int, examples: int, whole: str) -> None:
+@pytest.mark.parametrize(("size", "examples", "mend"), [(1, 64, "--global-batch-size 1:"), (8, 17, "--max-steps 2"), (8, 1, "Take another --global-batch-size")])
+def test_a_global_batch_of_one_example_is_refused(size: int, examples: int, mend: str) -> None:
     """Also as the last one of a run. Fails when: only the size of whole batches is looked at."""
     rows = {"train": Dataset.from_dict({"text_tokens": [[1, 1]]})}
-    with pytest.raises(Refusal, match=whole):
+    with pytest.raises(Refusal, match=mend):
         embedding_task(rows, embed_texts, size, 32, examples)
     embedding_task(rows, embed_texts, 8, 32, 18)
 
