@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from toolkit.generation.answers import Sampling
 
+
 def generate(
     model: ModelName,
     prompt: Annotated[
