@@ -21,6 +21,7 @@ from toolkit.generation.random_numbers import completion_key
 from toolkit.generation.sampler import Completion, sample_groups
 from toolkit.generation.samples import prompt_of
 from toolkit.models.diffusion import diffusion_of
+from toolkit.models.shapes import positions_of
 from toolkit.system.console import quoted
 from toolkit.system.interruptions import TEMPLATE_SECONDS, time_limit
 
@@ -152,7 +153,7 @@ def answer_prompts(
         for number, each in enumerate(ids):
             on_end(number, _generated(model, tokenizer, each, sampling, texts[number]))
         return [text.whole() for text in texts]
-    room = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30) - np.array([*map(len, ids)])
+    room = (positions_of(model.config) or 1 << 30) - np.array([*map(len, ids)])
     limits = np.minimum(sampling.max_new_tokens or USUAL_TOKENS, room)
     settings = sampling_settings(model, tokenizer, sampling, int(limits.max()))
     for start in range(0, len(ids), TOGETHER):
@@ -206,7 +207,7 @@ def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
         encoder = build_encoder(tokenizer)
         (encoding,) = encoder.encode([prompt])
         ids = encoder.add_start(encoding.ids) or [tokenizer.eos_token_id or 0]
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    longest = positions_of(model.config) or 1 << 30
     if len(ids) >= longest + is_source:
         raise Refusal(
             f"The prompt has {len(ids):,} tokens, and the model {longest:,} positions: shorten it, or /reset the chat."
@@ -256,7 +257,7 @@ def _generated(
     from transformers import GenerationConfig
 
     is_source = model.config.is_encoder_decoder
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    longest = positions_of(model.config) or 1 << 30
     settings = GenerationConfig.from_dict(model.generation_config.to_dict())
     stops = stop_ids(model, tokenizer)
     settings.update(

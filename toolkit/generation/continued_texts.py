@@ -16,6 +16,7 @@ from toolkit.distributed.ranks import from_all, largest
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.random_numbers import completion_key
 from toolkit.generation.sampler import Completion, OnGroup, sample_groups
+from toolkit.models.shapes import positions_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -37,7 +38,7 @@ def continue_texts(
         on_text: called with the number, on its rank, and the completion of each text as soon as it is whole.
     """
     inner, encoder = unwrapped(model), build_encoder(tokenizer)
-    longest = getattr(inner.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
+    longest = positions_of(inner.config) or 1 << 20
     max_new_tokens = min(max_new_tokens, longest - 1)
     rank, ranks = accelerator.process_index, accelerator.num_processes
     mine = range(rank, len(texts), ranks)

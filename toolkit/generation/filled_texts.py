@@ -16,6 +16,7 @@ from toolkit.generation.continued_texts import stop_ids
 from toolkit.generation.denoising import DenoisingSettings, denoise
 from toolkit.generation.random_numbers import completion_key
 from toolkit.models.diffusion import diffusion_of
+from toolkit.models.shapes import positions_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -74,7 +75,7 @@ def _filled(
 ) -> list[str]:  # fmt: skip
     diffusion, encoder = diffusion_of(model), build_encoder(tokenizer)
     assert diffusion is not None
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    longest = positions_of(model.config) or 1 << 30
     mask, name = diffusion.mask_token_id, str(tokenizer.convert_ids_to_tokens(diffusion.mask_token_id))
     repeated = re.compile(re.escape(name) + r"\*(\d{1,6})")
     rows, firsts = [], list[int | None]()

@@ -24,6 +24,7 @@ from toolkit.models.adapter_files import without_adapter
 from toolkit.models.attention.packable import PROVEN, NotPackable, check_packable
 from toolkit.models.compat import attention_of
 from toolkit.models.layers import uncompiled
+from toolkit.models.shapes import positions_of
 from toolkit.system.evaluation_mode import evaluation_mode
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ def _seen(prompts: list[list[int]], size: int, logits: torch.Tensor) -> torch.Te
 def _check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
     if model.config.is_encoder_decoder:
         return
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    longest = positions_of(model.config) or 1 << 30
     for number, (prompt, most) in enumerate(zip(prompts, limits, strict=True)):
         if not prompt:
             raise Refusal(f"prompt {number}: has no token. Begin it with the tokenizer's BOS or EOS.")

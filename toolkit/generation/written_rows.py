@@ -26,6 +26,7 @@ from toolkit.generation.answers import chat_prompt
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.random_numbers import completion_key
 from toolkit.generation.sampler import Completion, sample_groups
+from toolkit.models.shapes import positions_of
 from toolkit.system.files import make_folder, remove, waiting_lock, write_atomically
 from toolkit.system.json_lines import intact_records, plain_json, read_lines, sealed_line
 
@@ -153,7 +154,7 @@ def _token_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Asked]
 ) -> tuple[list[list[int]], int]:
     """The tokens of each prompt, and how many a prompt and its answer may have."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
+    longest = positions_of(model.config) or 1 << 20
     encoder = build_encoder(tokenizer)
     ids = [encoder.add_start(encoding.ids) for encoding in encoder.encode([each.text for each in asked])]
     for each, tokens in zip(asked, ids, strict=True):
