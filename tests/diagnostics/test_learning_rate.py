@@ -123,7 +123,7 @@ def test_a_curve_without_a_rate_is_drawn_where_a_plot_was_asked_for(losses: list
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["grpo"], "samples"), (["distill"], "--teacher"), (["sft", "--plot", "nowhere/x.svg"], "nowhere"), (["nowhere"], "nowhere"),
+        (["grpo"], "samples"), (["distill"], "--teacher"), (["sft", "--plot", str(Path(__file__).parent)], "is a folder"), (["nowhere"], "nowhere"),
         (["sft", "--learning-rate", "-1"], "--learning-rate"), (["sft", "--steps", "3"], "--steps"),
     ],
 )  # fmt: skip

@@ -219,7 +219,8 @@ def test_ranks_refuse_once() -> None:
     ("words", "said"),
     [
         (["accelerated", "--memory", "x.pickle"], "--memory"),
-        (["accelerated", "--trace", "nowhere/x.json"], "nowhere"),
+        (["accelerated", "--trace", "recipes"], "--trace recipes: is a folder"),
+        (["accelerated", "--trace", "/proc/x.json"], "--trace /proc/x.json"),
         (["accelerated", "--steps", "1"], "--steps"),
         (["nowhere"], "nowhere"),
         (["distill"], "--teacher"),

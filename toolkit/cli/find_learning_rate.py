@@ -32,33 +32,44 @@ def find_learning_rate(
     keep their ratio.
     """
     script, words, values = recipe_and_options(context, recipe, flags)
-    from toolkit.command_line.recipe import read_recipe
-    from toolkit.config import Refusal
+    from toolkit.command_line.recipe import errors_refused, read_recipe
+    from toolkit.config.places import place_to_write
     from toolkit.config.setting import settings_of
     from toolkit.diagnostics.learning_rate import NoRate, draw, find_learning_rate as find
 
-    if values["plot"] and not Path(values["plot"]).absolute().parent.is_dir():
-        raise Refusal(f"--plot {values['plot']}: there is no folder {Path(values['plot']).absolute().parent}.")
-    main, config = read_recipe(Path(os.path.abspath(script)), words)
+    target = place_to_write(values["plot"], "--plot", is_file=True) if values["plot"] else None
+    place = Path(os.path.abspath(script))
+    main, config = read_recipe(place, words)
     if not values["as_json"]:
         say(f"training for {values['steps']} steps ...", error=True)
     try:
-        found = find(main, config, values["steps"])
+        with errors_refused(place):
+            found = find(main, config, values["steps"])
     except NoRate as refused:
-        if values["plot"] and refused.curve.rates:
-            Path(values["plot"]).write_text(draw(refused.curve), encoding="utf-8")
-            say(f"the curve is in {values['plot']}", error=True)
+        if target is not None and refused.curve.rates:
+            _write(draw(refused.curve), target)
+            say(f"the curve is in {target}", error=True)
         raise
-    if values["plot"]:
-        Path(values["plot"]).write_text(draw(found), encoding="utf-8")
+    if target is not None:
+        _write(draw(found), target)
     if values["as_json"]:
         say(json.dumps(vars(found), indent=1))
         return
     _show(found)
-    if values["plot"]:
-        say(f"the curve is in {values['plot']}")
+    if target is not None:
+        say(f"the curve is in {target}")
     others = without_flags(words, {"learning_rate"}, settings_of(type(config)))
     say(as_typed("toolkit", "train", recipe, *others, "--learning-rate", f"{found.suggested:g}"), style=BOLD)
+
+
+def _write(curve: str, target: Path) -> None:
+    from toolkit.config.places import unwritable
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.write_text(curve, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(target, "--plot", error) from error
 
 
 def _show(found: "RangeTest") -> None:

@@ -53,7 +53,7 @@ def plan(
         raise typer.BadParameter("has no effect without --measure or --step-seconds.", param_hint="--price")
     if values["measure"] and values["step_seconds"]:
         raise typer.BadParameter("is given, so no steps are taken: remove --measure.", param_hint="--step-seconds")
-    from toolkit.command_line.recipe import read_recipe
+    from toolkit.command_line.recipe import errors_refused, read_recipe
     from toolkit.config import Refusal
     from toolkit.diagnostics.devices import find_device
     from toolkit.diagnostics.fitting import needed
@@ -69,14 +69,16 @@ def plan(
         measured = as_typed("toolkit", "profile", recipe, *words, *_placed(values))
         raise Refusal(f"--measure: times one process, and the plan is of {ranks}. Give --step-seconds, which {measured} finds.")
     devices = [find_device(name) for name in values["device"] or ["this"]]
-    main, config = read_recipe(Path(os.path.abspath(script)), words)
+    place = Path(os.path.abspath(script))
+    main, config = read_recipe(place, words)
 
     made: list[tuple[Any, Plan]] = []  # a search comes back to what was planned first
 
     def make(config: "Settings", device: "Device" = devices[0]) -> "Plan":
         of = (config, device.kind, device.ampere)
         if not any(other == of for other, _ in made):
-            made.append((of, make_plan(main, config, device.kind, ranks, environment, ampere=device.ampere)))
+            with errors_refused(place):
+                made.append((of, make_plan(main, config, device.kind, ranks, environment, ampere=device.ampere)))
         return next(plan for other, plan in made if other == of)
 
     plans = {(each.kind, each.ampere): make(config, each) for each in devices}

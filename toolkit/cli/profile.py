@@ -49,29 +49,38 @@ def profile(
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it writes lines of its own, of level 5 (torch 2.13)
     import torch
 
-    from toolkit.command_line.recipe import read_recipe
+    from toolkit.command_line.recipe import errors_refused, read_recipe
     from toolkit.config import Refusal
+    from toolkit.config.places import place_to_write
     from toolkit.config.reading import values_of
     from toolkit.diagnostics.advice import first_change
     from toolkit.diagnostics.profile import profile as make_profile
 
     if values["memory"] and not torch.cuda.is_available():
         raise Refusal("--memory: torch records the memory of CUDA devices alone. `toolkit plan` shows that of a CPU.")
-    for name in ("trace", "memory"):
-        if values[name] and not Path(values[name]).absolute().parent.is_dir():
-            raise Refusal(f"--{name} {values[name]}: there is no folder {Path(values[name]).absolute().parent}.")
-    main, config = read_recipe(Path(os.path.abspath(script)), words)
+    trace, memory = (
+        of_rank(place_to_write(path, option, is_file=True), os.environ) if path else None
+        for option, path in (("--trace", values["trace"]), ("--memory", values["memory"]))
+    )
+    for path in (trace, memory):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    place = Path(os.path.abspath(script))
+    main, config = read_recipe(place, words)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and not values["as_json"]:
         say("training for a few steps ...", error=True)
-    trace, memory = (values[name] and of_rank(Path(values[name]), os.environ) for name in ("trace", "memory"))
-    found = make_profile(main, config, values["steps"], trace, memory)
+    with errors_refused(place):
+        found = make_profile(main, config, values["steps"], trace, memory)
     advice = first_change(found, values_of(config))
     if is_first and values["as_json"]:
         say(json.dumps({**vars(found), "first": advice}, indent=1))
     elif is_first:
         _show(script, found)
         say(advice, style=BOLD)
+    for path in (trace, memory):
+        if path is not None and not path.is_file():  # torch is silent about it
+            raise Refusal(f"{path} could not be written: is the disk full?")
 
 
 def of_rank(path: Path, environment: Mapping[str, str]) -> Path:

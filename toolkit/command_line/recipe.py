@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar, cast
@@ -125,8 +125,7 @@ def import_recipe(recipe: Path) -> ModuleType:
     except Refusal:
         raise
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(recipe.absolute())), 0)
+        line = _last_line(error, recipe)
         raise Refusal(f"{recipe}:{line}: can't be imported here ({type(error).__name__}: {error}).") from error
     if not hasattr(module, "main"):
         raise Refusal(f"{recipe}: has no function main(config), as a recipe has.")
@@ -143,6 +142,31 @@ def read_recipe(script: Path, words: list[str]) -> tuple[Callable[[Any], Any], S
     config = read_command_line(config_class_of(module.main), words, os.environ, module.__doc__ or "")
     check_together(config)
     return module.main, find_channels(config, os.environ)
+
+
+@contextlib.contextmanager
+def errors_refused(script: Path) -> Iterator[None]:
+    """A block that calls a recipe's `main` for a command whose exit codes mean other things: an error of the recipe, or its
+    exit, is refused with its line, below its traceback.
+
+    Raises:
+        Refusal: in place of what the recipe raised.
+    """
+    try:
+        yield
+    except Refusal:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, Exception):
+            traceback.print_exception(error)
+        line = _last_line(error, script)
+        raise Refusal(f"{script}:{line}: the recipe ended here with {type(error).__name__}: {error}") from error
+
+
+def _last_line(error: BaseException, script: Path) -> int:
+    """The line of a recipe at which it raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno or 0 for frame in reversed(frames) if frame.filename == str(script.absolute())), 0)
 
 
 def deliver_model(output_dir: str | Path, environment: Mapping[str, str]) -> None:

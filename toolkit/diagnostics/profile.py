@@ -113,7 +113,10 @@ def profile(
             forget_accelerator()
     if not timer.measured:
         needed = WARM_UP + steps + TRACED
-        raise Refusal(f"the run ended before {needed} steps, which a profile of {steps} needs. Give it more data.")
+        raise Refusal(
+            f"the run ended before {needed} steps, which a profile of {steps} needs. Take fewer --steps, or give it more data, "
+            "or a larger --max-steps."
+        )
     return profile_of(timer.measured, timer.device, timer.engine, timer.exchanged)
 
 
