@@ -775,3 +775,13 @@ def test_the_command_that_continues_says_what_was_typed_less_what_began_the_run(
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert shlex.split(continuing_command(saved, overwrites)) == [sys.executable, "recipes/sft.py", *expected]
+
+
+def test_an_optimizer_of_another_model_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """As one that was built before the model was copied. Fails when: only a checkpoint looks up the names of its parameters."""
+    accelerator, config = Accelerator(cpu=True), Config(output_dir=str(tmp_path / "run"))
+    loader = tk.build_dataloaders(rows(), lambda documents: {}, config)[0]
+    optimizer, _ = tk.build_optimizer(Bigram(), config, loader.num_steps)
+    with pytest.raises(tk.Refusal, match="1 of the optimizer's 1 parameters"), tk.open_run(accelerator, config, Bigram(), optimizer, loader):
+        pytest.fail("opened")
+    assert not (tmp_path / "run").exists()

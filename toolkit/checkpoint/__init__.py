@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     )
     from toolkit.checkpoint.random_state import capture_random_state, restore_random_state
     from toolkit.checkpoint.sharded import apply_sharded_state, capture_sharded_state, sharded_base_identity
-    from toolkit.checkpoint.state import State, apply_state, base_identity, capture_state, copy_state, nonfinite_parameter
+    from toolkit.checkpoint.state import (
+        State,
+        apply_state,
+        base_identity,
+        capture_state,
+        copy_state,
+        nonfinite_parameter,
+        parameter_names,
+    )
     from toolkit.checkpoint.trees import flatten, only_tensors, unflatten
     from toolkit.checkpoint.writer import CheckpointWriter, Outcome
 
@@ -29,13 +37,14 @@ __all__ = [
     "CheckpointWriter", "Outcome", "State", "apply_sharded_state", "apply_state", "base_identity", "capture_random_state",
     "capture_sharded_state", "capture_state",
     "clean_leftovers", "copy_state", "flatten", "latest_checkpoint", "list_checkpoints", "load_checkpoint",
-    "nonfinite_parameter", "only_tensors", "prune_checkpoints", "read_pointer", "restore_random_state", "save_checkpoint",
+    "nonfinite_parameter", "only_tensors", "parameter_names", "prune_checkpoints", "read_pointer", "restore_random_state",
+    "save_checkpoint",
     "set_aside_later", "sharded_base_identity", "unflatten", "verify_checkpoint", "write_pointer",
 ]  # fmt: skip
 _FILES = {
     "random_state": ("capture_random_state", "restore_random_state"),
     "sharded": ("apply_sharded_state", "capture_sharded_state", "sharded_base_identity"),
-    "state": ("State", "apply_state", "base_identity", "capture_state", "copy_state", "nonfinite_parameter"),
+    "state": ("State", "apply_state", "base_identity", "capture_state", "copy_state", "nonfinite_parameter", "parameter_names"),
     "trees": ("flatten", "only_tensors", "unflatten"),
     "writer": ("CheckpointWriter", "Outcome"),
 }

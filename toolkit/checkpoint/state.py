@@ -56,7 +56,7 @@ def capture_state(
     return State(
         model=_saved_tensors(model),
         optimizer=optimizer.state_dict(),
-        parameter_names=_parameter_names(model, optimizer),
+        parameter_names=parameter_names(model, optimizer),
         run=run,
         scaler=scaler.state_dict() if scaler is not None else {},
         kept=dict(kept or {}),
@@ -106,7 +106,7 @@ def apply_state(
     if state.base:
         refuse_other_base(state.base, base_identity(model))
     if optimizer is not None:
-        if state.parameter_names != _parameter_names(model, optimizer):
+        if state.parameter_names != parameter_names(model, optimizer):
             raise Refusal("the checkpoint's optimizer holds other parameters, or another order of them, than this model's.")
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         check_optimizer_state(state, optimizer.state_dict()["param_groups"], shapes)
@@ -197,9 +197,21 @@ def _saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of an optimizer's parameters, by group.
+
+    Raises:
+        Refusal: it has some that are not in the model, which then doesn't learn by them.
+    """
     name = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[name[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    count, foreign = sum(map(len, groups)), sum(key not in name for group in groups for key in group)
+    if foreign:
+        raise Refusal(
+            f"{foreign} of the optimizer's {count} parameters are not in the model that is trained: build the optimizer from it, "
+            "after the last line that copies it."
+        )
+    return [[name[key] for key in group] for group in groups]
 
 
 def check_optimizer_state(state: State, live_groups: list[dict[str, Any]], shapes: dict[str, tuple[int, ...]]) -> None:

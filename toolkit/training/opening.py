@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from toolkit import checkpoint as ckpt
 from toolkit.config import RunConfig
 from toolkit.config.reading import add_reads, add_reads_of
-from toolkit.distributed.engines import unwrapped
+from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.heartbeat import Heartbeat, start_heartbeat
 from toolkit.distributed.ranks import close_process_group, on_main
 from toolkit.hub.uploads import hub_uploads
@@ -56,9 +56,12 @@ def open_run(
             with another one is refused.
 
     Raises:
-        Refusal: the directory is in use, the disk is too small, the checkpoint does not fit.
+        Refusal: the directory is in use, the disk is too small, the checkpoint does not fit, or the optimizer is another
+            model's.
     """
     plain, optimizer = unwrapped(model), getattr(optimizer, "optimizer", optimizer)
+    if not engine_of(accelerator).shards:
+        ckpt.parameter_names(plain, optimizer)
     add_reads_of(config, unwrapped_optimizer(optimizer))
     checkpoints, stop = Path(config.output_dir) / "checkpoints", StopSignal(stop_deadline(config))
     display = Progress(train.num_steps, 0, accelerator.is_main_process)
