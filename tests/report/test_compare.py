@@ -294,6 +294,28 @@ def test_damaged_files_are_named_and_the_rest_is_compared(damage: str, run: Path
     assert listed.exit_code == 0, listed.output
 
 
+LOST: dict[str, tuple[Plant, list[str]]] = {
+    "metrics": (text("metrics.jsonl", lambda _: ""), ["step", "loss"]),
+    "run.json": (gone("run.json"), ["environment", "model", "data"]),
+    "the summary": (text("summary.json", lambda _: "{"), ["result"]),
+    "a checkpoint's weights": (lambda run: os.truncate(run / MODEL, 100), ["tensor"]),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_runs_are_not_equal_where_one_lacks_what_the_other_has(lost: str, run: Path, tmp_path: Path) -> None:
+    """Fails when: a stage of which one run has nothing counts as one without a difference."""
+    damage, stages = LOST[lost]
+    other = tmp_path / "b"
+    shutil.copytree(run, other)
+    damage(other)
+    found = compared(run, other)
+    assert (found["equal"], found["lacking"], found["differences"]) == (False, stages, [])
+    shown = CliRunner().invoke(app, ["compare", str(run), str(other)]).stdout
+    same = next(line for line in shown.splitlines() if line.startswith("no difference found"))
+    assert not set(stages) & set(same.replace(":", ",").replace(" ", "").split(","))
+
+
 def test_directories_that_are_no_runs_and_runs_of_other_kinds_are_refused(run: Path, tmp_path: Path) -> None:
     """Fails when: losses that mean different things are compared, or the refusal is a traceback."""
     (tmp_path / "empty").mkdir()

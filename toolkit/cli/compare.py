@@ -32,7 +32,8 @@ def compare(
 
     Each run is compared with the first. Nothing is trained and no model is loaded. Settings that only name places are left out.
 
-    Ends with 0 when all are equal to the bit, with 1 when they differ, with 2 when they can't be compared.
+    Ends with 0 when all are equal to the bit, with 1 when they differ or one lacks what another has, with 2 when they can't be
+    compared.
     """
     if len(run_dirs) < 2:
         raise typer.BadParameter("needs two runs or more.", param_hint="RUN")
@@ -72,7 +73,7 @@ def _show(comparison: "Comparison", names: tuple[str, str]) -> None:
         found = _rows(comparison, stage)
         rows += found[:_MOST_ROWS]
         more += [f"{len(found) - _MOST_ROWS} more of {stage}"] if len(found) > _MOST_ROWS else []
-        same += [] if found else [stage]
+        same += [] if found or stage in (*comparison.absent, *comparison.lacking) else [stage]
     say("")
     for number, line in enumerate(table(rows, shrinks=(1, 2, 3, 4)) if len(rows) > 1 else []):
         say(line, style="" if number else DIM)
@@ -80,6 +81,9 @@ def _show(comparison: "Comparison", names: tuple[str, str]) -> None:
         say(f"({', '.join(more)}; --json has all)", style=DIM)
     if same:
         say(f"no difference found: {', '.join(same)}", style=DIM)
+    for what, stages in (("in neither run", comparison.absent), ("not compared, or not all of it", comparison.lacking)):
+        if stages:
+            say(f"{what}: {', '.join(stages)}", style=DIM)
     for note in comparison.notes:
         say(f"note: {note}")
     say(f"\n{verdict(comparison, names)}", style=BOLD)
@@ -108,5 +112,6 @@ def _as_json(comparison: "Comparison") -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "runs": [str(run.directory) for run in comparison.runs], "equal": is_equal(comparison), "steps": comparison.steps,
-        "tensors": comparison.tensors, "differences": differences, "notes": comparison.notes, "verdict": verdict(comparison),
+        "tensors": comparison.tensors, "differences": differences, "absent": comparison.absent,
+        "lacking": comparison.lacking, "notes": comparison.notes, "verdict": verdict(comparison),
     }  # fmt: skip

@@ -54,12 +54,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs, what differs in the order of STAGES, and what was compared or could not be."""
+    """Two runs, what differs in the order of STAGES, and what was compared or could not be.
+
+    `absent`: stages that neither run recorded. `lacking`: those of which one of them has what the other lacks, or has damaged.
+    """
 
     runs: tuple[RunRecord, RunRecord]
     differences: list[Difference] = field(default_factory=list)
     steps: int = 0  # logged in both
     tensors: int = 0  # compared
+    absent: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -85,10 +90,24 @@ def compare(one: RunRecord, other: RunRecord) -> Comparison:
         notes += [] if run.events else [f"{run.directory}: logged no metrics"]
     recorded = list(_recorded(one, other)) if one.card and other.card else []
     steps, metrics = _metrics(one, other, {each.name for each in settings})
+    said = len(notes)
     tensors, weights = _weights(one, other, notes)
     found = [*settings, *recorded, *metrics, *weights, *_results(one, other)]
     found.sort(key=lambda each: STAGES.index(each.stage))
-    return Comparison((one, other), found, steps, tensors, list(dict.fromkeys(notes)))
+    here = [_recorded_stages(run) for run in (one, other)]
+    absent = [stage for stage in STAGES if not here[0][stage] and not here[1][stage]]
+    lacking = [stage for stage in STAGES if here[0][stage] != here[1][stage] or (stage == "tensor" and len(notes) > said)]
+    return Comparison(
+        (one, other), found, steps, tensors, absent, [stage for stage in lacking if stage not in absent], list(dict.fromkeys(notes))
+    )
+
+
+def _recorded_stages(run: RunRecord) -> dict[str, bool]:
+    """By stage whether a run has anything of it that can be read."""
+    card = dict.fromkeys(("environment", "model", "data"), bool(run.card))
+    logged = {"step": bool(run.events), "loss": any("loss" in event for event in run.events)}
+    weights = any(path.name != "random.safetensors" for path in run.directory.rglob("*.safetensors"))
+    return {"setting": bool(_typed_settings(run, [])), **card, **logged, "tensor": weights, "result": bool(run.summary)}
 
 
 def _check_kinds(one: RunRecord, other: RunRecord) -> None:
