@@ -167,6 +167,10 @@ MISTAKES: dict[str, Mistake] = {
                   (_RATES, "            for group, rate in zip(optimizer.param_groups, [config.learning_rate], strict=True):\n")],
         [], "decay", "torch.optim.AdamW(",
     ),
+    "an optimizer stepped twice": (
+        "basic", [("                optimizer.step()\n", "                optimizer.step()\n                optimizer.step()\n")],
+        [], "cleared", "optimizer.step()",
+    ),
     "gradients not cleared": ("basic", [("            optimizer.zero_grad()\n", "")], [], "cleared", "optimizer.step()"),
     "gradients not clipped": (
         "basic", [("config.max_grad_norm or float(\"inf\")", "float(\"inf\")")], ["--max-grad-norm", "0.5"], "clipping", "optimizer.step()",

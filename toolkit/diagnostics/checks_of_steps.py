@@ -227,9 +227,13 @@ def check_clipping(record: Record, config: Settings) -> Outcome:
 
 
 def check_cleared(record: Record) -> Outcome:
-    """Before the first forward pass of a step there is no gradient of the step before."""
+    """Before the first forward pass of a step there is no gradient of the step before, and no update takes that one again."""
     if len(record.updates) < 2:
         return skipped("fewer than two updates were seen")
+    again = next((update for update in record.updates if update.is_repeated), None)
+    if again is not None and any(forward.with_gradient for forward in record.of_model("train")):
+        what = "The optimizer is stepped again with the gradient of the update before: no forward pass is between them."
+        return found("", [Finding("cleared", what, "Step it once for each batch.", again.where)])
     late: Update | None = next((update for update in record.updates[1:] if update.left_over), None)
     if late is None:
         return found(f"{len(record.updates)} updates", [])

@@ -51,6 +51,7 @@ class Update:
 
     `progress`: of the run, examples consumed before the step over those to consume. `scheduled`: how often a scheduler of torch
     was stepped since the last update, and where. `left_over`: parameters that had a gradient before the first forward pass.
+    `is_repeated`: of the same optimizer as the update before, without a forward pass between them.
     `unchanged`: the share of elements with a gradient that the update left as they were.
     """
 
@@ -63,6 +64,7 @@ class Update:
     scheduled: int = 0
     schedule_where: str = ""
     left_over: list[str] = field(default_factory=list)
+    is_repeated: bool = False
     unchanged: float = 0.0
 
 

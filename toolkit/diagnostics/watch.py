@@ -40,6 +40,7 @@ class Watch:
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.made_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
         self._inside, self._fresh, self.pending, self._before = 0, True, Update([], {}, {}, None, 0, ""), Gradients()
+        self._stepped: torch.optim.Optimizer | None = None  # last, since a forward pass of a training step
 
     def __enter__(self) -> Watch:
         for name, wrapper in wrappers.WRAPPERS.items():
@@ -67,7 +68,7 @@ class Watch:
         """Begin the record of another run."""
         self.record, self.in_use, self._inside = Record(), [], 0
         self.without_dropout, self.compares_alone = without_dropout, compares_alone
-        self._before, self._fresh, self.pending = {}, True, Update([], {}, {}, None, 0, "")
+        self._before, self._fresh, self.pending, self._stepped = {}, True, Update([], {}, {}, None, 0, ""), None
         self.until = bool
         return self.record
 
@@ -128,6 +129,7 @@ class Watch:
         pending.where, pending.rates = self.place(), [group["lr"] for group in optimizer.param_groups]
         pending.gradients = self.gradients()
         pending.unclipped = pending.unclipped or pending.gradients
+        pending.is_repeated, self._stepped = self._stepped is optimizer, optimizer
         batch, loader = self.in_use[-1][1], record.train
         if loader is not None:
             pending.progress = batch.position / loader.examples_to_consume
@@ -158,6 +160,7 @@ class Watch:
 
     def before_forward(self) -> None:
         """The first forward pass since the last update: nothing may be left of that one's gradient."""
+        self._stepped = None
         if not self._fresh or self.record.optimizer is None:
             return
         self._fresh = False
