@@ -206,6 +206,18 @@ def test_what_a_sweep_refuses_is_refused_before_it_is_sent(
     assert [path.name for path in tmp_path.iterdir()] == ["old"] * ("old" in words)
 
 
+@pytest.mark.parametrize(
+    ("time", "refused"),
+    [("1:00", True), ("2", True), ("0:02:00", True), ("3", False), ("2:01", False), ("1:00:00", False), ("1-0", False), ("0-1:00", False),
+     ("0-0:01:30", True), ("0", False), ("UNLIMITED", False)],
+)  # fmt: skip
+def test_a_time_that_leaves_none_for_training_is_refused(time: str, refused: bool, tmp_path: Path) -> None:
+    """Who types 1:00 means an hour, and Slurm a minute. Fails when: a time is read in another way than Slurm's."""
+    done = CliRunner().invoke(app, ["slurm", "submit", "sft", "--time", time, "--dry-run", "--output-dir", str(tmp_path / "a")])
+    assert (done.exit_code == 2) == refused, done.output
+    assert ("hour is 1:00:00" in done.output) == refused
+
+
 def test_without_slurm_the_script_can_be_looked_at(tmp_path: Path) -> None:
     """Fails when: an option of ours reaches the recipe, or one of the recipe is left out."""
     words = [

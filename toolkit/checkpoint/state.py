@@ -208,8 +208,8 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     count, foreign = sum(map(len, groups)), sum(key not in name for group in groups for key in group)
     if foreign:
         raise Refusal(
-            f"{foreign} of the optimizer's {count} parameters are not in the model that is trained: build the optimizer from it, "
-            "after the last line that copies it."
+            f"{foreign} of the optimizer's {count} parameters are not in the model that is trained: build the optimizer from "
+            "it, after the last line that copies it."
         )
     return [[name[key] for key in group] for group in groups]
 

@@ -72,6 +72,13 @@ def submit(
     """
     if time is not None and not _TIME.fullmatch(time):
         raise typer.BadParameter(f"{time}: is no time of Slurm, such as 90 (minutes) or 2-12:00:00.", param_hint="--time")
+    seconds = _seconds(time) if time is not None else 0
+    if 0 < seconds <= stop_seconds:
+        raise typer.BadParameter(
+            f"{time}: is {seconds} seconds for Slurm, and the run is stopped {stop_seconds} before their end (--stop-seconds). An "
+            "hour is 1:00:00.",
+            param_hint="--time",
+        )
     from toolkit.distributed.slurm import SlurmJob, batch_script, command_of_nodes
 
     words, script = list(flags or []), find_recipe(recipe, "toolkit slurm submit")
@@ -120,6 +127,18 @@ def submit(
     say(f"Submitted {number}: {name}, {size}")
     for words in (["tail", "-F", log], ["squeue", "--job", number], ["scancel", number]):
         say("  " + as_typed(*words))
+
+
+def _seconds(time: str) -> int:
+    """Of a time as Slurm reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; 0 where it has no end."""
+    if not time[0].isdigit():
+        return 0
+    days, _, rest = time.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    if not days and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _settings(script: str, words: list[str]) -> Any:

@@ -96,10 +96,9 @@ def compare(one: RunRecord, other: RunRecord) -> Comparison:
     found.sort(key=lambda each: STAGES.index(each.stage))
     here = [_recorded_stages(run) for run in (one, other)]
     absent = [stage for stage in STAGES if not here[0][stage] and not here[1][stage]]
-    lacking = [stage for stage in STAGES if here[0][stage] != here[1][stage] or (stage == "tensor" and len(notes) > said)]
-    return Comparison(
-        (one, other), found, steps, tensors, absent, [stage for stage in lacking if stage not in absent], list(dict.fromkeys(notes))
-    )
+    cut = {"tensor"} if len(notes) > said else set()
+    lacking = [stage for stage in STAGES if stage not in absent and (here[0][stage] != here[1][stage] or stage in cut)]
+    return Comparison((one, other), found, steps, tensors, absent, lacking, list(dict.fromkeys(notes)))
 
 
 def _recorded_stages(run: RunRecord) -> dict[str, bool]:

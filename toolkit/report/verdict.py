@@ -12,7 +12,7 @@ _MOST_NAMED = 3
 
 
 def is_equal(comparison: Comparison) -> bool:
-    """Whether all that one of the runs recorded is the same in the other, and there was something that shows it: metrics or tensors."""
+    """Whether all that either run recorded is the same in the other, and something shows it: metrics or tensors."""
     return not comparison.differences and not comparison.lacking and bool(comparison.steps or comparison.tensors)
 
 
@@ -25,7 +25,8 @@ def verdict(comparison: Comparison, names: tuple[str, str] = ("A", "B")) -> str:
         if not compared:
             return "Nothing that both runs have could be compared."
         if comparison.lacking:
-            return f"What could be compared is equal to the bit ({compared}), and not all could be: {', '.join(comparison.lacking)}."
+            cut = ", ".join(comparison.lacking)
+            return f"What could be compared is equal to the bit ({compared}), and not all could be: {cut}."
         lacking = "" if comparison.tensors else " No weights were compared."
         return f"The runs are equal to the bit in all that they recorded: {compared}.{lacking}"
     if not effects:
