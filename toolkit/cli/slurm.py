@@ -75,8 +75,8 @@ def submit(
     seconds = _seconds(time) if time is not None else 0
     if 0 < seconds <= stop_seconds:
         raise typer.BadParameter(
-            f"{time}: is {seconds} seconds for Slurm, and the run is stopped {stop_seconds} before their end (--stop-seconds). An "
-            "hour is 1:00:00.",
+            f"{time}: is {seconds} seconds for Slurm, and the run is stopped {stop_seconds} before their end (--stop-seconds)."
+            " An hour is 1:00:00.",
             param_hint="--time",
         )
     from toolkit.distributed.slurm import SlurmJob, batch_script, command_of_nodes
