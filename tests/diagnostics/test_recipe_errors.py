@@ -1,12 +1,15 @@
 """plan, profile and find-learning-rate of a recipe that fails: not the exit code of a run that doesn't fit, or of one that was looked at."""
 
+import functools
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.config import Refusal
+from toolkit.runs import directory
 
 ROOT = Path(__file__).parents[2]
 BUILD = "    accelerator = tk.build_accelerator(config)\n"
@@ -23,3 +26,14 @@ def test_a_recipe_that_ends_itself_is_refused_with_its_line(command: str, line: 
     assert isinstance(done.exception, Refusal), done.output
     assert str(done.exception).startswith(f"{tmp_path / 'mine.py'}:{number}: ")
     assert str(done.exception).endswith(said)
+
+
+@pytest.mark.parametrize("command", ["plan", "profile", "find-learning-rate"])
+def test_no_room_for_weights_is_needed_and_none_are_written(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of a large model on a small disk. Fails when: the disk is asked for the room of a checkpoint, or the model is saved."""
+    monkeypatch.setattr(directory, "check_disk_space", lambda *_: pytest.fail("asks for room"))
+    monkeypatch.setattr(tk, "save_model", functools.wraps(tk.save_model)(lambda *_, **__: pytest.fail("saves")))
+    few = ["--steps", "20"] if command == "find-learning-rate" else ["--steps", "3"] if command == "profile" else []
+    words = ["--hidden-size", "32", "--num-hidden-layers", "1", "--max-train-examples", "200", "--use-cpu", "--max-length", "256"]
+    done = CliRunner().invoke(app, [command, "sft", *words, *few], prog_name="toolkit")
+    assert done.exit_code == 0, done.output + str(done.exception)

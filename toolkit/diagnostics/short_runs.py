@@ -176,9 +176,11 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def never_evaluated() -> Iterator[None]:
-    """A block whose runs never evaluate. Their settings stay as they are, so that what a run refuses of its evaluation, such as
-    rows too few to hold any out, is refused here too."""
+    """A block whose runs never evaluate and write no weights. Their settings stay as they are, so that what a run refuses of
+    its evaluation, such as rows too few to hold any out, is refused here too; but not a disk with no room for weights."""
     with Replacements() as replace:
+        replace.attribute(opening, "check_room", lambda check, *_: None)
+        replace.public("save_model", lambda save, *_, **__: None)
         replace.attribute(Run, "due", lambda due, opened, what: not what.startswith("eval") and due(opened, what))
         replace.attribute(Run, "compare_with", lambda *_: None)
         replace.attribute(reference, "reference_table", _of_training_rows)
