@@ -234,7 +234,7 @@ def test_an_evaluation_that_needs_more_than_the_steps_is_planned_and_halved() ->
 def test_what_does_not_fit_is_said_with_commands_that_do() -> None:
     """Fails when: an alternative has another global batch, or isn't planned itself."""
     whole = json.loads(plan(*SMALL, "--per-device-train-batch-size", "64", "--device", "24gb", "--json").stdout)
-    limit = (whole["devices"]["24gb"]["needed"] - whole["peak"] / 2) / GIB
+    limit = (whole["devices"]["24gb"]["needed"] - whole["peak"] / 2) / 0.98e9
     found = plan(*SMALL, "--per-device-train-batch-size", "64", "--device", f"{limit:.4f}gb")
     assert found.returncode == 1, found.stderr
     assert "too large" in found.stdout
@@ -263,7 +263,7 @@ def test_bfloat16_is_offered_where_a_run_would_not_compute_in_it(bf16: bool | No
 @pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
     """Fails when: the search ends at a size that it has not planned."""
-    words = [*SMALL, "--no-bf16", "--device", "0.63gb"]
+    words = [*SMALL, "--no-bf16", "--device", "0.69gb"]
     found = json.loads(plan(*words, "--largest", "--json").stdout)["largest_micro_batch"]
     codes = [plan(*words, "--per-device-train-batch-size", str(size)).returncode for size in (found, found + found // 8 + 1)]
     assert (found > 1, codes) == (True, [0, 1])
@@ -414,6 +414,19 @@ def test_devices_are_known_by_name_by_instance_and_by_size() -> None:
     assert find_device("ml.p5.48xlarge").memory == find_device("H100").memory
     assert (find_device("ml.g5.12xlarge").count, find_device("24gb").kind, find_device("mac-64gb").kind) == (4, "cuda", "mps")
     assert find_device("mac-64gb").memory == 48 * GIB
+    assert find_device("RTX 4090") == find_device("4090") == find_device("rtx_4090")
+    assert find_device("A100-40GB") == find_device("a100")
+
+
+@pytest.mark.parametrize("name", ["h100", "a100-80gb", "a100-40gb", "l4", "t4", "v100", "rtx-4090", "rtx-5090", "l40s", "a10g"])
+def test_a_gpu_known_by_its_size_has_no_more_than_the_least_of_that_size(name: str) -> None:
+    """Fails when: a size is taken for as many GiB, which no card has."""
+    sizes = {"h100": 80, "a100-80gb": 80, "a100-40gb": 40, "t4": 16, "v100": 16, "rtx-5090": 32, "l40s": 48}
+    assert find_device(f"{sizes.get(name, 24)}gb").memory <= 1.002 * find_device(name).memory
+
+
+def test_a_gpu_is_too_old_for_some_choices() -> None:
+    """Fails when: `ampere` is not that of the device."""
     assert [find_device(name).ampere for name in ("t4", "ml.p3.2xlarge", "a10g", "16gb")] == [False, False, True, True]
     with pytest.raises(Refusal):
         find_device("h1000")

@@ -56,7 +56,8 @@ def find_device(name: str) -> Device:
     Raises:
         Refusal: none is called that.
     """
-    low = name.lower()
+    low = re.sub(r"[\s_]+", "-", name.strip().lower())
+    low = {"a100-40gb": "a100"}.get(low, f"rtx-{low}" if f"rtx-{low}" in _GPUS else low)
     if low == "this":
         return _this()
     if low in _INSTANCES:
@@ -69,7 +70,9 @@ def find_device(name: str) -> Device:
         size = float(sized[2])
         if sized[1] == "mac":  # Metal recommends to hold so much at most
             return Device(low, "mps", round(size * GIB * (2 / 3 if size <= 36 else 0.75)))
-        return Device(low, sized[1] or "cuda", round(size * GIB))
+        if sized[1] is None:  # an L4 of 24 GB has 23.6e9 bytes, and a T4 of 16 GB 15.7e9
+            return Device(low, "cuda", round(0.98 * size * 1e9))
+        return Device(low, sized[1], round(size * GIB))
     known = [*_GPUS, *_INSTANCES]
     near = nearest(low, known)
     meant = f"Did you mean {near}?" if near else f"There are {', '.join(_GPUS)}, SageMaker's instances such as ml.g5.xlarge."
