@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -68,6 +69,20 @@ def test_a_run_that_ends_itself_for_its_losses_is_refused_in_one_message(finite:
 
     with pytest.raises(Refusal, match=said):
         find_learning_rate(main, Config(), 20)
+
+
+def test_an_error_while_the_loss_still_falls_is_raised() -> None:
+    """It has nothing to do with the rate. Fails when: the curve up to there is judged as if the rates behind it had failed."""
+
+    def main(config: Config, last: float) -> None:
+        losses = [3.0 - step / 50 for step in range(1, 60)] + [last]
+        Path(config.output_dir).mkdir()
+        Path(config.output_dir, "metrics.jsonl").write_text("".join(json.dumps({"step": n, "loss": loss}) + "\n" for n, loss in enumerate(losses, 1)))
+        raise ValueError("a mistake")
+
+    with pytest.raises(ValueError, match="a mistake"):
+        find_learning_rate(partial(main, last=1.8), Config(), 100)
+    assert find_learning_rate(partial(main, last=90.0), Config(), 100).suggested > 0
 
 
 def invoke(*words: str) -> Any:

@@ -92,14 +92,16 @@ def find_learning_rate(main: Callable[[Any], Any], config: Settings, steps: int 
                 main(dataclasses.replace(config, **{name: value for name, value in wanted.items() if name in values}))
         except Refusal:
             raise
-        except Exception as error:  # a run that diverged ends itself: its losses up to there are what is asked
+        except Exception as error:  # a run that diverged ends: its losses up to there are what is asked
             problem = error
         finally:
             forget_accelerator()
         found = _losses(Path(folder) / "run" / "metrics.jsonl")
-    ended_itself = isinstance(problem, Unstable | Diverged)
-    if len(found) < min(steps, 20) and not ended_itself:
-        raise problem or Refusal(f"the run took {len(found)} steps, and a range test needs 20.")
+    is_failed = bool(found) and not found[-1][1] <= found[0][1]  # NaN is not either
+    if problem is not None and not is_failed and not isinstance(problem, Unstable | Diverged):
+        raise problem
+    if problem is None and len(found) < min(steps, 20):
+        raise Refusal(f"the run took {len(found)} steps, and a range test needs 20.")
     return judged([rate_at((step - 1) / steps) for step, _ in found], [loss for _, loss in found])
 
 
