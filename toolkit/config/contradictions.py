@@ -38,7 +38,7 @@ CONTRADICTIONS = (
     # Runs
     Contradiction(
         lambda loss_spike, save_strategy: loss_spike == "rollback" and save_strategy == "no",
-        "--loss-spike {loss_spike} goes back to a checkpoint, and --save-strategy {save_strategy} writes none: take steps.",
+        "{loss_spike} goes back to a checkpoint, and {save_strategy} writes none: take --save-strategy steps.",
     ),
     Contradiction(
         lambda resume, resume_from: resume and resume_from,
