@@ -1,6 +1,8 @@
 """plan, profile and find-learning-rate of a recipe that fails: not the exit code of a run that doesn't fit, or of one that was looked at."""
 
 import functools
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.config import Refusal
+from toolkit.diagnostics.replacements import Replacements
 from toolkit.runs import directory
 
 ROOT = Path(__file__).parents[2]
@@ -37,3 +40,14 @@ def test_no_room_for_weights_is_needed_and_none_are_written(command: str, monkey
     words = ["--hidden-size", "32", "--num-hidden-layers", "1", "--max-train-examples", "200", "--use-cpu", "--max-length", "256"]
     done = CliRunner().invoke(app, [command, "sft", *words, *few], prog_name="toolkit")
     assert done.exit_code == 0, done.output + str(done.exception)
+
+
+def test_a_file_imported_while_a_function_is_replaced_has_the_function_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: what a file has imported by name stays replaced, as `load_model` of toolkit.models.pooling did after a plan."""
+    original = tk.load_model
+    monkeypatch.delitem(sys.modules, "toolkit.models.pooling", raising=False)
+    with Replacements() as replace:
+        replace.public("load_model", lambda load, *_: None)
+        pooling = importlib.import_module("toolkit.models.pooling")
+        assert pooling.load_model is not original
+    assert pooling.load_model is original

@@ -32,4 +32,12 @@ class Replacements(contextlib.ExitStack):
             return wrapper(original, *values, **named)
 
         setattr(owner, name, wrapped)
+        self.callback(_put_back, name, wrapped, original)
         self.callback(setattr, owner, name, original)
+
+
+def _put_back(name: str, wrapped: object, original: object) -> None:
+    """In the package's files that were imported meanwhile, and took the replacement for the function."""
+    for module in [module for file, module in sys.modules.items() if file.startswith("toolkit.")]:
+        if vars(module).get(name) is wrapped:
+            setattr(module, name, original)
