@@ -225,7 +225,7 @@ def test_an_evaluation_that_needs_more_than_the_steps_is_planned_and_halved() ->
     small, large = (json.loads(plan(*words, size, "--device", "24gb", "--json").stdout) for size in ("1", "512"))
     assert (small["in_evaluation"], large["in_evaluation"]) == (False, True)
     assert large["peak"] > 2 * small["peak"]
-    limit = (large["devices"]["24gb"]["needed"] - (large["peak"] - small["peak"]) / 4) / GIB
+    limit = (large["devices"]["24gb"]["needed"] - (large["peak"] - small["peak"]) / 4) / 0.98e9
     found = plan(*words, "512", "--device", f"{limit:.4f}gb").stdout
     assert "--per-device-eval-batch-size 256" in found
 
