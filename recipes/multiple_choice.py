@@ -18,7 +18,7 @@ class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk
     model: str = "tiny-bert-uncased"
     dataset: str = "stdlib:choose"
     max_length: int = 192
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     warmup_steps: float = 0.05
     per_device_train_batch_size: int = 16
     num_train_epochs: float = 3.0
