@@ -5,7 +5,7 @@
 
 It orders what a fast search has found. An example is a query with its list of documents: a batch of 16 is 16 lists. The model
 directory opens in sentence-transformers: `CrossEncoder("runs/reranker/model")`. The default starts from random weights that
-let equal words meet (`toolkit/models/shapes.py`), and ends between BM25 on words and BM25 on parts of words.
+let equal words meet (`toolkit/models/shapes.py`), and ends near BM25 on parts of words.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.RankingConfig, 
     model: str = "tiny-bert-uncased"
     dataset: str = "stdlib:rank"
     max_length: int = 80
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     warmup_steps: float = 0.05
     per_device_train_batch_size: int = 16
     num_train_epochs: float = 2.5
