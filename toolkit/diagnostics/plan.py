@@ -191,7 +191,7 @@ class _Seen:
         )
         in_evaluation = self.peak_of_steps is not None and self.ledger.peak > self.peak_of_steps
         if in_evaluation:
-            notes.append("This is in the evaluation, which needs less with a smaller --per-device-eval-batch-size.")
+            notes.append("That is in the evaluation, which needs less with a smaller --per-device-eval-batch-size.")
         name = type(model).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
         return Plan(
             parts, self.ledger.peak_phase, self.process, self.heap, name, trained + frozen, trained, in_evaluation,
