@@ -2,12 +2,16 @@
 
 import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from toolkit.command_line.recipe import read_recipe
 from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.heap import Heap, find_heap
+from toolkit.diagnostics.plan import plan
+from toolkit.system.allocator import PRIMITIVES
 
 MIB = 2**20
 IN_THE_HEAP = 100 * 2**10  # larger ones may be mappings of their own
@@ -59,6 +63,22 @@ def test_a_request_that_is_refused_is_known(heap: Heap) -> None:
     heap.hold(1, 2**60)
     assert heap.is_refused
     heap.hold(1, 0)
+
+
+@pytest.mark.parametrize(("flag", "least", "most"), [("--no-bf16", 0, 0), ("--bf16", 64 + 10, 10_000)])
+def test_a_plan_in_bfloat16_multiplies_for_what_onednn_keeps_and_for_each_product(
+    flag: str, least: int, most: int, heap: Heap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when: products of the steps, or those of the evaluation before them, leave nothing in the heap; or a run in float32 does."""
+    shapes = list[object]()
+    monkeypatch.setenv(PRIMITIVES, "64")
+    monkeypatch.setattr(Heap, "multiply", lambda heap, shape: shapes.append(shape))
+    words = ["--hidden-size", "16", "--num-hidden-layers", "1", "--intermediate-size", "16", "--num-attention-heads", "2", "--max-train-examples", "64"]
+    main, config = read_recipe(Path(__file__).parents[2] / "recipes/accelerated.py", [*words, "--use-cpu", flag])
+    plan(main, config)
+    kept = [shape for shape in shapes if isinstance(shape, int)]
+    assert len(kept) == min(least, 64)
+    assert least - len(kept) <= len(shapes) - len(kept) <= most
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN multiplies no bfloat16 there")

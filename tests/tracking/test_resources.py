@@ -28,6 +28,7 @@ def noise(step: int) -> float:
         ("a cache that fills", lambda step: 2 + min(step / 1000, 0.6)),
         ("a little more", lambda step: 2 + step / 30_000),
         ("much at once", lambda step: 2 + 3 * (step > 900)),
+        ("ever less", lambda step: 2 + step / (step + 300)),
     ],
 )
 def test_memory_that_levels_off_is_not_called_a_leak(name: str, memory: Any) -> None:

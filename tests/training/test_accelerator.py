@@ -1,6 +1,7 @@
 """What build_accelerator settles for a process, in processes of their own where it is settled for good."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import toolkit as tk
 from toolkit.command_line.reading import read_command_line
 from toolkit.config import check_together
+from toolkit.system.allocator import PRIMITIVES
 from toolkit.system.devices import planned_for
 from toolkit.training.resume import run_layout
 
@@ -44,6 +46,16 @@ def test_attention_of_padded_rows_is_not_that_which_plans_for_every_length(tmp_p
     tk.build_accelerator(tk.RunConfig(output_dir=str(tmp_path / "run"), use_cpu=True))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "64"), ("1024", "1024")])
+def test_few_primitives_are_kept_on_a_cpu_where_the_environment_names_no_number(given, kept, tmp_path, monkeypatch):
+    """Fails when: oneDNN keeps its own 1,024, or the user's number is replaced."""
+    monkeypatch.setenv(PRIMITIVES, given or "")
+    if given is None:
+        monkeypatch.delenv(PRIMITIVES)
+    tk.build_accelerator(tk.RunConfig(output_dir=str(tmp_path / "run"), use_cpu=True))
+    assert os.environ[PRIMITIVES] == kept
 
 
 def test_full_determinism_is_refused_once_cuda_was_used_without_it(tmp_path, monkeypatch):

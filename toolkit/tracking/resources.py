@@ -61,13 +61,15 @@ class ResourceWatch:
         return found
 
     def _growth_of(self, name: str, least: list[float], step: int) -> list[str]:
-        """A leak raises the least of each block above those before; what evaluations and saves take for a while does not."""
+        """A leak raises the least of each block above those before, no slower than at first; what evaluations and saves take
+        for a while does not, nor what an allocator takes until it has seen all shapes."""
         if len(least) < 8:
             return []
         begin, recent = least[1], least[-4:]  # the first block ends with what is allocated once
         growth = min(recent) - begin
         is_steady = all(later > earlier for earlier, later in zip(least[-6:], least[-5:], strict=False))
-        if not is_steady or growth < max(GROWTH * begin, LEAST_GROWTH_GB):
+        pace, whole = (least[-1] - least[-5]) / 4, (least[-1] - begin) / (len(least) - 2)  # GB a block
+        if not is_steady or pace < whole / 2 or growth < max(GROWTH * begin, LEAST_GROWTH_GB):
             return []
         return self._once(
             f"memory of {name}", f"the memory of {name} only grows: {begin:.2f} GB early on, {least[-1]:.2f} GB at step "
