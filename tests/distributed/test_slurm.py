@@ -86,7 +86,8 @@ def test_a_job_out_of_time_comes_back_and_ends_with_the_same_bits(slurm: dict[st
     wait_for(lambda: has_reached(tmp_path / "run", 20), 60)
     run(["scancel", "--signal=USR1", "--batch", job], slurm)
     log = tmp_path / f"run.slurm-{job}.log"
-    wait_for(lambda: state(job, slurm) == "PENDING", 40)
+    wait_for(lambda: state(job, slurm) not in ("RUNNING", "COMPLETING", "REQUEUED"), 90)
+    assert state(job, slurm) == "PENDING", log.read_text()
     assert "out of time: back into the queue" in log.read_text()
     assert not has_reached(tmp_path / "run", 240)
     begin_again(job, slurm)

@@ -56,8 +56,7 @@ def batch_script(job: SlurmJob) -> str:
     return f"""#!/bin/bash
 {lines}
 
-export STOPPED="${{TMPDIR:-/tmp}}/toolkit-stopped-$SLURM_JOB_ID"
-rm -f "$STOPPED"
+export STOPPED=$(mktemp -u "${{TMPDIR:-/tmp}}/toolkit-stopped-$SLURM_JOB_ID-XXXXXX")  # job 7 of another cluster may run here too
 
 run() {{  # on each node
     trap : USR1 TERM
