@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import torch
 import toolkit as tk
 from toolkit.command_line.reading import read_command_line
 from toolkit.config import check_together
-from toolkit.system.allocator import PRIMITIVES
+from toolkit.system.allocator import KERNELS, PRIMITIVES
 from toolkit.system.devices import planned_for
 from toolkit.training.resume import run_layout
 
@@ -48,14 +49,33 @@ def test_attention_of_padded_rows_is_not_that_which_plans_for_every_length(tmp_p
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
-@pytest.mark.parametrize(("given", "kept"), [(None, "64"), ("1024", "1024")])
-def test_few_primitives_are_kept_on_a_cpu_where_the_environment_names_no_number(given, kept, tmp_path, monkeypatch):
-    """Fails when: oneDNN keeps its own 1,024, or the user's number is replaced."""
-    monkeypatch.setenv(PRIMITIVES, given or "")
+@pytest.mark.parametrize(("name", "given", "kept"), [(PRIMITIVES, None, "48"), (PRIMITIVES, "1024", "1024"), (KERNELS, None, "16"), (KERNELS, "1024", "1024")])
+def test_few_primitives_are_kept_on_a_cpu_where_the_environment_names_no_number(name, given, kept, tmp_path, monkeypatch):
+    """Fails when: oneDNN or ideep keeps its own 1,024, or the user's number is replaced."""
+    monkeypatch.setenv(name, given or "")
     if given is None:
-        monkeypatch.delenv(PRIMITIVES)
+        monkeypatch.delenv(name)
     tk.build_accelerator(tk.RunConfig(output_dir=str(tmp_path / "run"), use_cpu=True))
-    assert os.environ[PRIMITIVES] == kept
+    assert os.environ[name] == kept
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN multiplies no bfloat16 there")
+def test_products_of_ever_new_shapes_hold_no_more_memory(tmp_path):
+    """The second five hundred shapes, in a process that begins cold. Fails when: one of the two caches is as it was (95 or 180 MB)."""
+    words = f"""
+        import ctypes, torch, toolkit as tk
+        from toolkit.diagnostics.heap import find_heap
+        tk.build_accelerator(tk.RunConfig(output_dir={str(tmp_path / "run")!r}, use_cpu=True))
+        heap, sizes = find_heap(), []
+        for rows in range(1, 1001):
+            torch.mm(torch.zeros(rows, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16))
+            sizes.append(heap._libc.mallinfo2().used)
+        print((sizes[-1] - sizes[499]) / 2**20)
+    """
+    with_all_units = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
+    program = {"input": textwrap.dedent(words), "text": True, "env": with_all_units}
+    done = subprocess.run([sys.executable, "-"], **program, capture_output=True, timeout=120, check=True)
+    assert float(done.stdout.splitlines()[-1]) < 20
 
 
 def test_full_determinism_is_refused_once_cuda_was_used_without_it(tmp_path, monkeypatch):

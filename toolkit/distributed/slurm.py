@@ -56,7 +56,7 @@ def batch_script(job: SlurmJob) -> str:
     return f"""#!/bin/bash
 {lines}
 
-export STOPPED=$(mktemp -u "${{TMPDIR:-/tmp}}/toolkit-stopped-$SLURM_JOB_ID-XXXXXX")  # job 7 of another cluster may run here too
+export STOPPED=$(mktemp -u "${{TMPDIR:-/tmp}}/toolkit-stopped-$SLURM_JOB_ID-XXXXXX")  # job 7 of another cluster may be here too
 
 run() {{  # on each node
     trap : USR1 TERM
