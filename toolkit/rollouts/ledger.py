@@ -275,4 +275,5 @@ def _part_of(folder: Path, step: int, rank: int) -> Path:
 
 
 def _parts(folder: Path, step: int) -> list[Path]:
-    return sorted(folder.glob(f"step-{step:06d}.rank-*.part"))
+    start, names = f"step-{step:06d}.rank-", sorted(os.listdir(folder)) if folder.is_dir() else []
+    return [folder / name for name in names if name.startswith(start) and name.endswith(".part")]

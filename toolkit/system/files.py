@@ -94,13 +94,13 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def write_atomically(path: Path, content: str | bytes, temporary: Path | None = None) -> None:
+def write_atomically(path: Path, content: str | bytes, temporary: str | Path = "") -> None:
     """Replace a file so that a reader, a crash or a power loss sees the old content or the new one.
 
     Args:
         temporary: what the content is written to first, where several processes may write the file at once.
     """
-    temporary = temporary or path.with_name(f".{path.name}.tmp")
+    temporary = temporary or f"{path.parent}/.{path.name}.tmp"  # no Path, of which Python keeps each name's place
     with open(temporary, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
