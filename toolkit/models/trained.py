@@ -23,6 +23,7 @@ from toolkit.models.adapter_files import (
 from toolkit.models.loaded import loaded
 from toolkit.models.shapes import check_config_files, positions_of
 from toolkit.models.tokenizer import OFFLINE, load_tokenizer
+from toolkit.system.allocator import keep_few_primitives
 from toolkit.system.console import as_typed, first_line
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ def load_trained(
     from toolkit.models.load import load_model
     from toolkit.models.pooling import load_encoder
 
+    keep_few_primitives()
     try:
         tokenizer = load_tokenizer(config, is_fast=auto_class != "AutoModelForSeq2SeqLM")
         if is_adapter(config.model):
