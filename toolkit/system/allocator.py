@@ -29,9 +29,9 @@ def keep_few_primitives() -> None:
     """Have oneDNN and ideep, which multiply bfloat16 on a CPU, keep 48 and 16 primitives if the environment gives no number.
 
     One is made for each shape that is multiplied (0.4 ms), of .3 to .55 MB, and by default each of the two keeps 1,024 (ideep
-    of each operation and thread): texts have any length, so a run soon has them all. Thirty steps of `recipes/sft.py` and
-    `lora.py` in bfloat16 (6 layers, 384 wide) held 2.1 GB, and hold 1.2 in the same time; 250 of `accelerated.py` held 1.5, and
-    hold .72 in a tenth less. Within a micro-batch layers have the same few shapes.
+    of each operation and thread): texts have any length, so a run soon has them all. Sixty steps of `recipes/lora.py` and
+    `sft.py` in bfloat16 (6 layers, 384 wide) held 2.7 and 2.4 GB, and hold 1.3 and 1.2; `accelerated.py`, which held 1.7, holds
+    .7. They take as long or less: within a micro-batch layers have the same few shapes.
     """
     os.environ.setdefault(PRIMITIVES, "48")
     os.environ.setdefault(KERNELS, "16")
