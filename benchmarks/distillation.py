@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", default="300")
+    parser.add_argument("--steps", default="400")
     parser.add_argument("flags", nargs="*", help="further flags of the distillation, after --")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ class Config(
     optim: str = "muon"
     warmup_steps: float = 0.02
     per_device_train_batch_size: int = 4
-    max_steps: int | None = 300
+    max_steps: int | None = 400
     eval_strategy: str = "steps"
     eval_steps: int = 300
     logging_steps: int = 20
