@@ -230,6 +230,13 @@ def test_an_evaluation_that_needs_more_than_the_steps_is_planned_and_halved() ->
     assert "--per-device-eval-batch-size 256" in found
 
 
+@pytest.mark.parametrize("words", [["--max-steps", "1"], ["--num-train-epochs", "1e-3"]])
+def test_a_run_of_one_step_is_evaluated_in_its_plan(words: list[str]) -> None:
+    """Fails when: the evaluation is waited for until two steps were taken."""
+    found = json.loads(plan(*SMALL, *words, "--max-eval-examples", "512", "--per-device-eval-batch-size", "512", "--json").stdout)
+    assert (found["steps"], found["in_evaluation"]) == (1, True)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_said_with_commands_that_do() -> None:
     """Fails when: an alternative has another global batch, or isn't planned itself."""
