@@ -116,8 +116,8 @@ def submit(
     array = next((f"--sbatch={option}" for option in options if _ARRAY.match(option)), "")
     if array or os.environ.get("SBATCH_ARRAY_INX"):  # which sbatch takes for it, and before what its script says
         raise Refusal(
-            f"{array or 'SBATCH_ARRAY_INX'}: the jobs of an array would write into one output directory ({folder}). Submit once "
-            "for each --output-dir; jobs that share the trials of a sweep are --sweep-workers N."
+            f"{array or 'SBATCH_ARRAY_INX'}: the jobs of an array would write into one output directory ({folder}). Submit "
+            "once for each --output-dir; jobs that share the trials of a sweep are --sweep-workers N."
         )
     command = command_of_nodes(run_words, nodes=nodes)
     job = SlurmJob(

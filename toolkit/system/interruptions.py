@@ -1,4 +1,4 @@
-"""Exceptions that end a run or a command early, with their exit code, and a time limit for code from elsewhere, such as a chat template."""
+"""What ends a run or a command early, and a time limit for code from elsewhere, such as a chat template."""
 
 from __future__ import annotations
 
