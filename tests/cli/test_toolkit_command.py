@@ -6,8 +6,10 @@ Each test names the one-line change under which it fails.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -322,3 +324,39 @@ def test_verify_resume_finds_a_recipe_identical_and_leaves_nothing_behind(tmp_pa
     assert "train_loss" in compared["summary.json"].split(", ")
     assert "seconds" not in compared["summary.json"].split(", ")
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "stop", "name"),
+    [
+        (["plan"], signal.SIGTERM, "SIGTERM"), (["doctor", "--only", "types"], signal.SIGINT, "Ctrl-C"),
+        (["profile", "--processes", "2"], signal.SIGTERM, "SIGTERM"), (["find-learning-rate"], signal.SIGINT, "Ctrl-C"),
+    ],
+)  # fmt: skip
+def test_a_command_that_a_signal_ends_says_so_and_removes_its_folder(
+    words: list[str], stop: signal.Signals, name: str, tmp_path: Path
+) -> None:
+    """In the middle of it; plan while it imports the recipe. Fails when: Typer's silent 130 is left, SIGTERM kills (a temporary
+    folder stays), or each rank speaks."""
+    (tmp_path / "temporary").mkdir()
+    text = (ROOT / "recipes" / "accelerated.py").read_text()
+    waits = "import os, time; open(f'{os.environ[\"TMPDIR\"]}/{os.getpid()}.begun', 'w').close(); time.sleep(60)\n"
+    indent, place = ("", "@dataclass") if words == ["plan"] else ("    ", "    tk.print_data_report(")
+    (tmp_path / "slow.py").write_text(text.replace(place, indent + waits + place, 1))
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [COLD, "-m", "toolkit", *words, str(tmp_path / "slow.py")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env=environment, start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.glob("temporary/*.begun"))) < 1 + words.count("2") and time.monotonic() < deadline:
+            assert process.poll() is None, process.stderr
+            time.sleep(0.1)
+        process.send_signal(stop)
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    lines = [line for line in errors.splitlines() if "interrupted" in line or "Traceback" in line]
+    assert (process.returncode, lines) == (128 + stop, [f"interrupted by {name}; nothing was left behind"]), errors
+    assert not list(tmp_path.glob("temporary/*-*/"))  # torch keeps a folder of its own there

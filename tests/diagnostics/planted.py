@@ -80,6 +80,32 @@ MISTAKES: dict[str, Mistake] = {
 
     train, evaluation =''')], [], "shift", "def collate",
     ),
+    "spans exchanged in the collate function": (
+        "question_answering", [("    train, evaluation =", '''    given = collate
+
+    def collate(windows):
+        micro_batch = given(windows)
+        starts, ends = micro_batch["start_positions"], micro_batch["end_positions"]
+        return {**micro_batch, "start_positions": ends, "end_positions": starts}
+
+    train, evaluation =''')], [], "spans", "def collate",
+    ),
+    "spans exchanged in the loss": (
+        "question_answering", [("    loss_fn = tk.question_answering_loss\n", '''
+    def loss_fn(model, micro_batch, totals):
+        from torch.nn.functional import cross_entropy
+        output = model(input_ids=micro_batch["input_ids"], attention_mask=micro_batch["attention_mask"])
+        losses = cross_entropy(output.end_logits, micro_batch["start_positions"], reduction="sum")
+        losses = losses + cross_entropy(output.start_logits, micro_batch["end_positions"], reduction="sum")
+        return losses / 2 / totals["examples"], {}
+
+''')], [], "spans", "output = model(",
+    ),
+    "spans exchanged in the rows": (
+        "question_answering", [("    tk.print_data_report(", '''    exchanged = {"start_positions": "end_positions", "end_positions": "start_positions"}
+    splits["train"] = splits["train"].rename_columns(exchanged)
+    tk.print_data_report(''')], [], "spans", None,
+    ),
     # who sees whom
     "packed without bounds": (
         "sft", [(_SFT_LOSS, own_loss(left_out=', "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"').replace(
@@ -166,6 +192,18 @@ MISTAKES: dict[str, Mistake] = {
         "basic", [(_BASIC_OPTIMIZER, _BASIC_OPTIMIZER + "    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)\n"),
                   (_RATES, "            for group, rate in zip(optimizer.param_groups, [config.learning_rate], strict=True):\n")],
         [], "decay", "torch.optim.AdamW(",
+    ),
+    "decay by hand": (
+        "basic", [("                optimizer.step()\n", "                optimizer.step()\n                with torch.no_grad():\n                    for p in model.parameters():\n                        p.mul_(1 - rate * config.weight_decay)\n")],
+        ["--weight-decay", "0.1"], "decay", "p.mul_(1 - rate",
+    ),
+    "decay by hand, of data and before the update": (
+        "accelerated", [("            rates = schedule(", "            for p in model.parameters():\n                p.data -= 1e-3 * 0.01 * p.data\n            rates = schedule(")],
+        [], "decay", "p.data -= 1e-3",
+    ),
+    "matrices that decay twice": (
+        "lora", [("            rates = schedule(", "            import torch\n            torch._foreach_mul_([p.data for p in model.parameters() if p.requires_grad and p.dim() > 1], 1 - 1e-3)\n            rates = schedule(")],
+        ["--weight-decay", "0.1"], "decay", "torch._foreach_mul_(",
     ),
     "an optimizer stepped twice": (
         "basic", [("                optimizer.step()\n", "                optimizer.step()\n                optimizer.step()\n")],

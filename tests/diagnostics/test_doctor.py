@@ -132,6 +132,19 @@ def test_settings_that_are_unusual_are_not_mistakes(recipe: str, flags: str) -> 
     assert (code, report["findings"]) == (0, [])
 
 
+def test_decay_by_hand_that_is_right_is_not_accused(tmp_path: Path) -> None:
+    """Of matrices alone, where the optimizer has none. Fails when: matrices that the optimizer doesn't decay do not decay at all,
+    or all decay by hand is wrong."""
+    optimizer = "    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)\n"
+    own = optimizer + "    for group in optimizer.param_groups:\n        group['weight_decay'] = 0.0\n"
+    step = "                optimizer.step()\n"
+    by_hand = step + "                for p in model.parameters():\n                    if p.dim() > 1 and p.shape[0] > 1:\n"
+    by_hand += "                        p.data.mul_(1 - rate * config.weight_decay)\n"
+    copy = planted.copy_with(("basic", [(optimizer, own), (step, by_hand)], [], "", None), tmp_path)
+    code, report = doctor(str(copy), "--weight-decay", "0.1", "--only", "decay")
+    assert (code, report["findings"]) == (0, [])
+
+
 @pytest.mark.slow
 def test_own_code_that_is_right_is_not_accused(tmp_path: Path) -> None:
     """A hand-written loss and collate function that differ from the toolkit's and are exact. Fails when: what is unknown counts as wrong."""

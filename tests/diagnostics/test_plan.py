@@ -230,6 +230,13 @@ def test_an_evaluation_that_needs_more_than_the_steps_is_planned_and_halved() ->
     assert "--per-device-eval-batch-size 256" in found
 
 
+@pytest.mark.parametrize("words", [["--max-steps", "1"], ["--num-train-epochs", "1e-3"]])
+def test_a_run_of_one_step_is_evaluated_in_its_plan(words: list[str]) -> None:
+    """Fails when: the evaluation is waited for until two steps were taken."""
+    found = json.loads(plan(*SMALL, *words, "--max-eval-examples", "512", "--per-device-eval-batch-size", "512", "--json").stdout)
+    assert (found["steps"], found["in_evaluation"]) == (1, True)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_said_with_commands_that_do() -> None:
     """Fails when: an alternative has another global batch, or isn't planned itself."""
@@ -291,6 +298,26 @@ def test_the_edge_of_the_memory_is_found_with_few_plans(most: int, bend: int, pl
     assert 15 / 16 * min(most, 1000) - 1 < largest
     assert largest <= most
     assert (largest in planned, len(planned)) == (found is not None, plans)
+
+
+@pytest.mark.parametrize(("most", "completions", "plans"), [(3000, 10**6, 7), (10**6, 3000, 7), (10**6, 10**6, 5), (24, 10**6, 5), (10**6, 20, 5)])
+def test_the_edge_is_found_where_nobody_knows_how_many_completions_there_are(most: int, completions: int, plans: int) -> None:
+    """`most` fit, and there are so many. Fails when: each doubling up to the edge is planned (`else 1`), or a size beyond all of
+    them is the largest (`0 * plan_of(`)."""
+    planned = list[int]()
+
+    def make(config: Any) -> Plan:
+        planned.append(config.per_device_train_batch_size)
+        count = min(planned[-1], completions)
+        return Plan({"activations": 2**20 * (50 + count)}, "activations", tokens=count)
+
+    device = Device("made up", "cuda", CONTEXT + round(2**20 * 1.05 * (50 + most + 0.5)))
+    found = largest_micro_batch(BatchConfig(per_device_train_batch_size=8), device, make)
+    largest = found[0] if found else 0
+    assert 15 / 16 * min(most, completions, 2**16) - 1 < largest <= max(2 * min(completions, 2**15), 8)
+    assert largest <= most
+    assert len(planned) <= plans, planned
+    assert all(size <= 16 * largest for size in planned)
 
 
 def here(*words: str) -> dict[str, Any]:

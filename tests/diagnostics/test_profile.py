@@ -1,5 +1,6 @@
 """toolkit profile: planted delays are found where they are, and named."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from toolkit.cli.profile import differs, of_rank
 from toolkit.diagnostics.advice import first_change
 from toolkit.diagnostics.communication import RankTimes, Spent, not_hidden, share_of_waiting
 from toolkit.diagnostics.profile import PHASES, Profile, profile_of
+from toolkit.diagnostics.saving import Saving, saving_of
 from toolkit.distributed.engines import engine_of
 
 pytestmark = pytest.mark.warm
@@ -97,6 +99,66 @@ def made(padding: float = 0.0, device: str = "mps", busy: float | None = None, *
 def test_the_first_change_is_that_of_the_largest_loss(profile: Profile, settings: dict[str, object], said: str) -> None:
     """Fails when: a rule asks for a flag that is set, or is passed over."""
     assert said in first_change(profile, settings)
+
+
+def saved(share: float, saves: int = 10, **shares: float) -> Profile:
+    """Of 100 steps of a second."""
+    seconds = share * 100 / (saves * (1 - share))
+    return dataclasses.replace(made(**shares), saving=saving_of(seconds, seconds, 10**6, saves, 100, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("profile", "settings", "said"),
+    [
+        (saved(0.5, saves=50), {"async_save": False}, "50% of the run is saving: take --save-steps 38, which makes it 5%, or --async-save."),
+        (saved(0.3), {"async_save": True}, "30% of the run is saving: take --save-steps 82, which makes it 5%."),
+        (saved(0.5), {}, "--save-steps 100, which makes it 9%."),
+        (saved(0.3, data=0.4), {}, "waits for data"),
+        (saved(0.3, data=0.2), {}, "30% of the run is saving"),
+        (saved(0.05), {}, "no single bottleneck"),
+        (saved(0.3, saves=1), {}, "no single bottleneck"),
+    ],
+)
+def test_saving_comes_first_where_it_is_the_largest_loss(profile: Profile, settings: dict[str, object], said: str) -> None:
+    """Fails when: it is asked before or after all else, or the one save of a short run is to be made less often."""
+    assert said in first_change(profile, settings)
+
+
+def test_a_save_waits_for_one_that_is_still_being_written() -> None:
+    """20 checkpoints in 100 steps of a second. Fails when: of --async-save the copy alone counts."""
+    assert saving_of(0.1, 3.0, 1, 20, 100, 1.0).share == pytest.approx(2 / 102)
+    assert saving_of(0.1, 9.0, 1, 20, 100, 1.0).share == pytest.approx(80 / 180)
+    assert saving_of(2.0, 2.0, 1, 0, 100, 1.0) == Saving(2.0, 2.0, 1, 0, 100, 0.0)
+
+
+NO_ROOM = """
+import shutil
+from types import SimpleNamespace
+
+shutil.disk_usage = lambda path: SimpleNamespace(free=10**6)
+
+"""
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_checkpoint_is_written_after_the_steps(has_room: bool, tmp_path: Path) -> None:
+    """Fails when: `timer.run` is not found, the configured --save-steps are not those that count, or a full disk is an error."""
+    text = (ROOT / "recipes" / "accelerated.py").read_text()
+    (tmp_path / "mine.py").write_text(text if has_room else text.replace("\n@dataclass", NO_ROOM + "@dataclass", 1))
+    steps = ["--steps", "3", "--max-steps", "20", "--save-steps", "6", "--no-bf16"]
+    found = run("mine.py", *SMALL, *steps, "--json", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    profile = json.loads(found.stdout)
+    if not has_room:
+        assert (profile["saving"], profile["not_saved"][:17]) == (None, "no room: 1 MB fre")
+        return
+    saving = profile["saving"]
+    assert (saving["saves"], saving["steps"], profile["not_saved"]) == (4, 20, "")
+    assert 0 < saving["seconds"] <= saving["written"] < 60
+    assert saving["size"] > 10**4
+    cost = 4 * saving["seconds"]
+    assert saving["share"] == pytest.approx(cost / (cost + 20 * profile["step"]), rel=1e-3)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
 
 
 def measured(exchanging: float = 0.0, mfu: float | None = None, padding: float = 0.0, **seconds: float) -> RankTimes:

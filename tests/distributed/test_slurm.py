@@ -153,6 +153,23 @@ def test_what_slurm_or_the_recipe_refuses_is_one_message(slurm: dict[str, str], 
     assert run(["squeue", "--noheader"], slurm) == ""
 
 
+@pytest.mark.parametrize("workers", [[], ["--sweep-workers", "2", "--search", "seed=1,2"]])
+@pytest.mark.parametrize("option", ["--array=0-3", "--array 0-3", "-a 0-3", "-a0-3", "--arr=0-3", ""])
+def test_jobs_of_an_array_are_not_given_one_output_directory(
+    option: str, workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when: one way of asking for an array goes into the script; the last one is a variable that sbatch reads."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SBATCH_ARRAY_INX", "" if option else "0-3")
+    done = CliRunner().invoke(app, ["slurm", "submit", RECIPE, "--dry-run", *workers, *([f"--sbatch={option}"] if option else [])])
+    assert isinstance(done.exception, Refusal), done.output
+    assert (option or "SBATCH_ARRAY_INX") in str(done.exception)
+    assert done.output == ""
+    monkeypatch.setenv("SBATCH_ARRAY_INX", "")
+    for allowed in ("-Aname", "--account=name"):
+        assert CliRunner().invoke(app, ["slurm", "submit", RECIPE, "--dry-run", *workers, f"--sbatch={allowed}"]).exit_code == 0
+
+
 def test_names_with_spaces_and_signs_reach_slurm_as_they_are(slurm: dict[str, str], tmp_path: Path) -> None:
     """Fails when: an option is not quoted (sbatch takes the rest for another one, or for a comment), or a % is not doubled."""
     name, folder = 'a "b" #1', tmp_path / "100% of #2"

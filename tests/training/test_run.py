@@ -26,6 +26,7 @@ from toolkit.data.loading.loaders import TrainLoader
 from toolkit.system.console import own_ends
 from toolkit.system.interruptions import Interrupted
 from toolkit.system.json_lines import read_lines
+from toolkit.tracking import resources
 from toolkit.training.anomalies import Unstable, describe_row
 from toolkit.training.run_state import RunState
 
@@ -209,7 +210,7 @@ def test_rates_are_those_of_the_steps_without_what_happens_between_them(tmp_path
 
 def test_the_share_of_time_that_waits_for_data_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that take 50 ms to make, under steps that take 50 ms more. Fails when: the clock of `wait_for` is stopped early, or
-    what was waited before an event counts in the next one."""
+    what was waited before an event counts in the next one, the warning is on the screen alone, or it ends the run."""
     batches = TrainLoader.batches
 
     def slow(self: Any, position: int = 0) -> Any:
@@ -218,9 +219,14 @@ def test_the_share_of_time_that_waits_for_data_is_logged(tmp_path: Path, monkeyp
             yield batch
 
     monkeypatch.setattr(TrainLoader, "batches", slow)
-    train(Config(output_dir=str(tmp_path / "run"), max_steps=6, logging_steps=3), before_step=lambda run: time.sleep(0.05))
+    monkeypatch.setattr(resources, "LEAST_SECONDS", 0.1)
+    config = Config(output_dir=str(tmp_path / "run"), max_steps=6, logging_steps=3, divergence="stop")  # which it is not
+    train(config, before_step=lambda run: time.sleep(0.05))
     shares = [event["data_wait"] for event in read_lines(tmp_path / "run/metrics.jsonl")]
     assert all(0.3 < share < 0.6 for share in shares), shares
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], len(summary["warnings"])) == ("finished", 1)
+    assert "waiting for data" in summary["warnings"][0]
 
 
 def test_two_runs_with_the_same_settings_end_with_the_same_bits(tmp_path: Path) -> None:

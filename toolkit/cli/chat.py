@@ -20,6 +20,7 @@ from toolkit.cli.setting_options import ChatTemplate, Device, DType, ModelName, 
 from toolkit.command_line.refusals import print_refusal
 from toolkit.config import Refusal
 from toolkit.system.console import DIM, say
+from toolkit.system.interruptions import Terminated
 
 if TYPE_CHECKING:
     from toolkit.generation.answers import Sampling
@@ -77,6 +78,8 @@ def _talk(model: Any, tokenizer: Any, opening: list[dict[str, str]], sampling: "
             prompt = chat_prompt([*messages, {"role": "user", "content": said}], tokenizer)
             of_turn = sampling._replace(seed=sampling.seed + len(messages))
             answer(model, tokenizer, prompt, of_turn, partial(_show_and_keep, pieces))
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             say(" (ended)", style=DIM, end="")
         except Refusal as refusal:  # a chat that has grown too long: it may be reset
@@ -96,6 +99,8 @@ def _turns() -> Iterator[str]:
         except EOFError:
             say("")
             return
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             say("\nCtrl-D ends the chat.", style=DIM)
             continue

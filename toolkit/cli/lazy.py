@@ -1,6 +1,7 @@
 """Commands that are imported when they are called, and the look of their help pages."""
 
 import importlib
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from toolkit.cli.compat import set_classes, without_pydantic
 from toolkit.command_line.help_page import Row, show_page
+from toolkit.system.interruptions import Terminated
 
 LOOK: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
 Table = Mapping[str, Mapping[str, tuple[str, str]]]  # panel -> command -> (module:function, its line of help)
@@ -25,10 +27,25 @@ class Command(TyperCommand):
         show_page(_usage(self, ctx), self.help or "", _panels(self, ctx))
 
 
+class Stopped(Exception):
+    """Ctrl-C or SIGTERM ended a command before its own end: its name, and the signal."""
+
+    def __init__(self, command: str, number: signal.Signals) -> None:
+        self.command, self.number = command, number
+
+
 class Group(TyperGroup):
     """A group of commands, likewise."""
 
     _names_command = False
+
+    def invoke(self, ctx: Any) -> Any:
+        """Typer (0.29) ends in silence where a KeyboardInterrupt comes to it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
+            raise Stopped(ctx.invoked_subcommand or "", number) from stop
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Typer (0.29) imports pydantic, a quarter of a second, to convert options also when nobody typed them.

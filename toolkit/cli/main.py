@@ -1,15 +1,17 @@
 """The `toolkit` command: a table of what it does. A command is imported when it is called."""
 
 import os
+import signal
 import sys
 from typing import Annotated
 
 import typer
 
-from toolkit.cli.lazy import LOOK, lazy_group
+from toolkit.cli.lazy import LOOK, Stopped, lazy_group
 from toolkit.command_line.refusals import print_mistake, print_refusal
 from toolkit.config import Refusal
 from toolkit.system.console import as_typed, keep_bars_out_of_logs, say
+from toolkit.system.interruptions import raise_on_sigterm
 
 # name: (module:function, its line of help); in panels
 COMMANDS = {
@@ -53,6 +55,8 @@ COMMANDS = {
 }  # fmt: skip
 # From the recipe's name on, everything is the recipe's own: Typer must not read it.
 RECIPE_FLAGS_FOLLOW = frozenset({"train", "plan", "profile", "doctor", "find-learning-rate", "verify-resume", "sweep"})
+# What they write is in temporary folders, which go when they are ended.
+LEAVE_NOTHING = frozenset({"plan", "doctor", "profile", "find-learning-rate"})
 
 
 def _elsewhere(word: str) -> str:
@@ -86,18 +90,25 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; what cannot be meant ends with one message and code 2."""
+    """Run the command line; what cannot be meant ends with one message and code 2, a signal with one and 128 + its number."""
     keep_bars_out_of_logs()
+    raise_on_sigterm()
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # ranks refuse and end together: one message for each node
     try:
         # A command's own exit code comes back as a number outside of Typer's standalone mode.
         code = app(prog_name="toolkit", standalone_mode=False)
     except typer.TyperException as mistake:
         print_mistake(mistake)
         code = mistake.exit_code
+    except Stopped as stopped:
+        if is_first:
+            by = "Ctrl-C" if stopped.number == signal.SIGINT else stopped.number.name
+            say(f"interrupted by {by}{'; nothing was left behind' * (stopped.command in LEAVE_NOTHING)}", error=True)
+        code = 128 + stopped.number
     except typer.Abort:
         code = 130
     except Refusal as refusal:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # ranks refuse together: one message for each node
+        if is_first:
             print_refusal(refusal)
         code = 2
     sys.exit(code)

@@ -127,7 +127,8 @@ def _show(script: str, plan: "Plan", device: "Device") -> None:
     say(f"{script}: {plan.model}, {counts}", style=BOLD)
     if plan.engine:
         say(f"one of {plan.ranks} rank(s): {plan.engine}")
-    say(f"longest micro-batch: {plan.micro_batch} examples, {plan.tokens:,} tokens{accumulated}; {plan.steps:,} steps")
+    steps = f"{plan.steps:,} step{'s' * (plan.steps != 1)}"
+    say(f"longest micro-batch: {plan.micro_batch} examples, {plan.tokens:,} tokens{accumulated}; {steps}")
     process, margin = beyond_tensors(device, plan)
     rows = [(part, size) for part, size in plan.parts.items() if size >= 0.001 * plan.peak]
     rows += [("= tensors at the peak", plan.peak), ("process without them", process), ("margin for the allocator", margin)]

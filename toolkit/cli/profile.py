@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,9 +38,9 @@ def profile(
 ) -> None:
     """Train a recipe for a few steps and show where their time goes: data, forward, backward, clipping, optimizer.
 
-    Without evaluation and saving; nothing is written but what is requested. Three steps come before those that are timed, and
-    three after them, under torch's profiler, for the longest operations. Several ranks (--processes, or started by accelerate
-    launch) have one table, with the communication that no computation hides.
+    Without evaluation; nothing is left behind but what is requested. Three steps come before those that are timed, and three
+    after them, under torch's profiler, for the longest operations; then a checkpoint is written and timed. Several ranks
+    (--processes, or started by accelerate launch) have one table, with the communication that no computation hides.
     """
     script, words, values = recipe_and_options(context, recipe, flags)
     placement = placement_of(values)
@@ -74,7 +75,7 @@ def profile(
         found = make_profile(main, config, values["steps"], trace, memory)
     advice = first_change(found, values_of(config))
     if is_first and values["as_json"]:
-        say(json.dumps({**vars(found), "first": advice}, indent=1))
+        say(json.dumps({**asdict(found), "first": advice}, indent=1))
     elif is_first:
         _show(script, found)
         say(advice, style=BOLD)
@@ -112,9 +113,22 @@ def _show(script: str, profile: "Profile") -> None:
         say(f"  the GPU computes for{_ms(profile.busy).rstrip()} of it")
     if profile.padding:
         say(f"  padding: up to {profile.padding:.0%} of the positions of a step")
+    say(f"  saving: {_saving(profile)}")
     say("longest operations, of the time in all of them:")
     for name, share, calls in profile.operations:
         say(f"  {share:>6.1%}  {calls:>8.0f} calls a step  {name[:80]}")
+
+
+def _saving(profile: "Profile") -> str:
+    from toolkit.report.numbers import show_bytes, show_seconds
+
+    saving = profile.saving
+    if saving is None:
+        return f"not measured: {profile.not_saved}"
+    behind = saving.written > 1.1 * saving.seconds
+    background = f", and {show_seconds(saving.written)} until it is written" if behind else ""
+    count = f"{saving.saves:,} in {saving.steps:,} steps, {saving.share:.1%} of the run" if saving.saves else "the run has none"
+    return f"{show_seconds(saving.seconds)} for a checkpoint of {show_bytes(saving.size)}{background}; {count}"
 
 
 def differs(profile: "Profile", phase: str) -> bool:

@@ -58,12 +58,8 @@ def replay(
     Ends with 0 when they are identical, with 1 when they differ, with 130 when it is interrupted, with 2 when it is refused,
     with the recipe's own code when it fails.
     """
-    try:
-        place = Path(os.path.abspath(place_to_write(into, "--into"))) if into else None
-        _replay(Path(os.path.abspath(directory)), place, recipe)
-    except KeyboardInterrupt:
-        say("interrupted", error=True)
-        raise typer.Exit(_INTERRUPTED) from None
+    place = Path(os.path.abspath(place_to_write(into, "--into"))) if into else None
+    _replay(Path(os.path.abspath(directory)), place, recipe)
 
 
 def _replay(directory: Path, into: Path | None, recipe: str | None) -> None:

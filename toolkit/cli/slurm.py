@@ -1,5 +1,6 @@
 """toolkit slurm: a recipe as a Slurm job that goes on where it stopped, on one node or several; the workers of a sweep."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_ARRAY = re.compile(r"-a|--ar(r(ay?)?)?([= ]|$)")  # as sbatch reads it: with a space or =, shortened
 
 
 @app.callback()
@@ -111,6 +113,12 @@ def submit(
     for option in options:
         if "\n" in option or not option.startswith("-"):
             raise typer.BadParameter(f"{option!r}: is no option of sbatch, such as --qos=high.", param_hint="--sbatch")
+    array = next((f"--sbatch={option}" for option in options if _ARRAY.match(option)), "")
+    if array or os.environ.get("SBATCH_ARRAY_INX"):  # which sbatch takes for it, and before what its script says
+        raise Refusal(
+            f"{array or 'SBATCH_ARRAY_INX'}: the jobs of an array would write into one output directory ({folder}). Submit "
+            "once for each --output-dir; jobs that share the trials of a sweep are --sweep-workers N."
+        )
     command = command_of_nodes(run_words, nodes=nodes)
     job = SlurmJob(
         name=name, command=f"{setup}\n    {command}" if setup else command,

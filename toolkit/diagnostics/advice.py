@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from toolkit.diagnostics.profile import Profile
+from toolkit.diagnostics.saving import Saving
 from toolkit.distributed.engines.engine import Exchanged
 from toolkit.system.compat import multiplies_bf16
 
 
 def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
-    """One sentence: the part of a step that costs most of what could be saved, and the flag for it."""
+    """One sentence: the part of a step, or of the run, that costs most of what could be saved, and the flag for it."""
     half = settings.get("bf16") is False and not settings.get("fp16")
     workers = f"--dataloader-num-workers {max(2, 2 * (settings.get('dataloader_num_workers') or 0))}"
     waiting = profile.share("communication") * profile.waiting
+    transfer = profile.share("communication") - waiting
+    rivals = waiting, transfer, profile.share("data"), profile.padding, profile.share("other")
+    if (saving := profile.saving) and saving.saves > 1 and saving.share > max(0.1, *rivals):
+        return f"{saving.share:.0%} of the run is saving: {_save_less(saving, profile.step, settings)}"
     if waiting > 0.1:
         late = _late_rank(profile, settings, workers)
         return f"{waiting:.0%} of a step the ranks wait for the slowest of them: {late}"
-    transfer = profile.share("communication") - waiting
     if transfer > 0.2:
         return f"{transfer:.0%} of a step is communication that no computation hides: {_LESS_TRANSFER[profile.exchanged]}"
     if profile.share("data") > 0.1:
@@ -52,6 +57,15 @@ _LESS_TRANSFER: dict[Exchanged, str] = {
     "gradients": "take larger micro-batches and fewer of them (--per-device-train-batch-size, --gradient-accumulation-steps).",
     "weights": "every micro-batch gathers the weights: take larger and fewer ones, or --zero-stage 2 where it fits.",
 }  # fmt: skip
+
+
+def _save_less(saving: Saving, step_seconds: float, settings: Mapping[str, Any]) -> str:
+    """So that saving is a twentieth of the run."""
+    apart = math.ceil(19 * saving.seconds / step_seconds)
+    digits = 10 ** max(0, len(str(apart)) - 2)
+    steps = min(-(-apart // digits) * digits, saving.steps)
+    often = f"take --save-steps {steps}, which makes it {saving.seconds / (saving.seconds + steps * step_seconds):.0%}"
+    return f"{often}{'' if settings.get('async_save') is not False else ', or --async-save'}."
 
 
 def _late_rank(profile: Profile, settings: Mapping[str, Any], workers: str) -> str:

@@ -193,6 +193,52 @@ def _check_decoder_shift(record: Record) -> Outcome:
     return found(note, [])
 
 
+def check_spans(record: Record) -> Outcome:
+    """Starts and ends of answers are those of the data in the micro-batches, and each is learned from the logits of its own."""
+    places = ("start_positions", "end_positions")
+    made = [
+        each for each in record.made_batches.values()
+        if each.kind == "train" and all(name in each.tensors and name in each.documents[0] for name in places)
+    ]  # fmt: skip
+    if not made:
+        return skipped("no answers in contexts")
+    said = [(int(document[places[0]]), int(document[places[1]])) for each in made for document in each.documents]
+    given = [pair for each in made for pair in zip(*(each.tensors[name].tolist() for name in places), strict=True)]
+    learned, wanted, where = list[tuple[int, int]](), list[tuple[int, int]](), ""
+    for forward in record.of_model("train"):
+        each = micro_batch_of(forward, made)
+        if each is not None and len(forward.span_gradients) == 2:  # of a cross-entropy only that of the target is below 0
+            learned += zip(*(forward.span_gradients[name].argmin(-1).tolist() for name in ("start", "end")), strict=True)
+            wanted += zip(*(each.tensors[name].tolist() for name in places), strict=True)
+            where = where or forward.where
+    backwards = sum(start > end for start, end in said)
+    (in_batch, of), (in_loss, of_learned) = _exchanged(given, said), _exchanged(learned, wanted)
+    findings = [
+        None if not backwards else Finding(
+            "spans", f"{backwards:,} of {len(said):,} answers end before they begin.",
+            "Tokenize with tk.tokenize_for_question_answering, and leave start_positions and end_positions as they are.",
+        ),
+        None if in_batch <= of / 2 else Finding(
+            "spans", f"Start and end are exchanged in the micro-batches ({in_batch:,} of {of:,} answers).",
+            "Make start_positions of start_positions and end_positions of end_positions, as tk.collate_windows does.",
+            made[0].where,
+        ),
+        None if in_loss <= of_learned / 2 else Finding(
+            "spans",
+            f"The logits of the start learn the end, and those of the end the start ({in_loss:,} of {of_learned:,} answers).",
+            "Compare start_logits with start_positions and end_logits with end_positions, as tk.question_answering_loss does.",
+            where,
+        ),
+    ]  # fmt: skip
+    return found(f"{of:,} answers of several tokens, {of_learned:,} of them seen in the loss", findings)
+
+
+def _exchanged(seen: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """In how many pairs the first and the second number are exchanged, and in how many they differ."""
+    differ = [(one, other) for one, other in zip(seen, right, strict=True) if other[0] != other[1]]
+    return sum(one == other[::-1] for one, other in differ), len(differ)
+
+
 def check_ends(record: Record, config: Settings) -> Outcome:
     """One BOS where the tokenizer writes one; an end that stops generation behind each answer, and it is learned."""
     made = [each for each in with_token_labels(record) if each.kind == "train"]

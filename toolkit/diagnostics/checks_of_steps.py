@@ -193,8 +193,19 @@ def check_decay(record: Record, config: Settings) -> Outcome:
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
     vectors = [n for n, p in model.named_parameters() if rates.get(id(p)) and is_vector(n, p, owners[id(p)])]
     matrices = [(n, p) for n, p in model.named_parameters() if not is_vector(n, p, owners[id(p)])]
-    spared = [n for n, p in matrices if asked and rates.get(id(p)) == 0.0 and not isinstance(owners[id(p)], nn.Embedding)]
+    shrunk = {name: by for update in record.updates for name, by in update.shrunk.items()}  # by the recipe's own hand
+    spared = [
+        n for n, p in matrices
+        if asked and rates.get(id(p)) == 0.0 and n not in shrunk and not isinstance(owners[id(p)], nn.Embedding)
+    ]  # fmt: skip
+    twice = [n for n, p in model.named_parameters() if n in shrunk and rates.get(id(p))]
+    reached = [n for n, p in model.named_parameters() if n in shrunk and is_vector(n, p, owners[id(p)])]
+    by_hand, line = f"by hand (times {next(iter(shrunk.values()), 1.0):.6g} a step)", record.written_at
     findings = [
+        _about(reached, f"decay {by_hand}, and are {_VECTOR}",
+               "Leave them out, or leave all decay to tk.build_optimizer (--weight-decay).", record, "decay", line),
+        _about(twice, f"decay twice: {by_hand} and by the optimizer's weight_decay",
+               "Remove this line, or give the optimizer weight_decay 0.", record, "decay", line),
         _about(vectors, f"decay, and are {_VECTOR}",
                "Give them a group with weight_decay 0, as tk.build_optimizer does.", record, "decay"),
         _about(spared, f"are matrices and do not decay (--weight-decay {asked:g})",
@@ -300,8 +311,10 @@ def loss_place(record: Record) -> str:
     return next((forward.where for forward in record.of_model("train") if forward.with_gradient and forward.where), "")
 
 
-def _about(names: Sequence[str], what: str, change: str, record: Record, check: str = "trained") -> Finding | None:
-    return Finding(check, f"{_names(names)} {what}.", change, record.optimizer_where) if names else None
+def _about(
+    names: Sequence[str], what: str, change: str, record: Record, check: str = "trained", where: str = ""
+) -> Finding | None:
+    return Finding(check, f"{_names(names)} {what}.", change, where or record.optimizer_where) if names else None
 
 
 def _names(names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.checks_of_data import check_leak, check_padding, check_tokenizer
-from toolkit.diagnostics.checks_of_labels import check_ends, check_masks, check_shift, check_stops
+from toolkit.diagnostics.checks_of_labels import check_ends, check_masks, check_shift, check_spans, check_stops
 from toolkit.diagnostics.checks_of_runs import (
     check_evaluation,
     check_finite,
@@ -94,6 +94,7 @@ def _outcomes(runs: Runs, config: Settings, folder: Path, only: Collection[str])
         "alone": lambda: check_alone(whole, config),
         "masks": lambda: check_masks(record, config),
         "shift": lambda: check_shift(record),
+        "spans": lambda: check_spans(record),
         "ends": lambda: check_ends(record, config),
         "padding": lambda: check_padding(record),
         "rates": lambda: check_rates(record, config),

@@ -14,6 +14,7 @@ CHECKS = {
     "alone": "an example has the gradient together with others that it has alone",
     "masks": "supervised are the tokens that the data say",
     "shift": "labels are shifted once",
+    "spans": "answers in a context begin and end where the data say",
     "ends": "texts begin and end as the tokenizer says, and the end is learned",
     "padding": "padding is on the right, unseen and unsupervised",
     "rates": "the configured learning rates reach the parameters",

@@ -123,11 +123,14 @@ def _doublings(start: int, memory: int, plan_of: Callable[[int], Plan], known: K
         tokens = plan_of(sizes[tried]).tokens
         if known[sizes[tried]][0] < 0:
             high = tried
-        elif not examples and tried > first and tokens == plan_of(sizes[tried - 1]).tokens:  # no more of them than that
-            return sizes[tried - 1], 0
+        elif not examples and low >= 0 and tokens / sizes[tried] < 0.75 * plan_of(sizes[low]).tokens / sizes[low]:
+            enough = bisect.bisect_left(range(low, tried), tokens, key=lambda at: plan_of(sizes[at]).tokens)
+            return sizes[low + enough], 0  # there are no more of them than that
         else:
             low = tried
-        near = bisect.bisect_right(sizes, _edge(known, memory)) - 1 if examples or high < len(sizes) else low + 1
+        near = bisect.bisect_right(sizes, _edge(known, memory)) - 1
+        if not examples and high == len(sizes):  # completions: a plan that is far too large takes long
+            near = min(near, low + (1 if len(known) < 2 else 4))
         tried = min(max(near, low + 1), high - 1)
     return sizes[low] if low >= 0 else 0, sizes[high] if high < len(sizes) else 0
 

@@ -350,7 +350,7 @@ def _cached(
 
 
 def _evaluates(seen: _Seen, original: Callable[..., bool], opened: run.Run, what: str) -> bool:
-    after_steps = what == "eval" and seen.batches == STEPS and opened.config.eval_strategy != "no"
+    after_steps = what == "eval" and seen.batches == min(STEPS, opened.num_steps) and opened.config.eval_strategy != "no"
     return after_steps or original(opened, what)
 
 

@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,13 @@ from toolkit.data.loading.streams import StreamLoader
 from toolkit.diagnostics.communication import RankTimes, from_all_ranks, is_collective, means, share_of_waiting, traced_steps
 from toolkit.diagnostics.compat import record_gpu_memory, write_gpu_memory
 from toolkit.diagnostics.replacements import Replacements
+from toolkit.diagnostics.saving import NotMeasured, Saving, measure_saving
 from toolkit.diagnostics.short_runs import QUIET, ended_by_signals, forget_accelerator, never_evaluated
 from toolkit.distributed.engines import engine_of
 from toolkit.distributed.engines.engine import Exchanged
 from toolkit.tracking.step_metrics import Window
 from toolkit.training import step as training_step
+from toolkit.training.run import Run
 
 WARM_UP, TRACED = 3, 3  # steps: compiling, first allocations; and those under torch's profiler, which slows them
 PHASES = ("data", "forward", "backward", "clipping", "optimizer", "other")
@@ -50,7 +52,7 @@ class Profile:
     seconds of each. `engine`: what the ranks share the work by, `exchanged`: between them in each
     micro-batch. `operations`: of the first rank; `padding`: of the worst.
     `tokens_per_second`: of all ranks; `mfu`: of all their devices. `busy`: seconds of a step in which the
-    first rank's GPU computes.
+    first rank's GPU computes. `saving`: None where it was not measured, and `not_saved` says why.
     """
 
     device: str
@@ -65,6 +67,8 @@ class Profile:
     waiting: float = 0.0
     busy: float | None = None
     ranks: list[dict[str, float]] = field(default_factory=list)
+    saving: Saving | None = None
+    not_saved: str = ""
 
     def share(self, phase: str) -> float:
         return self.seconds.get(phase, 0.0) / self.step
@@ -84,7 +88,7 @@ class Profile:
 def profile(
     main: Callable[[Any], Any], config: Settings, steps: int = 10, trace: Path | None = None, memory: Path | None = None
 ) -> Profile:
-    """Train a recipe for WARM_UP + steps + TRACED steps in a temporary directory and time their parts.
+    """Train a recipe for WARM_UP + steps + TRACED steps in a temporary directory and time their parts, then save a checkpoint.
 
     Where this process is one of several ranks, each of them calls it, and each returns the profile of all.
     On a GPU the device is waited for between the parts, so that each has its own time; steps overlap less than in a run.
@@ -98,7 +102,7 @@ def profile(
     """
     if trains_a_teacher(values_of(config)):
         raise Refusal("--teacher: name one. Without it the recipe trains a teacher first, whose steps would be timed.")
-    timer, printed = _Timer(steps, trace, memory), io.StringIO()
+    timer, printed = _Timer(steps, trace, memory, values_of(config)), io.StringIO()
     forget_accelerator()
     with ended_by_signals(), never_evaluated(), tempfile.TemporaryDirectory(prefix="profile-") as folder, _timed(timer):
         values = values_of(config)
@@ -117,7 +121,8 @@ def profile(
             f"the run ended before {needed} steps, which a profile of {steps} needs. Take fewer --steps, or give it more data, "
             "or a larger --max-steps."
         )
-    return profile_of(timer.measured, timer.device, timer.engine, timer.exchanged)
+    found = profile_of(timer.measured, timer.device, timer.engine, timer.exchanged)
+    return dataclasses.replace(found, saving=timer.saving, not_saved=timer.not_saved)
 
 
 def profile_of(ranks: list[RankTimes], device: str, engine: str = "", exchanged: Exchanged = "nothing") -> Profile:
@@ -136,8 +141,11 @@ def profile_of(ranks: list[RankTimes], device: str, engine: str = "", exchanged:
 class _Timer:
     """A stopwatch whose time goes to one phase at a time."""
 
-    def __init__(self, count: int, trace: Path | None, memory: Path | None) -> None:
-        self.count, self.trace, self.memory = count, trace, memory
+    def __init__(self, count: int, trace: Path | None, memory: Path | None, settings: Mapping[str, Any]) -> None:
+        self.count, self.trace, self.memory, self.settings = count, trace, memory, settings
+        self.run: Run | None = None
+        self.saving: Saving | None = None
+        self.not_saved = "the recipe saves with code of its own"
         self.steps: list[dict[str, float]] = []
         self.events: list[dict[str, float]] = []  # as logged
         self.measured: list[RankTimes] = []  # by each rank; filled at the end
@@ -180,6 +188,7 @@ class _Timer:
             from_all_ranks(None)  # which starts later on one rank than on another
         elif number == WARM_UP + self.count + TRACED:
             self.measured = from_all_ranks(self._close_and_read())  # here, where the ranks still have their group
+            self._save()
             raise _Enough
         self._mark_phase()
 
@@ -189,6 +198,15 @@ class _Timer:
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
         self._profiler = None
+
+    def _save(self) -> None:
+        if self.run is None:
+            return
+        step = statistics.fmean(sum(rank.seconds.values()) for rank in self.measured)
+        try:
+            self.saving, self.not_saved = measure_saving(self.run, self.settings, step), ""
+        except NotMeasured as reason:
+            self.not_saved = str(reason)
 
     def _close_and_read(self) -> RankTimes:
         """What this rank measured; what was asked for is written."""
@@ -236,6 +254,7 @@ def _timed(timer: _Timer) -> Iterator[None]:
     with Replacements() as replace:
         for loader in (TrainLoader, StreamLoader):
             replace.attribute(loader, "batches", functools.partial(_batches, timer))
+        replace.attribute(Run, "__iter__", functools.partial(_followed, timer))
         replace.attribute(torch.Tensor, "backward", functools.partial(_in_phase, timer, "backward"))
         replace.attribute(training_step, "accumulate_micro_batch", functools.partial(_in_phase, timer, "forward"))
         replace.attribute(Window, "event", functools.partial(_logged, timer))
@@ -248,6 +267,11 @@ def _timed(timer: _Timer) -> Iterator[None]:
 def _in_phase(timer: _Timer, phase: str, original: Callable[..., Any], *values: object, **named: object) -> Any:
     with timer.during(phase):
         return original(*values, **named)
+
+
+def _followed(timer: _Timer, original: Callable[[Run], Iterator[Batch]], run: Run) -> Iterator[Batch]:
+    timer.run = run
+    return original(run)
 
 
 def _batches(timer: _Timer, original: Callable[..., Iterator[Batch]], *values: Any) -> Iterator[Batch]:

@@ -32,7 +32,7 @@ class Forward:
 
     `kind`: of the loader whose batch is in use, "train", "eval" or "". `norms`: of the gradient of each embedded token,
     `[batch, length]`, once there was a backward pass. `is_masked`: whether the body got an attention mask or documents'
-    bounds; None where that was not seen.
+    bounds; None where that was not seen. `span_gradients`: of the logits of answers' "start" and "end", `[batch, length]`.
     """
 
     kind: str
@@ -43,6 +43,7 @@ class Forward:
     owner: nn.Module
     norms: torch.Tensor | None = None
     is_masked: bool | None = None
+    span_gradients: Gradients = field(default_factory=dict)
 
 
 @dataclass
@@ -52,7 +53,8 @@ class Update:
     `progress`: of the run, examples consumed before the step over those to consume. `scheduled`: how often a scheduler of torch
     was stepped since the last update, and where. `left_over`: parameters that had a gradient before the first forward pass.
     `is_repeated`: of the same optimizer as the update before, without a forward pass between them.
-    `unchanged`: the share of elements with a gradient that the update left as they were.
+    `unchanged`: the share of elements with a gradient that the update left as they were. `shrunk`: by what the recipe itself
+    multiplied parameters since the update before, by name, where that is below 1.
     """
 
     rates: list[float]
@@ -66,6 +68,7 @@ class Update:
     left_over: list[str] = field(default_factory=list)
     is_repeated: bool = False
     unchanged: float = 0.0
+    shrunk: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -90,6 +93,7 @@ class Record:
     loss_types: set[torch.dtype] = field(default_factory=set)
     frozen_before: Gradients = field(default_factory=dict)
     counted: list[tuple[int, int, str]] = field(default_factory=list)  # cross_entropy in the recipe: targets, labels, place
+    written_at: str = ""  # where the recipe itself changes the trained model's parameters
     saved: nn.Module | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
     samples_policy: bool = False

@@ -23,6 +23,7 @@ from toolkit.diagnostics.watch import Watch
 from toolkit.diagnostics.wrappers import Learned
 from toolkit.distributed.compat import forget_process_state
 from toolkit.preference import reference
+from toolkit.system.interruptions import Terminated
 from toolkit.training import opening
 from toolkit.training.run import Run
 from toolkit.training.signals import STOPPING
@@ -154,13 +155,13 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """A block whose runs end where Ctrl-C or SIGTERM finds them, as KeyboardInterrupt: they have nothing to continue.
+    """A block whose runs end where Ctrl-C or SIGTERM finds them, by an exception: they have nothing to continue.
 
     A run of its own notes the signal, saves and names the command that continues; here the directory is a temporary one.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     before: dict[int, Any] = {}
     with Replacements() as replace:

@@ -40,6 +40,7 @@ class Watch:
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.made_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
         self._inside, self._fresh, self.pending, self._before = 0, True, Update([], {}, {}, None, 0, ""), Gradients()
+        self._left = Gradients()  # the weights as the last update left them
         self._stepped: torch.optim.Optimizer | None = None  # last, since a forward pass of a training step
 
     def __enter__(self) -> Watch:
@@ -56,6 +57,10 @@ class Watch:
         self._undo.attribute(torch.optim.Optimizer, "__init__", functools.partial(wrappers.made_optimizer, self))
         self._undo.attribute(torch.nn.utils, "clip_grad_norm_", functools.partial(wrappers.clipped, self))
         self._undo.attribute(torch.nn.functional, "cross_entropy", functools.partial(wrappers.cross_entropy, self))
+        for name in wrappers.WRITES:
+            self._undo.attribute(torch.Tensor, name, functools.partial(wrappers.written, self))
+        for name in wrappers.WRITES_OF_MANY:
+            self._undo.attribute(torch, name, functools.partial(wrappers.written, self))
         self._undo.attribute(torch.optim.lr_scheduler.LRScheduler, "step", functools.partial(wrappers.scheduled, self))
         self._undo.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._after_update).remove)
@@ -69,6 +74,7 @@ class Watch:
         self.record, self.in_use, self._inside = Record(), [], 0
         self.without_dropout, self.compares_alone = without_dropout, compares_alone
         self._before, self._fresh, self.pending, self._stepped = {}, True, Update([], {}, {}, None, 0, ""), None
+        self._left = {}
         self.until = bool
         return self.record
 
@@ -100,6 +106,7 @@ class Watch:
         record.models.append(model)
         if self.without_dropout:
             wrappers.remove_dropout(model)
+        model.register_forward_hook(functools.partial(wrappers.saw_spans, self))
         for embeddings in wrappers.input_embeddings(model):
             if embeddings not in self._hooked:
                 self._hooked.add(embeddings)
@@ -129,6 +136,7 @@ class Watch:
         pending.where, pending.rates = self.place(), [group["lr"] for group in optimizer.param_groups]
         pending.gradients = self.gradients()
         pending.unclipped = pending.unclipped or pending.gradients
+        pending.shrunk = {n: by for n, p in self._named() if n in self._left and 0.9 < (by := scale(self._left[n], p)) < 1}
         pending.is_repeated, self._stepped = self._stepped is optimizer, optimizer
         batch, loader = self.in_use[-1][1], record.train
         if loader is not None:
@@ -149,6 +157,12 @@ class Watch:
             changed += int(((named[name].detach() != before) & gradient).sum())
         self.record.updates[-1].unchanged = 1 - changed / touched if touched else 0.0
         self._before, self._fresh, self.pending = {}, True, Update([], {}, {}, None, 0, "")
+        self._left = {name: p.detach().clone() for name, p in named.items() if p.requires_grad}
+
+    def is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter of the trained model, or a view of one."""
+        place = tensor.untyped_storage().data_ptr()
+        return any(p.untyped_storage().data_ptr() == place for _, p in self._named())
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         model = self.record.model
@@ -168,3 +182,12 @@ class Watch:
         self.pending.left_over = [
             name for name, p in self._named() if p.grad is not None and id(p) in held and bool((p.grad != 0).any())
         ]
+
+
+def scale(before: torch.Tensor, after: torch.Tensor) -> float:
+    """By what a tensor was multiplied; 1 where it was not changed, or in another way; of one number nobody can say which."""
+    one, other = before.double(), after.detach().double()
+    if one.numel() < 2 or torch.equal(one, other) or not (squares := one.square().sum()):
+        return 1.0
+    by = (one * other).sum() / squares
+    return float(by) if (other - by * one).norm() < 0.3 * (other - one).norm() else 1.0  # what is left is rounding

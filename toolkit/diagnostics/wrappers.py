@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,11 @@ from toolkit.diagnostics.records import Documents, Forward, MadeBatch
 if TYPE_CHECKING:
     from toolkit.diagnostics.watch import Watch
 
+# What changes a tensor in place, of one and of many.
+WRITES = (
+    "mul_", "div_", "sub_", "add_", "lerp_", "copy_", "addcmul_", "__imul__", "__isub__", "__iadd__", "__itruediv__",
+)  # fmt: skip
+WRITES_OF_MANY = ("_foreach_mul_", "_foreach_div_", "_foreach_sub_", "_foreach_add_")
 HELD_OUT = 25  # documents: a last batch is a short one
 
 
@@ -193,6 +198,24 @@ def cross_entropy(watch: Watch, original: Callable[..., Any], *values: Any, **na
                 counted = (int((target != ignored).sum()), int((labels != -100).sum()), watch.place())
                 watch.record.counted.append(counted)
     return original(*values, **named)
+
+
+def written(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """Called by the recipe itself, on a parameter of the trained model: where that is."""
+    if watch.record.optimizer is not None and watch.is_own(sys._getframe(2).f_code.co_filename):
+        tensors = values[0] if isinstance(values[0], Sequence) else values[:1]
+        if any(isinstance(tensor, torch.Tensor) and watch.is_parameter(tensor) for tensor in tensors):
+            watch.record.written_at = watch.place()
+    return original(*values, **named)
+
+
+def saw_spans(watch: Watch, module: nn.Module, inputs: Any, output: Any) -> None:
+    """The gradients of the logits of answers, once there was a backward pass."""
+    forwards = watch.record.forwards
+    for name in ("start", "end"):
+        logits = getattr(output, f"{name}_logits", None)
+        if watch.kind == "train" and forwards and isinstance(logits, torch.Tensor) and logits.requires_grad:
+            logits.register_hook(functools.partial(forwards[-1].span_gradients.__setitem__, name))
 
 
 def saved_model(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:

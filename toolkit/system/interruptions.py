@@ -1,8 +1,9 @@
-"""Exceptions that end a run early, with their exit code, and a time limit for code from elsewhere, such as a chat template."""
+"""What ends a run or a command early, and a time limit for code from elsewhere, such as a chat template."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -23,6 +24,23 @@ class Interrupted(BaseException):
 
 class InterruptedByKeyboard(Interrupted, KeyboardInterrupt):
     """The same by Ctrl-C or a notebook's stop button, where no command line runs the recipe: also what Python raises."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came where nothing is to be continued: what Ctrl-C ends, it ends too."""
+
+
+def raise_on_sigterm() -> None:
+    """From now on SIGTERM ends this process by an exception, so that temporary files go; a fork of it dies of the signal."""
+    process = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            raise Terminated
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 class OutOfTime(Exception):

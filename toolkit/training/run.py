@@ -223,8 +223,7 @@ class Run:
             self.records.display.logged(self.step, event)
             self._record(event)
             memory = memory_in_use(self.accelerator.device)
-            for warning in self.resources.after_event(self.step, seconds, event["data_wait"], memory):
-                self.say(f"WARNING: {warning}")
+            self._warn(self.resources.after_event(self.step, seconds, event["data_wait"], memory), stops=False)
 
     def history(self, name: str) -> list[float]:
         """Every value of a metric that was logged so far, in order; `loss` is that of evaluations, where there are any."""
