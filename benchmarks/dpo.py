@@ -162,7 +162,8 @@ def in_twos(task: Task, **settings: Any) -> dict[str, float]:
 COMPARISON = Comparison(
     script=__file__,
     sides={
-        OURS: partial(ours, bf16=True), f"{OURS}, two pairs at a time": partial(in_twos, bf16=True), DEFAULTS: trl, BEST: best_trl,
+        OURS: partial(ours, bf16=True), f"{OURS}, two pairs at a time": partial(in_twos, bf16=True),
+        DEFAULTS: trl, BEST: best_trl,
     },
     in_float32={
         f"{OURS}, float32": ours, f"{DEFAULTS}, float32": partial(trl, bf16=False),
