@@ -26,6 +26,7 @@ from toolkit.distributed.engines.engine import local_part
 
 ENGINE = "engine"  # the part that FSDP2 or DeepSpeed allocates: gathered weights, buckets, partitions of the gradients
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+FAKE.cache_enabled = False  # it holds tensors, and small objects all over the heap, that a run has not
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
