@@ -13,7 +13,7 @@ import torch
 from toolkit.command_line.recipe import read_recipe
 from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.heap import Heap, find_heap
-from toolkit.diagnostics.plan import plan
+from toolkit.diagnostics.plan import _Seen, plan
 from toolkit.system.allocator import PRIMITIVES
 
 MIB = 2**20
@@ -82,6 +82,24 @@ def test_a_plan_in_bfloat16_multiplies_for_what_onednn_keeps_and_for_each_produc
     kept = [shape for shape in shapes if isinstance(shape, int)]
     assert len(kept) == min(least, 64)
     assert least - len(kept) <= len(shapes) - len(kept) <= most
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_before_the_steps_is_in_the_heap_and_its_model_is_not_counted_again(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when: the heap begins with the first step, or what DeepSpeed's hooks keep of the first model is counted with the second."""
+    begun, start = list[bool](), _Seen.start
+    monkeypatch.setattr(_Seen, "start", lambda seen: (begun.append(seen.is_before_steps), start(seen))[1])
+    words = ["--hidden-size", "16", "--num-hidden-layers", "1", "--intermediate-size", "16", "--num-attention-heads", "2", "--max-train-examples", "64"]
+    parts = []
+    for flags in (["--eval-on-start"], []):
+        begun.clear()
+        zero = ["--zero-stage", "1"] * (ranks == 2)
+        main, config = read_recipe(Path(__file__).parents[2] / "recipes/accelerated.py", [*words, *flags, *zero, "--use-cpu", "--no-bf16"])
+        parts.append(plan(main, config, ranks=ranks).parts)
+        assert begun[0] == bool(flags)
+    assert parts[0] == parts[1]
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN multiplies no bfloat16 there")

@@ -138,7 +138,7 @@ def test_the_process_takes_what_was_planned() -> None:
 
     Fails when: the margin is 30 % of the tensors, as it was.
     """
-    assert one_side("lora", "plan")["process"] == pytest.approx(one_side("lora", "process")["process"], rel=0.1)
+    assert one_side("lora", "plan")["process"] == pytest.approx(one_side("lora", "process")["process"], rel=0.15)
 
 
 SMALL = ["accelerated", "--hidden-size", "64", "--num-hidden-layers", "1", "--max-train-examples", "64", "--optim", "adamw_torch"]

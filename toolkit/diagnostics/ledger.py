@@ -129,7 +129,14 @@ class Ledger(TorchDispatchMode):
         finally:
             self._is_pausing = False
 
+    def forget(self) -> None:
+        """Count all that is live as gone: it is of a run that has ended. (DeepSpeed's hooks keep its weights.)"""
+        for key in list(self._of):
+            self._gone(key)
+
     def _gone(self, key: int) -> None:
+        if key not in self._of:
+            return
         part, size, _ = self._of.pop(key)
         self._add(part, -size)
         if self.heap:

@@ -2,7 +2,8 @@
 
 The recipe's own `main` takes two steps, each on the longest micro-batch of its data, and evaluates on the longest one there:
 data, collate function, loss, optimizer, clipping and metrics are the real ones, on shapes alone. Two steps, as the first has no
-optimizer state in its forward pass.
+optimizer state in its forward pass. For a CPU the run is followed twice, first through the evaluation before its first
+step: what that leaves in the heap is in the way of the steps.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import io
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -47,6 +50,7 @@ from toolkit.training import run
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 STEPS = 2
+EVALUATED = 3  # batches of an evaluation before the first step
 PARTS = (
     "weights", "master weights", "gradients", "optimizer state", "reference", TEACHER, "reward model", "activations", "logits",
     SAMPLING, "update", ENGINE, "other",
@@ -118,7 +122,25 @@ def plan(
     """
     check_plannable(config)
     seen = _Seen(Ledger(find_heap() if kind == "cpu" else None))
-    printed = io.StringIO()
+    follow = functools.partial(_follow, main, config, seen, kind, ampere, ranks, environment)
+    try:
+        if seen.ledger.heap and _evaluates_first(config):
+            follow(before_steps=True)
+        follow(before_steps=False)
+    finally:
+        if seen.ledger.heap:
+            seen.ledger.heap.clear()
+    if not seen.batches:
+        raise Refusal("no plan of this run: it took no step with batches of tk.build_dataloaders.")
+    return seen.plan()
+
+
+def _follow(
+    main: Callable[[Any], Any], config: Settings, seen: _Seen, kind: str, ampere: bool, ranks: int,
+    environment: Mapping[str, str], *, before_steps: bool,
+) -> None:  # fmt: skip
+    """The run up to where all was seen, or with `before_steps` up to its first one: what its evaluation leaves in the heap."""
+    printed, seen.is_before_steps = io.StringIO(), before_steps
     forget_accelerator()
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="plan-") as folder, contextlib.ExitStack() as stack:
         for each in (never_evaluated(), _replaced(seen, values_of(config)), planned_for(kind, ampere), without_weights(),
@@ -132,18 +154,16 @@ def plan(
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if seen.ledger.phase == "other" and not seen.models:
                 raise
-            if seen.peak_of_steps is None:
+            if seen.peak_of_steps is None and not before_steps:
                 raise Refusal(f"no plan of this run: it needs the values of its tensors ({first_line(error)})") from error
-            seen.notes.append(f"The evaluation was planned as far as it needs no values ({first_line(error)}).")
+            if not before_steps:
+                seen.notes.append(f"The evaluation was planned as far as it needs no values ({first_line(error)}).")
         finally:
             for remove in seen.removed:
                 remove()
             forget_accelerator()
-            if seen.ledger.heap:
-                seen.ledger.heap.clear()
-    if not seen.batches:
-        raise Refusal("no plan of this run: it took no step with batches of tk.build_dataloaders.")
-    return seen.plan()
+    if before_steps:
+        seen.forget_models()
 
 
 def check_plannable(config: Settings) -> None:
@@ -163,6 +183,7 @@ class _Seen:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.models, self.batches, self.process, self.before = ledger, list[nn.Module](), 0, 0, 0
         self.removed: list[Callable[[], None]] = []
+        self.is_before_steps = False
         self.layers = PlannedLayers(ledger)
         self.train: Any = None
         self.longest: Batch | None = None
@@ -172,6 +193,22 @@ class _Seen:
         self.notes: list[str] = []
         self.micro_batch_size, self.update_size = 0, 0  # examples in one, and in all of an update
         self.examples = 0
+
+    def start(self) -> None:
+        """Of the heap, as the first batch is about to be computed."""
+        if not self.process:
+            if self.ledger.heap:
+                with self.ledger.pausing():
+                    self.ledger.heap.restart(has_multiplied=self.precision == "bf16")
+            self.process, self.before = resident(), self.ledger.total
+
+    def forget_models(self) -> None:
+        self.models.clear()
+        self.removed.clear()
+        self.layers = PlannedLayers(self.ledger)
+        gc.collect()
+        self.ledger.forget()
+        self.ledger.phase = "other"
 
     def updating(self, batch: Batch, micro_batch_size: int, update_size: int) -> None:
         """A micro-batch of completions, where the loader's are of prompts."""
@@ -311,6 +348,8 @@ def _backward(seen: _Seen, original: Callable[..., Any], *values: object, **name
 
 def _longest_batches(seen: _Seen, original: Callable[..., Iterator[Batch]], loader: Any, *values: Any) -> Iterator[Batch]:
     """Two batches, of the longest micro-batch each, which is accumulated where the run accumulates."""
+    if seen.is_before_steps:
+        raise _Planned
     seen.train, seen.micro_batch_size, seen.update_size = loader, loader.micro_batch_size, loader.global_batch_size
     longest, seen.examples = loader.longest_micro_batch(), len(loader.rows.lengths)
     for number, batch in enumerate(original(loader, *values)):
@@ -319,11 +358,7 @@ def _longest_batches(seen: _Seen, original: Callable[..., Iterator[Batch]], load
         seen.accumulated = len(batch.micro_batches)
         seen.longest = _repeated(batch, longest, min(seen.accumulated, 2), loader.longest_examples())
         seen.batches += 1
-        if seen.batches == 1:
-            if seen.ledger.heap:
-                with seen.ledger.pausing():
-                    seen.ledger.heap.restart(has_multiplied=seen.precision == "bf16")
-            seen.process, seen.before = resident(), seen.ledger.total
+        seen.start()
         seen.ledger.restart()
         seen.ledger.phase = "activations"
         yield seen.longest
@@ -350,13 +385,25 @@ def _cached(
 
 
 def _evaluates(seen: _Seen, original: Callable[..., bool], opened: run.Run, what: str) -> bool:
+    if what == "eval_on_start":
+        return seen.is_before_steps
     after_steps = what == "eval" and seen.batches == min(STEPS, opened.num_steps) and opened.config.eval_strategy != "no"
     return after_steps or original(opened, what)
+
+
+def _evaluates_first(config: Settings) -> bool:
+    values = values_of(config)
+    return bool(values.get("eval_on_start")) and values["eval_strategy"] != "no" and "num_generations" not in values
 
 
 def _longest_evaluation(seen: _Seen, original: Callable[..., Iterator[Batch]], loader: Any) -> Iterator[Batch]:
     """The first batch of an evaluation after the steps, which is the longest. A loop of the recipe's own may evaluate after its
     first step, if that is its last one."""
+    if seen.is_before_steps:
+        seen.start()
+        seen.ledger.phase = "evaluation"
+        yield from itertools.islice(original(loader), EVALUATED)
+        raise _Planned
     if not seen.batches:
         yield from original(loader)
         return
