@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from toolkit.diagnostics import compat
-from toolkit.diagnostics.ledger import ENGINE, Ledger
+from toolkit.diagnostics.ledger import ENGINE, FAKE, Ledger
 from toolkit.diagnostics.one_rank import as_first_rank
 
 
@@ -42,6 +42,17 @@ def test_a_fake_tensor_has_a_device_and_a_storage_without_contents() -> None:
     assert (whole.device.type, whole.untyped_storage().nbytes()) == ("cpu", 4 * 10**12)
     keys = [compat.storage_key(tensor.untyped_storage()) for tensor in (view, whole, other)]
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_fake_tensors_of_a_plan_are_in_no_cache() -> None:
+    """Fails when: torch names its switch otherwise, and the cache holds tensors and pieces of the heap that a run has not."""
+    before = compat.FakeTensorMode.cache_info()
+    with FAKE:
+        torch.empty(3, 5, 7) + 1
+    assert compat.FakeTensorMode.cache_info() == before
+    with compat.FakeTensorMode():
+        torch.empty(3, 5, 7) + 1
+    assert compat.FakeTensorMode.cache_info() != before
 
 
 def test_what_is_written_to_a_modules_tables_are_its_parameters_and_buffers() -> None:
