@@ -195,7 +195,7 @@ class _Seen:
         self.examples = 0
 
     def start(self) -> None:
-        """Of the heap, as the first batch is about to be computed."""
+        """Begin to follow the heap: the first batch is about to be computed."""
         if not self.process:
             if self.ledger.heap:
                 with self.ledger.pausing():
@@ -203,6 +203,7 @@ class _Seen:
             self.process, self.before = resident(), self.ledger.total
 
     def forget_models(self) -> None:
+        """Those of the run before, which was followed up to its first step."""
         self.models.clear()
         self.removed.clear()
         self.layers = PlannedLayers(self.ledger)

@@ -64,7 +64,7 @@ def measure_saving(run: Run, settings: Mapping[str, Any], step_seconds: float) -
 
 
 def saving_of(seconds: float, written: float, size: int, saves: int, steps: int, step_seconds: float) -> Saving:
-    """What a checkpoint costs a run of so many steps. In the background a save waits for the one before, if that is still
+    """What a checkpoint costs a run of this many steps. In the background a save waits for the one before, if that is still
     being written."""
     trained = steps * step_seconds
     waited = saves * max(seconds, written - trained / max(saves, 1))
