@@ -78,6 +78,17 @@ def test_what_a_kill_left_is_known_and_what_it_cut_is_not(accelerator: Accelerat
     assert all(json.loads(line) for line in part.read_text().splitlines())
 
 
+def test_the_parts_of_another_step_stay_where_they_are(accelerator: Accelerator, model: nn.Module, tmp_path: Path) -> None:
+    """A run that goes back to an earlier step comes to it again. Fails when: opening or saving a step takes those of all steps."""
+    later = tk.open_phase(accelerator, model, tmp_path, 2, SETTINGS)
+    later.append(groups()[0], 0)
+    later.close()
+    phase = open_(accelerator, model, tmp_path)
+    assert phase.known == {}
+    tk.save_rollouts(accelerator, phase, groups()[1])
+    assert sorted(tk.open_phase(accelerator, model, tmp_path, 2, SETTINGS).known) == [(0, 0)]
+
+
 def test_columns_that_json_has_no_word_for_are_kept_as_text(accelerator: Accelerator, model: nn.Module, tmp_path: Path) -> None:
     """Fails when: a row with a date ends the run, or its line counts as damaged."""
     phase, group = open_(accelerator, model, tmp_path), groups()[0]
