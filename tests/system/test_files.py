@@ -1,5 +1,6 @@
 """A lock that is waited for says so; a limit on time ends what has none."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -45,3 +46,12 @@ def test_a_block_without_an_end_is_ended_and_an_earlier_timer_goes_on() -> None:
 def _never_end() -> None:
     while True:
         pass
+
+
+def test_what_is_written_first_is_in_the_same_folder_and_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: it is where a rename can't reach it, on another disk, or where a glob takes it for the file."""
+    seen, replace = list[Path](), os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (seen.append(Path(old)), replace(old, new))[1])
+    files.write_atomically(tmp_path / "file.json", "whole")
+    assert [(path.parent, path.name[0]) for path in seen] == [(tmp_path, ".")]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
