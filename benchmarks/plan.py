@@ -202,7 +202,7 @@ def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
     import torch
 
     import toolkit as tk
-    from toolkit.diagnostics import plan as planner
+    from toolkit.diagnostics import plan as planner, planned_run
     from toolkit.diagnostics.ledger import Ledger
     from toolkit.diagnostics.planned_rollouts import PlannedRollouts
     from toolkit.diagnostics.planned_teachers import replace_teachers
@@ -210,12 +210,12 @@ def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
     from toolkit.preference import reference
     from toolkit.training.run import Run
 
-    seen = planner._Seen(Ledger())
+    seen = planned_run.Seen(Ledger())
     # From the start: what engines and DDP hold, Python can't list.
     profiler = torch.autograd.profiler.profile(enabled=profiled, profile_memory=True, use_kineto=True)
 
     def batches(original: Any, loader: Any, *values: Any) -> Iterator[Any]:
-        longest = planner._longest_batches(seen, original, loader, *values)
+        longest = planned_run.longest_batches(seen, original, loader, *values)
         yield next(longest)
         with torch.autograd.profiler.record_function("second step"):
             yield next(longest)
@@ -226,21 +226,21 @@ def _really(main: Any, config: Any, profiled: bool) -> dict[str, float]:
         time.sleep(0.002)  # Gloo's thread lets go of the tensors first: the profiler sees only what this one frees
         return done
 
-    with tempfile.TemporaryDirectory() as folder, Replacements() as replace, profiler, contextlib.suppress(planner._Planned):
+    with tempfile.TemporaryDirectory() as folder, Replacements() as replace, profiler, contextlib.suppress(planned_run.Planned):
         replace.attribute(torch.distributed.Work, "wait", wait)
         loaders = importlib.import_module(tk.build_dataloaders.__module__)
         replace.attribute(loaders.TrainLoader, "batches", batches)
-        replace.attribute(loaders.EvalLoader, "__iter__", functools.partial(planner._longest_evaluation, seen))
+        replace.attribute(loaders.EvalLoader, "__iter__", functools.partial(planned_run.longest_evaluation, seen))
         if "num_generations" not in vars(config):
-            replace.attribute(Run, "due", functools.partial(planner._evaluates, seen))
+            replace.attribute(Run, "due", functools.partial(planned_run.evaluates, seen))
         if "teacher" in vars(config):  # answers of the same lengths, and as many that are stored
             replace_teachers(replace, seen.ledger)
         if "num_generations" in vars(config):
             size, updates = config.per_device_train_batch_size, config.steps_per_generation
             PlannedRollouts(seen.ledger, size, updates, seen.updating).replace(replace)
         if "desirable_weight" in vars(config):  # else the reference of all rows is computed first
-            replace.attribute(reference, "reference_table", lambda *_, **__: planner._AnyRow())
-        replace.public("cache_gradients", functools.partial(planner._cached, seen))
+            replace.attribute(reference, "reference_table", lambda *_, **__: planned_run.AnyRow())
+        replace.public("cache_gradients", functools.partial(planned_run.cached, seen))
         main(planner._alone(config, folder))
     if not profiled:
         lines = Path("/proc/self/status").read_text().splitlines()

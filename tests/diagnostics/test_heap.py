@@ -13,7 +13,8 @@ import torch
 from toolkit.command_line.recipe import read_recipe
 from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.heap import Heap, find_heap
-from toolkit.diagnostics.plan import _Seen, plan
+from toolkit.diagnostics.plan import plan
+from toolkit.diagnostics.planned_run import Seen
 from toolkit.system.allocator import PRIMITIVES
 
 MIB = 2**20
@@ -89,8 +90,8 @@ def test_an_evaluation_before_the_steps_is_in_the_heap_and_its_model_is_not_coun
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails when: the heap begins with the first step, or what DeepSpeed's hooks keep of the first model is counted with the second."""
-    begun, start = list[bool](), _Seen.start
-    monkeypatch.setattr(_Seen, "start", lambda seen: (begun.append(seen.is_before_steps), start(seen))[1])
+    begun, start = list[bool](), Seen.start
+    monkeypatch.setattr(Seen, "start", lambda seen: (begun.append(seen.is_before_steps), start(seen))[1])
     words = ["--hidden-size", "16", "--num-hidden-layers", "1", "--intermediate-size", "16", "--num-attention-heads", "2", "--max-train-examples", "64"]
     parts = []
     for flags in (["--eval-on-start"], []):
