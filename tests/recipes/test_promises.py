@@ -3,12 +3,17 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.warm
 
 RECIPES = ["basic", "accelerated", "sft", "distill", "distill_classifier", "lora", "dpo", "kto", "reward", "reranker", "multiple_choice", "embedding", "token_classification", "pretrain", "question_answering", "masked_lm", "diffusion", "seq2seq"]
 SMALL = ["--hidden-size", "32", "--num-hidden-layers", "2", "--max-train-examples", "120", "--max-eval-examples", "8"]
@@ -63,6 +68,21 @@ def check_what_it_writes(run, recipe: str, steps: int) -> None:
     assert ("\nSaved " in run.out) == (recipe != "basic")  # which has no Accelerator
 
 
+def check_export(stopped: Path, whole: Path) -> None:
+    """`toolkit export` of an interrupted run: the files that a whole run's model has, and the checkpoint's weights."""
+    words = ["export", str(stopped), "--into", str(stopped.with_name("exported"))]
+    done = subprocess.run([sys.executable, "-m", "toolkit", *words], capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in stopped.with_name("exported").iterdir()} == {path.name for path in (whole / "model").iterdir()}
+    [checkpoint] = stopped.glob("checkpoints/step-*")
+    saved = {name.replace(".default", ""): tensor for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+    [weights] = stopped.with_name("exported").glob("*.safetensors")
+    exported = load_file(weights)
+    shared = saved.keys() & exported.keys()  # an adapter's file has frozen weights too where its base has random ones
+    assert shared
+    assert all(torch.equal(saved[name], exported[name]) for name in shared)
+
+
 def test_two_runs_of_basic_give_bit_identical_weights_and_write_what_they_promise(run_recipe) -> None:
     """Of the other recipes, a run that was resumed is compared with one that was not, which needs the same.
 
@@ -95,8 +115,8 @@ def test_a_run_ended_by_sigterm_continues_to_the_same_bits(run_recipe, tmp_path:
     """Exit code 75 after a durable checkpoint, and the command that continues on the screen. With three micro-batches a step,
     dropout, a short last batch, and a worker that the whole run does without. And each recipe writes what it promises.
 
-    Fails when: the seed of a micro-batch depends on what ran before, the optimizer's state is not restored, or anything random is
-    not seeded by the settings.
+    Its model so far can be exported. Fails when: the seed of a micro-batch depends on what ran before, the optimizer's state is
+    not restored, anything random is not seeded by the settings, or an export has the weights that training began from.
     """
     flags = [*SMALL_OF[recipe], "--num-train-epochs", EPOCHS[recipe], "--logging-steps", "1", "--gradient-accumulation-steps", "3"]
     flags += ["--per-device-train-batch-size", "2", "--dropout", "0.1", "--save-strategy", "no"]
@@ -118,6 +138,7 @@ def test_a_run_ended_by_sigterm_continues_to_the_same_bits(run_recipe, tmp_path:
     assert "--resume" in stopped.err
     assert stopped.summary["status"] == "interrupted"
     assert stopped.summary["steps"] < len(consumed)
+    check_export(stopped.output_dir, whole.output_dir)
     resumed = run_recipe(recipe, *flags, "--resume")
     assert resumed.code == 0, resumed.err
     assert same(whole.weights(), resumed.weights())

@@ -46,6 +46,7 @@ COMMANDS = {
         "generate": ("toolkit.cli.generate:generate", "Answer prompts: of --prompt, of a file, or piped in."),
         "chat": ("toolkit.cli.chat:chat", "Talk to a model through its chat template."),
         "evaluate": ("toolkit.cli.evaluate:evaluate", "Evaluate a model on a dataset."),
+        "export": ("toolkit.cli.export:export", "Write the model of a checkpoint, of a run that has not ended too."),
         "merge": ("toolkit.cli.merge:merge", "Make an ordinary model of an adapter and its base."),
         "push": ("toolkit.cli.push:push", "Send a model to the Hugging Face Hub, or finish what a run could not send."),
     },

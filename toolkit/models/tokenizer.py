@@ -15,7 +15,7 @@ from toolkit.config.json_and_yaml import read_text_file
 from toolkit.models.broken_files import broken_file
 from toolkit.models.compat import compile_template
 from toolkit.models.shapes import check_config_files
-from toolkit.system.console import first_line
+from toolkit.system.console import as_typed, first_line
 from toolkit.system.network import stay_offline_without_network
 
 if TYPE_CHECKING:
@@ -179,6 +179,9 @@ def _pretrained_tokenizer(config: ModelConfig, is_fast: bool) -> PreTrainedToken
             of_run = Path(name, "model")
             if any((of_run / file).exists() for file in ("config.json", "adapter_config.json")):
                 raise Refusal(f"{setting} {name}: is a run's output directory. Did you mean {setting} {of_run}?")
+            if (Path(name) / "checkpoints").is_dir() or Path(name).parent.name == "checkpoints":
+                made_by = as_typed("toolkit", "export", name)
+                raise Refusal(f"{setting} {name}: is no model directory. One of its checkpoint is made by: {made_by}")
             raise Refusal(
                 f"{setting} {name}: the directory holds no tokenizer (none of {', '.join(_TOKENIZER_FILES[:4])} ...). "
                 "Save it there with tokenizer.save_pretrained(...), or name another with --tokenizer"

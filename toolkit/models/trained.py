@@ -62,7 +62,9 @@ def find_model(written: str) -> str:
     if directory.is_dir() and not any((directory / name).exists() for name in ("config.json", "adapter_config.json")):
         inside = directory / "model"
         if not inside.is_dir():
-            unfinished = " The run has not finished; its checkpoints are in it." if (directory / "checkpoints").is_dir() else ""
+            unfinished = ""
+            if (directory / "checkpoints").is_dir() or directory.parent.name == "checkpoints":
+                unfinished = f" A model of its checkpoint is made by: {as_typed('toolkit', 'export', written)}"
             raise Refusal(
                 f"{written}: there is no model in it (config.json or adapter_config.json, here or in model/).{unfinished}"
             )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from toolkit import checkpoint as ckpt
 from toolkit.distributed.heartbeat import RankLost
 from toolkit.distributed.launch import TRAIN_OPTIONS
-from toolkit.system.console import first_line
+from toolkit.system.console import as_typed, first_line
 from toolkit.system.interruptions import Interrupted, InterruptedByKeyboard
 from toolkit.training.memory import WHAT_HELPS, OutOfMemory, is_out_of_memory
 
@@ -67,7 +67,8 @@ def explained(error: RuntimeError, step: int, heartbeat: Heartbeat | None, how_t
 def how_to_continue(checkpoints: Path, config: RunConfig) -> str:
     """The newest checkpoint, and the command that continues from it."""
     newest = ckpt.read_pointer(checkpoints, "last")
-    kept = f"The newest checkpoint is {newest}" if newest else "There is NO checkpoint yet"
+    model = as_typed("toolkit", "export", checkpoints.parent)
+    kept = f"The newest checkpoint is {newest} (its model: {model})" if newest else "There is NO checkpoint yet"
     if not _has_command_line(config):
         overwrites = ", overwrite_output_dir=False" if config.overwrite_output_dir else ""
         return f"{kept}. Continue with:\n  main(dataclasses.replace(config, resume=True{overwrites}))"

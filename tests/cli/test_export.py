@@ -1,0 +1,101 @@
+"""toolkit export: a model directory of a checkpoint. Every recipe's is made in tests/recipes/test_promises.py."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from toolkit.system.digests import directory_digest
+
+pytestmark = pytest.mark.warm
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = [
+    "--dataset", "rows.csv", "--eval-fraction", "0.3", "--hidden-size", "32", "--num-hidden-layers", "1", "--max-length", "32", "--vocab-size", "300",
+    "--max-steps", "6", "--save-steps", "2", "--eval-steps", "2", "--save-total-limit", "none", "--learning-rate", "0.01", "--output-dir", "out",
+]  # fmt: skip
+
+
+def toolkit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "toolkit", *words], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps in out/, with checkpoints after two, four and six."""
+    folder = tmp_path_factory.mktemp("export")
+    rows = [f"the {i} {('good', 'bad')[i % 2]} thing,{('up', 'down')[i % 2]}" for i in range(60)]
+    (folder / "rows.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    done = toolkit(folder, "train", "accelerated", *FLAGS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_newest_is_the_model_that_the_run_wrote_and_the_run_stays_as_it_was(folder: Path) -> None:
+    """Fails when: the weights stay those that training began from, the tokenizer is left out, or the run is opened again."""
+    before = directory_digest(folder / "out")
+    done = toolkit(folder, "export", "out", "--into", "newest")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"Saved {folder / 'newest'}: the model after step 6"]
+    assert directory_digest(folder / "out") == before
+    written, exported = ({path.name: path for path in (folder / place).iterdir()} for place in ("out/model", "newest"))
+    assert written.keys() == exported.keys()
+    assert [name for name in written if written[name].read_bytes() != exported[name].read_bytes()] == ["README.md"]
+    assert 'name = "newest"' in exported["README.md"].read_text()
+
+
+@pytest.mark.parametrize("words", [("out", "--step", "2"), ("out/checkpoints/step-2",)])
+def test_an_earlier_step_has_the_weights_and_the_metrics_of_its_checkpoint(folder: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Fails when: another checkpoint is taken, or the card has the metrics of the last step."""
+    done = toolkit(folder, "export", *words, "--into", str(tmp_path / "second"))
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "second")
+    assert AutoTokenizer.from_pretrained(tmp_path / "second")("a good thing")["input_ids"]
+    saved = load_file(folder / "out/checkpoints/step-2/model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in saved.items())
+    metrics = (folder / "out/metrics.jsonl").read_text().splitlines()
+    losses = [line.split('"eval_loss": ')[1].split(",")[0] for line in metrics if '"eval_loss"' in line]
+    card = (tmp_path / "second/README.md").read_text()
+    assert [f"{float(loss):.6f}"[:6] in card for loss in losses[-3:]] == [True, False, False]
+
+
+def test_the_best_is_the_one_that_the_run_points_to(folder: Path) -> None:
+    best = (folder / "out/checkpoints/best.json").read_text().split("step-")[1].split('"')[0]
+    done = toolkit(folder, "export", "out", "--best")
+    assert done.returncode == 0, done.stderr
+    assert (folder / f"out/model-step-{best}/config.json").is_file()
+    again = toolkit(folder, "export", "out", "--best")
+    assert again.returncode == 2
+    assert "--overwrite" in again.stderr
+    assert toolkit(folder, "export", "out", "--best", "--overwrite").returncode == 0
+    shutil.rmtree(folder / f"out/model-step-{best}")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nowhere",), "nowhere"), (("rows.csv",), "rows.csv"), (("out", "--step", "3"), "2, 4, 6"), (("out", "--step", "2", "--best"), "--best"),
+        (("out/checkpoints/step-2", "--best"), "one checkpoint"), (("out/checkpoints/step-9",), "step 9"), (("out/model",), "no checkpoint"),
+        (("out", "--into", "rows.csv"), "--into"), (("out", "--recipe", "nowhere.py"), "nowhere.py"), (("bare",), "run.json"),
+        (("out", "--recipe", str(ROOT / "recipes/token_classification.py")), ""),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exported_is_refused_with_one_message(folder: Path, words: tuple[str, ...], said: str) -> None:
+    if not (folder / "bare").exists():
+        shutil.copytree(folder / "out/checkpoints", folder / "bare/checkpoints")
+    done = toolkit(folder, "export", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_commands_that_want_a_model_name_it_for_a_checkpoint(folder: Path) -> None:
+    for words in (("generate", "out/checkpoints/step-2", "--prompt", "a"), ("train", "sft", "--model", "out/checkpoints/step-2", "--output-dir", "other")):
+        done = toolkit(folder, *words)
+        assert done.returncode == 2
+        assert "toolkit export out/checkpoints/step-2" in done.stderr
