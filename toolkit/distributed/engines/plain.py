@@ -48,8 +48,8 @@ def clip_and_update(
         scaler.step(plain) if scaler is not None else plain.step()
     if scaler is not None:
         scaler.update()
-    # The model's, not the optimizer's: that one clears only its own parameters, and a leftover would enter the next norm.
-    model.zero_grad(set_to_none=True)
+    for parameter in parameters:  # not only the optimizer's: a leftover would enter the next norm
+        parameter.grad = None
     incident = ~finite & ~torch.isfinite(loss) if searching else ~finite
     return {"grad_norm": norm.detach(), "applied": finite.float(), "nonfinite": incident.float()}
 
