@@ -227,6 +227,24 @@ def test_a_line_says_what_would_be_faster_on_this_device(device: str, parameters
     assert "Faster" not in " ".join(what_the_run_is(known | {"settings": {}}))  # a recipe without the settings
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "given", "rate", "from_settings", "warned"),
+    [
+        ("Qwen/Qwen3-0.6B", 6 * 10**8, [], 1e-3, True, True), ("Qwen/Qwen3-0.6B", 6 * 10**8, ["learning_rate"], 1e-3, True, False),
+        ("runs/demo/model", 10**6, [], 1e-3, True, False), ("medium-llama", 10**8, [], 1e-3, True, False),
+        ("Qwen/Qwen3-0.6B", 6 * 10**8, [], 2e-5, True, False), ("Qwen/Qwen3-0.6B", 6 * 10**8, [], 1e-3, False, False),
+    ],
+)  # fmt: skip
+def test_a_recipes_own_rate_is_warned_of_where_a_trained_model_takes_it(
+    name: str, parameters: int, given: list[str], rate: float, from_settings: bool, warned: bool
+) -> None:
+    """Fails when: nothing is said, or where the rate was given or edited, the model is small or built in, or the optimizer another."""
+    known = card()
+    known |= {"model": {**known["model"], "name": name, "parameters": parameters}, "settings": {"learning_rate": rate}, "given": given}
+    known["optimizer"] |= {"from_settings": from_settings}
+    assert [line for line in what_the_run_is(known) if "--learning-rate 0.001" in line and line.startswith("WARNING")] == what_the_run_is(known)[1:2] * warned
+
+
 def test_the_run_says_so_itself_before_its_first_step_and_with_accelerate_launch_that_it_is_alone(tmp_path: Path) -> None:
     """The variables are those that accelerate launch --num_processes 2 --cpu leaves to the one process that it starts.
 
