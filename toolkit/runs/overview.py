@@ -70,8 +70,8 @@ def _rate_of_a_small_model(card: Mapping[str, Any]) -> list[str]:
     if not is_own or is_built_in(name) or card["model"]["parameters"] < LARGE or rate <= HIGH_RATE:
         return []
     return [
-        f"WARNING: --learning-rate {rate:g} is the recipe's default, which is for its small built-in model and far too high for "
-        "most trained ones. Rates by method: docs/how-to/good-practice.md"
+        f"WARNING: --learning-rate {rate:g} is the recipe's default, which is for its small built-in model and far too high "
+        "for most trained ones. Rates by method: docs/how-to/good-practice.md"
     ]
 
 
