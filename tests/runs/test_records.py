@@ -185,7 +185,7 @@ def card(**changes: object) -> dict:
 
 
 def test_a_line_says_what_a_run_is_before_it_begins() -> None:
-    """Fails when: one of these is left out, or the cut of the global batch doesn't multiply to it without a word."""
+    """Fails when: one of these is left out, packed rows are called examples, which the data's table counts, or the cut of the global batch doesn't multiply to it without a word."""
     said, copied = what_the_run_is(card())
     for part in ("2 processes on cpu", "bf16 over float32", "1,000,000 parameters, 4,096 trained", "24 examples a step",
                  "(micro-batch 4 x accumulation 3 x 2 processes)", "50 steps", "AdamW"):  # fmt: skip
@@ -193,6 +193,7 @@ def test_a_line_says_what_a_run_is_before_it_begins() -> None:
     assert copied == "mine.py: an edited copy of sft.py, 1 line changed"
     assert "the last ones not full" in what_the_run_is(card(global_batch_size=22))[0]
     assert "--no-bf16" not in said
+    assert "24 packed rows a step" in what_the_run_is({**card(), "settings": {"packing": True}})[0]
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,13 @@ def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
     by_default = " (float32 with --no-bf16)" if kind == "bfloat16" and _is_chosen_by_device(card["settings"]) else ""
     of_them = "all trained" if trained == parameters else f"{trained:,} trained"
     parts = [layout["micro_batch_size"], layout["gradient_accumulation_steps"], processes]
+    unit = "packed row" if card["settings"].get("packing") else "example"
     cut = f"micro-batch {parts[0]} x accumulation {parts[1]} x {_count(processes, 'process')}"
     if parts[0] * parts[1] * parts[2] != layout["global_batch_size"]:
         cut += ", the last ones not full"
     lines = [
         f"{_count(processes, 'process')} on {card['hardware']['device']}, {half}{model['dtype']}{by_default}; "
-        f"{parameters:,} parameters, {of_them}; {_count(layout['global_batch_size'], 'example')} a step ({cut}), "
+        f"{parameters:,} parameters, {of_them}; {_count(layout['global_batch_size'], unit)} a step ({cut}), "
         f"{_count(layout['steps'], 'step')}"
         + (f"; {card['optimizer']['class'].rpartition('.')[2]}" if card["optimizer"] else "")
     ]
