@@ -1,7 +1,7 @@
 """Sequence classification on an Accelerator: any number of devices, mixed precision, trackers, resume.
 
     accelerate launch recipes/accelerated.py
-    accelerate launch recipes/accelerated.py --model answerdotai/ModernBERT-base --dataset reviews.csv
+    accelerate launch recipes/accelerated.py --model answerdotai/ModernBERT-base --learning-rate 5e-5 --dataset reviews.csv
 
 `basic.py` is the same job in plain PyTorch: the difference between the two files is what the Accelerator does for you.
 """

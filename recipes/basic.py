@@ -1,7 +1,7 @@
 """Sequence classification in plain PyTorch: one process, one device, every line of the loop in sight.
 
     python recipes/basic.py
-    python recipes/basic.py --model answerdotai/ModernBERT-base --dataset reviews.csv
+    python recipes/basic.py --model answerdotai/ModernBERT-base --learning-rate 5e-5 --dataset reviews.csv
 
 `accelerated.py` is the same job on an Accelerator: the difference between the two files is what it does for you.
 """

@@ -1,7 +1,7 @@
 """Masked diffusion: a language model that writes the tokens of a text in any order, from scratch or from a trained model.
 
     python recipes/diffusion.py
-    accelerate launch recipes/diffusion.py --model Qwen/Qwen3-0.6B --dataset trl-lib/Capybara
+    accelerate launch recipes/diffusion.py --model Qwen/Qwen3-0.6B --learning-rate 1e-5 --dataset trl-lib/Capybara
 
 Tokens are hidden, few or all of them, and the model says from both sides what they were (LLaDA). Of prompts with answers only
 the answers are hidden.

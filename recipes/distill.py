@@ -1,7 +1,8 @@
 """Knowledge distillation: a smaller language model learns a teacher's whole distribution of each next token.
 
     python recipes/distill.py
-    accelerate launch recipes/distill.py --teacher Qwen/Qwen3-1.7B --model Qwen/Qwen3-0.6B --dataset trl-lib/Capybara
+    accelerate launch recipes/distill.py --teacher Qwen/Qwen3-1.7B --model Qwen/Qwen3-0.6B --learning-rate 1e-5 \\
+        --dataset trl-lib/Capybara
 
 The diff to `sft.py` is the lesson: a teacher, and a loss that compares with it. Without an argument the teacher is trained here
 first, twice as wide as the student, on the same data.

@@ -1,8 +1,8 @@
 """Text embeddings: a bi-encoder trained on pairs, triplets with hard negatives, or pairs with a score.
 
     python recipes/embedding.py
-    accelerate launch recipes/embedding.py --model BAAI/bge-base-en-v1.5 --dataset sentence-transformers/natural-questions \\
-        --rename-columns answer=positive
+    accelerate launch recipes/embedding.py --model BAAI/bge-base-en-v1.5 --learning-rate 1e-5 \\
+        --dataset sentence-transformers/natural-questions --rename-columns answer=positive
 
 The negatives of an anchor are the documents of the whole global batch, over all micro-batches and ranks. So a step has two
 passes: `cache_gradients` embeds the global batch without a graph and finds the gradient of each embedding, `train_step` hands

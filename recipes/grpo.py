@@ -2,7 +2,7 @@
 
     python recipes/sft.py --config recipes/configs/arithmetic_start.yaml
     python recipes/grpo.py
-    accelerate launch recipes/grpo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --reward-funcs number
+    accelerate launch recipes/grpo.py --model Qwen/Qwen3-0.6B --learning-rate 1e-6 --dataset openai/gsm8k --reward-funcs number
 
 The policy answers each prompt several times, rewards say how good the answers are, and those that are better than others of
 their group become likelier. The first line above makes the model that the second one starts from.

@@ -1,7 +1,7 @@
 """Kahneman-Tversky optimization (KTO) of a language model on single answers that are marked desirable or undesirable.
 
     python recipes/kto.py
-    accelerate launch recipes/kto.py --model Qwen/Qwen3-0.6B --dataset trl-lib/kto-mix-14k
+    accelerate launch recipes/kto.py --model Qwen/Qwen3-0.6B --learning-rate 1e-6 --dataset trl-lib/kto-mix-14k
 
 `dpo.py` needs two answers to each prompt, this one a thumb up or down; a pair makes one of each. What differs is what the loss
 measures from: a mean over answers that belong to other prompts, taken over the global batch before each step. Without an

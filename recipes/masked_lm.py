@@ -1,7 +1,8 @@
 """Masked language modeling: an encoder goes on learning from text, as it was pretrained.
 
     python recipes/masked_lm.py
-    accelerate launch recipes/masked_lm.py --model answerdotai/ModernBERT-base --dataset corpus.txt --sample-by document
+    accelerate launch recipes/masked_lm.py --model answerdotai/ModernBERT-base --learning-rate 5e-5 \\
+        --dataset corpus.txt --sample-by document
 
 Which tokens are hidden is drawn anew in each epoch, and is the same in each evaluation.
 """

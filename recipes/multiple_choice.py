@@ -1,7 +1,8 @@
 """Multiple choice: an encoder reads a question with each of its choices, and the highest score is the answer.
 
     python recipes/multiple_choice.py
-    accelerate launch recipes/multiple_choice.py --model answerdotai/ModernBERT-base --dataset questions.jsonl
+    accelerate launch recipes/multiple_choice.py --model answerdotai/ModernBERT-base --learning-rate 3e-5 \\
+        --dataset questions.jsonl
 
 Rows as those of SWAG, RACE, ARC, CommonsenseQA, HellaSwag and MMLU are read as they are. Questions may have different numbers
 of choices: an example is a question, a batch of 16 is 16 of them, and the loss is the cross-entropy over the choices of each.

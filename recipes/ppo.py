@@ -2,7 +2,8 @@
 
     python recipes/sft.py --config recipes/configs/arithmetic_start.yaml
     python recipes/ppo.py
-    accelerate launch recipes/ppo.py --model Qwen/Qwen3-0.6B --dataset prompts.jsonl --reward-funcs runs/reward
+    accelerate launch recipes/ppo.py --model Qwen/Qwen3-0.6B --learning-rate 1e-6 \\
+        --dataset prompts.jsonl --reward-funcs runs/reward
 
 The policy answers prompts, rewards say how good the answers are (functions, or a reward model that recipes/reward.py made), and
 a penalty keeps it near the model it began as. A linear layer on its hidden states learns to predict the reward; tokens after

@@ -1,7 +1,8 @@
 """A reranker: a cross-encoder that reads a query together with a document and scores how relevant that is.
 
     python recipes/reranker.py
-    accelerate launch recipes/reranker.py --model answerdotai/ModernBERT-base --dataset judged.jsonl --ranking-loss bce
+    accelerate launch recipes/reranker.py --model answerdotai/ModernBERT-base --learning-rate 2e-5 \\
+        --dataset judged.jsonl --ranking-loss bce
 
 It orders what a fast search has found. An example is a query with its list of documents: a batch of 16 is 16 lists. The model
 directory opens in sentence-transformers: `CrossEncoder("runs/reranker/model")`. The default starts from random weights that

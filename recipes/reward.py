@@ -1,7 +1,8 @@
 """A reward model: which of two answers is the better one, learned from pairs of a chosen and a rejected answer.
 
     python recipes/reward.py
-    accelerate launch recipes/reward.py --model Qwen/Qwen3-0.6B --dataset trl-lib/ultrafeedback_binarized --use-peft
+    accelerate launch recipes/reward.py --model Qwen/Qwen3-0.6B --learning-rate 1e-4 \\
+        --dataset trl-lib/ultrafeedback_binarized --use-peft
 
 `dpo.py` teaches a language model from the same pairs: the difference between the two files is model and loss. Without an
 argument it resumes from the model that `make demo` has fine-tuned; a random one learns nothing from pairs in minutes.

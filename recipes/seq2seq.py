@@ -1,7 +1,8 @@
 """Summaries and translations with an encoder-decoder (T5, BART, mBART, NLLB, Pegasus, Marian): from a source to its target.
 
 python recipes/seq2seq.py
-accelerate launch recipes/seq2seq.py --model google/flan-t5-base --dataset EdinburghNLP/xsum --source-prefix "summarize: "
+accelerate launch recipes/seq2seq.py --model google/flan-t5-base --learning-rate 2e-4 \\
+    --dataset EdinburghNLP/xsum --source-prefix "summarize: "
 """
 
 from dataclasses import dataclass

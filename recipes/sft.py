@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a causal language model on chats, prompts with completions, or text.
 
     python recipes/sft.py
-    accelerate launch recipes/sft.py --model Qwen/Qwen3-0.6B --dataset trl-lib/Capybara
+    accelerate launch recipes/sft.py --model Qwen/Qwen3-0.6B --learning-rate 2e-5 --dataset trl-lib/Capybara
 """
 
 from dataclasses import dataclass

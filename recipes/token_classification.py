@@ -1,7 +1,8 @@
 """Token classification: a tag for each word, such as names in a sentence or the roles of tokens in code.
 
     python recipes/token_classification.py
-    accelerate launch recipes/token_classification.py --model answerdotai/ModernBERT-base --dataset train.conll
+    accelerate launch recipes/token_classification.py --model answerdotai/ModernBERT-base --learning-rate 5e-5 \\
+        --dataset train.conll
 """
 
 from dataclasses import dataclass

@@ -124,7 +124,7 @@ def test_what_is_refused_is_what_training_refuses(tmp_path: Path) -> None:
         splits = tk.load_splits(tk.DataConfig(dataset=str(alone), eval_fraction=0.0))
         with pytest.raises(Refusal) as refused:
             tk.tokenize_for_sft(splits, tokenizer, config)
-        assert str(refused.value).partition("jsonl:1: ")[2] in output
+        assert str(refused.value).partition("jsonl:1: ")[2].partition(" `toolkit inspect`")[0] in output
 
 
 def test_lengths_supervised_share_and_packing_are_those_of_a_plain_loop(tmp_path: Path) -> None:

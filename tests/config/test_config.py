@@ -295,6 +295,21 @@ def test_a_wrong_keyword_in_python_gets_the_advice_of_the_command_line(wrong: di
         assert "verysecret" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("group", "name", "its_group"),
+    [
+        (tk.RunConfig, "per_device_train_batch_size", "DataConfig"), (tk.OptimConfig, "model", "ModelConfig"),
+        (tk.DataConfig, "learning_rate", "OptimConfig"), (tk.ModelConfig, "beta", "PreferenceConfig"),
+    ],
+)  # fmt: skip
+def test_a_keyword_in_python_that_another_group_declares_is_refused_with_that_group(
+    group: type[tk.Settings], name: str, its_group: str
+) -> None:
+    """Fails when: a notebook is told of --help, or of a recipe."""
+    with pytest.raises(Refusal, match=rf"{group.__name__}\(...\): unknown setting {name}.*{its_group}"):
+        group(**{name: 1})
+
+
 # -- values together -------------------------------------------------------------------------------------------------
 
 ADAPTER = str(Path(__file__).with_name("an_adapter"))  # a directory that holds one, as far as settings can tell

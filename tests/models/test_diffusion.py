@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from datasets import Dataset, DatasetDict
 
 from toolkit.config import DataConfig, DiffusionConfig, ModelConfig, Refusal
+from toolkit.data.tokenize.tasks import tokenize_for_diffusion
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.sampler import sample_groups
 from toolkit.models.diffusion import Diffusion, diffusion_of, load_diffusion_model, with_mask_token
@@ -96,6 +98,14 @@ def test_what_was_saved_is_loaded_as_it_was_and_refused_by_what_writes_from_left
         load_diffusion_model(replace(config, shift_logits=False), tokenizer)
     with pytest.raises(Refusal, match="begins from a causal model"):
         load_diffusion_model(replace(config, attention_annealing=0.5), tokenizer)
+
+
+def test_texts_of_an_encoder_end_with_its_separator(tokenizer: Any) -> None:
+    """BERT's and ModernBERT's tokenizers have no end-of-text token. Fails when: none is set, and every text is refused."""
+    encoder = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, sep_token=tokenizer.eos_token)
+    assert with_mask_token(encoder).eos_token_id == tokenizer.eos_token_id
+    rows = DatasetDict(train=Dataset.from_dict({"text": ["a b c"] * 4, "origin": [f"rows.txt:{n}" for n in range(4)]}))
+    assert tokenize_for_diffusion(rows, encoder, Config())["train"][0]["input_ids"][-1] == encoder.sep_token_id
 
 
 _SMALL = {"vocab_size": 300, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32, "pad_token_id": 0}

@@ -185,7 +185,7 @@ def card(**changes: object) -> dict:
 
 
 def test_a_line_says_what_a_run_is_before_it_begins() -> None:
-    """Fails when: one of these is left out, or the cut of the global batch doesn't multiply to it without a word."""
+    """Fails when: one of these is left out, packed rows are called examples, which the data's table counts, or the cut of the global batch doesn't multiply to it without a word."""
     said, copied = what_the_run_is(card())
     for part in ("2 processes on cpu", "bf16 over float32", "1,000,000 parameters, 4,096 trained", "24 examples a step",
                  "(micro-batch 4 x accumulation 3 x 2 processes)", "50 steps", "AdamW"):  # fmt: skip
@@ -193,6 +193,7 @@ def test_a_line_says_what_a_run_is_before_it_begins() -> None:
     assert copied == "mine.py: an edited copy of sft.py, 1 line changed"
     assert "the last ones not full" in what_the_run_is(card(global_batch_size=22))[0]
     assert "--no-bf16" not in said
+    assert "24 packed rows a step" in what_the_run_is({**card(), "settings": {"packing": True}})[0]
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,24 @@ def test_a_line_says_what_would_be_faster_on_this_device(device: str, parameters
     said = [line for line in what_the_run_is(known) if line.startswith("Faster")]
     assert re.findall(r"--[a-z0-9-]+", " ".join(said)) == flags
     assert "Faster" not in " ".join(what_the_run_is(known | {"settings": {}}))  # a recipe without the settings
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "given", "rate", "from_settings", "warned"),
+    [
+        ("Qwen/Qwen3-0.6B", 6 * 10**8, [], 1e-3, True, True), ("Qwen/Qwen3-0.6B", 6 * 10**8, ["learning_rate"], 1e-3, True, False),
+        ("runs/demo/model", 10**6, [], 1e-3, True, False), ("medium-llama", 10**8, [], 1e-3, True, False),
+        ("Qwen/Qwen3-0.6B", 6 * 10**8, [], 2e-5, True, False), ("Qwen/Qwen3-0.6B", 6 * 10**8, [], 1e-3, False, False),
+    ],
+)  # fmt: skip
+def test_a_recipes_own_rate_is_warned_of_where_a_trained_model_takes_it(
+    name: str, parameters: int, given: list[str], rate: float, from_settings: bool, warned: bool
+) -> None:
+    """Fails when: nothing is said, or where the rate was given or edited, the model is small or built in, or the optimizer another."""
+    known = card()
+    known |= {"model": {**known["model"], "name": name, "parameters": parameters}, "settings": {"learning_rate": rate}, "given": given}
+    known["optimizer"] |= {"from_settings": from_settings}
+    assert [line for line in what_the_run_is(known) if "--learning-rate 0.001" in line and line.startswith("WARNING")] == what_the_run_is(known)[1:2] * warned
 
 
 def test_the_run_says_so_itself_before_its_first_step_and_with_accelerate_launch_that_it_is_alone(tmp_path: Path) -> None:

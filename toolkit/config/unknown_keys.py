@@ -84,7 +84,8 @@ def unknown_settings(
     """
     shown = str if source else flag_of
     where = f"{source}: " if source else ""
-    lines = [f"{shown(name)}.{_suggestion(name, settings, shown)}" for name in names]
+    in_python = source.endswith("(...)")
+    lines = [f"{shown(name)}.{_suggestion(name, settings, shown, in_python)}" for name in names]
     if foreign:
         lines = [f"unknown: {line}" for line in lines]
         lines = [f"{shown(key)} {show_value(value)}: {advice}" for key, value, advice in foreign] + lines
@@ -95,7 +96,7 @@ def unknown_settings(
     return Refusal("\n  - ".join([f"{where}unknown settings", *lines]))
 
 
-def _suggestion(name: str, settings: Mapping[str, Setting], shown: Callable[[str], str]) -> str:
+def _suggestion(name: str, settings: Mapping[str, Setting], shown: Callable[[str], str], in_python: bool) -> str:
     plain = name.lower().strip("_")
     if re.search(r"(^|_)(token|api_key|password|secret)$", plain):
         return " Tokens and keys are never settings: log in (hf auth login, wandb login) or set an environment variable."
@@ -105,6 +106,8 @@ def _suggestion(name: str, settings: Mapping[str, Setting], shown: Callable[[str
         if not names:
             return f" Instead: {note}"
         return f" Its counterpart here: {', '.join(map(shown, names))}{f' ({note[:-1]})' if note else ''}."
+    if in_python and (group := group_with(plain)):
+        return f" It is a setting of tk.{group}."
     if recipe := recipe_with(plain.removeprefix("no_")):
         return f" This recipe has no such setting; {recipe} has it (`{as_typed('toolkit', 'train', recipe)}`)."
     spellings = [spelling for each in settings.values() for spelling in (each.name, *each.aliases)]
@@ -132,10 +135,15 @@ RECIPES_WITH = {
 
 def recipe_with(name: str) -> str | None:
     """A recipe that has the setting of this name, where a group declares it."""
+    return RECIPES_WITH.get(group_with(name) or "")
+
+
+def group_with(name: str) -> str | None:
+    """The group of settings that declares this one."""
     import toolkit.config as groups
 
-    for group, recipe in RECIPES_WITH.items():
+    for group in (*RECIPES_WITH, "ModelConfig", "DataConfig", "OptimConfig"):
         declared = settings_of(getattr(groups, group)).values()
         if any(name in (each.name, *each.aliases) for each in declared):
-            return recipe
+            return group
     return None

@@ -137,7 +137,8 @@ def _remarks(split: SplitCounts, report: DataReport) -> list[str]:
         f"WARNING: {_counted(count, TOOL_REMARKS[remark])}: {'first at ' if count > 1 else ''}{with_given_paths(first)}"
         for remark, (count, first) in split.odd_tools.items()
     ]
-    if split.name != "train" and split.examples < FEW_ROWS:
+    # A document that is cut into several rows counts as that many.
+    if split.name != "train" and max(split.examples, split.tokens // report.max_length) < FEW_ROWS:
         few = _counted(split.examples, "{row is|rows are}") if split.examples else "no rows are left, which is"
         lines.append(f"{few} too few to tell one model from another; its metrics say little")
     if split.classes:

@@ -79,8 +79,7 @@ def check_alone(record: Record, config: Settings) -> Outcome:
     )
     change = (
         "Give the model the documents' bounds and positions that tk.collate_packed makes (cu_seq_lens_q ..., "
-        "position_ids), and no "
-        "label on the first token of a document." if packed else
+        "position_ids), put no label on the first token of a document, and divide by batch.totals." if packed else
         "Give the model the attention_mask of the micro-batch, put no label on padding, and divide by batch.totals."
     )  # fmt: skip
     return found(note, [Finding("alone", what, change, where)])

@@ -27,7 +27,15 @@ from toolkit.distributed.engines.engine import local_part
 ENGINE = "engine"  # the part that FSDP2 or DeepSpeed allocates: gathered weights, buckets, partitions of the gradients
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 FAKE.cache_enabled = False  # it holds tensors, and small objects all over the heap, that a run has not
+_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
+
+def _places(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What `nonzero` makes of a mask; a fake one has no values and is taken to be all true, the most that it can choose."""
+    if not isinstance(mask, FakeTensor):
+        return mask.nonzero(as_tuple=True)
+    return tuple(mask.new_empty(mask.numel(), dtype=torch.long) for _ in range(mask.dim()))
 
 
 class Ledger(TorchDispatchMode):
@@ -59,6 +67,13 @@ class Ledger(TorchDispatchMode):
             return 1.0 if kind.is_floating_point else is_well if kind == torch.bool else int(is_well)
         takes_none = engine == "deepspeed" and not any(isinstance(each, torch.Tensor) for each in tree_leaves((args, kwargs)))
         # DeepSpeed's buffers are not made of the model's tensors, and would be real.
+        if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
+            func, args, kwargs = torch.ops.aten.stack.default, (_places(args[0]), 1), None
+        if func.overloadpacket in _INDEXING:  # a loss's `logits[labels != -100]`, and its backward
+            masks = [each is not None and each.dtype == torch.bool for each in args[1]]
+            if any(masks) and any(isinstance(each, FakeTensor) for each in tree_leaves(args)):
+                places = zip(args[1], masks, strict=True)
+                args = (args[0], [index for each, mask in places for index in (_places(each) if mask else [each])], *args[2:])
         with FAKE if takes_none else contextlib.nullcontext(), self.during(ENGINE if engine else self.phase):
             output = func(*args, **(kwargs or {}))
             if self.heap and func.overloadpacket in _PRODUCTS and args[-1].dtype == torch.bfloat16 and not self._is_pausing:

@@ -36,7 +36,7 @@ class Diffusion(NamedTuple):
 
 
 def load_diffusion_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
-    """`load_tokenizer`, with a mask token: the tokenizer's own, else `<|mask|>`, a new one where it has none of that name."""
+    """`load_tokenizer`, with a mask token, its own or a new one, `<|mask|>`; an encoder's texts end with its `[SEP]`."""
     return with_mask_token(load_tokenizer(config))
 
 
@@ -44,6 +44,8 @@ def with_mask_token(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFa
     """The tokenizer with a mask token; `load_diffusion_tokenizer`."""
     if tokenizer.mask_token_id is None:
         tokenizer.add_special_tokens({"mask_token": MASK})
+    if tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:  # BERT, ModernBERT
+        tokenizer.eos_token = tokenizer.sep_token
     return tokenizer
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config import Settings, settings_of
+from toolkit.config.conditions import is_built_in
 from toolkit.config.reading import settings_read, values_of
 from toolkit.config.setting import free_on_resume, given_settings, show_setting
 from toolkit.metrics.baselines import compared_with_baselines, in_words
@@ -12,6 +13,9 @@ from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.copies import copy_in_words
 from toolkit.system.console import as_typed
 from toolkit.system.numbers import show_decimals
+
+LARGE = 2e7  # parameters; with fewer a model takes the recipes' rates, as those that `make demo` trains do
+HIGH_RATE = 2e-4  # above what is usual for any trained model, adapters included
 
 
 def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
@@ -23,16 +27,17 @@ def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
     by_default = " (float32 with --no-bf16)" if kind == "bfloat16" and _is_chosen_by_device(card["settings"]) else ""
     of_them = "all trained" if trained == parameters else f"{trained:,} trained"
     parts = [layout["micro_batch_size"], layout["gradient_accumulation_steps"], processes]
+    unit = "packed row" if card["settings"].get("packing") else "example"
     cut = f"micro-batch {parts[0]} x accumulation {parts[1]} x {_count(processes, 'process')}"
     if parts[0] * parts[1] * parts[2] != layout["global_batch_size"]:
         cut += ", the last ones not full"
     lines = [
         f"{_count(processes, 'process')} on {card['hardware']['device']}, {half}{model['dtype']}{by_default}; "
-        f"{parameters:,} parameters, {of_them}; {_count(layout['global_batch_size'], 'example')} a step ({cut}), "
+        f"{parameters:,} parameters, {of_them}; {_count(layout['global_batch_size'], unit)} a step ({cut}), "
         f"{_count(layout['steps'], 'step')}"
         + (f"; {card['optimizer']['class'].rpartition('.')[2]}" if card["optimizer"] else "")
     ]
-    lines += _what_is_faster(card)
+    lines += _what_is_faster(card) + _rate_of_a_small_model(card)
     if recipe.get("copied_from"):
         lines.append(f"{recipe['file']}: {copy_in_words(recipe)}")
     if _is_one_of_several_asked_for(processes):
@@ -57,6 +62,18 @@ def _what_is_faster(card: Mapping[str, Any]) -> list[str]:
     is_on_gpu = card["hardware"]["device"] not in ("cpu", "mps")
     is_useful = is_on_gpu and is_long and card["settings"].get("torch_compile") is False
     return ["Faster on this device: --torch-compile (takes half a minute)"] if is_useful else []
+
+
+def _rate_of_a_small_model(card: Mapping[str, Any]) -> list[str]:
+    """A warning of a recipe's own rate, which is for its small model with random weights, where a trained model takes it."""
+    name, rate = str(card["model"].get("name")), card["settings"].get("learning_rate") or 0.0
+    is_own = "learning_rate" not in card.get("given", ()) and (card["optimizer"] or {}).get("from_settings")
+    if not is_own or is_built_in(name) or card["model"]["parameters"] < LARGE or rate <= HIGH_RATE:
+        return []
+    return [
+        f"WARNING: --learning-rate {rate:g} is the recipe's default, which is for its small built-in model and far too high "
+        "for most trained ones. Rates by method: docs/how-to/good-practice.md"
+    ]
 
 
 def given_and_not_read(config: Settings, names: frozenset[str]) -> str:

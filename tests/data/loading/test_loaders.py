@@ -151,6 +151,17 @@ def test_a_stream_is_read_alike_by_every_rank_and_continued_where_it_was(packing
     assert examples(1)[4:] == examples(2, position=24)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loop_over_a_loader_has_the_batches_of_the_run(stream: bool) -> None:
+    """For scripts without a Run. Fails when: a loader is no iterable, or ends after an epoch."""
+    rows = token_dataset()
+    config = DataConfig(per_device_train_batch_size=2, max_steps=20, streaming=stream)
+    source = IterableDataset.from_generator(lambda: iter(rows)) if stream else rows
+    train, _ = build_dataloaders({"train": source}, collate_padded, config, Rank(0, 1))
+    assert [batch.examples for batch in train] == [batch.examples for batch in train.batches()]
+    assert len(list(train)) == train.num_steps == 20
+
+
 def test_an_endless_stream_needs_an_end() -> None:
     """Fails when: nobody asks for max_steps."""
     stream = {"train": IterableDataset.from_generator(lambda: iter(token_dataset()))}

@@ -306,6 +306,21 @@ def test_a_count_of_one_is_told_in_the_singular(tokenizer, count, said):
     assert f"validation: {'1 is' if count == 1 else '2 are'} in train too" in shown
 
 
+def test_a_refused_row_says_how_to_see_all_of_them(tokenizer):
+    """Fails when: someone with a hundred such rows finds them one start at a time."""
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}]
+    with pytest.raises(Refusal, match=r"train.jsonl:2: .*toolkit inspect"):
+        prepare("sft", splits_of(rows), tokenizer, DataConfig())
+
+
+def test_a_few_long_documents_are_many_rows(tokenizer):
+    """19 documents of 40 tokens, cut into rows of 16 or truncated to one. Fails when: documents are counted alone, or tokens that are cut off."""
+    rows = [{"text": " ".join(f"word{number}{place}" for place in range(20))} for number in range(19)]
+    wrapped = DataConfig(max_length=16, packing=True, packing_strategy="wrapped")
+    assert "too few to tell" not in printed(prepare("lm", splits_of(rows, validation=rows), tokenizer, wrapped).report)
+    assert "19 rows are too few to tell" in printed(prepare("lm", splits_of(rows, validation=rows), tokenizer, DataConfig(max_length=16)).report)
+
+
 def test_what_may_surprise_is_noted(tokenizer):
     """Fails when a note is dropped."""
     own = train_tokenizer([inspect.getsource(textwrap)], 500)

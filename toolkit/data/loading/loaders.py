@@ -135,6 +135,10 @@ class TrainLoader:
         """The numbers of the examples in that micro-batch, which this run may never train on."""
         return list(map(int, np.argsort(-self.rows.lengths, kind="stable")[: self.micro_batch_size]))
 
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the whole run, all epochs; a `Run` begins at its own position."""
+        return self.batches()
+
     def batches(self, position: int = 0) -> Iterator[Batch]:
         """Yield the batch of each step from `position` (examples consumed) to the end of the run."""
         plans = self._plans(position, self.global_batch_size)

@@ -65,6 +65,10 @@ class StreamLoader:
     def num_steps(self) -> int:
         return math.ceil(self.examples_to_consume / self.global_batch_size)
 
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the whole run; a `Run` begins at its own position."""
+        return self.batches()
+
     def batches(self, position: int = 0) -> Iterator[Batch]:
         """Yield the batch of each step from `position` (examples consumed) to the end of the run."""
         resumed, self._resumed = self._resumed, None

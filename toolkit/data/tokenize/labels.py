@@ -42,8 +42,8 @@ class Classes:
                 )
             label = self.numbered[label]
         if label is None or isinstance(label, (list, float)):
-            types = {list: "For several classes a row: multi_label", float: "For numbers: regression"}
-            fix = f"{types[type(label)]} (--problem-type)." if type(label) in types else "Correct or remove the row."
+            types = {list: "For several classes: --problem-type multi_label", float: "For numbers: --problem-type regression"}
+            fix = types.get(type(label), "Correct or remove the row.")
             raise Refusal(f"{origin}: the label is {describe(label)}, and must be one class. {fix}")
         if str(label) not in self._places:
             close = difflib.get_close_matches(str(label), self.names, n=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -76,7 +77,12 @@ def tokenize_splits(
     key = f"tokenized-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
     processes = config.preprocessing_num_workers or 1  # read here: where all is cached, nobody builds
     build = partial(_write, form=form, splits=full, plans=plans, tokenizer=tokenizer, config=config, processes=processes)
-    folder = cache_folder(key, build, goes_on=True)
+    try:
+        folder = cache_folder(key, build, goes_on=True)
+    except Refusal as refusal:
+        if re.match(r"\S+:\d+: ", str(refusal)):  # a row of a file: the first of perhaps many
+            refusal.args = (f"{refusal} `toolkit inspect` lists every row that is refused.",)
+        raise
     found = json.loads((folder / "counts.json").read_text())
     tokenized = open_splits(folder)
     for name, digest in found["digests"].items():
