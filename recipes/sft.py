@@ -27,6 +27,7 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, t
 def main(config: Config) -> tk.Summary:
     accelerator = tk.build_accelerator(config)
     tokenizer = tk.load_tokenizer(config)
+    compared = tk.choose_text_metrics(config.metrics) if config.metrics else {}
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_sft(raw, tokenizer, config)
     tk.print_data_report(splits.report)
@@ -39,7 +40,6 @@ def main(config: Config) -> tk.Summary:
     loss_fn = partial(tk.causal_lm_loss, label_smoothing_factor=config.label_smoothing_factor, z_loss=config.z_loss)
     prompts = tk.sample_prompts(raw, tokenizer, config)
     asked = tk.held_out_prompts(raw["validation"], tokenizer) if config.metrics else []
-    compared = tk.choose_text_metrics(config.metrics) if config.metrics else {}
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 
     def evaluate() -> None:
