@@ -166,7 +166,7 @@ def _placement(card: dict[str, Any]) -> Placement:
 
 def _differences(one: Path, other: Path) -> tuple[list[str], str]:
     """What differs, in words; and which losses were compared."""
-    from toolkit.runs.differences import first_model_difference, logged_losses, losses_of_the_same_steps
+    from toolkit.runs.differences import logged_losses, losses_of_the_same_steps, weights_difference
 
     cards = [json.loads((each / "run.json").read_text(encoding="utf-8")) for each in (one, other)]
     found = []
@@ -183,8 +183,8 @@ def _differences(one: Path, other: Path) -> tuple[list[str], str]:
     loss = next(((step, ours, theirs) for step, ours, theirs in shared if repr(ours) != repr(theirs)), None)
     if loss is not None:
         found.append(f"first loss that differs: step {loss[0]}: {loss[1]!r}, then {loss[2]!r}")
-    weights = first_model_difference(one / "model", other / "model")
-    if weights:
+    _, weights = weights_difference(one / "model", other / "model")
+    if weights is not None:
         found.append(f"first tensor that differs: {weights}")
     partly = "" if len(shared) == logged else f" ({len(shared)} of {logged}: those logged of the same steps in both)"
     return found, f"the logged losses{partly}"
