@@ -10,8 +10,7 @@ from toolkit.system.console import RED, say
 
 def checkpoints(
     directory: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="A run's output directory, or the checkpoints folder in it.", show_default=False),
+        Path, typer.Argument(metavar="DIR", help="A run's output directory, or the checkpoints folder in it.")
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte (SHA-256); else sizes are compared.")] = False,
 ) -> None:

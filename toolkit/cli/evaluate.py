@@ -43,9 +43,7 @@ def evaluate(
     metrics: Annotated[
         str | None,
         typer.Option(
-            "--metrics",
             metavar="A,B",
-            show_default=False,
             help="Language models: loss, perplexity, token_accuracy, where every token is supervised bits_per_byte, and where "
             "rows have answers metrics of its answers: bleu, chrf, rouge, exact_match, modules of evaluate or a script's path. "
             "Encoder-decoders: loss, perplexity, token_accuracy, bleu, chrf, rouge, exact_match. "
@@ -58,30 +56,22 @@ def evaluate(
     task: Annotated[
         str | None,
         typer.Option(
-            "--task",
-            metavar="|".join(TASKS),
-            show_default=False,
-            help="Default: what the model is for; of a language model what the columns are known for.",
+            metavar="|".join(TASKS), help="Default: what the model is for; of a language model what the columns are known for."
         ),
     ] = None,
     split: Annotated[
         str | None,
         typer.Option(
-            "--split",
             metavar="NAME",
-            show_default=False,
             help="Of the dataset. Default: validation, else test, else all there is. validation, where there is none: the rows "
             "that training holds out; with --config, and on the data of MODEL's own run, that is the default.",
         ),
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="FILE", help="A recipe's YAML, such as a run's config.yaml, for its data.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="FILE", help="A recipe's YAML, such as a run's config.yaml, for its data.")
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="NUMBER", min=1, help="Longest answer generated for such a module.")
+        int, typer.Option(metavar="NUMBER", min=1, help="Longest answer generated for such a module.")
     ] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else on standard output.")] = False,
     device: Device = None,

@@ -34,31 +34,19 @@ if TYPE_CHECKING:
 @with_settings(f"{OF_MODEL} dtype", ModelConfig)
 def generate(
     model: ModelName,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="A prompt; may be given several times.", show_default=False),
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; may be given several times.")] = None,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--file",
-            metavar="FILE",
-            help="A prompt a line; a .jsonl file with prompt or messages a row. - is stdin.",
-            show_default=False,
-        ),
+        typer.Option(metavar="FILE", help="A prompt a line; a .jsonl file with prompt or messages a row. - is stdin."),
     ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option("--dataset", metavar="DATASET", help="Answer its prompts, into --output.", show_default=False),
-    ] = None,
+    dataset: Annotated[str | None, typer.Option(metavar="DATASET", help="Answer its prompts, into --output.")] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", metavar="FILE", show_default=False,
-            help="With --dataset: the .jsonl file of rows to train on. A killed start goes on where it was.",
+            metavar="FILE", help="With --dataset: the .jsonl file of rows to train on. A killed start goes on where it was."
         ),
     ] = None,
-    split: Annotated[str, typer.Option("--split", metavar="NAME", help="With --dataset: of it.")] = "train",
+    split: Annotated[str, typer.Option(metavar="NAME", help="With --dataset: of it.")] = "train",
     rename_columns: Annotated[str | None, option(DataConfig, "rename_columns")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="With --dataset: take the place of FILE.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,

@@ -58,20 +58,14 @@ def inspect(
     dataset: Annotated[
         str | None,
         typer.Argument(
-            metavar="DATASET",
-            help="A file, a folder, a Hub id, stdlib:NAME or a mixture, as --dataset of recipes.",
-            show_default=False,
+            metavar="DATASET", help="A file, a folder, a Hub id, stdlib:NAME or a mixture, as --dataset of recipes."
         ),
     ] = None,
     task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(_TASKS), help="What to train on it. Default: what the columns are known for.", show_default=False
-        ),
+        str | None, typer.Option(metavar="|".join(_TASKS), help="What to train on it. Default: what the columns are known for.")
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", help="A recipe's YAML, for its data and its tokenizer.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="A recipe's YAML, for its data and its tokenizer.")
     ] = None,
     examples: Annotated[int, typer.Option(metavar="N", min=0, max=10_000, help="How many examples are shown.")] = 2,
     *,
@@ -148,10 +142,7 @@ def _histogram(lengths: "np.ndarray", report: "DataReport") -> list[str]:
     usual = int(np.percentile(lengths, 99, method="inverted_cdf"))
     step = next(size for size in _steps() if usual / size < _MOST_BINS - 1)
     edges = [*range(int(lengths.min()) // step * step, usual + 1, step), usual // step * step + step]
-    bins = [
-        (low + (low == 0), high - 1, int(((lengths >= low) & (lengths < high)).sum()))
-        for low, high in pairwise(edges)
-    ]
+    bins = [(low + (low == 0), high - 1, int(((lengths >= low) & (lengths < high)).sum())) for low, high in pairwise(edges)]
     beyond = int((lengths >= edges[-1]).sum())
     rows = [(f"{low:,} - {high:,}", count) for low, high, count in bins]
     rows += [(f"{edges[-1]:,} - {lengths.max():,}", beyond)] if beyond else []

@@ -26,22 +26,15 @@ class _Config(ModelConfig, DataConfig, EmbeddingConfig):
 
 @with_settings("max_length per_device_eval_batch_size rename_columns pooling query_prompt document_prompt", _Config)
 def mine(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A run's output directory, a model directory or a Hub id.", show_default=False),
-    ],
-    dataset: Annotated[
-        str, typer.Option("--dataset", metavar="DATASET", help="Rows of anchor or query and positive.", show_default=False)
-    ],
-    into: Annotated[Path, typer.Option("--into", metavar="FILE", help="The JSONL file that is written.", show_default=False)],
-    negatives: Annotated[int, typer.Option("--negatives", metavar="N", min=1, max=1000, help="Most for each row.")] = 4,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run's output directory, a model directory or a Hub id.")],
+    dataset: Annotated[str, typer.Option(metavar="DATASET", help="Rows of anchor or query and positive.")],
+    into: Annotated[Path, typer.Option(metavar="FILE", help="The JSONL file that is written.")],
+    negatives: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Most for each row.")] = 4,
     margin: Annotated[
-        float, typer.Option("--margin", metavar="X", min=0.0, max=2.0, help="How much less similar than the positive they are.")
+        float, typer.Option(metavar="X", min=0.0, max=2.0, help="How much less similar than the positive they are.")
     ] = 0.0,
-    skip: Annotated[
-        int, typer.Option("--skip", metavar="N", min=0, max=1000, help="Nearest documents that are passed over.")
-    ] = 0,
-    split: Annotated[str, typer.Option("--split", metavar="NAME", help="Of the dataset.")] = "train",
+    skip: Annotated[int, typer.Option(metavar="N", min=0, max=1000, help="Nearest documents that are passed over.")] = 0,
+    split: Annotated[str, typer.Option(metavar="NAME", help="Of the dataset.")] = "train",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Take the place of FILE.")] = False,
     device: Device = None,
     *,

@@ -34,21 +34,15 @@ def prepare(
     dataset: Annotated[
         str,
         typer.Argument(
-            metavar="DATASET",
-            help="A file, a folder, a URL, a Hub id, stdlib:NAME or a mixture, as --dataset of recipes.",
-            show_default=False,
+            metavar="DATASET", help="A file, a folder, a URL, a Hub id, stdlib:NAME or a mixture, as --dataset of recipes."
         ),
     ],
-    output: Annotated[
-        Path, typer.Argument(metavar="OUTPUT", help="The folder of the files; it must be new or empty.", show_default=False)
-    ],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The folder of the files; it must be new or empty.")],
     task: Annotated[
-        str | None,
-        typer.Option(metavar="lm|sft", help="What to train. Default: what the columns are known for.", show_default=False),
+        str | None, typer.Option(metavar="lm|sft", help="What to train. Default: what the columns are known for.")
     ] = None,
     num_shards: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, max=99_999, help="Files of train. Default: one for 50 M tokens.", show_default=False),
+        int | None, typer.Option(metavar="N", min=1, max=99_999, help="Files of train. Default: one for 50 M tokens.")
     ] = None,
     *,
     typed: dict[str, Any],

@@ -13,26 +13,17 @@ from toolkit.system.console import as_typed, say
 
 
 def push(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A run's output directory, or a model directory.", show_default=False)
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run's output directory, or a model directory.")],
     hub_model_id: Annotated[
         str | None,
         typer.Option(
-            "--hub-model-id", "--repo-id", metavar="ID", show_default=False,
+            "--hub-model-id", "--repo-id", metavar="ID",
             help="Repository, as user/name or name. Default: the run's, else your user name and the directory's name.",
         ),
     ] = None,
-    private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Whether a new repository is private.", show_default=False)
-    ] = None,
-    revision: Annotated[
-        str | None,
-        typer.Option("--revision", metavar="TEXT", help="Branch. Default: the run's, else main.", show_default=False),
-    ] = None,
-    message: Annotated[
-        str | None, typer.Option("--message", metavar="TEXT", help="Title of the commit of a model.", show_default=False)
-    ] = None,
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Whether a new repository is private.")] = None,
+    revision: Annotated[str | None, typer.Option(metavar="TEXT", help="Branch. Default: the run's, else main.")] = None,
+    message: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the commit of a model.")] = None,
 ) -> None:  # fmt: skip
     """Send a model to the Hugging Face Hub, or finish what a run could not send.
 

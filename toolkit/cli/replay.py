@@ -38,15 +38,9 @@ _OF_A_TOKENIZER = ["*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.*", "mer
 
 
 def replay(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The output directory of a run that has ended.", show_default=False)
-    ],
-    into: Annotated[
-        Path | None, typer.Option("--into", metavar="DIR", help="Where the new run is written. Default: DIR-replay.")
-    ] = None,
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="FILE", help="The recipe, if it lies elsewhere than it did.")
-    ] = None,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The output directory of a run that has ended.")],
+    into: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the new run is written. Default: DIR-replay.")] = None,
+    recipe: Annotated[str | None, typer.Option(metavar="FILE", help="The recipe, if it lies elsewhere than it did.")] = None,
 ) -> None:
     """Run a recipe again as it was run, from config.yaml and run.json in DIR, and compare losses and weights bit for bit.
 

@@ -40,23 +40,13 @@ class _Config(ModelConfig, RewardFunctionsConfig):
     reward_funcs="Score the completions again, with these rewards. Nothing is written.",
 )
 def rollouts(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The output directory of a run that samples completions.", show_default=False)
-    ],
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=1, help="Show completions of this step.", show_default=False)
-    ] = None,
-    best: Annotated[int, typer.Option("--best", metavar="K", min=0, help="The K completions with the highest reward.")] = 0,
-    worst: Annotated[int, typer.Option("--worst", metavar="K", min=0, help="The K completions with the lowest reward.")] = 0,
-    above: Annotated[
-        float | None, typer.Option("--above", metavar="X", help="Those with a reward of at least this.", show_default=False)
-    ] = None,
-    below: Annotated[
-        float | None, typer.Option("--below", metavar="X", help="Those with a reward of at most this.", show_default=False)
-    ] = None,
-    contains: Annotated[
-        str | None, typer.Option("--contains", metavar="TEXT", help="Those with this text in them.", show_default=False)
-    ] = None,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The output directory of a run that samples completions.")],
+    step: Annotated[int | None, typer.Option(metavar="N", min=1, help="Show completions of this step.")] = None,
+    best: Annotated[int, typer.Option(metavar="K", min=0, help="The K completions with the highest reward.")] = 0,
+    worst: Annotated[int, typer.Option(metavar="K", min=0, help="The K completions with the lowest reward.")] = 0,
+    above: Annotated[float | None, typer.Option(metavar="X", help="Those with a reward of at least this.")] = None,
+    below: Annotated[float | None, typer.Option(metavar="X", help="Those with a reward of at most this.")] = None,
+    contains: Annotated[str | None, typer.Option(metavar="TEXT", help="Those with this text in them.")] = None,
     truncated: Annotated[bool, typer.Option("--truncated", help="Those without an end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a completion, tokens and all.")] = False,
     *,

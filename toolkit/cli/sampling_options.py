@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from toolkit.generation.answers import Sampling
 
-System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system's message.", show_default=False)]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system's message.")]
 NewTokens = Annotated[
     int | None,
     typer.Option(
-        "--max-new-tokens", metavar="N", min=1, max=1 << 20, show_default=False,
+        "--max-new-tokens", metavar="N", min=1, max=1 << 20,
         help="At most N tokens an answer. Default: 512; of a masked-diffusion model what it was trained for.",
     ),
 ]  # fmt: skip
@@ -37,14 +37,14 @@ def _a_number(value: float | None) -> float | None:
 Temperature = Annotated[
     float | None,
     typer.Option(
-        "--temperature", metavar="T", min=0.0, max=1e6, callback=_a_number, show_default=False,
+        "--temperature", metavar="T", min=0.0, max=1e6, callback=_a_number,
         help="0 is greedy decoding. Default: as in the model's generation_config.",
     ),
 ]  # fmt: skip
 TopP = Annotated[
     float | None,
     typer.Option(
-        "--top-p", metavar="P", min=0.0, max=1.0, callback=_a_number, show_default=False,
+        "--top-p", metavar="P", min=0.0, max=1.0, callback=_a_number,
         help="Sample from the most probable tokens whose probabilities add up to this (nucleus sampling).",
     ),
 ]  # fmt: skip

@@ -20,16 +20,10 @@ TASKS = (
 )  # fmt: skip
 
 ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A run's output directory, a model's or an adapter's directory, or a Hub id.", show_default=False
-    ),
+    str, typer.Argument(metavar="MODEL", help="A run's output directory, a model's or an adapter's directory, or a Hub id.")
 ]
 Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device", metavar="NAME", help="Such as cuda:1 or cpu. Default: an accelerator, if any.", show_default=False
-    ),
+    str | None, typer.Option("--device", metavar="NAME", help="Such as cuda:1 or cpu. Default: an accelerator, if any.")
 ]
 
 OF_MODEL = "tokenizer chat_template model_revision trust_remote_code"
@@ -50,7 +44,7 @@ def option(config_class: type[Settings], name: str, help: str | None = None) -> 
     usual = {str: "TEXT", int: "N", float: "X", bool: None}[setting.kind]
     metavar = _METAVARS.get(name) or ("|".join(setting.choices) if setting.choices else "A,B" if setting.is_list else usual)
     flag = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if setting.is_switch else setting.flag
-    return typer.Option(flag, metavar=metavar, help=help or setting.help, show_default=False)
+    return typer.Option(flag, metavar=metavar, help=help or setting.help)
 
 
 def with_settings(names: str, *groups: type[Settings], **helps: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -33,8 +33,7 @@ def _group() -> None:
 def submit(
     recipe: Recipe,
     flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[FLAGS]", help="The recipe's flags; toolkit train RECIPE --help lists them."),
+        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's flags; toolkit train RECIPE --help lists them.")
     ] = None,
     time: Annotated[
         str | None, typer.Option(metavar="H:MM:SS", help="Time of one stay on the nodes; the job comes back until it is done.")

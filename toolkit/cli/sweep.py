@@ -58,12 +58,8 @@ def sweep(
         ),
     ] = None,
     strategy: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(STRATEGIES)}.")] = "random",
-    trials: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Trials. Default: 20; of a grid all points.", show_default=False)
-    ] = None,
-    sweep_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where it is written. Default: sweeps/RECIPE.", show_default=False)
-    ] = None,
+    trials: Annotated[int | None, typer.Option(metavar="N", min=1, help="Trials. Default: 20; of a grid all points.")] = None,
+    sweep_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Where it is written. Default: sweeps/RECIPE.")] = None,
     sweep_seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the proposals; the recipe's is --seed.")] = 0,
     objective: Annotated[
         list[str] | None,
@@ -83,17 +79,13 @@ def sweep(
     reduction: Annotated[int, typer.Option(metavar="N", min=2, help="Of N trials at a rung one goes on.")] = 3,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Trials of each point, with different seeds.")] = 1,
     parallel: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Trials at a time, in all processes. Default: 1.", show_default=False)
+        int | None, typer.Option(metavar="N", min=1, help="Trials at a time, in all processes. Default: 1.")
     ] = None,
-    slots: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of these in this process. Default: all.", show_default=False)
-    ] = None,
+    slots: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of these in this process. Default: all.")] = None,
     budget_steps: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Start no trial after N steps of all trials.")
     ] = None,
-    budget_hours: Annotated[
-        float | None, typer.Option(metavar="H", min=0.0, help="Start no trial after H hours.")
-    ] = None,
+    budget_hours: Annotated[float | None, typer.Option(metavar="H", min=0.0, help="Start no trial after H hours.")] = None,
     storage: Annotated[
         str | None,
         typer.Option(metavar="URL", help="A database for the journal, such as sqlite:///sweeps.db, without a common folder."),
@@ -102,10 +94,7 @@ def sweep(
         str | None,
         typer.Option(metavar="ENTITY/PROJECT/ID", help="Be an agent of this W&B sweep, which has the space and the strategy."),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="The page of report. Default: DIR/report.html.", show_default=False),
-    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="The page of report. Default: DIR/report.html.")] = None,
     processes: Processes = None,
     accelerate_config: ConfigFile = None,
     dry_run: Annotated[

@@ -26,7 +26,7 @@ app = typer.Typer(
 Flags = Annotated[
     list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's flags; toolkit train RECIPE --help lists them.")
 ]
-Name = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 Region = Annotated[str | None, typer.Option(metavar="REGION", help="AWS region. Default: that of your AWS configuration.")]
 JobName = Annotated[str | None, typer.Option(metavar="NAME", help="Default: the recipe's and the time.")]
 InstanceCount = Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Machines.")]
@@ -45,8 +45,7 @@ AccelerateConfig = Annotated[
     typer.Option(metavar="NAME|FILE", help="An Accelerate config: a name of recipes/launch, such as zero2, or any file."),
 ]
 Include = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATH", help="A file or folder to send with the recipe's code; repeatable."),
+    list[str] | None, typer.Option(metavar="PATH", help="A file or folder to send with the recipe's code; repeatable.")
 ]
 Secret = Annotated[
     list[str] | None,
@@ -68,7 +67,7 @@ Token = Annotated[
 @app.command(context_settings=_AMONG_FLAGS)
 def submit(
     recipe: Recipe,
-    instance_type: Annotated[str, typer.Option(metavar="TYPE", help="Such as ml.g5.12xlarge.", show_default=False)],
+    instance_type: Annotated[str, typer.Option(metavar="TYPE", help="Such as ml.g5.12xlarge.")],
     flags: Flags = None,
     instance_count: InstanceCount = 1,
     role: Annotated[
@@ -174,7 +173,7 @@ def logs(
 @app.command()
 def fetch(
     name: Name,
-    folder: Annotated[str | None, typer.Argument(metavar="[FOLDER]", help="Default: runs/JOB.", show_default=False)] = None,
+    folder: Annotated[str | None, typer.Argument(metavar="[FOLDER]", help="Default: runs/JOB.")] = None,
     checkpoints: Annotated[bool, typer.Option("--checkpoints", help="Copy checkpoints too; they are large.")] = False,
     region: Region = None,
 ) -> None:
@@ -188,13 +187,10 @@ def fetch(
 def simulate(
     recipe: Recipe,
     flags: Flags = None,
-    folder: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Folder of the simulated machines and S3.")
-    ] = "runs/simulated",
+    folder: Annotated[str, typer.Option(metavar="FOLDER", help="Folder of the simulated machines and S3.")] = "runs/simulated",
     instance_count: InstanceCount = 1,
     channel: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=PATH", help="A file or folder of this machine as a channel; repeatable."),
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="A file or folder of this machine as a channel; repeatable.")
     ] = None,
     interrupt_after: Annotated[
         list[float] | None,
