@@ -46,11 +46,10 @@ def evaluate(
             metavar="A,B",
             help="Language models: loss, perplexity, token_accuracy, where every token is supervised bits_per_byte, and where "
             "rows have answers metrics of its answers: bleu, chrf, rouge, exact_match, modules of evaluate or a script's path. "
-            "Encoder-decoders: loss, perplexity, token_accuracy, bleu, chrf, rouge, exact_match. "
-            "Of pairs logps_accuracy, of marked answers logps_auc, and others. "
-            "Masked language models: loss, pseudo_perplexity, masked_accuracy. Spans: exact_match, f1 and others. "
-            "Classifiers: accuracy, f1 and others, or modules of evaluate. Reward models: loss, reward_accuracy and others. "
-            "Default: all; of classifiers the usual.",
+            "Encoder-decoders: loss, perplexity, token_accuracy, bleu, chrf, rouge, exact_match. Of pairs logps_accuracy, of "
+            "marked answers logps_auc, and others. Masked language models: loss, pseudo_perplexity, masked_accuracy. Spans: "
+            "exact_match, f1 and others. Classifiers: accuracy, f1 and others, or modules of evaluate. Reward models: loss, "
+            "reward_accuracy and others. Default: all; of classifiers the usual.",
         ),
     ] = None,
     task: Annotated[

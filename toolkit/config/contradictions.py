@@ -55,8 +55,7 @@ CONTRADICTIONS = (
         "--overwrite-output-dir would throw away {resume_from}: take another --output-dir.",
     ),
     Contradiction(
-        lambda report_to: "none" in report_to and len(report_to) > 1,
-        "{report_to} names trackers and none: leave none out.",
+        lambda report_to: "none" in report_to and len(report_to) > 1, "{report_to} names trackers and none: leave none out."
     ),
     # Masks
     Contradiction(
@@ -64,10 +63,7 @@ CONTRADICTIONS = (
         "{mask_replace_prob} and {random_replace_prob}: are shares of the same tokens, at most 1 together. Lower one.",
     ),
     # Data
-    Contradiction(
-        lambda streaming, max_steps: streaming and max_steps is None,
-        "--streaming has no end: set --max-steps.",
-    ),
+    Contradiction(lambda streaming, max_steps: streaming and max_steps is None, "--streaming has no end: set --max-steps."),
     Contradiction(
         lambda rename_columns: any(not all(pair.partition("=")[::2]) for pair in rename_columns),
         "{rename_columns}: must be old=new, as in --rename-columns question=prompt.",
@@ -262,10 +258,7 @@ CONTRADICTIONS = (
         "{match_attention} needs probabilities, which {attn_implementation} doesn't return: leave one of them out.",
     ),
     # Preferences
-    Contradiction(
-        lambda loss_type: not loss_type,
-        "--loss-type is empty: name one loss or several, such as sigmoid.",
-    ),
+    Contradiction(lambda loss_type: not loss_type, "--loss-type is empty: name one loss or several, such as sigmoid."),
     Contradiction(
         lambda loss_type, loss_weights: loss_weights and len(loss_weights) != len(loss_type),
         "{loss_weights} next to {loss_type}: must be one weight for each loss.",

@@ -176,9 +176,7 @@ def _check_nodes(root: Any, where: str) -> None:
                 if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                     line = key.start_mark.line + 1
                     if key.value in seen:
-                        raise Refusal(
-                            f"{where}:{line}: {key.value} is there twice, first in line {seen[key.value]}: keep one."
-                        )
+                        raise Refusal(f"{where}:{line}: {key.value} is there twice, first in line {seen[key.value]}: keep one.")
                     seen[key.value] = line
             todo += [(part, level + 1) for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):

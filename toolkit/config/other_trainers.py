@@ -31,9 +31,8 @@ _SAME = {
 }  # fmt: skip
 _NOTED = {
     ("", "leave it out: it changes nothing here."): (
-        "base_model_config tokenizer_type tokenizer_use_fast is_llama_derived_model dataset_processes "
-        "lora_fan_in_fan_out kd_online_timeout preprocessing_batch_size buffer_size enable_liger_kernel "
-        "use_reentrant_gc upcast_layernorm"
+        "base_model_config tokenizer_type tokenizer_use_fast is_llama_derived_model dataset_processes lora_fan_in_fan_out "
+        "kd_online_timeout preprocessing_batch_size buffer_size enable_liger_kernel use_reentrant_gc upcast_layernorm"
     ),
     ("", "leave it out: unknown keys are always refused."): "strict",
     ("", "those of the tokenizer's directory (tokenizer_config.json)."): "special_tokens",

@@ -112,9 +112,7 @@ POLICY_NO_EFFECT = (
         ),
         "with one update a step, where every ratio is 1 and no value has moved: leave it out, or add --num-iterations 2.",
     ),
-    NoEffect(
-        ("max_turns",), lambda environment: not environment, "without --environment: leave it out.",
-    ),
+    NoEffect(("max_turns",), lambda environment: not environment, "without --environment: leave it out."),
     NoEffect(
         ("dynamic_sampling",),
         lambda dynamic_sampling, loss_type, advantage_estimator, num_generations: (

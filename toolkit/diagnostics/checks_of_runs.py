@@ -107,9 +107,8 @@ def check_start(record: Record, config: Settings) -> Outcome:
         return found(note, [])
     what = f"The first loss of a random model is {losses[0]:.4g}, and guessing costs {value:.4g} = {name}."
     change = (
-        "Take the mean over the supervised tokens (or examples) of the global batch: a sum divided by batch.totals "
-        "once. A loss "
-        "far below that of guessing says that the model sees what it is to predict."
+        "Take the mean over the supervised tokens (or examples) of the global batch: a sum divided by batch.totals once. A "
+        "loss far below that of guessing says that the model sees what it is to predict."
     )
     return found(note, [Finding("start", what, change, loss_place(record))])
 

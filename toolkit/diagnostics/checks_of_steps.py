@@ -44,9 +44,8 @@ def check_split(split: Record, whole: Record, config: Settings) -> Outcome:
         cause = "the loss depends on how many micro-batches there are"
     else:
         cause = (
-            "micro-batches of different sizes count alike (a mean of means), the forward pass sees padding or other "
-            "examples, or "
-            "examples get lost"
+            "micro-batches of different sizes count alike (a mean of means), the forward pass sees padding or other examples, "
+            "or examples get lost"
         )
     what = (
         f"With 8 micro-batches of 1 example the gradient is {ratio:.3g} times as long as with 1 of 8 of the same examples, and "
@@ -78,9 +77,8 @@ def check_alone(record: Record, config: Settings) -> Outcome:
         "that of each alone."
     )
     change = (
-        "Give the model the documents' bounds and positions that tk.collate_packed makes (cu_seq_lens_q ..., "
-        "position_ids), and no "
-        "label on the first token of a document." if packed else
+        "Give the model the documents' bounds and positions that tk.collate_packed makes (cu_seq_lens_q ..., position_ids), "
+        "and no label on the first token of a document." if packed else
         "Give the model the attention_mask of the micro-batch, put no label on padding, and divide by batch.totals."
     )  # fmt: skip
     return found(note, [Finding("alone", what, change, where)])
@@ -171,9 +169,8 @@ def check_trained(record: Record, after: Gradients) -> Outcome:
         _about(outside, "are trainable and not in the optimizer",
                "Build the optimizer after the model is whole (head and adapter added), over all of its parameters.", record),
         _about(silent, "never get a gradient",
-               "Look for a .detach(), a torch.no_grad() or a disabled adapter between them and the loss; what is "
-               "not meant to be "
-               "trained: requires_grad_(False).", record),
+               "Look for a .detach(), a torch.no_grad() or a disabled adapter between them and the loss; what is not meant to "
+               "be trained: requires_grad_(False).", record),
         _about(moved, "are frozen (requires_grad is False) and changed",
                "Leave them out of the optimizer, and write to no weight by hand.", record),
         _about(frozen_adapter, "are of an adapter and frozen",

@@ -256,11 +256,7 @@ def run_sweep(
                         continue
                     sweep.end(job.number, outcome)
                     ended(sweep.jobs[job.number])
-                while (
-                    not (received or code or full)
-                    and len(running) < slots
-                    and time.monotonic() - looked >= _WAIT_SECONDS
-                ):
+                while not (received or code or full) and len(running) < slots and time.monotonic() - looked >= _WAIT_SECONDS:
                     claimed = sweep.claim()
                     if isinstance(claimed, Nothing):
                         left, looked = claimed, time.monotonic()

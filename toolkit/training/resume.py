@@ -230,8 +230,7 @@ def other_reference(before: Mapping[str, Any] | None, now: Mapping[str, Any] | N
     setting, who = now.get("setting", "model"), now.get("who", "reference")
     if setting not in config.allow_change:
         raise Refusal(
-            f"--resume: the files of --{setting}, which the {who} is made of, are not those that the run "
-            f"began with. Bring them back, begin a new run in another --output-dir, or resume with another {who}: "
-            f"--allow-change {setting}"
+            f"--resume: the files of --{setting}, which the {who} is made of, are not those that the run began with. Bring "
+            f"them back, begin a new run in another --output-dir, or resume with another {who}: --allow-change {setting}"
         )
     return [f"the {who} is made of other files: {ALLOWED}"]

@@ -217,11 +217,7 @@ def _zero_section(written: Mapping[str, Any], stage: int, offload: str) -> dict[
     return zero
 
 
-_BUCKETS = {
-    "reduce_bucket_size": 500_000_000,
-    "allgather_bucket_size": 500_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-}
+_BUCKETS = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000}
 
 # Keys of `zero_optimization` that may be "auto": filled above, or DeepSpeed's default.
 _FILLED = (
