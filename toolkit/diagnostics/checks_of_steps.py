@@ -34,7 +34,7 @@ def check_split(split: Record, whole: Record, config: Settings) -> Outcome:
         return skipped("no gradient was seen" if math.isfinite(norms) else _NOT_FINITE)
     note = f"relative error {error:.1e}"
     if error < same_enough(whole):
-        return found(note, [])
+        return found(note)
     parts, similar = max(one.micro_batches, 2), cosine > 0.999
     if similar and abs(ratio * parts - 1) < 0.05:
         cause = f"the sum over micro-batches is divided by their number ({parts})"
@@ -55,7 +55,7 @@ def check_split(split: Record, whole: Record, config: Settings) -> Outcome:
         "Divide the sum of the micro-batch's losses by the total of the global batch (batch.totals), and add up, without "
         "another division, what each micro-batch's backward leaves."
     )
-    return found(note, [Finding("split", what, change, loss_place(whole) or other.where)])
+    return found(note, Finding("split", what, change, loss_place(whole) or other.where))
 
 
 def check_alone(record: Record, config: Settings) -> Outcome:
@@ -71,7 +71,7 @@ def check_alone(record: Record, config: Settings) -> Outcome:
     packed = bool(values_of(config).get("packing", False))
     note = f"relative error {error:.1e}, {documents} documents {'packed' if packed else 'padded'}"
     if error < same_enough(record):
-        return found(note, [])
+        return found(note)
     what = (
         f"{documents} documents in one {'packed row' if packed else 'micro-batch'} have a gradient {error:.0%} away from "
         "that of each alone."
@@ -81,7 +81,7 @@ def check_alone(record: Record, config: Settings) -> Outcome:
         "and no label on the first token of a document." if packed else
         "Give the model the attention_mask of the micro-batch, put no label on padding, and divide by batch.totals."
     )  # fmt: skip
-    return found(note, [Finding("alone", what, change, where)])
+    return found(note, Finding("alone", what, change, where))
 
 
 def check_rates(record: Record, config: Settings) -> Outcome:
@@ -100,7 +100,7 @@ def check_rates(record: Record, config: Settings) -> Outcome:
     if record.optimizer is record.built and record.schedule is not None:
         off = first_other_rate(record)
         if values_of(config).get("lr_scheduler_type", "") == "reduce_lr_on_plateau":
-            return found("rates of reduce_lr_on_plateau depend on evaluations and are not compared", findings)
+            return found("rates of reduce_lr_on_plateau depend on evaluations and are not compared", *findings)
         if off is not None:
             step, actual, wanted = off
             what = (
@@ -114,9 +114,8 @@ def check_rates(record: Record, config: Settings) -> Outcome:
     else:
         findings.append(_own_rate(record, config))
     peak = max(max(update.rates) for update in record.updates)
-    return found(
-        f"{len(record.optimizer.param_groups)} groups, {len(record.updates)} updates, highest rate {peak:.3g}", findings
-    )
+    groups = len(record.optimizer.param_groups)
+    return found(f"{groups} groups, {len(record.updates)} updates, highest rate {peak:.3g}", *findings)
 
 
 def first_other_rate(record: Record) -> tuple[int, float, float] | None:
@@ -177,7 +176,7 @@ def check_trained(record: Record, after: Gradients) -> Outcome:
                "Build the model with tk.add_adapter last, and call requires_grad_(False) on nothing of the adapter.", record),
     ]  # fmt: skip
     count = sum(p.numel() for p in named.values() if p.requires_grad)
-    return found(f"{count:,} of {sum(p.numel() for p in named.values()):,} parameters are trained", findings)
+    return found(f"{count:,} of {sum(p.numel() for p in named.values()):,} parameters are trained", *findings)
 
 
 def check_decay(record: Record, config: Settings) -> Outcome:
@@ -208,7 +207,7 @@ def check_decay(record: Record, config: Settings) -> Outcome:
         _about(spared, f"are matrices and do not decay (--weight-decay {asked:g})",
                "Give the groups of matrices weight_decay=config.weight_decay.", record, "decay"),
     ]  # fmt: skip
-    return found(f"--weight-decay {asked:g}", findings)
+    return found(f"--weight-decay {asked:g}", *findings)
 
 
 def is_vector(name: str, parameter: nn.Parameter, owner: nn.Module) -> bool:
@@ -225,13 +224,13 @@ def check_clipping(record: Record, config: Settings) -> Outcome:
     longest, number, update = max(norms, key=lambda each: each[0])
     raw = max(norm_of(each.unclipped) for each in record.updates)
     if longest <= limit * 1.001:
-        return found(f"longest gradient {raw:.3g}, after clipping {longest:.3g}", [])
+        return found(f"longest gradient {raw:.3g}, after clipping {longest:.3g}")
     what = f"At step {number} the optimizer gets a gradient of norm {longest:.3g}, and --max-grad-norm is {limit:g}."
     change = (
         "Clip once a step, after the backward of the last micro-batch: torch.nn.utils.clip_grad_norm_(model.parameters(), "
         "config.max_grad_norm)."
     )
-    return found("", [Finding("clipping", what, change, update.where)])
+    return found("", Finding("clipping", what, change, update.where))
 
 
 def check_cleared(record: Record) -> Outcome:
@@ -241,12 +240,12 @@ def check_cleared(record: Record) -> Outcome:
     again = next((update for update in record.updates if update.is_repeated), None)
     if again is not None and any(forward.with_gradient for forward in record.of_model("train")):
         what = "The optimizer is stepped again with the gradient of the update before: no forward pass is between them."
-        return found("", [Finding("cleared", what, "Step it once for each batch.", again.where)])
+        return found("", Finding("cleared", what, "Step it once for each batch.", again.where))
     late: Update | None = next((update for update in record.updates[1:] if update.left_over), None)
     if late is None:
-        return found(f"{len(record.updates)} updates", [])
+        return found(f"{len(record.updates)} updates")
     what = f"A step begins with the gradient of the one before: {_names(late.left_over)}."
-    return found("", [Finding("cleared", what, "Call optimizer.zero_grad() after each optimizer.step().", late.where)])
+    return found("", Finding("cleared", what, "Call optimizer.zero_grad() after each optimizer.step().", late.where))
 
 
 def check_modes(record: Record) -> Outcome:
@@ -273,7 +272,7 @@ def check_modes(record: Record) -> Outcome:
             "Put it under torch.no_grad().", with_graph.where,
         ),
     ]  # fmt: skip
-    return found(f"{len(trained)} forward passes in training, {len(evaluated)} in evaluations", findings)
+    return found(f"{len(trained)} forward passes in training, {len(evaluated)} in evaluations", *findings)
 
 
 def distance(one: Gradients, other: Gradients) -> tuple[float, float, float]:
