@@ -201,8 +201,8 @@ def saved(tmp_path: Path) -> Path:
 
 def rows(output: str) -> list[list[str]]:
     """The cells of a table's rows, without its head."""
-    lines = [[cell.strip() for cell in re.split("[│┃|]", line)[1:-1]] for line in output.splitlines()]
-    return [cells for cells in lines if cells and cells[0].isdecimal()]
+    lines = [re.split("  +", line.strip()) for line in output.splitlines()]
+    return [cells for cells in lines if cells[0].isdecimal()]
 
 
 @pytest.mark.parametrize("folder", [".", "checkpoints"])
@@ -210,7 +210,7 @@ def test_checkpoints_are_listed_in_order_with_the_best_and_the_last(saved: Path,
     """Fails when: they are sorted as texts (10 before 2), or only one of the two directories is understood."""
     code, output = in_process("checkpoints", saved / folder)
     assert code == 0
-    assert [(step, *marks) for step, _, *marks in rows(output)] == [("2", "whole", "", ""), ("4", "whole", "yes", ""), ("10", "whole", "", "yes")]
+    assert [(step, *marks) for step, _, *marks in rows(output)] == [("2", "whole"), ("4", "whole", "best"), ("10", "whole", "last")]
 
 
 def test_checkpoints_are_listed_and_verified_without_the_heavy_libraries(saved: Path) -> None:

@@ -24,11 +24,10 @@ from toolkit.sweeps.journal import Job, Journal, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Stopped, Sweep, run_sweep
 from toolkit.sweeps.outcomes import trial_folder
 from toolkit.sweeps.page import sweep_page
-from toolkit.sweeps.proposal import Proposal
 from toolkit.sweeps.results import best_trials, result_of, trials_of
 from toolkit.sweeps.schedule import brackets_of, make_schedule, planned_steps, rung_counts, trials_in
 from toolkit.sweeps.shown import Live, count_line, point_of, seed_lines, status_lines, trial_line
-from toolkit.sweeps.space import Point, read_space
+from toolkit.sweeps.space import Point, Proposal, read_space
 from toolkit.sweeps.storage import open_journal
 from toolkit.sweeps.strategies import STRATEGIES, grid_size
 from toolkit.sweeps.trials import Recipe as RecipeTrials, commands_of, flags_of, fork_run, shown_command

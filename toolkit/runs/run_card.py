@@ -17,9 +17,8 @@ import torch
 
 from toolkit.config import Refusal, Settings
 from toolkit.config.files import mark_not_read
-from toolkit.config.reading import forget_reads, is_made_of_settings, settings_read, values_of
+from toolkit.config.reading import forget_reads, is_made_of_settings, public_settings, settings_read, values_of
 from toolkit.config.setting import given_settings
-from toolkit.config.shown import public_settings
 from toolkit.data.sources.load import writers_of_sources
 from toolkit.distributed.engines import element_count, engine_of
 from toolkit.distributed.launch import TRAIN_OPTIONS

@@ -27,11 +27,10 @@ from toolkit.sweeps.journal import (
     start_record,
     take_in,
 )
-from toolkit.sweeps.proposal import Nothing
 from toolkit.sweeps.pruning import pruner_of
 from toolkit.sweeps.results import result_of, spent_budget, steps_used
 from toolkit.sweeps.schedule import Schedule, make_schedule
-from toolkit.sweeps.space import Point
+from toolkit.sweeps.space import Nothing, Point
 from toolkit.sweeps.trials import Running, Start
 from toolkit.sweeps.workers import Liveness
 

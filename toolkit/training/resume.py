@@ -17,9 +17,8 @@ import torch
 from toolkit.checkpoint import latest_checkpoint, list_checkpoints, verify_checkpoint
 from toolkit.config import DataConfig, ModelConfig, Refusal, RunConfig, settings_of
 from toolkit.config.conditions import couples_a_micro_batch, follows_evaluations
-from toolkit.config.reading import values_of
+from toolkit.config.reading import public_settings, values_of
 from toolkit.config.setting import Settings, given_settings
-from toolkit.config.shown import public_settings
 from toolkit.distributed.engines import engine_of
 from toolkit.system.devices import has_bf16_units
 
