@@ -80,7 +80,7 @@ def submit(
             " An hour is 1:00:00.",
             param_hint="--time",
         )
-    from toolkit.distributed.slurm import SlurmJob, batch_script, command_of_nodes
+    from toolkit.distributed.slurm import batch_script, command_of_nodes
 
     words, script = list(flags or []), find_recipe(recipe, "toolkit slurm submit")
     name = job_name or Path(script).stem
@@ -119,12 +119,11 @@ def submit(
             "once for each --output-dir; jobs that share the trials of a sweep are --sweep-workers N."
         )
     command = command_of_nodes(run_words, nodes=nodes)
-    job = SlurmJob(
-        name=name, command=f"{setup}\n    {command}" if setup else command,
+    text = batch_script(
+        name, f"{setup}\n    {command}" if setup else command,
         log=f"{folder}".replace("%", "%%") + f".slurm-{'%A_%a' if sweep_workers else '%j'}.log",
-        nodes=nodes, array=sweep_workers, stop_seconds=stop_seconds, options=tuple(options),
+        nodes=nodes, array=sweep_workers, stop_seconds=stop_seconds, options=options,
     )  # fmt: skip
-    text = batch_script(job)
     if dry_run:
         say(text, end="")
         return

@@ -5,24 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class SlurmJob:
-    """What a batch script runs.
-
-    `command` is run on each node, with the variables NODES, NODE, MAIN and PORT (how many, which, and where node 0 is reached).
-    `options`: of sbatch, as "--time=4:00:00". `stop_seconds` before the end of its time the job is stopped, with SIGUSR1.
-    """
-
-    name: str
-    command: str
-    log: str  # with %j, or %A and %a, for the job's number; another % is doubled
-    nodes: int = 1
-    array: int | None = None  # as many jobs that run the same command
-    stop_seconds: int = 120
-    options: tuple[str, ...] = ()
 
 
 def command_of_nodes(words: Sequence[str], *, nodes: int) -> str:
@@ -40,17 +22,26 @@ def _quoted(option: str) -> str:
     return f'{name}="{escaped}"'
 
 
-def batch_script(job: SlurmJob) -> str:
+def batch_script(
+    name: str, command: str, *, log: str, nodes: int = 1, array: int | None = None, stop_seconds: int = 120,
+    options: Sequence[str] = (),
+) -> str:  # fmt: skip
     """The script for sbatch.
 
     A signal that Slurm sends to a step reaches all processes in it, so that is how the step is stopped. A command that ended
     with 75 (stopped after a checkpoint) is put back into the queue if it was stopped for its time, not if by scancel; its code
     becomes 0 until then, since srun ends the other nodes' tasks at the first other code, while they may be saving.
+
+    Args:
+        command: run on each node, with the variables NODES, NODE, MAIN and PORT (how many, which, where node 0 is reached).
+        log: with %j, or %A and %a, for the job's number; another % is doubled.
+        array: as many jobs that run the same command.
+        stop_seconds: before the end of its time the job is stopped, with SIGUSR1.
+        options: of sbatch, as "--time=4:00:00".
     """
     options = [
-        f"--job-name={job.name}", f"--nodes={job.nodes}", "--ntasks-per-node=1", f"--output={job.log}", "--open-mode=append",
-        "--requeue", f"--signal=B:USR1@{job.stop_seconds}", *([f"--array=0-{job.array - 1}"] if job.array else []),
-        *job.options,
+        f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", f"--output={log}", "--open-mode=append",
+        "--requeue", f"--signal=B:USR1@{stop_seconds}", *([f"--array=0-{array - 1}"] if array else []), *options,
     ]  # fmt: skip
     lines = "\n".join(f"#SBATCH {_quoted(option)}" for option in options)
     return f"""#!/bin/bash
@@ -61,7 +52,7 @@ export STOPPED=$(mktemp -u "${{TMPDIR:-/tmp}}/toolkit-stopped-$SLURM_JOB_ID-XXXX
 run() {{  # on each node
     trap : USR1 TERM
     export NODES=$SLURM_NNODES NODE=$SLURM_NODEID MAIN=$SLURM_LAUNCH_NODE_IPADDR PORT=$((20000 + SLURM_JOB_ID % 20000))
-    {job.command}
+    {command}
     code=$?
     if [ "$code" = 75 ]; then
         [ "$NODE" = 0 ] && : > "$STOPPED"
