@@ -14,6 +14,7 @@ from toolkit.cli.setting_options import read_options, with_settings
 from toolkit.cli.table import table
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.rollouts import RewardFunctionsConfig
+from toolkit.config.setting import flag_of
 from toolkit.system.console import one_line, say
 from toolkit.system.json_lines import json_line
 from toolkit.system.numbers import show_decimals
@@ -60,7 +61,7 @@ def rollouts(
 
     alone = [name for name, value in typed.items() if value is not None and not typed["reward_funcs"]]
     if alone:
-        raise Refusal(f"--{alone[0].replace('_', '-')} has no effect without --reward-funcs: add it, or leave this out.")
+        raise Refusal(f"{flag_of(alone[0])} has no effect without --reward-funcs: add it, or leave this out.")
     rewards = _rewards(directory, typed) if typed["reward_funcs"] else []
     steps = steps_of(directory)
     if not steps:

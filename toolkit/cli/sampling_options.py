@@ -8,6 +8,7 @@ import typer
 
 from toolkit.cli.setting_options import option, read_options
 from toolkit.config import DiffusionConfig, ModelConfig, Refusal
+from toolkit.config.setting import flag_of
 from toolkit.system.console import as_typed
 
 if TYPE_CHECKING:
@@ -61,9 +62,9 @@ def read_sampling(
 
     of_diffusion = {"denoising_steps": denoising_steps, "block_length": block_length}
     is_diffusion = diffusion_of(model) is not None
-    flag = next((name.replace("_", "-") for name, value in of_diffusion.items() if value is not None), None)
+    flag = next((flag_of(name) for name, value in of_diffusion.items() if value is not None), None)
     if flag and not is_diffusion:
-        raise Refusal(f"--{flag}: is for masked-diffusion models, and this model writes one token behind the other. Remove it.")
+        raise Refusal(f"{flag}: is for masked-diffusion models, and this model writes one token behind the other. Remove it.")
     if is_diffusion and top_p is not None:
         raise Refusal(f"--top-p {top_p:g}: is for models that write one token behind the other. Remove it.")
     settings = read_options(DiffusionConfig, of_diffusion)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from toolkit.config.groups import OptimConfig
 from toolkit.config.preferences import PreferenceConfig
 from toolkit.config.run_groups import RunConfig
-from toolkit.config.setting import Settings
+from toolkit.config.setting import Settings, flag_of
 
 
 class Contradiction(NamedTuple):
@@ -38,7 +38,7 @@ def needs(settings: str | tuple[str, ...], other: str, *values: str) -> NoEffect
 
     names = (settings,) if isinstance(settings, str) else settings
     if not values:
-        flag = "--" + other.replace("_", "-")
+        flag = flag_of(other)
         return NoEffect(names, idle, f"without {flag}: leave it out, or add {flag}.", (other,))
     last = " or ".join(values[-2:])
     return NoEffect(names, idle, f"with {{{other}}}: leave it out, or take {', '.join([*values[:-2], last])}.", (other,))

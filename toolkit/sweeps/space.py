@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from toolkit.config import Refusal
 from toolkit.config.json_and_yaml import parse_yaml, read_text_file
+from toolkit.config.setting import flag_of
 
 Value = str | int | float
 Point = Mapping[str, Value]  # one value for each searched setting
@@ -217,7 +218,7 @@ def _read_values(text: str) -> Dimension:
     if low > high:
         raise Refusal(f"--search {text}: the range is upside down. Write {kind}:{high}..{low}.")
     if low == high:
-        flag = f"--{name.replace('_', '-')} {low}"
+        flag = f"{flag_of(name)} {low}"
         raise Refusal(f"--search {text}: the range is empty. For one value, leave out --search {name} and give {flag}.")
     if is_log and low <= 0:
         raise Refusal(f"--search {text}: a logarithmic range begins above 0; {low} does not.")
