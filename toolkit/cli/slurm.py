@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.command_line.placement import MOST_RANKS
-from toolkit.command_line.recipe_file import Recipe, find_recipe
+from toolkit.command_line.recipe_file import Flags, Recipe, find_recipe
 from toolkit.config import Refusal
 from toolkit.system.console import as_typed, say
 
@@ -32,9 +32,7 @@ def _group() -> None:
 @app.command(context_settings={"ignore_unknown_options": True})
 def submit(
     recipe: Recipe,
-    flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's flags; toolkit train RECIPE --help lists them.")
-    ] = None,
+    flags: Flags = None,
     time: Annotated[
         str | None, typer.Option(metavar="H:MM:SS", help="Time of one stay on the nodes; the job comes back until it is done.")
     ] = None,

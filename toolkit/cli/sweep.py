@@ -14,7 +14,7 @@ from toolkit.cli.sweep_plan import PRUNERS, SweepOptions, base_of, check_agent, 
 from toolkit.command_line.placement import ConfigFile, Processes
 from toolkit.command_line.reading import read_command_line
 from toolkit.command_line.recipe import config_class_of_file
-from toolkit.command_line.recipe_file import Recipe, find_recipe, split_options, sweep_folder
+from toolkit.command_line.recipe_file import Flags, Recipe, find_recipe, split_options, sweep_folder
 from toolkit.config import Refusal, settings_of
 from toolkit.config.places import place_to_write, unwritable
 from toolkit.config.reading import values_of
@@ -47,9 +47,7 @@ NOT_OF_A_RECIPE = {"output"}
 def sweep(
     context: typer.Context,
     recipe: Recipe,
-    flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own, which are the same in every trial.")
-    ] = None,
+    flags: Flags = None,
     search: Annotated[
         list[str] | None,
         typer.Option(

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -16,7 +15,7 @@ from toolkit.command_line.placement import (
     placement_of,
     what_is_started,
 )
-from toolkit.command_line.recipe_file import Recipe, find_recipe, near_own_option, split_options
+from toolkit.command_line.recipe_file import Flags, Recipe, find_recipe, near_own_option, split_options
 from toolkit.distributed.launch import REFUSED, launch
 from toolkit.system.console import say
 
@@ -24,9 +23,7 @@ from toolkit.system.console import say
 def train(
     context: typer.Context,
     recipe: Recipe,
-    flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own; toolkit train RECIPE --help lists them.")
-    ] = None,
+    flags: Flags = None,
     processes: Processes = None,
     accelerate_config: ConfigFile = None,
     nodes: NodeCount = None,

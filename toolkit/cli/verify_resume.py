@@ -5,12 +5,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from toolkit.command_line.placement import ConfigFile, Placement, Processes, placement_of
-from toolkit.command_line.recipe_file import Recipe, recipe_and_options
+from toolkit.command_line.recipe_file import Flags, Recipe, recipe_and_options
 from toolkit.config import Refusal, read_config_file
 from toolkit.config.setting import flag_of
 from toolkit.distributed.launch import launch, started_ranks
@@ -30,9 +29,7 @@ _POLL_SECONDS = 0.002
 def verify_resume(
     context: typer.Context,
     recipe: Recipe,
-    flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own: the model and the data to verify with.")
-    ] = None,
+    flags: Flags = None,
     processes: Processes = None,
     accelerate_config: ConfigFile = None,
 ) -> None:

@@ -67,6 +67,9 @@ Recipe = Annotated[
         metavar="RECIPE", help="The name of a recipe, such as sft, or the path of one.", autocompletion=complete_recipe
     ),
 ]
+Flags = Annotated[
+    list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own; toolkit train RECIPE --help lists them.")
+]
 
 
 def split_options(context: typer.Context, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

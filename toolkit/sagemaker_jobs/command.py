@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.command_line.placement import MOST_RANKS
-from toolkit.command_line.recipe_file import Recipe, find_accelerate_config, find_recipe
+from toolkit.command_line.recipe_file import Flags, Recipe, find_accelerate_config, find_recipe
 from toolkit.config import Refusal
 from toolkit.config.places import place_to_write
 from toolkit.sagemaker_jobs.job import LONGEST_RUN, Job, name_of_job, read_pairs
@@ -23,9 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )  # fmt: skip
 
-Flags = Annotated[
-    list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's flags; toolkit train RECIPE --help lists them.")
-]
 Name = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 Region = Annotated[str | None, typer.Option(metavar="REGION", help="AWS region. Default: that of your AWS configuration.")]
 JobName = Annotated[str | None, typer.Option(metavar="NAME", help="Default: the recipe's and the time.")]
