@@ -28,18 +28,10 @@ if TYPE_CHECKING:
 
 @with_settings(f"{OF_MODEL} dtype", ModelConfig)
 def chat(
-    model: ModelName,
-    system: System = None,
-    max_new_tokens: NewTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    denoising_steps: DenoisingSteps = None,
-    block_length: BlockLength = None,
-    seed: Seed = 0,
-    device: Device = None,
-    *,
-    typed: dict[str, Any],
-) -> None:
+    model: ModelName, system: System = None, max_new_tokens: NewTokens = None, temperature: Temperature = None,
+    top_p: TopP = None, denoising_steps: DenoisingSteps = None, block_length: BlockLength = None, seed: Seed = 0,
+    device: Device = None, *, typed: dict[str, Any],
+) -> None:  # fmt: skip
     """Talk to a model through its chat template.
 
     Ctrl-C ends an answer, Ctrl-D the chat. /reset forgets what was said, /quit ends the chat.

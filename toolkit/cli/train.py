@@ -21,16 +21,10 @@ from toolkit.system.console import say
 
 
 def train(
-    context: typer.Context,
-    recipe: Recipe,
-    flags: Flags = None,
-    processes: Processes = None,
-    accelerate_config: ConfigFile = None,
-    nodes: NodeCount = None,
-    node_rank: NodeRank = None,
-    main_address: MainAddress = None,
+    context: typer.Context, recipe: Recipe, flags: Flags = None, processes: Processes = None,
+    accelerate_config: ConfigFile = None, nodes: NodeCount = None, node_rank: NodeRank = None, main_address: MainAddress = None,
     main_port: MainPort = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run a recipe. The options below may be before RECIPE or among its flags.
 
     Ends with the recipe's exit code: 0 finished, 2 refused, 75 stopped by a signal after a checkpoint. SIGTERM, SIGUSR1 and

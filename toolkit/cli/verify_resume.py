@@ -27,12 +27,9 @@ _POLL_SECONDS = 0.002
 
 
 def verify_resume(
-    context: typer.Context,
-    recipe: Recipe,
-    flags: Flags = None,
-    processes: Processes = None,
+    context: typer.Context, recipe: Recipe, flags: Flags = None, processes: Processes = None,
     accelerate_config: ConfigFile = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run a recipe twice in temporary directories, once uninterrupted and once killed and resumed, and compare the bits.
 
     A few steps with a checkpoint every other one, unless the recipe's flags say otherwise: --max-steps 8 --save-strategy
