@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -71,11 +72,11 @@ def lies_in(path: str, directory: str) -> bool:
 
 
 def is_pattern(text: str) -> bool:
-    """Whether a text is regex=factor with a factor of at least 0."""
+    """Whether a text is regex=factor with a finite factor of at least 0."""
     pattern, equals, factor = text.rpartition("=")
     try:
         re.compile(pattern)
-        return bool(pattern and equals) and float(factor) >= 0
+        return bool(pattern and equals) and 0 <= float(factor) < math.inf
     except (re.error, ValueError):
         return False
 
