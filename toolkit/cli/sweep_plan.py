@@ -272,8 +272,6 @@ def _with_evaluations(
 
 def _rungs(options: SweepOptions, trials: int, most: int | None) -> list[int]:
     """The given steps; without them the whole length, and a `reduction`-th of each before it, for as many as trials allow."""
-    if options.reduction < 2:
-        raise Refusal(f"--reduction {options.reduction}: one of two at least must go on: 2 or more.")
     if options.rungs is None:
         if most is None or most < options.reduction:
             raise Refusal(f"--prune {options.prune}: give --rungs, such as 30,90,270, or --max-steps.")
