@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from toolkit.cli.main import app
+from toolkit.cli.slurm import batch_script
 from toolkit.config import Refusal
-from toolkit.distributed.slurm import batch_script
 from toolkit.sweeps.journal import JournalFile, Objective, Plan, plan_record
 
 ROOT = Path(__file__).resolve().parents[2]
