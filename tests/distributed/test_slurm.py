@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from toolkit.cli.main import app
+from toolkit.cli.slurm import batch_script
 from toolkit.config import Refusal
-from toolkit.distributed.slurm import SlurmJob, batch_script
 from toolkit.sweeps.journal import JournalFile, Objective, Plan, plan_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +123,7 @@ def sent(script: str, logs: list[str], folder: Path, environment: dict[str, str]
 @pytest.mark.slow
 def test_a_canceled_job_stays_away(slurm: dict[str, str], tmp_path: Path) -> None:
     """Fails when: scancel brings a job back that nobody can get rid of."""
-    job = sent(batch_script(SlurmJob("stops", STOPS, log=str(tmp_path / "log"))), ["log"], tmp_path, slurm)
+    job = sent(batch_script("stops", STOPS, log=str(tmp_path / "log")), ["log"], tmp_path, slurm)
     run(["scancel", job], slurm)
     wait_for(lambda: state(job, slurm) == "CANCELLED", 60)
     assert "back into the queue" not in (tmp_path / "log").read_text()
@@ -132,7 +132,7 @@ def test_a_canceled_job_stays_away(slurm: dict[str, str], tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_of_an_array_one_job_is_stopped_and_comes_back_alone(slurm: dict[str, str], tmp_path: Path) -> None:
     """The last one, which has the array's own number. Fails when: that number is what is stopped."""
-    script = batch_script(SlurmJob("array", STOPS, log=str(tmp_path / "%a.log"), array=2))
+    script = batch_script("array", STOPS, log=str(tmp_path / "%a.log"), array=2)
     job = sent(script, ["0.log", "1.log"], tmp_path, slurm)
     run(["scancel", "--signal=USR1", "--batch", f"{job}_1"], slurm)
     wait_for(lambda: state(f"{job}_1", slurm) == "PENDING", 60)

@@ -429,7 +429,7 @@ def test_schedule_scales_each_group_by_its_own_rate():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"lr_patterns": ["(=2"]}, "not a regular expression"),
+        ({"lr_patterns": ["(=2"]}, "expected regex=factor"),
         ({"lr_patterns": ["q_proj"]}, "expected regex=factor"),
         ({"lr_patterns": ["q_proj=-1"]}, "factor of 0 or more"),
         ({"lr_patterns": ["qproj=2"]}, "matches no trainable parameter"),

@@ -15,7 +15,6 @@ from toolkit.config import Refusal
 from toolkit.report import write_report
 from toolkit.report.numbers import log_ticks, round_ticks, show_bytes, show_count, show_seconds
 from toolkit.report.plots import Plot, draw_plot, smooth, thin
-from toolkit.report.reading import first_and_last, metric_names, read_run, series_of
 from toolkit.system.numbers import show_digits
 
 pytestmark = pytest.mark.warm
@@ -129,17 +128,6 @@ def test_every_logged_number_is_a_point_of_its_curve(steps, tmp_path):
     for title, name in (("Loss", "eval_loss"), ("Perplexity", "eval_perplexity"), ("Accuracy", "eval_accuracy")):
         drawn = page.values(title, "held")
         assert [value for _, value in drawn] == pytest.approx([event[name] for event in evaluated], rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.parametrize(("of_answers", "name"), [("logps_chosen", "logps_drop"), ("logps_desirable", "kl")])
-def test_dpos_metric_kl_of_earlier_runs_has_the_name_of_today(of_answers, name, tmp_path):
-    """Fails when: KTO's `kl` becomes `logps_drop` too, or a prefix is left out."""
-    evaluated = {"eval_kl": 0.5, f"eval_{of_answers}": -3.0}
-    summary = {**evaluated, "first_eval_kl": 0.25, f"first_eval_{of_answers}": -2.0}
-    run = read_run(write_run(tmp_path / "run", [{"step": 1, "kl": 0.75, of_answers: -4.0}, {"step": 1, **evaluated}], summary=summary))
-    assert metric_names(run) == [name, of_answers]
-    assert series_of(run, name) == [(1.0, 0.75)]
-    assert first_and_last(run, f"eval_{name}") == (0.25, 0.5)
 
 
 def test_page_loads_nothing_from_anywhere(tmp_path):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import toolkit
-from toolkit.runs.provenance import digest_of_source, digests_of_files, processor_name, toolkit_identity, working_directory
+from toolkit.runs.provenance import digest_of_source, digests_of_files, toolkit_identity, working_directory
+from toolkit.system.environment import processor_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,5 +71,5 @@ def test_the_processor_is_told_by_its_model(monkeypatch: Any) -> None:
     monkeypatch.setattr(Path, "read_text", lambda path, **more: cpu)
     assert processor_name() == "Some CPU @ 2.00GHz: fast"
     monkeypatch.setattr(Path, "read_text", lambda path, **more: "CPU implementer\t: 0x41\n")
-    monkeypatch.setattr("toolkit.runs.provenance.platform", SimpleNamespace(processor=lambda: "", machine=lambda: "aarch64"))
+    monkeypatch.setattr("toolkit.system.environment.platform", SimpleNamespace(processor=lambda: "", machine=lambda: "aarch64"))
     assert processor_name() == "aarch64"

@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from toolkit import checkpoint as ckpt
-from toolkit.runs.differences import (
-    LossDifference,
-    first_checkpoint_difference,
-    first_loss_difference,
-    losses_of_the_same_steps,
-)
+from toolkit.runs.differences import first_checkpoint_difference, losses_of_the_same_steps, metric_differences
 
 
 def checkpointed(output_dir: Path, weight: list[float], momentum: float = 0.5, rate: float = 0.1, step: int = 4) -> Path:
@@ -33,11 +28,11 @@ def logged(output_dir: Path, losses: list[tuple[int, float | None]]) -> Path:
     ("changed", "said"),
     [
         ({}, None),
-        ({"weight": [1.0, 0.0, float("nan"), 2.5]}, "model weight: largest difference 0.5, 1 of 4 numbers differ"),
-        ({"weight": [1.0, -0.0, float("nan"), 2.0]}, "model weight: largest difference 0, 1 of 4 numbers differ"),
-        ({"weight": [1.0, 0.0, 3.0, 2.0]}, "model weight: largest difference nan, 1 of 4 numbers differ"),
-        ({"weight": [1.0]}, "model weight: (4,) torch.float32 and (1,) torch.float32"),
-        ({"momentum": 0.75}, "optimizer state/0/momentum: largest difference 0.25, 1 of 1 numbers differ"),
+        ({"weight": [1.0, 0.0, float("nan"), 2.5]}, "weight: largest difference 0.5, 1 of 4 numbers differ; 1 of 3 tensors differ"),
+        ({"weight": [1.0, -0.0, float("nan"), 2.0]}, "weight: largest difference 0, 1 of 4 numbers differ; 1 of 3 tensors differ"),
+        ({"weight": [1.0, 0.0, 3.0, 2.0]}, "weight: largest difference nan, 1 of 4 numbers differ; 1 of 3 tensors differ"),
+        ({"weight": [1.0]}, "weight: float32 (4,) and float32 (1,); 1 of 3 tensors differ"),
+        ({"momentum": 0.75}, "optimizer state/0/momentum: largest difference 0.25, 1 of 1 numbers differ; 1 of 3 tensors differ"),
         ({"rate": 0.2}, "optimizer: its numbers next to the tensors, such as a rate or a step count"),
         ({"step": 5}, "final checkpoints: step-4 and step-5"),
     ],
@@ -54,16 +49,16 @@ def test_the_first_tensor_that_differs_in_any_bit_is_named(tmp_path: Path, chang
     ("theirs", "difference"),
     [
         ([(1, 0.1), (2, None), (3, 0.3)], None),
-        ([(1, 0.1), (2, None), (3, 0.30000000000000004)], LossDifference(3, (0.3, 0.30000000000000004))),
-        ([(1, 0.1), (3, 0.3)], LossDifference(2, (float("nan"), None))),
-        ([(1, 0.1), (2, None)], LossDifference(3, (0.3, None))),
-        ([(1, 0.1), (1, 0.1), (2, None), (3, 0.3)], LossDifference(1, (None, 0.1))),
+        ([(1, 0.1), (2, None), (3, 0.30000000000000004)], (3, "0.3", "0.30000000000000004")),
+        ([(1, 0.1), (3, 0.3)], (2, "null", "not logged")),
+        ([(1, 0.1), (2, None)], (3, "0.3", "not logged")),
+        ([(1, 0.1), (1, 0.1), (2, None), (3, 0.3)], (1, "not logged", "0.1")),
     ],
 )
-def test_the_first_logged_step_that_differs_is_named(tmp_path: Path, theirs: list, difference: LossDifference | None) -> None:
+def test_the_first_logged_step_that_differs_is_named(tmp_path: Path, theirs: list, difference: tuple | None) -> None:
     """Fails when: losses are compared as rounded, a step missing or logged twice goes unseen, or a NaN differs from itself."""
     one = logged(tmp_path / "one", [(1, 0.1), (2, None), (3, 0.3)])
-    assert repr(first_loss_difference(one, logged(tmp_path / "other", theirs))) == repr(difference)
+    assert metric_differences(one, logged(tmp_path / "other", theirs)).get("loss") == difference
 
 
 @pytest.mark.parametrize(

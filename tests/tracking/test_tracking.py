@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import toolkit as tk
-from toolkit.config.shown import public_settings
+from toolkit.config.reading import public_settings
 from toolkit.tracking import console as tracking
 from toolkit.tracking.console import Progress
 from toolkit.tracking.step_metrics import PEAK_FLOPS, model_work, peak_flops, training_flops

@@ -75,9 +75,7 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _write(
-        self, step: int, state: State, best: bool, keep_steps: frozenset[int], also_synced: Sequence[Path]
-    ) -> None:
+    def _write(self, step: int, state: State, best: bool, keep_steps: frozenset[int], also_synced: Sequence[Path]) -> None:
         began = time.monotonic()
         error: Exception | None = None
         try:

@@ -16,9 +16,9 @@ from toolkit.cli.sampling_options import (
     load_to_answer,
     read_sampling,
 )
-from toolkit.cli.setting_options import ChatTemplate, Device, DType, ModelName, Revision, Tokenizer, TrustRemoteCode
+from toolkit.cli.setting_options import OF_MODEL, Device, ModelName, with_settings
 from toolkit.command_line.refusals import print_refusal
-from toolkit.config import Refusal
+from toolkit.config import ModelConfig, Refusal
 from toolkit.system.console import DIM, say
 from toolkit.system.interruptions import Terminated
 
@@ -26,33 +26,19 @@ if TYPE_CHECKING:
     from toolkit.generation.answers import Sampling
 
 
+@with_settings(f"{OF_MODEL} dtype", ModelConfig)
 def chat(
-    model: ModelName,
-    system: System = None,
-    max_new_tokens: NewTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    denoising_steps: DenoisingSteps = None,
-    block_length: BlockLength = None,
-    seed: Seed = 0,
-    device: Device = None,
-    model_revision: Revision = None,
-    tokenizer: Tokenizer = None,
-    chat_template: ChatTemplate = None,
-    trust_remote_code: TrustRemoteCode = None,
-    dtype: DType = None,
-) -> None:
+    model: ModelName, system: System = None, max_new_tokens: NewTokens = None, temperature: Temperature = None,
+    top_p: TopP = None, denoising_steps: DenoisingSteps = None, block_length: BlockLength = None, seed: Seed = 0,
+    device: Device = None, *, typed: dict[str, Any],
+) -> None:  # fmt: skip
     """Talk to a model through its chat template.
 
     Ctrl-C ends an answer, Ctrl-D the chat. /reset forgets what was said, /quit ends the chat.
     """
     from toolkit.generation.answers import chat_prompt
 
-    settings = {
-        "model_revision": model_revision, "tokenizer": tokenizer, "chat_template": chat_template,
-        "trust_remote_code": trust_remote_code, "dtype": dtype,
-    }  # fmt: skip
-    loaded, tokens = load_to_answer(model, settings, device)
+    loaded, tokens = load_to_answer(model, typed, device)
     opening = [{"role": "system", "content": system}] if system else []
     chat_prompt([*opening, {"role": "user", "content": "?"}], tokens)  # a model that can't be talked to is refused now
     if sys.stdin.isatty():

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
+from toolkit.cli.table import table
 from toolkit.system.console import RED, say
 
 
 def checkpoints(
     directory: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="A run's output directory, or the checkpoints folder in it.", show_default=False),
+        Path, typer.Argument(metavar="DIR", help="A run's output directory, or the checkpoints folder in it.")
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte (SHA-256); else sizes are compared.")] = False,
 ) -> None:
@@ -26,26 +26,15 @@ def checkpoints(
     if not found:
         raise typer.BadParameter(f"{directory}: no checkpoint in there.", param_hint="DIR")
     named = {name: read_pointer(root, name) for name in ("best", "last")}
-    rows, damaged = [["step", "size", "every byte" if verify else "sizes", "best", "last"]], 0
+    rows, damaged = [["step", "size", "every byte" if verify else "sizes", ""]], 0
     for path in found:
         problems = verify_checkpoint(path, contents=verify)
         damaged += bool(problems)
         state = "; ".join(problem.replace(f"{path}/", "") for problem in problems) or "whole"
-        marks = ["yes" if target and target.name == path.name else "" for target in named.values()]
-        rows.append([path.name.removeprefix("step-"), _size(path), state, *marks])
-    for number, line in enumerate(_table(rows)):
-        say(line, style=RED if number > 1 and rows[number - 1][2] != "whole" else "")
+        marks = " ".join(name for name, target in named.items() if target and target.name == path.name)
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        rows.append([path.name.removeprefix("step-"), f"{size / 1e6:,.1f} MB", state, marks])
+    for row, line in zip(rows, table(rows, right=frozenset({0, 1})), strict=True):
+        say(line, style="" if row is rows[0] or row[2] == "whole" else RED)
     if damaged:
         raise typer.Exit(1)
-
-
-def _size(path: Path) -> str:
-    return f"{sum(file.stat().st_size for file in path.rglob('*') if file.is_file()) / 1e6:,.1f} MB"
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    """Aligned, with a line under its head. Rich would take as long to import as all else together."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = ([row[i].rjust(widths[i]) if i < 2 else row[i].ljust(widths[i]) for i in range(len(widths))] for row in rows)
-    lines = [f"| {' | '.join(cells)} |" for cells in aligned]
-    return [lines[0], f"|-{'-|-'.join('-' * width for width in widths)}-|", *lines[1:]]

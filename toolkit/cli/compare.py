@@ -19,13 +19,8 @@ _WIDEST = 44  # of a value
 
 
 def compare(
-    run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN RUN...", help="Output directories of two or more runs.", show_default=False)
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="A page with it, and the curves in one frame.", show_default=False),
-    ] = None,
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Output directories of two or more runs.")],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="A page with it, and the curves in one frame.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all differences.")] = False,
 ) -> None:
     """Say where runs differ first: setting, environment, data, step, loss, tensor; and what is the likely cause.

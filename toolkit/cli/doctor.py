@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.command_line.recipe_file import Recipe, recipe_and_options
+from toolkit.command_line.recipe_file import Flags, Recipe, recipe_and_options
 from toolkit.system.console import BOLD, DIM, GREEN, RED, say
 
 _MARKS = {"ok": ("ok", GREEN), "finding": ("WRONG", RED), "skipped": ("--", DIM)}
@@ -18,9 +18,7 @@ _MARKS = {"ok": ("ok", GREEN), "finding": ("WRONG", RED), "skipped": ("--", DIM)
 def doctor(
     context: typer.Context,
     recipe: Recipe,
-    flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own: the model and the data to look at.")
-    ] = None,
+    flags: Flags = None,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="CHECK", help="Look at this check alone, in less time: split, masks ... Several may be given."),

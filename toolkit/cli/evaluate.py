@@ -8,25 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.setting_options import (
-    TASKS,
-    ChatTemplate,
-    Device,
-    DType,
-    ModelName,
-    Revision,
-    Tokenizer,
-    TrustRemoteCode,
-    check_task,
-    option,
-    read_options,
-)
+from toolkit.cli.setting_options import OF_MODEL, TASKS, Device, ModelName, check_task, option, read_options, with_settings
 from toolkit.config import (
     ClassificationConfig,
     DataConfig,
     EmbeddingConfig,
     GeneratedTextConfig,
     MaskedLMConfig,
+    ModelConfig,
     QuestionAnsweringConfig,
     RankingConfig,
     SeedConfig,
@@ -38,88 +27,55 @@ from toolkit.config import (
 )
 from toolkit.system.console import say
 
-_BATCH_SIZE = "Rows in one forward pass on the device. Changes no metric."
 
-
-_NO_SETTINGS = ("metrics", "task", "split", "config", "as_json", "device", "model", "max_new_tokens")
-
-
+@with_settings(
+    "max_length overlong per_device_eval_batch_size max_eval_examples completion_only_loss assistant_only_loss problem_type "
+    "mlm_probability seed max_target_length source_prefix source_lang target_lang num_beams doc_stride max_answer_length "
+    f"null_score_diff_threshold ranking_loss score_scale rename_columns sample_by {OF_MODEL} dtype",
+    DataConfig, ModelConfig, ClassificationConfig, MaskedLMConfig, SeedConfig, Seq2SeqConfig, GeneratedTextConfig,
+    QuestionAnsweringConfig, RankingConfig, EmbeddingConfig,
+    per_device_eval_batch_size="Rows in one forward pass on the device. Changes no metric.",
+    seed="Seed of the tokens that are hidden.",
+)  # fmt: skip
 def evaluate(
     model: ModelName,
     dataset: Annotated[str | None, option(DataConfig, "dataset")] = None,
     metrics: Annotated[
         str | None,
         typer.Option(
-            "--metrics",
             metavar="A,B",
-            show_default=False,
             help="Language models: loss, perplexity, token_accuracy, where every token is supervised bits_per_byte, and where "
             "rows have answers metrics of its answers: bleu, chrf, rouge, exact_match, modules of evaluate or a script's path. "
-            "Encoder-decoders: loss, perplexity, token_accuracy, bleu, chrf, rouge, exact_match. "
-            "Of pairs logps_accuracy, of marked answers logps_auc, and others. "
-            "Masked language models: loss, pseudo_perplexity, masked_accuracy. Spans: exact_match, f1 and others. "
-            "Classifiers: accuracy, f1 and others, or modules of evaluate. Reward models: loss, reward_accuracy and others. "
-            "Default: all; of classifiers the usual.",
+            "Encoder-decoders: loss, perplexity, token_accuracy, bleu, chrf, rouge, exact_match. Of pairs logps_accuracy, of "
+            "marked answers logps_auc, and others. Masked language models: loss, pseudo_perplexity, masked_accuracy. Spans: "
+            "exact_match, f1 and others. Classifiers: accuracy, f1 and others, or modules of evaluate. Reward models: loss, "
+            "reward_accuracy and others. Default: all; of classifiers the usual.",
         ),
     ] = None,
     task: Annotated[
         str | None,
         typer.Option(
-            "--task",
-            metavar="|".join(TASKS),
-            show_default=False,
-            help="Default: what the model is for; of a language model what the columns are known for.",
+            metavar="|".join(TASKS), help="Default: what the model is for; of a language model what the columns are known for."
         ),
     ] = None,
     split: Annotated[
         str | None,
         typer.Option(
-            "--split",
             metavar="NAME",
-            show_default=False,
             help="Of the dataset. Default: validation, else test, else all there is. validation, where there is none: the rows "
             "that training holds out; with --config, and on the data of MODEL's own run, that is the default.",
         ),
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="FILE", help="A recipe's YAML, such as a run's config.yaml, for its data.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="FILE", help="A recipe's YAML, such as a run's config.yaml, for its data.")
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="NUMBER", min=1, help="Longest answer generated for such a module.")
+        int, typer.Option(metavar="NUMBER", min=1, help="Longest answer generated for such a module.")
     ] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else on standard output.")] = False,
-    max_length: Annotated[str | None, option(DataConfig, "max_length")] = None,
-    overlong: Annotated[str | None, option(DataConfig, "overlong")] = None,
-    per_device_eval_batch_size: Annotated[
-        str | None, option(DataConfig, "per_device_eval_batch_size", help=_BATCH_SIZE)
-    ] = None,
-    max_eval_examples: Annotated[str | None, option(DataConfig, "max_eval_examples")] = None,
-    completion_only_loss: Annotated[bool | None, option(DataConfig, "completion_only_loss")] = None,
-    assistant_only_loss: Annotated[bool | None, option(DataConfig, "assistant_only_loss")] = None,
-    problem_type: Annotated[str | None, option(ClassificationConfig, "problem_type")] = None,
-    mlm_probability: Annotated[str | None, option(MaskedLMConfig, "mlm_probability")] = None,
-    seed: Annotated[str | None, option(SeedConfig, "seed", help="Seed of the tokens that are hidden.")] = None,
-    max_target_length: Annotated[str | None, option(Seq2SeqConfig, "max_target_length")] = None,
-    source_prefix: Annotated[str | None, option(Seq2SeqConfig, "source_prefix")] = None,
-    source_lang: Annotated[str | None, option(Seq2SeqConfig, "source_lang")] = None,
-    target_lang: Annotated[str | None, option(Seq2SeqConfig, "target_lang")] = None,
-    num_beams: Annotated[str | None, option(GeneratedTextConfig, "num_beams")] = None,
-    doc_stride: Annotated[str | None, option(QuestionAnsweringConfig, "doc_stride")] = None,
-    max_answer_length: Annotated[str | None, option(QuestionAnsweringConfig, "max_answer_length")] = None,
-    null_score_diff_threshold: Annotated[str | None, option(QuestionAnsweringConfig, "null_score_diff_threshold")] = None,
-    ranking_loss: Annotated[str | None, option(RankingConfig, "ranking_loss")] = None,
-    score_scale: Annotated[str | None, option(EmbeddingConfig, "score_scale")] = None,
-    rename_columns: Annotated[str | None, option(DataConfig, "rename_columns", "OLD=NEW,...")] = None,
-    sample_by: Annotated[str | None, option(DataConfig, "sample_by")] = None,
-    tokenizer: Tokenizer = None,
-    chat_template: ChatTemplate = None,
-    model_revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = None,
-    dtype: DType = None,
     device: Device = None,
+    *,
+    typed: dict[str, Any],
 ) -> None:
     """Evaluate a model on a dataset: metrics over all rows of a split, exact for any batch size.
 
@@ -129,7 +85,6 @@ def evaluate(
     reads them: longer ones are truncated to --max-length, which is 1,024 or what the model has positions for. Of a run on
     other data, the task's own settings are the run's: the prefix of sources, languages, windows, masks, beams.
     """
-    typed = {name: value for name, value in locals().items() if name not in _NO_SETTINGS}
     from toolkit.data.sources.trained_rows import config_of_run, dataset_of_run, is_same_dataset
 
     check_task(task)
@@ -142,6 +97,7 @@ def evaluate(
     from toolkit.models.trained import find_model
     from toolkit.system.json_lines import strict_json
 
+    typed["dataset"] = dataset
     trained, file, holds_out = None, config, config is not None
     if of_run is not None:
         trained = read_options(EvaluationConfig, {}, of_run, without=_OF_TRAINING - {"streaming"})
@@ -152,7 +108,7 @@ def evaluate(
     unread = _OF_TRAINING
     if file is None and of_run is not None and (names_of_task := _settings_of_task(of_run)):
         file, unread = of_run, frozenset(settings_of(EvaluationConfig)) - names_of_task
-    is_length_given = max_length is not None or (file is not None and "max_length" not in unread)
+    is_length_given = typed["max_length"] is not None or (file is not None and "max_length" not in unread)
     settings = read_options(EvaluationConfig, {**typed, "model": find_model(model)}, file, without=unread)
     split = split or ("validation" if holds_out else None)  # whoever names a run's settings means what that run evaluates on
     names = [name.strip() for name in (metrics or "").split(",") if name.strip()]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.command_line.recipe_file import Recipe, recipe_and_options, without_flags
+from toolkit.command_line.recipe_file import Flags, Recipe, recipe_and_options, without_flags
 from toolkit.system.console import BOLD, as_typed, say
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ _LINES = 16
 def find_learning_rate(
     context: typer.Context,
     recipe: Recipe,
-    flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own, as you would train it.")
-    ] = None,
+    flags: Flags = None,
     steps: Annotated[int, typer.Option(help="How many steps the rate rises for.", min=20, max=100_000)] = 100,
     plot: Annotated[Path | None, typer.Option(help="Write the curve as an SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -4,7 +4,7 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,18 +19,8 @@ from toolkit.cli.sampling_options import (
     load_to_answer,
     read_sampling,
 )
-from toolkit.cli.setting_options import (
-    ChatTemplate,
-    Device,
-    DType,
-    ModelName,
-    Revision,
-    Tokenizer,
-    TrustRemoteCode,
-    option,
-    read_options,
-)
-from toolkit.config import DataConfig, Refusal, Seq2SeqConfig, read_config_file
+from toolkit.cli.setting_options import OF_MODEL, Device, ModelName, option, read_options, with_settings
+from toolkit.config import DataConfig, ModelConfig, Refusal, Seq2SeqConfig, read_config_file
 from toolkit.config.json_and_yaml import read_text_file
 from toolkit.config.places import place_to_write
 from toolkit.system.console import DIM, say
@@ -41,34 +31,23 @@ if TYPE_CHECKING:
     from toolkit.generation.answers import Sampling
 
 
+@with_settings(f"{OF_MODEL} dtype", ModelConfig)
 def generate(
     model: ModelName,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="A prompt; may be given several times.", show_default=False),
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; may be given several times.")] = None,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--file",
-            metavar="FILE",
-            help="A prompt a line; a .jsonl file with prompt or messages a row. - is stdin.",
-            show_default=False,
-        ),
+        typer.Option(metavar="FILE", help="A prompt a line; a .jsonl file with prompt or messages a row. - is stdin."),
     ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option("--dataset", metavar="DATASET", help="Answer its prompts, into --output.", show_default=False),
-    ] = None,
+    dataset: Annotated[str | None, typer.Option(metavar="DATASET", help="Answer its prompts, into --output.")] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", metavar="FILE", show_default=False,
-            help="With --dataset: the .jsonl file of rows to train on. A killed start goes on where it was.",
+            metavar="FILE", help="With --dataset: the .jsonl file of rows to train on. A killed start goes on where it was."
         ),
     ] = None,
-    split: Annotated[str, typer.Option("--split", metavar="NAME", help="With --dataset: of it.")] = "train",
-    rename_columns: Annotated[str | None, option(DataConfig, "rename_columns", "OLD=NEW,...")] = None,
+    split: Annotated[str, typer.Option(metavar="NAME", help="With --dataset: of it.")] = "train",
+    rename_columns: Annotated[str | None, option(DataConfig, "rename_columns")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="With --dataset: take the place of FILE.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line: prompt and text.")] = False,
@@ -84,11 +63,8 @@ def generate(
     block_length: BlockLength = None,
     seed: Seed = 0,
     device: Device = None,
-    model_revision: Revision = None,
-    tokenizer: Tokenizer = None,
-    chat_template: ChatTemplate = None,
-    trust_remote_code: TrustRemoteCode = None,
-    dtype: DType = None,
+    *,
+    typed: dict[str, Any],
 ) -> None:
     """Answer prompts: of --prompt, of a file, or of what is piped in.
 
@@ -111,12 +87,8 @@ def generate(
     if system is not None and raw:
         raise typer.BadParameter("is a turn of a chat, and --raw leaves the chat template out.", param_hint="--system")
     lines = [] if dataset is not None else _prompt_lines(prompt, file)
-    settings = {
-        "model_revision": model_revision, "tokenizer": tokenizer, "chat_template": chat_template,
-        "trust_remote_code": trust_remote_code, "dtype": dtype,
-    }  # fmt: skip
     kinds = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
-    loaded, tokens = load_to_answer(model, settings, device, kinds[:1] if dataset is not None else kinds)
+    loaded, tokens = load_to_answer(model, typed, device, kinds[:1] if dataset is not None else kinds)
     sampling = read_sampling(loaded, max_new_tokens, temperature, top_p, denoising_steps, block_length, seed)
     is_diffusion, is_source = diffusion_of(loaded) is not None, loaded.config.is_encoder_decoder
     if system is not None and (is_source or not tokens.chat_template):

@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.setting_options import (
-    TASKS,
-    ChatTemplate,
-    Revision,
-    Tokenizer,
-    TrustRemoteCode,
-    check_task,
-    option,
-    read_options,
-)
+from toolkit.cli.setting_options import OF_MODEL, TASKS, check_task, read_options, with_settings
 from toolkit.config import (
     ClassificationConfig,
     DataConfig,
@@ -56,56 +47,29 @@ class _Config(
     """What is read of a recipe's settings."""
 
 
+@with_settings(
+    f"model {OF_MODEL} max_length overlong max_prompt_length packing packing_strategy per_device_train_batch_size "
+    "completion_only_loss assistant_only_loss problem_type max_target_length source_prefix source_lang target_lang doc_stride "
+    "tag_scheme ranking_loss score_scale rename_columns sample_by train_split eval_split eval_fraction streaming "
+    "max_train_examples max_eval_examples",
+    _Config,
+)
 def inspect(
     dataset: Annotated[
         str | None,
         typer.Argument(
-            metavar="DATASET",
-            help="A file, a folder, a Hub id, stdlib:NAME or a mixture, as --dataset of recipes.",
-            show_default=False,
+            metavar="DATASET", help="A file, a folder, a Hub id, stdlib:NAME or a mixture, as --dataset of recipes."
         ),
     ] = None,
     task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(_TASKS), help="What to train on it. Default: what the columns are known for.", show_default=False
-        ),
+        str | None, typer.Option(metavar="|".join(_TASKS), help="What to train on it. Default: what the columns are known for.")
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", help="A recipe's YAML, for its data and its tokenizer.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="A recipe's YAML, for its data and its tokenizer.")
     ] = None,
-    model: Annotated[str | None, option(_Config, "model")] = None,
-    tokenizer: Tokenizer = None,
-    chat_template: ChatTemplate = None,
-    model_revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = None,
-    max_length: Annotated[str | None, option(_Config, "max_length")] = None,
-    overlong: Annotated[str | None, option(_Config, "overlong")] = None,
-    max_prompt_length: Annotated[str | None, option(_Config, "max_prompt_length")] = None,
-    packing: Annotated[bool | None, option(_Config, "packing")] = None,
-    packing_strategy: Annotated[str | None, option(_Config, "packing_strategy")] = None,
-    per_device_train_batch_size: Annotated[str | None, option(_Config, "per_device_train_batch_size")] = None,
-    completion_only_loss: Annotated[bool | None, option(_Config, "completion_only_loss")] = None,
-    assistant_only_loss: Annotated[bool | None, option(_Config, "assistant_only_loss")] = None,
-    problem_type: Annotated[str | None, option(_Config, "problem_type")] = None,
-    max_target_length: Annotated[str | None, option(_Config, "max_target_length")] = None,
-    source_prefix: Annotated[str | None, option(_Config, "source_prefix")] = None,
-    source_lang: Annotated[str | None, option(_Config, "source_lang")] = None,
-    target_lang: Annotated[str | None, option(_Config, "target_lang")] = None,
-    doc_stride: Annotated[str | None, option(_Config, "doc_stride")] = None,
-    tag_scheme: Annotated[str | None, option(_Config, "tag_scheme")] = None,
-    ranking_loss: Annotated[str | None, option(_Config, "ranking_loss")] = None,
-    score_scale: Annotated[str | None, option(_Config, "score_scale")] = None,
-    rename_columns: Annotated[str | None, option(_Config, "rename_columns", "OLD=NEW,...")] = None,
-    sample_by: Annotated[str | None, option(_Config, "sample_by")] = None,
-    train_split: Annotated[str | None, option(_Config, "train_split")] = None,
-    eval_split: Annotated[str | None, option(_Config, "eval_split")] = None,
-    eval_fraction: Annotated[str | None, option(_Config, "eval_fraction")] = None,
-    streaming: Annotated[bool | None, option(_Config, "streaming")] = None,
-    max_train_examples: Annotated[str | None, option(_Config, "max_train_examples")] = None,
-    max_eval_examples: Annotated[str | None, option(_Config, "max_eval_examples")] = None,
     examples: Annotated[int, typer.Option(metavar="N", min=0, max=10_000, help="How many examples are shown.")] = 2,
+    *,
+    typed: dict[str, Any],
 ) -> None:
     """Look at a dataset as training would see it: formats, lengths, what is supervised, and every problem by row.
 
@@ -114,8 +78,7 @@ def inspect(
 
     Ends with 0 when training would start, with 1 when there are problems, with 2 when the data can't be read at all.
     """
-    typed = {name: value for name, value in locals().items() if name not in ("task", "config", "examples")}
-    settings = read_options(_Config, typed, config)
+    settings = read_options(_Config, {"dataset": dataset, **typed}, config)
     if dataset is not None and (Path(dataset) / "model").is_dir() and holds_a_run(Path(dataset)):
         raise Refusal(
             f"{dataset}: is a run, and inspect takes data. The data of that run: "
@@ -179,10 +142,7 @@ def _histogram(lengths: "np.ndarray", report: "DataReport") -> list[str]:
     usual = int(np.percentile(lengths, 99, method="inverted_cdf"))
     step = next(size for size in _steps() if usual / size < _MOST_BINS - 1)
     edges = [*range(int(lengths.min()) // step * step, usual + 1, step), usual // step * step + step]
-    bins = [
-        (low + (low == 0), high - 1, int(((lengths >= low) & (lengths < high)).sum()))
-        for low, high in pairwise(edges)
-    ]
+    bins = [(low + (low == 0), high - 1, int(((lengths >= low) & (lengths < high)).sum())) for low, high in pairwise(edges)]
     beyond = int((lengths >= edges[-1]).sum())
     rows = [(f"{low:,} - {high:,}", count) for low, high, count in bins]
     rows += [(f"{edges[-1]:,} - {lengths.max():,}", beyond)] if beyond else []

@@ -11,16 +11,10 @@ from toolkit.system.console import say
 
 
 def merge(
-    adapter: Annotated[
-        Path,
-        typer.Argument(metavar="ADAPTER", help="A run's output directory, or an adapter's.", show_default=False),
-    ],
-    into: Annotated[Path, typer.Option("--into", metavar="DIR", help="Where the model is written.", show_default=False)],
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A run's output directory, or an adapter's.")],
+    into: Annotated[Path, typer.Option(metavar="DIR", help="Where the model is written.")],
     dataset: Annotated[
-        str | None,
-        typer.Option(
-            "--dataset", metavar="TEXT", help="Whose first rows are compared. Default: the run's own.", show_default=False
-        ),
+        str | None, typer.Option(metavar="TEXT", help="Whose first rows are compared. Default: the run's own.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Take the place of what is in DIR.")] = False,
 ) -> None:

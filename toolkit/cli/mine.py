@@ -4,11 +4,11 @@ import json
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.setting_options import Device, option, read_options
+from toolkit.cli.setting_options import Device, read_options, with_settings
 from toolkit.config import DataConfig, EmbeddingConfig, ModelConfig, Refusal
 from toolkit.config.places import place_to_write
 from toolkit.system.console import say
@@ -24,31 +24,21 @@ class _Config(ModelConfig, DataConfig, EmbeddingConfig):
     """What is read of a recipe's settings."""
 
 
+@with_settings("max_length per_device_eval_batch_size rename_columns pooling query_prompt document_prompt", _Config)
 def mine(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A run's output directory, a model directory or a Hub id.", show_default=False),
-    ],
-    dataset: Annotated[
-        str, typer.Option("--dataset", metavar="DATASET", help="Rows of anchor or query and positive.", show_default=False)
-    ],
-    into: Annotated[Path, typer.Option("--into", metavar="FILE", help="The JSONL file that is written.", show_default=False)],
-    negatives: Annotated[int, typer.Option("--negatives", metavar="N", min=1, max=1000, help="Most for each row.")] = 4,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run's output directory, a model directory or a Hub id.")],
+    dataset: Annotated[str, typer.Option(metavar="DATASET", help="Rows of anchor or query and positive.")],
+    into: Annotated[Path, typer.Option(metavar="FILE", help="The JSONL file that is written.")],
+    negatives: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Most for each row.")] = 4,
     margin: Annotated[
-        float, typer.Option("--margin", metavar="X", min=0.0, max=2.0, help="How much less similar than the positive they are.")
+        float, typer.Option(metavar="X", min=0.0, max=2.0, help="How much less similar than the positive they are.")
     ] = 0.0,
-    skip: Annotated[
-        int, typer.Option("--skip", metavar="N", min=0, max=1000, help="Nearest documents that are passed over.")
-    ] = 0,
-    split: Annotated[str, typer.Option("--split", metavar="NAME", help="Of the dataset.")] = "train",
+    skip: Annotated[int, typer.Option(metavar="N", min=0, max=1000, help="Nearest documents that are passed over.")] = 0,
+    split: Annotated[str, typer.Option(metavar="NAME", help="Of the dataset.")] = "train",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Take the place of FILE.")] = False,
-    max_length: Annotated[str | None, option(DataConfig, "max_length")] = None,
-    per_device_eval_batch_size: Annotated[str | None, option(DataConfig, "per_device_eval_batch_size")] = None,
-    rename_columns: Annotated[str | None, option(DataConfig, "rename_columns", "OLD=NEW,...")] = None,
-    pooling: Annotated[str | None, option(EmbeddingConfig, "pooling")] = None,
-    query_prompt: Annotated[str | None, option(EmbeddingConfig, "query_prompt")] = None,
-    document_prompt: Annotated[str | None, option(EmbeddingConfig, "document_prompt")] = None,
     device: Device = None,
+    *,
+    typed: dict[str, Any],
 ) -> None:
     """Write the rows of a dataset again, each with the documents that the model finds most similar and that are no positives.
 
@@ -59,10 +49,6 @@ def mine(
     into = place_to_write(into, "--into", is_file=True)
     if into.exists() and not overwrite:
         raise typer.BadParameter(f"{into}: is there. Name another, or add --overwrite.", param_hint="--into")
-    typed = {
-        "dataset": dataset, "max_length": max_length, "per_device_eval_batch_size": per_device_eval_batch_size,
-        "rename_columns": rename_columns, "pooling": pooling, "query_prompt": query_prompt, "document_prompt": document_prompt,
-    }  # fmt: skip
 
     import numpy as np
 
@@ -70,9 +56,9 @@ def mine(
     from toolkit.data.tokenize.text_groups import negative_columns, texts_of_row
     from toolkit.models.trained import find_model, longest_example
 
-    settings = read_options(_Config, {**typed, "model": find_model(model)})
+    settings = read_options(_Config, {**typed, "dataset": dataset, "model": find_model(model)})
     longest = longest_example(settings)
-    if max_length is None and longest is not None and longest < settings.max_length:
+    if typed["max_length"] is None and longest is not None and longest < settings.max_length:
         settings = replace(settings, max_length=longest)
     rows, vectors, keys = _embedded(settings, split, device)
     anchor = "anchor" if "anchor" in rows.column_names else "query"

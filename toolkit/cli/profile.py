@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.command_line.placement import ConfigFile, MainAddress, MainPort, NodeCount, NodeRank, Processes, placement_of
-from toolkit.command_line.recipe_file import Recipe, recipe_and_options
+from toolkit.command_line.recipe_file import Flags, Recipe, recipe_and_options
 from toolkit.distributed.launch import launch
 from toolkit.system.console import BOLD, say
 
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 def profile(
     context: typer.Context,
     recipe: Recipe,
-    flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own, as you would train it.")
-    ] = None,
+    flags: Flags = None,
     steps: Annotated[int, typer.Option(help="How many steps are timed.", min=3)] = 10,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (ui.perfetto.dev shows it).")] = None,
     memory: Annotated[Path | None, typer.Option(help="Write a snapshot of CUDA's memory (pytorch.org/memory_viz).")] = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,30 +11,23 @@ from typing import Annotated, Any
 
 import typer
 
+from toolkit.config import Refusal, read_config_file
+from toolkit.config.setting import flag_of
 from toolkit.system.console import as_typed, say
 
 
 def push(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A run's output directory, or a model directory.", show_default=False)
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run's output directory, or a model directory.")],
     hub_model_id: Annotated[
         str | None,
         typer.Option(
-            "--hub-model-id", "--repo-id", metavar="ID", show_default=False,
+            "--hub-model-id", "--repo-id", metavar="ID",
             help="Repository, as user/name or name. Default: the run's, else your user name and the directory's name.",
         ),
     ] = None,
-    private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Whether a new repository is private.", show_default=False)
-    ] = None,
-    revision: Annotated[
-        str | None,
-        typer.Option("--revision", metavar="TEXT", help="Branch. Default: the run's, else main.", show_default=False),
-    ] = None,
-    message: Annotated[
-        str | None, typer.Option("--message", metavar="TEXT", help="Title of the commit of a model.", show_default=False)
-    ] = None,
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Whether a new repository is private.")] = None,
+    revision: Annotated[str | None, typer.Option(metavar="TEXT", help="Branch. Default: the run's, else main.")] = None,
+    message: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the commit of a model.")] = None,
 ) -> None:  # fmt: skip
     """Send a model to the Hugging Face Hub, or finish what a run could not send.
 
@@ -41,7 +36,6 @@ def push(
 
     Ends with 1 when the Hub can't be reached: nothing is lost, and the command to type later is shown.
     """
-    from toolkit.config import Refusal
     from toolkit.hub.client import NotNow, hub_api
     from toolkit.hub.queue import QUEUE, list_jobs, only_sender
 
@@ -66,13 +60,10 @@ def push(
         raise typer.Exit(1) from error
     finally:
         if not queue_was_there and not list_jobs(queue):
-            _remove(queue)
+            shutil.rmtree(queue, ignore_errors=True)
 
 
 def _send(api: Any, directory: Path, queue: Path, given: dict[str, Any]) -> None:
-    import dataclasses
-
-    from toolkit.config import Refusal
     from toolkit.hub.client import check_write_access, may_pass, quiet_hub
     from toolkit.hub.queue import list_jobs, write_record
     from toolkit.hub.sender import CannotSend, send_job
@@ -105,12 +96,11 @@ def _again(directory: Path, given: Mapping[str, Any]) -> str:
     """The command that was typed, for later: without its options a model would go elsewhere, and to all."""
     words = ["toolkit", "push", str(directory)]
     for name, value in given.items():
-        words += [f"--{'private' if value else 'public'}"] if name == "private" else [f"--{name.replace('_', '-')}", str(value)]
+        words += [f"--{'private' if value else 'public'}"] if name == "private" else [flag_of(name), str(value)]
     return as_typed(*words)
 
 
 def _check_holds_a_model(directory: Path) -> None:
-    from toolkit.config import Refusal
     from toolkit.hub.files import is_model
 
     if not any(is_model(each) for each in (directory / "model", directory) if each.is_dir()):
@@ -130,7 +120,8 @@ def _queue_model(api: Any, directory: Path, queue: Path, given: dict[str, Any]) 
 
     is_run = (directory / "model").is_dir() and is_model(directory / "model")
     model = directory / "model" if is_run else directory
-    settings = _settings(directory if is_run else directory.absolute().parent)
+    written = (directory if is_run else directory.absolute().parent) / "config.yaml"
+    settings = read_config_file(written) if written.exists() else {}
     named = directory.absolute()
     name = named.parent.name if not is_run and named.name == "model" else named.name
     wanted = given.get("repo_id") or settings.get("hub_model_id") or name
@@ -149,17 +140,3 @@ def _queue_model(api: Any, directory: Path, queue: Path, given: dict[str, Any]) 
             card.write_text(with_name(card.read_text(encoding="utf-8"), repo_id), encoding="utf-8")
 
     add_job(queue, Job(repo_id, given.get("message") or f"Upload {name}", revision, private), "model", fill)
-
-
-def _settings(run: Path) -> dict[str, Any]:
-    """What a run's config.yaml says of the Hub."""
-    from toolkit.config import read_config_file
-
-    path = run / "config.yaml"
-    return read_config_file(path) if path.exists() else {}
-
-
-def _remove(queue: Path) -> None:
-    import shutil
-
-    shutil.rmtree(queue, ignore_errors=True)

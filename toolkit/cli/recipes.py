@@ -52,12 +52,10 @@ def copy(
             metavar="RECIPE",
             help="A name that `toolkit recipes` lists: of a recipe, a config or a launch file.",
             autocompletion=complete_own_file,
-            show_default=False,
         ),
     ],
     file: Annotated[
-        str | None,
-        typer.Argument(metavar="[FILE]", help="The copy, or a folder for it; default: this folder.", show_default=False),
+        str | None, typer.Argument(metavar="[FILE]", help="The copy, or a folder for it; default: this folder.")
     ] = None,
 ) -> None:
     """Copy a recipe, a config or a launch file, to edit it.
@@ -75,9 +73,7 @@ def copy(
     say(f"{target}: a copy of {source.relative_to(recipes_folder()).as_posix()}. {_how_to_use(source, target)}")
 
 
-def diff(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `toolkit copy` made.", show_default=False)],
-) -> None:
+def diff(file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `toolkit copy` made.")]) -> None:
     """Show what you changed in a copy, and what upstream changed since it was made.
 
     What was copied is found in .toolkit/originals next to the file or in a folder above it, or is what is installed where that

@@ -38,15 +38,9 @@ _OF_A_TOKENIZER = ["*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.*", "mer
 
 
 def replay(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The output directory of a run that has ended.", show_default=False)
-    ],
-    into: Annotated[
-        Path | None, typer.Option("--into", metavar="DIR", help="Where the new run is written. Default: DIR-replay.")
-    ] = None,
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="FILE", help="The recipe, if it lies elsewhere than it did.")
-    ] = None,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The output directory of a run that has ended.")],
+    into: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the new run is written. Default: DIR-replay.")] = None,
+    recipe: Annotated[str | None, typer.Option(metavar="FILE", help="The recipe, if it lies elsewhere than it did.")] = None,
 ) -> None:
     """Run a recipe again as it was run, from config.yaml and run.json in DIR, and compare losses and weights bit for bit.
 
@@ -166,7 +160,7 @@ def _placement(card: dict[str, Any]) -> Placement:
 
 def _differences(one: Path, other: Path) -> tuple[list[str], str]:
     """What differs, in words; and which losses were compared."""
-    from toolkit.runs.differences import first_model_difference, logged_losses, losses_of_the_same_steps
+    from toolkit.runs.differences import logged_losses, losses_of_the_same_steps, weights_difference
 
     cards = [json.loads((each / "run.json").read_text(encoding="utf-8")) for each in (one, other)]
     found = []
@@ -183,8 +177,8 @@ def _differences(one: Path, other: Path) -> tuple[list[str], str]:
     loss = next(((step, ours, theirs) for step, ours, theirs in shared if repr(ours) != repr(theirs)), None)
     if loss is not None:
         found.append(f"first loss that differs: step {loss[0]}: {loss[1]!r}, then {loss[2]!r}")
-    weights = first_model_difference(one / "model", other / "model")
-    if weights:
+    _, weights = weights_difference(one / "model", other / "model")
+    if weights is not None:
         found.append(f"first tensor that differs: {weights}")
     partly = "" if len(shared) == logged else f" ({len(shared)} of {logged}: those logged of the same steps in both)"
     return found, f"the logged losses{partly}"

@@ -126,8 +126,9 @@ def say_what_changed(card: dict[str, Any], on_cpu: bool) -> None:
 
     import torch
 
-    from toolkit.runs.provenance import processor_name, toolkit_identity
+    from toolkit.runs.provenance import toolkit_identity
     from toolkit.runs.run_card import device_name, library_versions
+    from toolkit.system.environment import processor_name
 
     def warn(what: str) -> None:
         say(f"{what}: the weights may differ", error=True)

@@ -9,14 +9,9 @@ from toolkit.config.places import place_to_write, unwritable
 
 
 def report(
-    run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="Output directories of runs.", show_default=False)
-    ],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Output directories of runs.")],
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", metavar="FILE", help="The page. Default: report.html in the first directory.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="FILE", help="The page. Default: report.html in the first directory.")
     ] = None,
 ) -> None:
     """Write one HTML page about runs: curves, samples, settings.

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.setting_options import option, read_options
+from toolkit.cli.setting_options import read_options, with_settings
 from toolkit.cli.table import table
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.rollouts import RewardFunctionsConfig
+from toolkit.config.setting import flag_of
 from toolkit.system.console import one_line, say
 from toolkit.system.json_lines import json_line
 from toolkit.system.numbers import show_decimals
@@ -34,33 +35,23 @@ class _Config(ModelConfig, RewardFunctionsConfig):
     """What is read of a run's settings."""
 
 
+@with_settings(
+    "reward_funcs reward_weights answer_column reward_pattern reward_length",
+    _Config,
+    reward_funcs="Score the completions again, with these rewards. Nothing is written.",
+)
 def rollouts(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The output directory of a run that samples completions.", show_default=False)
-    ],
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=1, help="Show completions of this step.", show_default=False)
-    ] = None,
-    best: Annotated[int, typer.Option("--best", metavar="K", min=0, help="The K completions with the highest reward.")] = 0,
-    worst: Annotated[int, typer.Option("--worst", metavar="K", min=0, help="The K completions with the lowest reward.")] = 0,
-    above: Annotated[
-        float | None, typer.Option("--above", metavar="X", help="Those with a reward of at least this.", show_default=False)
-    ] = None,
-    below: Annotated[
-        float | None, typer.Option("--below", metavar="X", help="Those with a reward of at most this.", show_default=False)
-    ] = None,
-    contains: Annotated[
-        str | None, typer.Option("--contains", metavar="TEXT", help="Those with this text in them.", show_default=False)
-    ] = None,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The output directory of a run that samples completions.")],
+    step: Annotated[int | None, typer.Option(metavar="N", min=1, help="Show completions of this step.")] = None,
+    best: Annotated[int, typer.Option(metavar="K", min=0, help="The K completions with the highest reward.")] = 0,
+    worst: Annotated[int, typer.Option(metavar="K", min=0, help="The K completions with the lowest reward.")] = 0,
+    above: Annotated[float | None, typer.Option(metavar="X", help="Those with a reward of at least this.")] = None,
+    below: Annotated[float | None, typer.Option(metavar="X", help="Those with a reward of at most this.")] = None,
+    contains: Annotated[str | None, typer.Option(metavar="TEXT", help="Those with this text in them.")] = None,
     truncated: Annotated[bool, typer.Option("--truncated", help="Those without an end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a completion, tokens and all.")] = False,
-    reward_funcs: Annotated[
-        str | None, option(_Config, "reward_funcs", help="Score the completions again, with these rewards. Nothing is written.")
-    ] = None,
-    reward_weights: Annotated[str | None, option(_Config, "reward_weights")] = None,
-    answer_column: Annotated[str | None, option(_Config, "answer_column")] = None,
-    reward_pattern: Annotated[str | None, option(_Config, "reward_pattern")] = None,
-    reward_length: Annotated[str | None, option(_Config, "reward_length")] = None,
+    *,
+    typed: dict[str, Any],
 ) -> None:
     """Show what a run sampled, step by step, or the completions of one step or of all that a filter leaves.
 
@@ -68,14 +59,10 @@ def rollouts(
     """
     from toolkit.rollouts.ledger import rollouts_of, steps_of
 
-    typed = {
-        "reward_funcs": reward_funcs, "reward_weights": reward_weights, "answer_column": answer_column,
-        "reward_pattern": reward_pattern, "reward_length": reward_length,
-    }  # fmt: skip
-    alone = [name for name, value in typed.items() if value is not None and not reward_funcs]
+    alone = [name for name, value in typed.items() if value is not None and not typed["reward_funcs"]]
     if alone:
-        raise Refusal(f"--{alone[0].replace('_', '-')} has no effect without --reward-funcs: add it, or leave this out.")
-    rewards = _rewards(directory, typed) if reward_funcs else []
+        raise Refusal(f"{flag_of(alone[0])} has no effect without --reward-funcs: add it, or leave this out.")
+    rewards = _rewards(directory, typed) if typed["reward_funcs"] else []
     steps = steps_of(directory)
     if not steps:
         raise Refusal(f"{directory}: no rollouts are there. Runs of recipes/grpo.py and ppo.py write them to DIR/rollouts.")

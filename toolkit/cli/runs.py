@@ -23,7 +23,7 @@ _NEEDS = {"cost": 110, "recipe": 90, "last": 70}  # columns of the terminal; nar
 def runs(
     directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to look, and below it.")] = Path("runs"),
     sort: Annotated[
-        str, typer.Option("--sort", metavar="COLUMN", help=f"One of {', '.join(COLUMNS)}; the best or the newest first.")
+        str, typer.Option(metavar="COLUMN", help=f"One of {', '.join(COLUMNS)}; the best or the newest first.")
     ] = "age",
     reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
     only: Annotated[

@@ -8,6 +8,7 @@ import typer
 
 from toolkit.cli.setting_options import option, read_options
 from toolkit.config import DiffusionConfig, ModelConfig, Refusal
+from toolkit.config.setting import flag_of
 from toolkit.system.console import as_typed
 
 if TYPE_CHECKING:
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 
     from toolkit.generation.answers import Sampling
 
-System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system's message.", show_default=False)]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system's message.")]
 NewTokens = Annotated[
     int | None,
     typer.Option(
-        "--max-new-tokens", metavar="N", min=1, max=1 << 20, show_default=False,
+        "--max-new-tokens", metavar="N", min=1, max=1 << 20,
         help="At most N tokens an answer. Default: 512; of a masked-diffusion model what it was trained for.",
     ),
 ]  # fmt: skip
@@ -37,14 +38,14 @@ def _a_number(value: float | None) -> float | None:
 Temperature = Annotated[
     float | None,
     typer.Option(
-        "--temperature", metavar="T", min=0.0, max=1e6, callback=_a_number, show_default=False,
+        "--temperature", metavar="T", min=0.0, max=1e6, callback=_a_number,
         help="0 is greedy decoding. Default: as in the model's generation_config.",
     ),
 ]  # fmt: skip
 TopP = Annotated[
     float | None,
     typer.Option(
-        "--top-p", metavar="P", min=0.0, max=1.0, callback=_a_number, show_default=False,
+        "--top-p", metavar="P", min=0.0, max=1.0, callback=_a_number,
         help="Sample from the most probable tokens whose probabilities add up to this (nucleus sampling).",
     ),
 ]  # fmt: skip
@@ -61,9 +62,9 @@ def read_sampling(
 
     of_diffusion = {"denoising_steps": denoising_steps, "block_length": block_length}
     is_diffusion = diffusion_of(model) is not None
-    flag = next((name.replace("_", "-") for name, value in of_diffusion.items() if value is not None), None)
+    flag = next((flag_of(name) for name, value in of_diffusion.items() if value is not None), None)
     if flag and not is_diffusion:
-        raise Refusal(f"--{flag}: is for masked-diffusion models, and this model writes one token behind the other. Remove it.")
+        raise Refusal(f"{flag}: is for masked-diffusion models, and this model writes one token behind the other. Remove it.")
     if is_diffusion and top_p is not None:
         raise Refusal(f"--top-p {top_p:g}: is for models that write one token behind the other. Remove it.")
     settings = read_options(DiffusionConfig, of_diffusion)

@@ -1,13 +1,15 @@
 """Options of commands that mean what a recipe's settings of the same name do: their help, their values, their refusals."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from toolkit.config import ModelConfig, Refusal, Settings, read_config_file, settings_of
-from toolkit.config.setting import refuse_all
+from toolkit.config import Refusal, Settings, read_config_file, settings_of
+from toolkit.config.setting import refuse_all, spellings_of
 from toolkit.config.values import read_what_can_be, split_list
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
@@ -18,17 +20,14 @@ TASKS = (
 )  # fmt: skip
 
 ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A run's output directory, a model's or an adapter's directory, or a Hub id.", show_default=False
-    ),
+    str, typer.Argument(metavar="MODEL", help="A run's output directory, a model's or an adapter's directory, or a Hub id.")
 ]
 Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device", metavar="NAME", help="Such as cuda:1 or cpu. Default: an accelerator, if any.", show_default=False
-    ),
+    str | None, typer.Option("--device", metavar="NAME", help="Such as cuda:1 or cpu. Default: an accelerator, if any.")
 ]
+
+OF_MODEL = "tokenizer chat_template model_revision trust_remote_code"
+_METAVARS = {"rename_columns": "OLD=NEW,...", "chat_template": "FILE"}
 
 
 def check_task(task: str | None, tasks: tuple[str, ...] = TASKS) -> None:
@@ -39,20 +38,42 @@ def check_task(task: str | None, tasks: tuple[str, ...] = TASKS) -> None:
         raise typer.BadParameter(f"{task}: is none of {', '.join(tasks)}.{hint}", param_hint="--task")
 
 
-def option(config_class: type[Settings], name: str, metavar: str | None = None, help: str | None = None) -> Any:
+def option(config_class: type[Settings], name: str, help: str | None = None) -> Any:
     """The option of a setting; typed as text, or as a switch. `help`: where the setting's own speaks of other settings."""
     setting = settings_of(config_class)[name]
     usual = {str: "TEXT", int: "N", float: "X", bool: None}[setting.kind]
-    metavar = metavar or ("|".join(setting.choices) if setting.choices else "A,B" if setting.is_list else usual)
+    metavar = _METAVARS.get(name) or ("|".join(setting.choices) if setting.choices else "A,B" if setting.is_list else usual)
     flag = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if setting.is_switch else setting.flag
-    return typer.Option(flag, metavar=metavar, help=help or setting.help, show_default=False)
+    return typer.Option(flag, metavar=metavar, help=help or setting.help)
 
 
-Revision = Annotated[str | None, option(ModelConfig, "model_revision")]
-Tokenizer = Annotated[str | None, option(ModelConfig, "tokenizer")]
-ChatTemplate = Annotated[str | None, option(ModelConfig, "chat_template", "FILE")]
-TrustRemoteCode = Annotated[bool | None, option(ModelConfig, "trust_remote_code")]
-DType = Annotated[str | None, option(ModelConfig, "dtype")]
+def with_settings(names: str, *groups: type[Settings], **helps: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command with an option for each of these settings of the groups too: what was typed is its argument `typed`.
+
+    `names`: in the order of its --help, with spaces between. `helps`: where a setting's own help speaks of other settings.
+    """
+
+    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [each for each in signature.parameters.values() if each.name != "typed"]
+        for name in names.split():
+            group = next(group for group in groups if name in settings_of(group))
+            kind = bool if settings_of(group)[name].is_switch else str
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None,
+                                  annotation=Annotated[kind | None, option(group, name, helps.get(name))])
+            )  # fmt: skip
+
+        @wraps(command)
+        def called(**values: Any) -> None:
+            typed = {name: values.pop(name) for name in names.split()}
+            command(**values, typed=typed)
+
+        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {each.name: each.annotation for each in parameters}
+        return called
+
+    return with_options
 
 
 def read_options(
@@ -66,10 +87,10 @@ def read_options(
         Refusal: values that their settings don't take, of the file and typed, or a file that can't be read.
     """
     settings = settings_of(config_class)
-    spellings = {spelling: each.name for each in settings.values() for spelling in (each.name, *each.aliases)}
+    spellings = spellings_of(settings)
     written = read_config_file(file) if file is not None else {}
-    names = {key: spellings.get(key.replace("-", "_")) for key in written}
-    shared = {key: value for key, value in written.items() if names[key] is not None and names[key] not in without}
+    found = {key: spellings.get(key.replace("-", "_")) for key in written}
+    shared = {key: written[key] for key, each in found.items() if each is not None and each.name not in without}
     if file and not shared:
         raise Refusal(f"--config {file}: has no setting that is read here.")
     flags = {name: split_list(value) if settings[name].is_list else value for name, value in typed.items() if value is not None}

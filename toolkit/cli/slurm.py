@@ -2,16 +2,18 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from toolkit.command_line.placement import MOST_RANKS
-from toolkit.command_line.recipe_file import Recipe, find_recipe
+from toolkit.command_line.recipe_file import Flags, Recipe, find_recipe
 from toolkit.config import Refusal
 from toolkit.system.console import as_typed, say
 
@@ -32,10 +34,7 @@ def _group() -> None:
 @app.command(context_settings={"ignore_unknown_options": True})
 def submit(
     recipe: Recipe,
-    flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[FLAGS]", help="The recipe's flags; toolkit train RECIPE --help lists them."),
-    ] = None,
+    flags: Flags = None,
     time: Annotated[
         str | None, typer.Option(metavar="H:MM:SS", help="Time of one stay on the nodes; the job comes back until it is done.")
     ] = None,
@@ -81,8 +80,6 @@ def submit(
             " An hour is 1:00:00.",
             param_hint="--time",
         )
-    from toolkit.distributed.slurm import SlurmJob, batch_script, command_of_nodes
-
     words, script = list(flags or []), find_recipe(recipe, "toolkit slurm submit")
     name = job_name or Path(script).stem
     python = [sys.executable, "-m", "toolkit"]
@@ -120,12 +117,11 @@ def submit(
             "once for each --output-dir; jobs that share the trials of a sweep are --sweep-workers N."
         )
     command = command_of_nodes(run_words, nodes=nodes)
-    job = SlurmJob(
-        name=name, command=f"{setup}\n    {command}" if setup else command,
+    text = batch_script(
+        name, f"{setup}\n    {command}" if setup else command,
         log=f"{folder}".replace("%", "%%") + f".slurm-{'%A_%a' if sweep_workers else '%j'}.log",
-        nodes=nodes, array=sweep_workers, stop_seconds=stop_seconds, options=tuple(options),
+        nodes=nodes, array=sweep_workers, stop_seconds=stop_seconds, options=options,
     )  # fmt: skip
-    text = batch_script(job)
     if dry_run:
         say(text, end="")
         return
@@ -135,6 +131,84 @@ def submit(
     say(f"Submitted {number}: {name}, {size}")
     for words in (["tail", "-F", log], ["squeue", "--job", number], ["scancel", number]):
         say("  " + as_typed(*words))
+
+
+def command_of_nodes(words: Sequence[str], *, nodes: int) -> str:
+    """Words of `toolkit train`, quoted for a shell, with the place of each node where there are several."""
+    places = ' --nodes "$NODES" --node-rank "$NODE" --main-address "$MAIN" --main-port "$PORT"' if nodes > 1 else ""
+    return shlex.join(words) + places
+
+
+def _quoted(option: str) -> str:
+    """An option that sbatch reads back whole: to it a space or a # ends a value, quotes and backslashes are a shell's."""
+    name, equals, value = option.partition("=")
+    if not equals or value[:1] in ("'", '"') or not re.search(r"[\s#'\"\\]", value):  # in quotes already, or nothing to quote
+        return option
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{name}="{escaped}"'
+
+
+def batch_script(
+    name: str, command: str, *, log: str, nodes: int = 1, array: int | None = None, stop_seconds: int = 120,
+    options: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """The script for sbatch.
+
+    A signal that Slurm sends to a step reaches all processes in it, so that is how the step is stopped. A command that ended
+    with 75 (stopped after a checkpoint) is put back into the queue if it was stopped for its time, not if by scancel; its code
+    becomes 0 until then, since srun ends the other nodes' tasks at the first other code, while they may be saving.
+
+    Args:
+        command: run on each node, with the variables NODES, NODE, MAIN and PORT (how many, which, where node 0 is reached).
+        log: with %j, or %A and %a, for the job's number; another % is doubled.
+        array: as many jobs that run the same command.
+        stop_seconds: before the end of its time the job is stopped, with SIGUSR1.
+        options: of sbatch, as "--time=4:00:00".
+    """
+    options = [
+        f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", f"--output={log}", "--open-mode=append",
+        "--requeue", f"--signal=B:USR1@{stop_seconds}", *([f"--array=0-{array - 1}"] if array else []), *options,
+    ]  # fmt: skip
+    lines = "\n".join(f"#SBATCH {_quoted(option)}" for option in options)
+    return f"""#!/bin/bash
+{lines}
+
+export STOPPED=$(mktemp -u "${{TMPDIR:-/tmp}}/toolkit-stopped-$SLURM_JOB_ID-XXXXXX")  # job 7 of another cluster may be here too
+
+run() {{  # on each node
+    trap : USR1 TERM
+    export NODES=$SLURM_NNODES NODE=$SLURM_NODEID MAIN=$SLURM_LAUNCH_NODE_IPADDR PORT=$((20000 + SLURM_JOB_ID % 20000))
+    {command}
+    code=$?
+    if [ "$code" = 75 ]; then
+        [ "$NODE" = 0 ] && : > "$STOPPED"
+        exit 0
+    fi
+    exit "$code"
+}}
+export -f run
+
+this=$SLURM_JOB_ID
+# the number of one job of an array may be that of all of them
+[ -n "$SLURM_ARRAY_TASK_ID" ] && this=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
+out_of_time=
+trap 'out_of_time=1; scancel --signal=USR1 "$this"' USR1  # the step, not this script
+trap : TERM  # of scancel, or of a job that goes first: the step has it too, and is waited for
+srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c run &
+step=$!
+until wait "$step"; ! kill -0 "$step" 2> /dev/null; do :; done
+wait "$step"
+code=$?
+if [ "$code" = 0 ] && [ -e "$STOPPED" ]; then
+    rm -f "$STOPPED"
+    code=75
+    if [ -n "$out_of_time" ]; then
+        echo "out of time: back into the queue"
+        scontrol requeue "$this" && sleep 60  # until Slurm ends this script
+    fi
+fi
+exit "$code"
+"""
 
 
 def _seconds(time: str) -> int:

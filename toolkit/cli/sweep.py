@@ -14,7 +14,7 @@ from toolkit.cli.sweep_plan import PRUNERS, SweepOptions, base_of, check_agent, 
 from toolkit.command_line.placement import ConfigFile, Processes
 from toolkit.command_line.reading import read_command_line
 from toolkit.command_line.recipe import config_class_of_file
-from toolkit.command_line.recipe_file import Recipe, find_recipe, split_options, sweep_folder
+from toolkit.command_line.recipe_file import Flags, Recipe, find_recipe, split_options, sweep_folder
 from toolkit.config import Refusal, settings_of
 from toolkit.config.places import place_to_write, unwritable
 from toolkit.config.reading import values_of
@@ -24,11 +24,10 @@ from toolkit.sweeps.journal import Job, Journal, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Stopped, Sweep, run_sweep
 from toolkit.sweeps.outcomes import trial_folder
 from toolkit.sweeps.page import sweep_page
-from toolkit.sweeps.proposal import Proposal
 from toolkit.sweeps.results import best_trials, result_of, trials_of
 from toolkit.sweeps.schedule import brackets_of, make_schedule, planned_steps, rung_counts, trials_in
 from toolkit.sweeps.shown import Live, count_line, point_of, seed_lines, status_lines, trial_line
-from toolkit.sweeps.space import Point, read_space
+from toolkit.sweeps.space import Point, Proposal, read_space
 from toolkit.sweeps.storage import open_journal
 from toolkit.sweeps.strategies import STRATEGIES, grid_size
 from toolkit.sweeps.trials import Recipe as RecipeTrials, commands_of, flags_of, fork_run, shown_command
@@ -48,9 +47,7 @@ NOT_OF_A_RECIPE = {"output"}
 def sweep(
     context: typer.Context,
     recipe: Recipe,
-    flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own, which are the same in every trial.")
-    ] = None,
+    flags: Flags = None,
     search: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,12 +55,8 @@ def sweep(
         ),
     ] = None,
     strategy: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(STRATEGIES)}.")] = "random",
-    trials: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Trials. Default: 20; of a grid all points.", show_default=False)
-    ] = None,
-    sweep_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where it is written. Default: sweeps/RECIPE.", show_default=False)
-    ] = None,
+    trials: Annotated[int | None, typer.Option(metavar="N", min=1, help="Trials. Default: 20; of a grid all points.")] = None,
+    sweep_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Where it is written. Default: sweeps/RECIPE.")] = None,
     sweep_seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the proposals; the recipe's is --seed.")] = 0,
     objective: Annotated[
         list[str] | None,
@@ -83,17 +76,13 @@ def sweep(
     reduction: Annotated[int, typer.Option(metavar="N", min=2, help="Of N trials at a rung one goes on.")] = 3,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Trials of each point, with different seeds.")] = 1,
     parallel: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Trials at a time, in all processes. Default: 1.", show_default=False)
+        int | None, typer.Option(metavar="N", min=1, help="Trials at a time, in all processes. Default: 1.")
     ] = None,
-    slots: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of these in this process. Default: all.", show_default=False)
-    ] = None,
+    slots: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of these in this process. Default: all.")] = None,
     budget_steps: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Start no trial after N steps of all trials.")
     ] = None,
-    budget_hours: Annotated[
-        float | None, typer.Option(metavar="H", min=0.0, help="Start no trial after H hours.")
-    ] = None,
+    budget_hours: Annotated[float | None, typer.Option(metavar="H", min=0.0, help="Start no trial after H hours.")] = None,
     storage: Annotated[
         str | None,
         typer.Option(metavar="URL", help="A database for the journal, such as sqlite:///sweeps.db, without a common folder."),
@@ -102,10 +91,7 @@ def sweep(
         str | None,
         typer.Option(metavar="ENTITY/PROJECT/ID", help="Be an agent of this W&B sweep, which has the space and the strategy."),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="The page of report. Default: DIR/report.html.", show_default=False),
-    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="The page of report. Default: DIR/report.html.")] = None,
     processes: Processes = None,
     accelerate_config: ConfigFile = None,
     dry_run: Annotated[

@@ -16,7 +16,7 @@ from toolkit.command_line.reading import read_command_line
 from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import AdapterConfig, DataConfig, ModelConfig, Refusal, Settings, check_together, settings_of
 from toolkit.config.reading import values_of
-from toolkit.config.setting import did_you_mean
+from toolkit.config.setting import did_you_mean, flag_of
 from toolkit.metrics.direction import greater_is_better
 from toolkit.sweeps.addresses import recipe_digest
 from toolkit.sweeps.journal import Objective, Plan
@@ -123,7 +123,7 @@ def check_agent(words: Sequence[str], sweep: str) -> None:
     if sweep.count("/") != 2:
         raise Refusal(f"--wandb {sweep}: write ENTITY/PROJECT/ID, as in the sweep's address.")
     if ours := [name for name in _typed(words) if name in _OURS]:
-        raise Refusal(f"--{ours[0].replace('_', '-')}: each trial has its own. The sweep's place is --sweep-dir DIR.")
+        raise Refusal(f"{flag_of(ours[0])}: each trial has its own. The sweep's place is --sweep-dir DIR.")
 
 
 def base_of(space: Sequence[Dimension]) -> dict[str, Any]:
@@ -149,9 +149,9 @@ def _check_names(config_class: type[Settings], words: Sequence[str], space: Sequ
             raise Refusal(f"--search {name}: the sweep decides that one itself. Leave it out.")
     for name in _typed(words):
         if name in _OURS:
-            raise Refusal(f"--{name.replace('_', '-')}: each trial has its own. The sweep's place is --sweep-dir DIR.")
+            raise Refusal(f"{flag_of(name)}: each trial has its own. The sweep's place is --sweep-dir DIR.")
         if name in names:
-            raise Refusal(f"--{name.replace('_', '-')}: is searched and given. Leave out one of both.")
+            raise Refusal(f"{flag_of(name)}: is searched and given. Leave out one of both.")
     if options.seeds > 1 and ("seed" not in settings or "seed" in names):
         raise Refusal(f"--seeds {options.seeds}: {'seed is searched' if 'seed' in names else 'this recipe has no --seed'}.")
     if options.prune != "none" and "stop_at_step" not in settings:
@@ -272,8 +272,6 @@ def _with_evaluations(
 
 def _rungs(options: SweepOptions, trials: int, most: int | None) -> list[int]:
     """The given steps; without them the whole length, and a `reduction`-th of each before it, for as many as trials allow."""
-    if options.reduction < 2:
-        raise Refusal(f"--reduction {options.reduction}: one of two at least must go on: 2 or more.")
     if options.rungs is None:
         if most is None or most < options.reduction:
             raise Refusal(f"--prune {options.prune}: give --rungs, such as 30,90,270, or --max-steps.")

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -16,24 +15,16 @@ from toolkit.command_line.placement import (
     placement_of,
     what_is_started,
 )
-from toolkit.command_line.recipe_file import Recipe, find_recipe, near_own_option, split_options
+from toolkit.command_line.recipe_file import Flags, Recipe, find_recipe, near_own_option, split_options
 from toolkit.distributed.launch import REFUSED, launch
 from toolkit.system.console import say
 
 
 def train(
-    context: typer.Context,
-    recipe: Recipe,
-    flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own; toolkit train RECIPE --help lists them.")
-    ] = None,
-    processes: Processes = None,
-    accelerate_config: ConfigFile = None,
-    nodes: NodeCount = None,
-    node_rank: NodeRank = None,
-    main_address: MainAddress = None,
+    context: typer.Context, recipe: Recipe, flags: Flags = None, processes: Processes = None,
+    accelerate_config: ConfigFile = None, nodes: NodeCount = None, node_rank: NodeRank = None, main_address: MainAddress = None,
     main_port: MainPort = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run a recipe. The options below may be before RECIPE or among its flags.
 
     Ends with the recipe's exit code: 0 finished, 2 refused, 75 stopped by a signal after a checkpoint. SIGTERM, SIGUSR1 and

@@ -5,12 +5,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from toolkit.command_line.placement import ConfigFile, Placement, Processes, placement_of
-from toolkit.command_line.recipe_file import Recipe, recipe_and_options
+from toolkit.command_line.recipe_file import Flags, Recipe, recipe_and_options
 from toolkit.config import Refusal, read_config_file
 from toolkit.config.setting import flag_of
 from toolkit.distributed.launch import launch, started_ranks
@@ -28,14 +27,9 @@ _POLL_SECONDS = 0.002
 
 
 def verify_resume(
-    context: typer.Context,
-    recipe: Recipe,
-    flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own: the model and the data to verify with.")
-    ] = None,
-    processes: Processes = None,
+    context: typer.Context, recipe: Recipe, flags: Flags = None, processes: Processes = None,
     accelerate_config: ConfigFile = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run a recipe twice in temporary directories, once uninterrupted and once killed and resumed, and compare the bits.
 
     A few steps with a checkpoint every other one, unless the recipe's flags say otherwise: --max-steps 8 --save-strategy
@@ -141,23 +135,19 @@ def _differences(whole: Path, resumed: Path, start: int) -> list[str]:
     from toolkit.runs.differences import (
         directory_differences,
         first_checkpoint_difference,
-        first_loss_difference,
         metric_differences,
         summary_differences,
     )
     from toolkit.system.json_lines import read_lines
 
     found = []
-    loss = first_loss_difference(whole, resumed)
-    if loss is not None:
-        shown = ["not logged" if value is None else repr(value) for value in loss.losses]
-        found.append(f"first loss that differs: step {loss.step}: {shown[0]} uninterrupted, {shown[1]} resumed")
-        if loss.step <= start:
+    for name, (step, one, other) in metric_differences(whole, resumed).items():
+        found.append(f"metrics.jsonl: {name} differs first at step {step}: {one} uninterrupted, {other} resumed")
+        if name == "loss" and step <= start:
             found.append(f"that is before the resume at step {start}: the recipe does not repeat itself even uninterrupted")
     checkpoint = first_checkpoint_difference(whole, resumed)
     found += [f"first tensor that differs: {checkpoint}"] if checkpoint else []
     found += [f"model/: {difference}" for difference in directory_differences(whole / "model", resumed / "model")]
-    found += [f"metrics.jsonl: {each}" for each in metric_differences(whole, resumed) if not each.startswith("loss at ")]
     samples = [read_lines(each / "samples.jsonl") for each in (whole, resumed)]
     found += [] if samples[0] == samples[1] else ["samples.jsonl: the texts differ"]
     return [*found, *(f"summary.json: {difference}" for difference in summary_differences(whole, resumed))]

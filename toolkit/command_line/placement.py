@@ -9,6 +9,7 @@ import typer
 
 from toolkit.command_line.recipe_file import complete_accelerate_config, find_accelerate_config
 from toolkit.config import Refusal
+from toolkit.config.setting import flag_of
 from toolkit.distributed.accelerate_config import AccelerateConfig, check_devices, read_accelerate_config
 from toolkit.distributed.launch import MAIN_PORT, ONE_MACHINE, TRAIN_OPTIONS, Nodes
 from toolkit.system.console import as_typed
@@ -115,20 +116,16 @@ def _nodes(values: Mapping[str, Any], config: AccelerateConfig | None) -> Nodes:
     if count == 1:
         for option in ("node_rank", "main_address"):
             if values.get(option) is not None:
-                raise Refusal(f"{_flag(option)} has no effect with one node. For several add --nodes, such as --nodes 2.")
+                raise Refusal(f"{flag_of(option)} has no effect with one node. For several add --nodes, such as --nodes 2.")
         return Nodes(main_port=port)
     this = given("node_rank", config.machine_rank if config else None)
     address = given("main_address", config.main_address if config else None)
     for option, value in (("main_address", address), ("node_rank", this)):
         if value is None:
             raise Refusal(
-                f"{_flag(option)} is missing: there are {count} nodes. Type on node 0, on the others with their own rank: "
+                f"{flag_of(option)} is missing: there are {count} nodes. Type on node 0, on the others with their own rank: "
                 f"--nodes {count} --node-rank 0 --main-address HOST, where HOST is the name or address of node 0."
             )
     if not 0 <= this < count:
         raise Refusal(f"--node-rank {this}: the {count} nodes are 0 to {count - 1}.")
     return Nodes(count, this, address, port)
-
-
-def _flag(option: str) -> str:
-    return "--" + option.replace("_", "-")

@@ -64,10 +64,12 @@ def complete_own_file(incomplete: str) -> list[str]:
 Recipe = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE", help="The name of a recipe, such as sft, or the path of one.", autocompletion=complete_recipe,
-        show_default=False,
+        metavar="RECIPE", help="The name of a recipe, such as sft, or the path of one.", autocompletion=complete_recipe
     ),
-]  # fmt: skip
+]
+Flags = Annotated[
+    list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's own; toolkit train RECIPE --help lists them.")
+]
 
 
 def split_options(context: typer.Context, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 from toolkit.config.groups import OptimConfig
 from toolkit.config.preferences import PreferenceConfig
 from toolkit.config.run_groups import RunConfig
-from toolkit.config.setting import Settings
+from toolkit.config.setting import Settings, flag_of
 
 
 class Contradiction(NamedTuple):
@@ -38,7 +39,7 @@ def needs(settings: str | tuple[str, ...], other: str, *values: str) -> NoEffect
 
     names = (settings,) if isinstance(settings, str) else settings
     if not values:
-        flag = "--" + other.replace("_", "-")
+        flag = flag_of(other)
         return NoEffect(names, idle, f"without {flag}: leave it out, or add {flag}.", (other,))
     last = " or ".join(values[-2:])
     return NoEffect(names, idle, f"with {{{other}}}: leave it out, or take {', '.join([*values[:-2], last])}.", (other,))
@@ -71,11 +72,11 @@ def lies_in(path: str, directory: str) -> bool:
 
 
 def is_pattern(text: str) -> bool:
-    """Whether a text is regex=factor with a factor of at least 0."""
+    """Whether a text is regex=factor with a finite factor of at least 0."""
     pattern, equals, factor = text.rpartition("=")
     try:
         re.compile(pattern)
-        return bool(pattern and equals) and float(factor) >= 0
+        return bool(pattern and equals) and 0 <= float(factor) < math.inf
     except (re.error, ValueError):
         return False
 

@@ -85,6 +85,4 @@ class ClassifierDistillationConfig(TeacherConfig):
     match_attention: bool = setting(
         False, "Compare the attention of these layers too. Needs as many heads as the teacher has.", on_resume="fixed"
     )
-    match_weight: float = setting(
-        1.0, "Weight of the layers and the attention in the loss.", above=0.0, on_resume="fixed"
-    )
+    match_weight: float = setting(1.0, "Weight of the layers and the attention in the loss.", above=0.0, on_resume="fixed")

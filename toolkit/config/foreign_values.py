@@ -56,27 +56,18 @@ def _read(value: object) -> Any:
         return value
 
 
-def _gradient_checkpointing(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    always = value in ({}, {"use_reentrant": False})
-    return {} if always else "leave it out: recomputation is always torch's with use_reentrant: false."
+def _arguments(names: Mapping[str, str]) -> Meaning:
+    """Of from_pretrained, by the settings that mean them."""
+    known = [name for name in names if name != "torch_dtype"]
 
+    def meaning(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
+        left = [each for each in value if each not in (*names, "use_cache")] if isinstance(value, dict) else ["its text"]
+        if left:
+            told = f"{', '.join(known[:-1])} and {known[-1]}"
+            return f"leave {', '.join(map(str, left))} out of it; its {told} are known."
+        return {names[name]: each for name, each in value.items() if name in names}
 
-def _model_arguments(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    names = {"dtype": "dtype", "torch_dtype": "torch_dtype", "attn_implementation": "attn_implementation",
-             "revision": "model_revision", "trust_remote_code": "trust_remote_code"}  # fmt: skip
-    left = [name for name in value if name not in names and name != "use_cache"] if isinstance(value, dict) else ["its text"]
-    if left:
-        names_left = ", ".join(map(str, left))
-        return f"leave {names_left} out of it; its dtype, attn_implementation, revision and trust_remote_code are known."
-    return {names[name]: each for name, each in value.items() if name in names}
-
-
-def _teacher_arguments(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    names = {"dtype": "teacher_dtype", "torch_dtype": "teacher_dtype", "revision": "teacher_revision"}
-    left = [name for name in value if name not in names and name != "use_cache"] if isinstance(value, dict) else ["its text"]
-    if left:
-        return f"leave {', '.join(map(str, left))} out of it; its dtype and revision are known."
-    return {names[name]: each for name, each in value.items() if name in names}
+    return meaning
 
 
 def _schedule_arguments(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -129,63 +120,10 @@ def _environment(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str
     return f"leave it out, and set it before the run, in the shell: export {lines}"
 
 
-def _padding_free(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    return {} if value is False or _read(written.get("packing")) is True else "take packing, whose rows have no padding."
-
-
-def _evaluation_packing(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    same = value == (_read(written.get("packing")) or False)
-    return {} if same else "leave it out: evaluation packs as training does, and its metrics are the same either way."
-
-
-def _data_seed(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    return {} if value == _read(written.get("seed", 42)) else "leave it out: seed draws the order of the data as well."
-
-
-def _sampling(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    known: dict[str, dict[str, Any]] = {"random": {}, "group_by_length": {"group_by_length": True}}
-    return known.get(str(value), "take random or group_by_length: examples are shuffled in each epoch.")
-
-
-def _evaluates(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    return {} if value is True or "eval_strategy" in written else {"eval_strategy": "no"}
-
-
-def _truncation(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    if value == "keep_start":
-        return {}
-    return "take keep_start, or overlong: split, drop or refuse. Of a pair the prompt loses its beginning first, always."
-
-
 def _no_dropout(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
     if value is True and _read(written.get("lora_dropout", 0)):
         return "in TRL it turns lora_dropout off as well: write lora_dropout: 0.0 and dropout: 0.0, or leave it out."
     return {"dropout": 0.0} if value is True else {}
-
-
-def _sft_loss(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    plain = value in ("nll", "chunked_nll")
-    return {} if plain else "leave it out, or write that loss in a copy of the recipe (toolkit copy sft)."
-
-
-def _of_an_adapter(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    unused = value is False or _read(written.get("use_peft")) is False
-    return {} if unused else "it is for an adapter: take recipes/lora.py, this recipe with one (toolkit train lora)."
-
-
-def _local_rank(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    """`python -m torch.distributed.launch` passes it twice: in the environment, and as a flag of each rank."""
-    same = str(value) in ("-1", "0", os.environ.get("LOCAL_RANK"))
-    return {} if same else "leave it out: the launcher says it."
-
-
-def _adafactor(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    return {} if value is False or written.get("optim") == "adafactor" else {"optim": "adafactor"}
-
-
-def _evaluates_while_training(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    said = {"eval_strategy", "evaluation_strategy"} & set(written)
-    return {} if said else {"eval_strategy": "steps" if value is True else "no"}
 
 
 def _percentage(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -212,17 +150,6 @@ def _files(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
         f'"$(realpath {shlex.quote(str(value))})" both/train{ends[0]} && ln -s "$(realpath {shlex.quote(other)})" '
         f"both/validation{ends[1]}; then write dataset: both, in place of the two."
     )
-
-
-def _evaluation_file(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    if {"train_file", "train_data_file"} & set(written):
-        return {}  # the training file's line says what to do with both
-    return "put it next to the training rows, as train.* and validation.* of one folder, and write dataset: FOLDER."
-
-
-def _configuration(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
-    same = value in (written.get("model_name_or_path"), written.get("model"))
-    return {} if same else "leave it out: the shape is the model's own. For one from scratch: toolkit copy pretrain."
 
 
 def _task(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -256,10 +183,6 @@ _GLUE = {  # the columns of each task's texts, https://huggingface.co/datasets/n
 }  # fmt: skip
 
 
-def _renamed(name: str) -> Meaning:
-    return lambda value, written: {name: value}
-
-
 def _vllm(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
     if value is not True or written.get("vllm_server_base_url"):
         return {}
@@ -269,60 +192,102 @@ def _vllm(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
     return {"rollout_server": f"http://{host}:{written.get('vllm_server_port') or 8000}"}
 
 
+def _only(is_same: Callable[[Any, Mapping[str, Any]], bool], advice: str) -> Meaning:
+    """Nothing where the value means what happens anyway, else what to do."""
+    return lambda value, written: {} if is_same(value, written) else advice
+
+
+_RENAMED = {
+    "sft_model_path": "model", "evaluation_strategy": "eval_strategy", "dataset_streaming": "streaming",
+    "chat_template_path": "chat_template", "use_bnb_nested_quant": "bnb_4bit_use_double_quant", "no_cuda": "use_cpu",
+    # Of former versions and of the example scripts
+    "per_gpu_train_batch_size": "per_device_train_batch_size", "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "push_to_hub_model_id": "hub_model_id", "log_with": "report_to", "tokenizer_name": "tokenizer", "block_size": "max_length",
+    "max_train_samples": "max_train_examples", "max_eval_samples": "max_eval_examples", "max_val_samples": "max_eval_examples",
+    "dataset_train_name": "train_split", "dataset_test_name": "eval_split",
+}  # fmt: skip
 TRANSLATED: dict[str, Meaning] = {
+    **{key: lambda value, written, name=name: {name: value} for key, name in _RENAMED.items()},  # type: ignore[misc]
     "use_vllm": _vllm,
-    "gradient_checkpointing_kwargs": _gradient_checkpointing,
-    "activation_checkpointing_kwargs": _gradient_checkpointing,
-    "model_init_kwargs": _model_arguments,
-    "teacher_model_init_kwargs": _teacher_arguments,
+    **dict.fromkeys(
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        _only(
+            lambda value, _: value in ({}, {"use_reentrant": False}),
+            "leave it out: recomputation is always torch's with use_reentrant: false.",
+        ),
+    ),
+    "model_init_kwargs": _arguments({
+        "dtype": "dtype", "torch_dtype": "torch_dtype", "attn_implementation": "attn_implementation",
+        "revision": "model_revision", "trust_remote_code": "trust_remote_code",
+    }),
+    "teacher_model_init_kwargs": _arguments({
+        "dtype": "teacher_dtype", "torch_dtype": "teacher_dtype", "revision": "teacher_revision",
+    }),
     "lr_scheduler_kwargs": _schedule_arguments,
     "dataset_text_field": _text_column,
-    "dataset_config": _dataset_configuration,
-    "dataset_config_name": _dataset_configuration,  # of the example scripts
+    **dict.fromkeys(("dataset_config", "dataset_config_name"), _dataset_configuration),
     "datasets": _mixture,
     "env": _environment,
-    "padding_free": _padding_free,
-    "eval_packing": _evaluation_packing,
-    "data_seed": _data_seed,
-    "sft_model_path": lambda value, written: {"model": value},
+    "padding_free": _only(
+        lambda value, written: value is False or _read(written.get("packing")) is True,
+        "take packing, whose rows have no padding.",
+    ),
+    "eval_packing": _only(
+        lambda value, written: value == (_read(written.get("packing")) or False),
+        "leave it out: evaluation packs as training does, and its metrics are the same either way.",
+    ),
+    "data_seed": _only(
+        lambda value, written: value == _read(written.get("seed", 42)),
+        "leave it out: seed draws the order of the data as well.",
+    ),
     "reward_model_path": lambda value, written: {"reward_funcs": [value]},
-    "train_sampling_strategy": _sampling,
-    "do_eval": _evaluates,
-    "truncation_mode": _truncation,
+    "train_sampling_strategy": lambda value, written: {"random": {}, "group_by_length": {"group_by_length": True}}.get(
+        str(value), "take random or group_by_length: examples are shuffled in each epoch."
+    ),
+    "do_eval": lambda value, written: {} if value is True or "eval_strategy" in written else {"eval_strategy": "no"},
+    "truncation_mode": _only(
+        lambda value, _: value == "keep_start",
+        "take keep_start, or overlong: split, drop or refuse. Of a pair the prompt loses its beginning first, always.",
+    ),
     "disable_dropout": _no_dropout,
-    "local_rank": _local_rank,
-    "loss_type": _sft_loss,  # of DPO it is a setting
+    # `python -m torch.distributed.launch` passes it twice: in the environment, and as a flag of each rank.
+    "local_rank": _only(
+        lambda value, _: str(value) in ("-1", "0", os.environ.get("LOCAL_RANK")), "leave it out: the launcher says it."
+    ),
+    "loss_type": _only(  # of DPO it is a setting
+        lambda value, _: value in ("nll", "chunked_nll"),
+        "leave it out, or write that loss in a copy of the recipe (toolkit copy sft).",
+    ),
     "precompute_ref_log_probs": lambda value, written: {"reference": "cache"} if value is True else {},
-    "evaluation_strategy": _renamed("eval_strategy"),
-    "dataset_streaming": _renamed("streaming"),
-    "chat_template_path": _renamed("chat_template"),
-    "use_bnb_nested_quant": _renamed("bnb_4bit_use_double_quant"),
-    "no_cuda": _renamed("use_cpu"),
     # Of former versions and of the example scripts
-    "per_gpu_train_batch_size": _renamed("per_device_train_batch_size"),
-    "per_gpu_eval_batch_size": _renamed("per_device_eval_batch_size"),
-    "evaluate_during_training": _evaluates_while_training,
-    "adafactor": _adafactor,
-    "push_to_hub_model_id": _renamed("hub_model_id"),
-    "log_with": _renamed("report_to"),
-    "tokenizer_name": _renamed("tokenizer"),
-    "block_size": _renamed("max_length"),
-    "max_train_samples": _renamed("max_train_examples"),
-    "max_eval_samples": _renamed("max_eval_examples"),
-    "max_val_samples": _renamed("max_eval_examples"),
+    "evaluate_during_training": lambda value, written: (
+        {} if {"eval_strategy", "evaluation_strategy"} & set(written) else {"eval_strategy": "steps" if value is True else "no"}
+    ),
+    "adafactor": lambda value, written: (
+        {} if value is False or written.get("optim") == "adafactor" else {"optim": "adafactor"}
+    ),
     "validation_split_percentage": _percentage,
-    "train_file": _files,
-    "train_data_file": _files,
-    "validation_file": _evaluation_file,
-    "eval_data_file": _evaluation_file,
-    "config_name": _configuration,
+    **dict.fromkeys(("train_file", "train_data_file"), _files),
+    **dict.fromkeys(
+        ("validation_file", "eval_data_file"),
+        _only(  # next to a training file, whose line says what to do with both
+            lambda value, written: bool({"train_file", "train_data_file"} & set(written)),
+            "put it next to the training rows, as train.* and validation.* of one folder, and write dataset: FOLDER.",
+        ),
+    ),
+    "config_name": _only(
+        lambda value, written: value in (written.get("model_name_or_path"), written.get("model")),
+        "leave it out: the shape is the model's own. For one from scratch: toolkit copy pretrain.",
+    ),
     "task_name": _task,
-    "text_column_name": _columns,
-    "text_column_names": _columns,
-    "label_column_name": _columns,
-    "dataset_train_name": _renamed("train_split"),
-    "dataset_test_name": _renamed("eval_split"),
+    **dict.fromkeys(("text_column_name", "text_column_names", "label_column_name"), _columns),
     # Where the recipe has no adapter
-    **dict.fromkeys(("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
-                     "use_rslora", "use_dora", "load_in_4bit", "bnb_4bit_quant_type"), _of_an_adapter),
+    **dict.fromkeys(
+        ("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
+         "use_rslora", "use_dora", "load_in_4bit", "bnb_4bit_quant_type"),
+        _only(
+            lambda value, written: value is False or _read(written.get("use_peft")) is False,
+            "it is for an adapter: take recipes/lora.py, this recipe with one (toolkit train lora).",
+        ),
+    ),
 }  # fmt: skip

@@ -116,9 +116,7 @@ class BatchConfig(Settings):
     """Steps and batches"""
 
     num_train_epochs: float = setting(1.0, "Passes over the training data.", above=0.0, most=1e6, on_resume="fixed")
-    max_steps: int | None = setting(
-        None, "Stop after N steps; overrides the epochs.", least=1, most=10**9, on_resume="fixed"
-    )
+    max_steps: int | None = setting(None, "Stop after N steps; overrides the epochs.", least=1, most=10**9, on_resume="fixed")
     per_device_train_batch_size: int = setting(
         8, "Examples (rows, when packing) in a micro-batch.", least=1, most=2**16, on_resume="dropout"
     )
@@ -160,9 +158,7 @@ class DataConfig(BatchConfig, SeedConfig):
         on_resume="fixed",
     )
     streaming: bool = setting(False, "Read the source as a stream. Needs --max-steps.", on_resume="fixed")
-    max_train_examples: int | None = setting(
-        None, "Use at most N training rows.", least=1, most=10**10, on_resume="fixed"
-    )
+    max_train_examples: int | None = setting(None, "Use at most N training rows.", least=1, most=10**10, on_resume="fixed")
     max_eval_examples: int | None = setting(
         None, "Use at most N evaluation rows.", least=1, most=10**10, on_resume="evaluation"
     )

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.setting import Refusal
+from toolkit.system.json_lines import MOST_LEVELS, is_deeper
 
-MOST_LEVELS = 64  # of lists and objects in one another; a chat with tools has ten
 MOST_BYTES = 1 << 24  # of a file of settings, a template, a configuration
 MOST_NODES = 1 << 17  # of a YAML file once its aliases are followed
 
@@ -81,7 +81,7 @@ def parse_json(text: str, where: str, is_file: bool = False, is_strict: bool = F
         raise Refusal(f"{where}: {_TOO_DEEP}") from None
     except ValueError:  # Python reads no whole number of more than 4,300 digits
         raise Refusal(f"{where}: holds a number of thousands of digits, which no column can hold.") from None
-    if text.count("[") + text.count("{") > MOST_LEVELS and _is_too_deep(value):
+    if text.count("[") + text.count("{") > MOST_LEVELS and is_deeper(value):
         raise Refusal(f"{where}: {_TOO_DEEP}")
     if "\\u" in text and (half := _half_of_a_pair(value)):
         raise Refusal(f"{where}: holds {half}, half of a surrogate pair, which is no character. Write the whole character.")
@@ -140,16 +140,6 @@ _PYTHONS = json.JSONDecoder(object_pairs_hook=_unique)
 _STRICT = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
 
 
-def _is_too_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MOST_LEVELS + 1):
-        inside = [each for each in level if isinstance(each, list | dict)]
-        level = [part for each in inside for part in (each.values() if isinstance(each, dict) else each)]
-        if not inside:
-            return False
-    return True
-
-
 def _half_of_a_pair(value: Any) -> str:
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -176,9 +166,7 @@ def _check_nodes(root: Any, where: str) -> None:
                 if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                     line = key.start_mark.line + 1
                     if key.value in seen:
-                        raise Refusal(
-                            f"{where}:{line}: {key.value} is there twice, first in line {seen[key.value]}: keep one."
-                        )
+                        raise Refusal(f"{where}:{line}: {key.value} is there twice, first in line {seen[key.value]}: keep one.")
                     seen[key.value] = line
             todo += [(part, level + 1) for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):

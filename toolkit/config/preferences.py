@@ -87,8 +87,7 @@ class RewardConfig(Settings):
         on_resume="fixed",
     )
     margin_coefficient: float = setting(
-        0.0, "A chosen reward must lead by N times the row's margin: its column margin, or how far its scores differ. "
-        "TRL: 1.",
+        0.0, "A chosen reward must lead by N times the row's margin: its column margin, or how far its scores differ. TRL: 1.",
         least=0.0, on_resume="fixed",
     )
 

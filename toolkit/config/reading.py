@@ -77,3 +77,16 @@ def add_reads_of(config: object, made: object) -> None:
 def forget_reads(config: object) -> None:
     """A run begins, or has ended: what was read before it is not its own."""
     _READ.pop(type(config), None)
+
+
+def public_settings(config: Any) -> dict[str, Any]:
+    """The settings that may leave this machine, for trackers, cards and reports.
+
+    They are those of the toolkit's own groups, and of a recipe's own the numbers only: its author may keep a key in a field of
+    text; no field of ours is for one.
+    """
+    from toolkit.config.setting import Settings, settings_of
+
+    groups = (each for each in type(config).__mro__ if issubclass(each, Settings) and each.__module__.startswith(__package__))
+    ours = {name for group in groups for name in settings_of(group)}
+    return {name: value for name, value in values_of(config).items() if name in ours or isinstance(value, (bool, int, float))}

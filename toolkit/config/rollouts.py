@@ -72,9 +72,7 @@ class RolloutConfig(RolloutServerConfig):
         1, "How often the rollouts of a step are trained on.", least=1, most=1024, aliases=("num_ppo_epochs",),
         on_resume="fixed",
     )
-    mask_truncated_completions: bool = setting(
-        False, "Leave completions without an end out of the loss.", on_resume="fixed"
-    )
+    mask_truncated_completions: bool = setting(False, "Leave completions without an end out of the loss.", on_resume="fixed")
     rollouts_from: str | None = setting(
         None, "Output directory of a run with the same model, data and settings: its rollouts are taken, not sampled again.",
         on_resume="free",
@@ -87,8 +85,7 @@ class RolloutConfig(RolloutServerConfig):
         3, "Prompts whose best and worst completions are shown at each evaluation.", least=0, most=10**4, on_resume="free"
     )
     eval_temperature: float = setting(
-        0.0, "Temperature of the one completion a prompt gets in evaluations; 0: greedy decoding.", least=0.0,
-        on_resume="free",
+        0.0, "Temperature of the one completion a prompt gets in evaluations; 0: greedy decoding.", least=0.0, on_resume="free"
     )
 
 

@@ -93,8 +93,7 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, IncidentConfig, SeedConf
         None, "Name of the run in card, report and trackers. Default: the output directory's.", on_resume="free"
     )
     report_to: list[str] = setting(
-        ["none"], "Trackers of the run.", choices=("wandb", "tensorboard", "trackio", "mlflow", "all", "none"),
-        on_resume="free",
+        ["none"], "Trackers of the run.", choices=("wandb", "tensorboard", "trackio", "mlflow", "all", "none"), on_resume="free"
     )
     logging_strategy: str = setting("steps", "When to log.", choices=("no", "steps", "epoch"), on_resume="free")
     eval_strategy: str = setting(

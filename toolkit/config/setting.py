@@ -29,19 +29,10 @@ class Refusal(Exception):
 
 
 def setting(
-    default: Any,
-    help: str = "",
-    *,
-    choices: tuple[str, ...] | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    aliases: tuple[str, ...] = (),
-    is_path: bool = False,
-    keeps_spaces: bool = False,
-    on_resume: OnResume | None = None,
-) -> Any:
+    default: Any, help: str = "", *, choices: tuple[str, ...] | None = None, least: float | None = None,
+    most: float | None = None, above: float | None = None, below: float | None = None, aliases: tuple[str, ...] = (),
+    is_path: bool = False, keeps_spaces: bool = False, on_resume: OnResume | None = None,
+) -> Any:  # fmt: skip
     """A field of a settings group: its default, its help text, and the values it accepts (each item, of a list).
 
     Args:

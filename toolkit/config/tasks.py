@@ -41,9 +41,7 @@ class MaskedLMConfig(Settings):
     random_replace_prob: float = setting(
         0.1, "Share of these that a random token replaces; the rest is kept as it is.", least=0.0, most=1.0, on_resume="fixed"
     )
-    whole_word_mask: bool = setting(
-        False, "Hide whole words: all tokens of one, or none.", on_resume="fixed"
-    )
+    whole_word_mask: bool = setting(False, "Hide whole words: all tokens of one, or none.", on_resume="fixed")
 
 
 @dataclass(frozen=True)
@@ -78,15 +76,11 @@ class RowsConfig(Settings):
 class QuestionAnsweringConfig(Settings):
     """Question answering"""
 
-    doc_stride: int = setting(
-        128, "Tokens that two windows of a long context share.", least=0, most=2**20, on_resume="fixed"
-    )
+    doc_stride: int = setting(128, "Tokens that two windows of a long context share.", least=0, most=2**20, on_resume="fixed")
     max_answer_length: int = setting(
         30, "Longest answer that is looked for, in tokens.", least=1, most=2**16, on_resume="evaluation"
     )
-    n_best_size: int = setting(
-        20, "Best spans that are kept of each window.", least=1, most=2**12, on_resume="evaluation"
-    )
+    n_best_size: int = setting(20, "Best spans that are kept of each window.", least=1, most=2**12, on_resume="evaluation")
     null_score_diff_threshold: float = setting(
         0.0, "Where questions may have no answer: predict none where it scores more than this above the best span. "
         "best_f1_thresh of an evaluation is the best value.", on_resume="evaluation",
@@ -208,8 +202,7 @@ class EmbeddingConfig(Settings):
         "model was trained, else mean.", choices=("auto", "mean", "cls", "last"), on_resume="fixed",
     )
     query_prompt: str | None = setting(
-        None, "Text put before each anchor, such as 'query: '. Default: the model's own.",
-        keeps_spaces=True, on_resume="fixed",
+        None, "Text put before each anchor, such as 'query: '. Default: the model's own.", keeps_spaces=True, on_resume="fixed"
     )
     document_prompt: str | None = setting(
         None, "Text put before each positive and negative. Default: the model's own.", keeps_spaces=True, on_resume="fixed",

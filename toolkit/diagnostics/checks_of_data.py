@@ -63,7 +63,7 @@ def check_padding(record: Record) -> Outcome:
             break
     if not made:
         return skipped("no micro-batch with rows of tokens")
-    return found(f"{padded} padded and {packed} packed micro-batches", findings)
+    return found(f"{padded} padded and {packed} packed micro-batches", *findings)
 
 
 def check_tokenizer(record: Record) -> Outcome:
@@ -90,7 +90,7 @@ def check_tokenizer(record: Record) -> Outcome:
         if of_model is not None and of_tokenizer is not None and of_tokenizer not in known:
             what = f"{name} is {of_tokenizer} in the tokenizer and {of_model} in the model's config."
             findings.append(Finding("tokenizer", what, change))
-    return found(f"{len(tokenizer):,} tokens, {weight.shape[0]:,} rows of the embedding", findings)
+    return found(f"{len(tokenizer):,} tokens, {weight.shape[0]:,} rows of the embedding", *findings)
 
 
 def check_leak(record: Record) -> Outcome:
@@ -103,11 +103,10 @@ def check_leak(record: Record) -> Outcome:
     shared = len(train & held_out)
     note = f"{shared} of {len(held_out)} held-out examples are among {len(train)} for training"
     if record.samples_policy or shared <= _LEAK * len(held_out):
-        return found(note, [])
+        return found(note)
     what = f"{shared} of {len(held_out)} held-out examples are among the first {len(train)} training examples, word for word."
-    return found(
-        note, [Finding("leak", what, "Hold out other rows (--eval-split, --eval-fraction), and remove duplicates first.")]
-    )
+    change = "Hold out other rows (--eval-split, --eval-fraction), and remove duplicates first."
+    return found(note, Finding("leak", what, change))
 
 
 def _rows(split: Any) -> Iterator[dict[str, Any]]:

@@ -27,7 +27,7 @@ def check_masks(record: Record, config: Settings) -> Outcome:
     findings: list[Finding | None] = [_counted_in_loss(record)]
     made = [each for each in with_token_labels(record) if each.kind == "train"]
     if not made:
-        return found("labels of whole examples", findings) if not any(findings) else found("", findings)
+        return found("labels of whole examples", *findings) if not any(findings) else found("", *findings)
     aligned = record.task in _ALIGNED
     total = supervised = said = 0
     where = ""
@@ -63,7 +63,7 @@ def check_masks(record: Record, config: Settings) -> Outcome:
                 "--no-completion-only-loss or --no-assistant-only-loss."
             )
             findings.append(Finding("masks", what, change, where))
-    return found(note, findings)
+    return found(note, *findings)
 
 
 def _supervised_text(made: MadeBatch, record: Record) -> str:
@@ -138,7 +138,7 @@ def check_shift(record: Record) -> Outcome:
     note = f"{seen} documents"
     if own > seen / 2:
         what = f"A token is predicted from that token itself ({own} of {seen} documents): the model learns to copy."
-        return found(note, [Finding("shift", what, "Compare logits[:, :-1] with labels[:, 1:].", where)])
+        return found(note, Finding("shift", what, "Compare logits[:, :-1] with labels[:, 1:].", where))
     if before < seen / 2:
         what = (
             f"No gradient comes from the token before the last target ({seen - before} of {seen} documents): labels are "
@@ -146,8 +146,8 @@ def check_shift(record: Record) -> Outcome:
         )
         change = "Shift once: labels are aligned with input_ids, and the loss shifts them."
         place = next((each.where for each in with_token_labels(record) if each.where), where) if offset else where
-        return found(note, [Finding("shift", what, change, place)])
-    return found(note, [])
+        return found(note, Finding("shift", what, change, place))
+    return found(note)
 
 
 def offset_of_labels(record: Record) -> int:
@@ -189,8 +189,8 @@ def _check_decoder_shift(record: Record) -> Outcome:
     if seen and same / seen > 0.9:
         what = f"The decoder is shown the tokens that it is to write ({same / seen:.0%} of them)."
         change = "Shift its inputs to the right by one, from the model's decoder_start_token_id, as tk.collate_seq2seq does."
-        return found(note, [Finding("shift", what, change, made[0].where)])
-    return found(note, [])
+        return found(note, Finding("shift", what, change, made[0].where))
+    return found(note)
 
 
 def check_spans(record: Record) -> Outcome:
@@ -230,7 +230,7 @@ def check_spans(record: Record) -> Outcome:
             where,
         ),
     ]  # fmt: skip
-    return found(f"{of:,} answers of several tokens, {of_learned:,} of them seen in the loss", findings)
+    return found(f"{of:,} answers of several tokens, {of_learned:,} of them seen in the loss", *findings)
 
 
 def _exchanged(seen: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -275,7 +275,7 @@ def check_ends(record: Record, config: Settings) -> Outcome:
         what = f"The end of {asked - learned} of {asked} texts is not supervised: the model never learns to stop."
         change = "Leave out padding by the attention_mask, and not by the id: labels[attention_mask == 0] = -100."
         findings.append(Finding("ends", what, change, where))
-    return found(f"{learned} of {asked} ends are learned; they are {_shown(stops, tokenizer)}", findings)
+    return found(f"{learned} of {asked} ends are learned; they are {_shown(stops, tokenizer)}", *findings)
 
 
 def check_stops(record: Record, directory: Path) -> Outcome:
@@ -292,14 +292,13 @@ def check_stops(record: Record, directory: Path) -> Outcome:
     shown = _shown(stops, record.tokenizer) or "no token"
     note = f"{ended} of {len(answers)} answers end with a token at which it stops: {shown}"
     if not answers or ended >= len(answers) / 2:
-        return found(note, [])
+        return found(note)
     what = (
         f"Generation stops at {shown}, and {len(answers) - ended} of {len(answers)} answers end with another token: the model "
         "goes on behind its answer."
     )
-    return found(
-        note, [Finding("stops", what, "Save with tk.save_model and the run's tokenizer: it writes the end of a turn there.")]
-    )
+    change = "Save with tk.save_model and the run's tokenizer: it writes the end of a turn there."
+    return found(note, Finding("stops", what, change))
 
 
 def stop_tokens(record: Record) -> set[int]:

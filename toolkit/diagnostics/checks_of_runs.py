@@ -18,6 +18,7 @@ from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Gradients, Record
 from toolkit.diagnostics.short_runs import EVAL_BATCH, LEAST_STEPS, has_learned, losses_of
 from toolkit.system.console import first_line
+from toolkit.system.evaluation_mode import evaluation_mode
 
 SAME = 5e-4  # relative difference of metrics of the same weights
 AMPLIFIED = 100.0  # times by which metrics may differ more than weights do, which rounding and two updates have moved apart
@@ -43,7 +44,7 @@ def check_finite(records: Mapping[str, Record]) -> Outcome:
                 "sums and divide by batch.totals, clamp what goes into them."
             )
             findings.append(Finding("finite", what, change, loss_place(record)))
-    return found(f"{steps} steps", findings[:1]) if steps else skipped("no metrics of a step were logged")
+    return found(f"{steps} steps", *findings[:1]) if steps else skipped("no metrics of a step were logged")
 
 
 def check_evaluation(split: Record, whole: Record, weights: dict[str, Gradients]) -> Outcome:
@@ -65,7 +66,7 @@ def check_evaluation(split: Record, whole: Record, weights: dict[str, Gradients]
     error, name = max((abs(one[n] - other[n]) / max(abs(other[n]), 1e-3), n) for n in shared)
     note = f"{len(shared)} metrics, largest relative difference {error:.1e}"
     if error < SAME + AMPLIFIED * (away if same_weights else 0.0):
-        return found(note, [])
+        return found(note)
     what = (
         f"{name} is {one[name]:.5g} with --per-device-eval-batch-size 1 and {other[name]:.5g} with {EVAL_BATCH}, of the "
         "same weights and rows."
@@ -75,7 +76,7 @@ def check_evaluation(split: Record, whole: Record, weights: dict[str, Gradients]
         "tk.eval_with_gather does."
     )
     where = next((forward.where for forward in whole.of_model("eval") if forward.where), "")
-    return found(note, [Finding("evaluation", what, change, where)])
+    return found(note, Finding("evaluation", what, change, where))
 
 
 def evaluation_of(record: Record, which: int) -> dict[str, float]:
@@ -100,18 +101,17 @@ def check_start(record: Record, config: Settings) -> Outcome:
     if not losses:
         return skipped("no loss was logged")
     if guess is None:
-        return found(f"{losses[0]:.4g}; what guessing costs is not known for this loss", [])
+        return found(f"{losses[0]:.4g}; what guessing costs is not known for this loss")
     value, name = guess
     note = f"{losses[0]:.4g}, guessing: {value:.4g} = {name}"
     if 0.75 * value <= losses[0] <= 1.35 * value:
-        return found(note, [])
+        return found(note)
     what = f"The first loss of a random model is {losses[0]:.4g}, and guessing costs {value:.4g} = {name}."
     change = (
-        "Take the mean over the supervised tokens (or examples) of the global batch: a sum divided by batch.totals "
-        "once. A loss "
-        "far below that of guessing says that the model sees what it is to predict."
+        "Take the mean over the supervised tokens (or examples) of the global batch: a sum divided by batch.totals once. A "
+        "loss far below that of guessing says that the model sees what it is to predict."
     )
-    return found(note, [Finding("start", what, change, loss_place(record))])
+    return found(note, Finding("start", what, change, loss_place(record)))
 
 
 def guessing(record: Record, config: Settings) -> tuple[float, str] | None:
@@ -141,9 +141,9 @@ def check_overfit(record: Record) -> Outcome:
     first, last = losses[0], sum(losses[-5:]) / 5
     note = f"loss {first:.4g}, after {len(losses)} steps {last:.4g}"
     if rate < 1e-3:
-        return found(f"{note}; the recipe's own rate of {rate:.1e} is too low to tell", [])
+        return found(f"{note}; the recipe's own rate of {rate:.1e} is too low to tell")
     if has_learned(losses, record.task):
-        return found(note, [])
+        return found(note)
     what = (
         f"After {len(losses)} steps on the same 8 examples the loss is {last:.4g} of {first:.4g} at first: nothing is learned."
     )
@@ -151,7 +151,7 @@ def check_overfit(record: Record) -> Outcome:
         "Look at the findings above. Else: the sign of the loss, labels that belong to other rows, updates that are not "
         "applied."
     )
-    return found(note, [Finding("overfit", what, change, loss_place(record))])
+    return found(note, Finding("overfit", what, change, loss_place(record)))
 
 
 def check_saved(record: Record, after: Gradients, directory: Path) -> Outcome:
@@ -165,23 +165,17 @@ def check_saved(record: Record, after: Gradients, directory: Path) -> Outcome:
         loaded = _load(model, directory)
     except Exception as error:  # whatever transformers says of a directory that it can't read
         what = f"The saved model can't be read again: {type(error).__name__}: {first_line(error)}"
-        return found("", [Finding("saved", what, "Write it with tk.save_model.")])
+        return found("", Finding("saved", what, "Write it with tk.save_model."))
     ours, theirs = logits_of(model), logits_of(loaded)
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return skipped("its outputs can't be compared")
     away = float((ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-30))
     note = f"largest relative difference {away:.1e}"
     if away < (1e-4 if model.dtype == torch.float32 else 2e-2):
-        return found(note, [])
+        return found(note)
     what = f"The saved model gives other logits than the one in memory: up to {away:.0%} of the largest."
-    return found(
-        note,
-        [
-            Finding(
-                "saved", what, "Save after the last update, the trained model itself: tk.save_model(accelerator, model, ...)."
-            )
-        ],
-    )
+    change = "Save after the last update, the trained model itself: tk.save_model(accelerator, model, ...)."
+    return found(note, Finding("saved", what, change))
 
 
 def _load(model: Any, directory: Path) -> nn.Module:
@@ -214,14 +208,8 @@ def logits_of(model: Any) -> torch.Tensor | None:
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if getattr(model.config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = ids[:, :8]
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            output = model(**inputs)
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluation_mode(model):
+        output = model(**inputs)
     values = output.values() if isinstance(output, dict) else [output]
     return next((v.float() for v in values if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 0), None)
 
@@ -232,17 +220,17 @@ def check_resume(weights: dict[str, Gradients], resumed: Record | None) -> Outco
         return skipped("the recipe leaves no checkpoint to resume from")
     if resumed.error is not None:
         what = f"A resumed run ends with {type(resumed.error).__name__}: {resumed.error}"[:300]
-        return found("", [Finding("resume", what, "Try it: toolkit verify-resume RECIPE", resumed.error_where)])
+        return found("", Finding("resume", what, "Try it: toolkit verify-resume RECIPE", resumed.error_where))
     whole, again = weights["as_is"], weights["resumed"]
     other = next((name for name, tensor in whole.items() if not torch.equal(tensor, again.get(name, tensor[:0]))), None)
     if other is None:
-        return found(f"{len(whole)} tensors, bit for bit", [])
+        return found(f"{len(whole)} tensors, bit for bit")
     what = f"A run that is resumed in the middle ends with other weights; the first tensor that differs is {other}."
     change = (
         "What a variable alone holds is lost by a resume: put it into run.memory or run.keep(...). Draw random numbers "
         "from the batch's seeds."
     )
-    return found("", [Finding("resume", what, change)])
+    return found("", Finding("resume", what, change))
 
 
 def check_types(record: Record, config: Settings) -> Outcome:
@@ -255,26 +243,17 @@ def check_types(record: Record, config: Settings) -> Outcome:
     kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad and p.is_floating_point()}
     if asked != "auto" and kinds - {asked, "float32"}:
         what = f"Trained weights are {', '.join(sorted(kinds))}, and --dtype is {asked}."
-        findings.append(
-            Finding(
-                "types",
-                what,
-                "Leave the type to tk.load_model; half precision in computing alone is --bf16.",
-                record.optimizer_where,
-            )
-        )
+        change = "Leave the type to tk.load_model; half precision in computing alone is --bf16."
+        findings.append(Finding("types", what, change, record.optimizer_where))
     lost = record.updates[-2].unchanged if len(record.updates) > 1 and max(record.updates[-2].rates) > 0 else 0.0
     if kinds & {"bfloat16", "float16"} and lost > 0.5:
         what = (
             f"{lost:.0%} of the weights with a gradient were left as they were by an update: it is smaller than their rounding."
         )
-        findings.append(
-            Finding("types", what, "Train float32 weights with --bf16 in place of --dtype bfloat16.", record.optimizer_where)
-        )
+        change = "Train float32 weights with --bf16 in place of --dtype bfloat16."
+        findings.append(Finding("types", what, change, record.optimizer_where))
     low = {str(kind).removeprefix("torch.") for kind in record.loss_types if kind in (torch.bfloat16, torch.float16)}
     if low:
-        what = f"The loss is computed in {', '.join(low)}."
-        findings.append(
-            Finding("types", what, "Raise logits to float32 before the softmax: logits.float().", loss_place(record))
-        )
-    return found(f"weights {', '.join(sorted(kinds))}", findings)
+        change = "Raise logits to float32 before the softmax: logits.float()."
+        findings.append(Finding("types", f"The loss is computed in {', '.join(low)}.", change, loss_place(record)))
+    return found(f"weights {', '.join(sorted(kinds))}", *findings)

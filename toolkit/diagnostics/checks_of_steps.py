@@ -34,7 +34,7 @@ def check_split(split: Record, whole: Record, config: Settings) -> Outcome:
         return skipped("no gradient was seen" if math.isfinite(norms) else _NOT_FINITE)
     note = f"relative error {error:.1e}"
     if error < same_enough(whole):
-        return found(note, [])
+        return found(note)
     parts, similar = max(one.micro_batches, 2), cosine > 0.999
     if similar and abs(ratio * parts - 1) < 0.05:
         cause = f"the sum over micro-batches is divided by their number ({parts})"
@@ -44,9 +44,8 @@ def check_split(split: Record, whole: Record, config: Settings) -> Outcome:
         cause = "the loss depends on how many micro-batches there are"
     else:
         cause = (
-            "micro-batches of different sizes count alike (a mean of means), the forward pass sees padding or other "
-            "examples, or "
-            "examples get lost"
+            "micro-batches of different sizes count alike (a mean of means), the forward pass sees padding or other examples, "
+            "or examples get lost"
         )
     what = (
         f"With 8 micro-batches of 1 example the gradient is {ratio:.3g} times as long as with 1 of 8 of the same examples, and "
@@ -56,7 +55,7 @@ def check_split(split: Record, whole: Record, config: Settings) -> Outcome:
         "Divide the sum of the micro-batch's losses by the total of the global batch (batch.totals), and add up, without "
         "another division, what each micro-batch's backward leaves."
     )
-    return found(note, [Finding("split", what, change, loss_place(whole) or other.where)])
+    return found(note, Finding("split", what, change, loss_place(whole) or other.where))
 
 
 def check_alone(record: Record, config: Settings) -> Outcome:
@@ -72,7 +71,7 @@ def check_alone(record: Record, config: Settings) -> Outcome:
     packed = bool(values_of(config).get("packing", False))
     note = f"relative error {error:.1e}, {documents} documents {'packed' if packed else 'padded'}"
     if error < same_enough(record):
-        return found(note, [])
+        return found(note)
     what = (
         f"{documents} documents in one {'packed row' if packed else 'micro-batch'} have a gradient {error:.0%} away from "
         "that of each alone."
@@ -82,7 +81,7 @@ def check_alone(record: Record, config: Settings) -> Outcome:
         "position_ids), put no label on the first token of a document, and divide by batch.totals." if packed else
         "Give the model the attention_mask of the micro-batch, put no label on padding, and divide by batch.totals."
     )  # fmt: skip
-    return found(note, [Finding("alone", what, change, where)])
+    return found(note, Finding("alone", what, change, where))
 
 
 def check_rates(record: Record, config: Settings) -> Outcome:
@@ -101,7 +100,7 @@ def check_rates(record: Record, config: Settings) -> Outcome:
     if record.optimizer is record.built and record.schedule is not None:
         off = first_other_rate(record)
         if values_of(config).get("lr_scheduler_type", "") == "reduce_lr_on_plateau":
-            return found("rates of reduce_lr_on_plateau depend on evaluations and are not compared", findings)
+            return found("rates of reduce_lr_on_plateau depend on evaluations and are not compared", *findings)
         if off is not None:
             step, actual, wanted = off
             what = (
@@ -115,9 +114,8 @@ def check_rates(record: Record, config: Settings) -> Outcome:
     else:
         findings.append(_own_rate(record, config))
     peak = max(max(update.rates) for update in record.updates)
-    return found(
-        f"{len(record.optimizer.param_groups)} groups, {len(record.updates)} updates, highest rate {peak:.3g}", findings
-    )
+    groups = len(record.optimizer.param_groups)
+    return found(f"{groups} groups, {len(record.updates)} updates, highest rate {peak:.3g}", *findings)
 
 
 def first_other_rate(record: Record) -> tuple[int, float, float] | None:
@@ -170,16 +168,15 @@ def check_trained(record: Record, after: Gradients) -> Outcome:
         _about(outside, "are trainable and not in the optimizer",
                "Build the optimizer after the model is whole (head and adapter added), over all of its parameters.", record),
         _about(silent, "never get a gradient",
-               "Look for a .detach(), a torch.no_grad() or a disabled adapter between them and the loss; what is "
-               "not meant to be "
-               "trained: requires_grad_(False).", record),
+               "Look for a .detach(), a torch.no_grad() or a disabled adapter between them and the loss; what is not meant to "
+               "be trained: requires_grad_(False).", record),
         _about(moved, "are frozen (requires_grad is False) and changed",
                "Leave them out of the optimizer, and write to no weight by hand.", record),
         _about(frozen_adapter, "are of an adapter and frozen",
                "Build the model with tk.add_adapter last, and call requires_grad_(False) on nothing of the adapter.", record),
     ]  # fmt: skip
     count = sum(p.numel() for p in named.values() if p.requires_grad)
-    return found(f"{count:,} of {sum(p.numel() for p in named.values()):,} parameters are trained", findings)
+    return found(f"{count:,} of {sum(p.numel() for p in named.values()):,} parameters are trained", *findings)
 
 
 def check_decay(record: Record, config: Settings) -> Outcome:
@@ -210,7 +207,7 @@ def check_decay(record: Record, config: Settings) -> Outcome:
         _about(spared, f"are matrices and do not decay (--weight-decay {asked:g})",
                "Give the groups of matrices weight_decay=config.weight_decay.", record, "decay"),
     ]  # fmt: skip
-    return found(f"--weight-decay {asked:g}", findings)
+    return found(f"--weight-decay {asked:g}", *findings)
 
 
 def is_vector(name: str, parameter: nn.Parameter, owner: nn.Module) -> bool:
@@ -227,13 +224,13 @@ def check_clipping(record: Record, config: Settings) -> Outcome:
     longest, number, update = max(norms, key=lambda each: each[0])
     raw = max(norm_of(each.unclipped) for each in record.updates)
     if longest <= limit * 1.001:
-        return found(f"longest gradient {raw:.3g}, after clipping {longest:.3g}", [])
+        return found(f"longest gradient {raw:.3g}, after clipping {longest:.3g}")
     what = f"At step {number} the optimizer gets a gradient of norm {longest:.3g}, and --max-grad-norm is {limit:g}."
     change = (
         "Clip once a step, after the backward of the last micro-batch: torch.nn.utils.clip_grad_norm_(model.parameters(), "
         "config.max_grad_norm)."
     )
-    return found("", [Finding("clipping", what, change, update.where)])
+    return found("", Finding("clipping", what, change, update.where))
 
 
 def check_cleared(record: Record) -> Outcome:
@@ -243,12 +240,12 @@ def check_cleared(record: Record) -> Outcome:
     again = next((update for update in record.updates if update.is_repeated), None)
     if again is not None and any(forward.with_gradient for forward in record.of_model("train")):
         what = "The optimizer is stepped again with the gradient of the update before: no forward pass is between them."
-        return found("", [Finding("cleared", what, "Step it once for each batch.", again.where)])
+        return found("", Finding("cleared", what, "Step it once for each batch.", again.where))
     late: Update | None = next((update for update in record.updates[1:] if update.left_over), None)
     if late is None:
-        return found(f"{len(record.updates)} updates", [])
+        return found(f"{len(record.updates)} updates")
     what = f"A step begins with the gradient of the one before: {_names(late.left_over)}."
-    return found("", [Finding("cleared", what, "Call optimizer.zero_grad() after each optimizer.step().", late.where)])
+    return found("", Finding("cleared", what, "Call optimizer.zero_grad() after each optimizer.step().", late.where))
 
 
 def check_modes(record: Record) -> Outcome:
@@ -275,7 +272,7 @@ def check_modes(record: Record) -> Outcome:
             "Put it under torch.no_grad().", with_graph.where,
         ),
     ]  # fmt: skip
-    return found(f"{len(trained)} forward passes in training, {len(evaluated)} in evaluations", findings)
+    return found(f"{len(trained)} forward passes in training, {len(evaluated)} in evaluations", *findings)
 
 
 def distance(one: Gradients, other: Gradients) -> tuple[float, float, float]:

@@ -82,13 +82,13 @@ def _outcomes(runs: Runs, config: Settings, folder: Path, only: Collection[str])
     record = runs.records["as_is"]
     if record.error is not None:
         what = f"It ends with {type(record.error).__name__}: {record.error}"[:400]
-        broken = found("", [Finding("runs", what, "Mend this first: all else is looked at then.", record.error_where)])
+        broken = found("", Finding("runs", what, "Mend this first: all else is looked at then.", record.error_where))
         return {"runs": broken}
     nothing = Record()
     split, whole = (runs.records.get(name, nothing) for name in ("split", "whole"))
     after = runs.weights.get("as_is", {})
     checks: dict[str, Callable[[], Outcome]] = {
-        "runs": lambda: found(f"{len(record.updates)} updates", [_no_update(record)]),
+        "runs": lambda: found(f"{len(record.updates)} updates", _no_update(record)),
         "finite": lambda: check_finite(runs.records),
         "split": lambda: check_split(split, whole, config),
         "alone": lambda: check_alone(whole, config),

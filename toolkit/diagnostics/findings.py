@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -64,7 +63,7 @@ def skipped(why: str) -> Outcome:
     return Outcome(why, looked=False)
 
 
-def found(note: str, findings: Iterable[Finding | None]) -> Outcome:
+def found(note: str, *findings: Finding | None) -> Outcome:
     """A check that looked; None: nothing was found."""
     return Outcome(note, findings=[finding for finding in findings if finding is not None])
 

@@ -21,7 +21,8 @@ from toolkit.config import Refusal, Settings
 from toolkit.config.conditions import trains_a_teacher
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.replacements import Replacements
-from toolkit.diagnostics.short_runs import QUIET, ended_by_signals, forget_accelerator, never_evaluated
+from toolkit.diagnostics.short_runs import ended_by_signals, forget_accelerator, never_evaluated
+from toolkit.diagnostics.small import QUIET
 from toolkit.training.anomalies import Diverged, Unstable
 
 LOWEST, HIGHEST = 1e-6, 1.0

@@ -28,7 +28,8 @@ from toolkit.diagnostics.communication import RankTimes, from_all_ranks, is_coll
 from toolkit.diagnostics.compat import record_gpu_memory, write_gpu_memory
 from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.saving import NotMeasured, Saving, measure_saving
-from toolkit.diagnostics.short_runs import QUIET, ended_by_signals, forget_accelerator, never_evaluated
+from toolkit.diagnostics.short_runs import ended_by_signals, forget_accelerator, never_evaluated
+from toolkit.diagnostics.small import QUIET
 from toolkit.distributed.engines import engine_of
 from toolkit.distributed.engines.engine import Exchanged
 from toolkit.tracking.step_metrics import Window

@@ -94,7 +94,6 @@ class Record:
     frozen_before: Gradients = field(default_factory=dict)
     counted: list[tuple[int, int, str]] = field(default_factory=list)  # cross_entropy in the recipe: targets, labels, place
     written_at: str = ""  # where the recipe itself changes the trained model's parameters
-    saved: nn.Module | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
     samples_policy: bool = False
     error: BaseException | None = None

@@ -34,12 +34,6 @@ _LEARNED = 0.7  # of the first loss, that is left then
 _LEARNED_OF_MASKS = 0.95  # likewise, where other tokens are hidden in each step: an adapter learns little of them by heart
 EVAL_BATCH = 16  # examples; the last batch is about half as large
 _EIGHT = {"per_device_train_batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1}
-# What a run does now and then, and where it goes: its steps alone are looked at.
-QUIET: dict[str, Any] = {
-    "overwrite_output_dir": True, "resume": False, "resume_from": None, "report_to": ["none"], "push_to_hub": False,
-    "stop_at_step": None, "stop_deadline": None, "early_stopping_patience": None, "load_best_model_at_end": False,
-    "logging_strategy": "steps", "logging_steps": 1, "save_strategy": "no", "async_save": False, "loss_spike": "warn",
-}  # fmt: skip
 OTHER_RUNS = ("split", "whole", "overfit", "resumed")
 _SPLIT = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": GLOBAL_BATCH}
 

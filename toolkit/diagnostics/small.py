@@ -23,17 +23,20 @@ from toolkit.system.console import first_line
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 GLOBAL_BATCH = 8
 ROLLOUTS = {"num_generations": 4, "global_batch_size": 16}  # of recipes that sample: four prompts a step
-# Where a run happens and what else it does: not what is looked at.
-_QUIET: dict[str, Any] = {
+# What a run does now and then, and where it goes: its steps alone are looked at.
+QUIET: dict[str, Any] = {
     "overwrite_output_dir": True, "resume": False, "resume_from": None, "report_to": ["none"], "push_to_hub": False,
-    "use_cpu": True, "bf16": False, "fp16": False, "torch_compile": False, "gradient_checkpointing": False,
-    "load_in_4bit": False, "fsdp": False, "zero_stage": None, "offload": "none", "deepspeed": None,
-    "dataloader_num_workers": 0, "async_save": False, "auto_find_batch_size": False, "rollout_server": None,
-    "early_stopping_patience": None, "load_best_model_at_end": False, "num_samples": 0, "metrics": [],
-    "predict_with_generate": False, "global_batch_size": None, "stop_at_step": None, "stop_deadline": None, "eval_delay": 0.0,
-    "divergence": "warn", "loss_spike": "warn", "nonfinite": "skip", "rollouts_from": None,
+    "stop_at_step": None, "stop_deadline": None, "early_stopping_patience": None, "load_best_model_at_end": False,
+    "logging_strategy": "steps", "logging_steps": 1, "save_strategy": "no", "async_save": False, "loss_spike": "warn",
 }  # fmt: skip
-_SHORT: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "save_strategy": "no", "save_steps": 10**6}
+# Also where its numbers are computed, and how.
+_PLAIN: dict[str, Any] = {
+    **QUIET, "use_cpu": True, "bf16": False, "fp16": False, "torch_compile": False, "gradient_checkpointing": False,
+    "load_in_4bit": False, "fsdp": False, "zero_stage": None, "offload": "none", "deepspeed": None,
+    "dataloader_num_workers": 0, "auto_find_batch_size": False, "rollout_server": None, "num_samples": 0, "metrics": [],
+    "predict_with_generate": False, "global_batch_size": None, "eval_delay": 0.0, "save_steps": 10**6,
+    "divergence": "warn", "nonfinite": "skip", "rollouts_from": None,
+}  # fmt: skip
 _EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_on_start": True}
 _FEW = {"max_train_examples": 512, "max_eval_examples": HELD_OUT}
 _FEW_FILES = {"max_train_examples": 16, "max_eval_examples": 2}
@@ -45,7 +48,7 @@ _LOGITS = 0.75  # more would bring the first loss away from that of guessing: by
 def shortened(config: AnyConfig, output_dir: Path, changes: Mapping[str, Any]) -> AnyConfig:
     """The config of a short run; `changes` win. What the recipe has no setting for is left out."""
     values = values_of(config)
-    short = {**_QUIET, **_SHORT, "output_dir": str(output_dir)}
+    short = {**_PLAIN, "output_dir": str(output_dir)}
     if values.get("eval_strategy") != "no":  # else there may be no row to evaluate on
         short |= _EVALUATED
     few = _FEW_FILES if values.get("sample_by") == "document" else _FEW  # a document is a whole file there

@@ -218,11 +218,6 @@ def saw_spans(watch: Watch, module: nn.Module, inputs: Any, output: Any) -> None
             logits.register_hook(functools.partial(forwards[-1].span_gradients.__setitem__, name))
 
 
-def saved_model(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
-    watch.record.saved = watch.record.model
-    return original(*values, **named)
-
-
 def scored(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
     """Random models all get one reward; for a gradient each completion gets a number that is made of its tokens."""
     rollouts = original(*values, **named)
@@ -242,5 +237,5 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "load_tokenizer": loaded_tokenizer, "train_tokenizer": loaded_tokenizer, "load_splits": loaded_splits,
     "load_model": made_model, "load_encoder": made_model, "add_adapter": made_model, "add_value_head": made_model,
     "build_dataloaders": built_loaders, "build_optimizer": built_optimizer, "build_accelerator": plain_accelerator,
-    "train_step": train_step, "save_model": saved_model, "score_rollouts": scored,
+    "train_step": train_step, "score_rollouts": scored,
 }  # fmt: skip

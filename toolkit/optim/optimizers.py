@@ -118,19 +118,11 @@ def _adamw(groups: list[Group], config: OptimConfig, fused: bool) -> torch.optim
     return torch.optim.AdamW(groups, betas=_betas(config), eps=config.adam_epsilon, fused=fused or None)
 
 
-def _build_adamw(groups: list[Group], config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    return _adamw(groups, config, fused=_can_fuse(groups))
-
-
 def _build_adamw_fused(groups: list[Group], config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
     if not _can_fuse(groups):
         devices = sorted({p.device.type for group in groups for _, p in group["params"]})
         raise Refusal(f"--optim adamw_torch_fused: torch has no fused AdamW for {', '.join(devices)}. Use --optim adamw_torch.")
     return _adamw(groups, config, fused=True)
-
-
-def _build_sgd(groups: list[Group], config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=momentum_of(config))
 
 
 def _build_adafactor(groups: list[Group], config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -142,11 +134,6 @@ def _build_adafactor(groups: list[Group], config: OptimConfig, model: nn.Module)
     from transformers.optimization import Adafactor
 
     optimizer = Adafactor(groups, lr=config.learning_rate, scale_parameter=False, relative_step=False)
-    return _loading_saved_types(optimizer)
-
-
-def _build_nadam(groups: list[Group], config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.NAdam(groups, betas=_betas(config), eps=config.adam_epsilon, decoupled_weight_decay=True)
     return _loading_saved_types(optimizer)
 
 
@@ -174,22 +161,6 @@ def _loading_saved_types(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
     return optimizer
 
 
-def _build_radam(groups: list[Group], config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.RAdam(groups, betas=_betas(config), eps=config.adam_epsilon, decoupled_weight_decay=True)
-
-
-def _build_rmsprop(groups: list[Group], config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(groups, lr=config.learning_rate, momentum=momentum_of(config))
-
-
-def _build_adagrad(groups: list[Group], config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(groups, lr=config.learning_rate)
-
-
-def _build_muon(groups: list[Group], config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    return MuonWithAdamW(groups, config)
-
-
 def _build_bitsandbytes(groups: list[Group], config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
     instead = "Use --optim adamw_torch, or --optim adafactor for less memory."
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -213,14 +184,18 @@ def _build_bitsandbytes(groups: list[Group], config: OptimConfig, model: nn.Modu
 
 
 _OPTIMIZERS: dict[str, Callable[[list[Group], OptimConfig, nn.Module], torch.optim.Optimizer]] = {
-    "adamw_torch": _build_adamw,
+    "adamw_torch": lambda groups, config, _: _adamw(groups, config, fused=_can_fuse(groups)),
     "adamw_torch_fused": _build_adamw_fused,
-    "sgd": _build_sgd,
+    "sgd": lambda groups, config, _: torch.optim.SGD(groups, lr=config.learning_rate, momentum=momentum_of(config)),
     "adafactor": _build_adafactor,
-    "nadam": _build_nadam,
-    "radam": _build_radam,
-    "rmsprop": _build_rmsprop,
-    "adagrad": _build_adagrad,
-    "muon": _build_muon,
+    "nadam": lambda groups, config, _: _loading_saved_types(
+        torch.optim.NAdam(groups, betas=_betas(config), eps=config.adam_epsilon, decoupled_weight_decay=True)
+    ),
+    "radam": lambda groups, config, _: torch.optim.RAdam(
+        groups, betas=_betas(config), eps=config.adam_epsilon, decoupled_weight_decay=True
+    ),
+    "rmsprop": lambda groups, config, _: torch.optim.RMSprop(groups, lr=config.learning_rate, momentum=momentum_of(config)),
+    "adagrad": lambda groups, config, _: torch.optim.Adagrad(groups, lr=config.learning_rate),
+    "muon": lambda groups, config, _: MuonWithAdamW(groups, config),
     **dict.fromkeys(OF_BITSANDBYTES, _build_bitsandbytes),
 }

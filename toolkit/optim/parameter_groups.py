@@ -4,7 +4,6 @@ It follows from names, shapes and module types alone. Parameters and groups are 
 the same groups on every machine, and a saved optimizer state fits.
 """
 
-import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.config import OptimConfig, Refusal
+from toolkit.config.conditions import is_pattern
 
 Group = dict[str, Any]
 
@@ -121,22 +121,15 @@ def _pattern_factors(parameters: Iterable[str], patterns: list[str]) -> dict[str
     """The factor of the first pattern that is found in a name, else 1."""
     factors: dict[str, float] = {}
     for entry in patterns:
-        pattern, _, number = entry.rpartition("=")
-        try:
-            factor = float(number)
-        except ValueError:
-            factor = math.nan
-        if not pattern or not (0.0 <= factor < math.inf):
+        if not is_pattern(entry):
             raise Refusal(f"--lr-patterns {entry!r}: expected regex=factor with a factor of 0 or more, such as 'lm_head=0.1'.")
-        try:
-            found = [name for name in parameters if re.search(pattern, name)]
-        except re.error as error:
-            raise Refusal(f"--lr-patterns {entry!r}: {pattern!r} is not a regular expression ({error}).") from error
+        pattern, _, factor = entry.rpartition("=")
+        found = [name for name in parameters if re.search(pattern, name)]
         if not found:
             some = ", ".join(list(parameters)[:3])
             raise Refusal(f"--lr-patterns {entry!r} matches no trainable parameter. Their names look like {some}.")
         fresh = [name for name in found if name not in factors]
         if not fresh:
             raise Refusal(f"--lr-patterns {entry!r} has no effect: earlier patterns match all of its parameters. Put it first.")
-        factors.update(dict.fromkeys(fresh, factor))
+        factors.update(dict.fromkeys(fresh, float(factor)))
     return {name: factors.get(name, 1.0) for name in parameters}

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
@@ -85,11 +85,11 @@ def read_run(directory: Path, keep_events: bool = False) -> RunRecord:
         last_step = max([last_step, *(event["step"] for event in events)])
         counts = (event.get("nonfinite_steps") for event in events)
         nonfinite_steps += sum(count for count in counts if isinstance(count, int))
-        kept += map(_renamed, events) if keep_events else []
+        kept += events if keep_events else []
     series = {name: found for name, found in series.items() if found.steps}
     kept.sort(key=itemgetter("step"))
     samples = [sample for records in _read_blocks(directory / "samples.jsonl", complaints) for sample in records]
-    summary = _renamed(_read_object(directory / "summary.json", complaints))
+    summary = _read_object(directory / "summary.json", complaints)
     card = _read_object(directory / "run.json", complaints)
     settings = _read_settings(directory / "config.yaml", card, complaints)
     last = last_step if last_step > -math.inf else None
@@ -123,12 +123,6 @@ def baselines_of(run: RunRecord) -> dict[str, float]:
     found = run.summary.get("baselines")
     pairs = found.items() if isinstance(found, dict) else []
     return {str(name): number for name, value in pairs if (number := finite_number(value)) is not None}
-
-
-def _renamed(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Metrics by today's names."""
-    new = todays_names(metrics)
-    return {new.get(name, name): value for name, value in metrics.items()} if new else metrics
 
 
 def _read_text(path: Path, complaints: list[str]) -> str | None:
@@ -236,13 +230,7 @@ def add_events(series: dict[str, Series], events: Iterable[dict[str, Any]]) -> N
     """
     for names, group in groupby(events, tuple):
         columns = dict(zip(names, zip(*map(dict.values, group), strict=True), strict=True))
-        steps, new = array("d", columns["step"]), todays_names(columns)
+        steps = array("d", columns["step"])
         for name, column in columns.items():
             if name not in NOT_METRICS:
-                series.setdefault(new.get(name, name), Series()).add(steps, column)
-
-
-def todays_names(names: Collection[str]) -> dict[str, str]:
-    """Old names among those of a record, and new ones: DPO's `logps_drop` was `kl` in 0.1, as KTO's and policies' still is."""
-    of_pairs = (prefix for prefix in ("", "eval_", "first_eval_") if f"{prefix}logps_chosen" in names)
-    return {f"{prefix}kl": f"{prefix}logps_drop" for prefix in of_pairs if f"{prefix}kl" in names}
+                series.setdefault(name, Series()).add(steps, column)

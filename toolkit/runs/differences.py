@@ -16,34 +16,14 @@ from toolkit.system.json_lines import read_lines
 if TYPE_CHECKING:
     import torch
 
-    from toolkit.checkpoint import State
-
 # Logged with each event, and different in two runs that are the same: what a clock or the operating system measured.
 _MEASURED = frozenset({"time", "seconds", "mfu", "data_wait", "peak_memory_gb"})
 _PLACE = frozenset({"step"})  # of an event, by which its metrics are compared
 
 
-class LossDifference(NamedTuple):
-    """The first step whose loss differs; None where a run logged no such step, or logged it another time."""
-
-    step: int
-    losses: tuple[float | None, float | None]
-
-
 def logged_losses(output_dir: Path) -> list[tuple[int, float]]:
     """(step, loss) of each logging event, in the order in which they were written."""
     return [(event["step"], _number(event["loss"])) for event in read_lines(output_dir / "metrics.jsonl") if "loss" in event]
-
-
-def first_loss_difference(one: Path, other: Path) -> LossDifference | None:
-    """The first logged step that is not the same in the two output directories; losses are compared to the last bit."""
-    ours, theirs = logged_losses(one), logged_losses(other)
-    for number in range(max(len(ours), len(theirs))):
-        a, b = (losses[number] if number < len(losses) else None for losses in (ours, theirs))
-        if a is None or b is None or a[0] != b[0] or repr(a[1]) != repr(b[1]):
-            step = min(each[0] for each in (a, b) if each is not None)
-            return LossDifference(step, (_loss_at(step, a), _loss_at(step, b)))
-    return None
 
 
 def logged_metrics(output_dir: Path) -> dict[str, list[tuple[int, Any]]]:
@@ -56,17 +36,17 @@ def logged_metrics(output_dir: Path) -> dict[str, list[tuple[int, Any]]]:
     return series
 
 
-def metric_differences(one: Path, other: Path) -> list[str]:
-    """In words, the first difference of each logged metric of two output directories, to the last bit."""
+def metric_differences(one: Path, other: Path) -> dict[str, tuple[int, str, str]]:
+    """By name, the first difference of each logged metric of two output directories, to the last bit: (step, value, value)."""
     ours, theirs = logged_metrics(one), logged_metrics(other)
-    found = []
+    found = {}
     for name in dict.fromkeys([*ours, *theirs]):
         first, second = ours.get(name, []), theirs.get(name, [])
         at = next((i for i in range(max(len(first), len(second))) if repr(first[i : i + 1]) != repr(second[i : i + 1])), None)
         if at is not None:
             step = min(series[at][0] for series in (first, second) if at < len(series))
-            values = (dict(series[at : at + 1]).get(step, "not logged") for series in (first, second))
-            found.append(f"{name} at step {step}: {' and '.join('null' if each is None else str(each) for each in values)}")
+            a, b = (dict(series[at : at + 1]).get(step, "not logged") for series in (first, second))
+            found[name] = step, "null" if a is None else str(a), "null" if b is None else str(b)
     return found
 
 
@@ -106,44 +86,23 @@ def losses_of_the_same_steps(one: Path, other: Path) -> list[tuple[int, float, f
 
 
 def first_checkpoint_difference(one: Path, other: Path) -> str | None:
-    """What differs first in the final checkpoints of two output directories: model, then optimizer, bit for bit.
+    """What differs first in the final checkpoints of two output directories: model and what was kept, then optimizer.
 
     Raises:
         Refusal: a final checkpoint is damaged.
     """
-    from toolkit.checkpoint import list_checkpoints, load_checkpoint
+    from toolkit.checkpoint import flatten, list_checkpoints, load_checkpoint
 
     final = [list_checkpoints(output_dir / "checkpoints") for output_dir in (one, other)]
     names = [found[-1].name if found else "no checkpoint" for found in final]
     if names[0] != names[1] or not final[0]:
         return f"final checkpoints: {names[0]} and {names[1]}"
-    ours, theirs = (load_checkpoint(found[-1]) for found in final)
-    (tensors, skeleton), (their_tensors, their_skeleton) = _everything(ours), _everything(theirs)
-    for name, tensor in tensors.items():
-        if name not in their_tensors:
-            return f"{name}: in one of the two alone"
-        if difference := tensor_difference(tensor, their_tensors[name]):
-            return f"{name}: {difference}"
-    if extra := next((name for name in their_tensors if name not in tensors), None):
-        return f"{extra}: in one of the two alone"
-    return None if skeleton == their_skeleton else "optimizer: its numbers next to the tensors, such as a rate or a step count"
-
-
-def first_model_difference(one: Path, other: Path) -> str | None:
-    """What differs first in the weights of two model directories, bit for bit."""
-    from safetensors.torch import load_file
-
-    files = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (one, other)]
-    if files[0] != files[1] or not files[0]:
-        return f"files of weights: {', '.join(files[0]) or 'none'} and {', '.join(files[1]) or 'none'}"
-    for name in files[0]:
-        ours, theirs = load_file(one / name), load_file(other / name)
-        if ours.keys() != theirs.keys():
-            return f"{sorted(ours.keys() ^ theirs.keys())[0]}: in one of the two alone"
-        for tensor in ours:
-            if difference := tensor_difference(ours[tensor], theirs[tensor]):
-                return f"{tensor}: {difference}"
-    return None
+    skeletons = [flatten(load_checkpoint(found[-1]).optimizer)[1] for found in final]
+    _, difference = weights_difference(final[0][-1], final[1][-1])
+    if difference is not None:
+        return str(difference)
+    is_same = skeletons[0] == skeletons[1]
+    return None if is_same else "optimizer: its numbers next to the tensors, such as a rate or a step count"
 
 
 class TensorDifference(NamedTuple):
@@ -152,6 +111,10 @@ class TensorDifference(NamedTuple):
     name: str
     values: tuple[str | None, str | None]
     about: str
+
+    def __str__(self) -> str:
+        kinds = f"{self.values[0]} and {self.values[1]}; " if self.values[0] else ""
+        return f"{self.name}: {kinds}{self.about}"
 
 
 def weights_difference(one: Path, other: Path) -> tuple[int, TensorDifference | None]:
@@ -162,11 +125,11 @@ def weights_difference(one: Path, other: Path) -> tuple[int, TensorDifference | 
     Raises:
         Refusal: a file of weights can't be read.
     """
-    ours, theirs = (_places_of_tensors(sorted(folder.rglob("*.safetensors"))) for folder in (one, other))
+    ours, theirs = _places_of_tensors(one), _places_of_tensors(other)
     first, count, differing = None, 0, 0
     names = sorted(ours.keys() | theirs.keys(), key=lambda name: (name.startswith("optimizer "), _in_numbers(name)))
     for name in names:
-        a, b = (_read_tensor(places[name], name) if name in places else None for places in (ours, theirs))
+        a, b = (_read_tensor(*places[name]) if name in places else None for places in (ours, theirs))
         count += 1
         if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
             found = TensorDifference(name, (_kind(a), _kind(b)), "")
@@ -196,8 +159,8 @@ def directory_differences(one: Path, other: Path) -> list[str]:
             theirs = theirs.replace(other.parent.name.encode(), one.parent.name.encode())
         if ours != theirs:
             found.append(f"{name}: the contents differ")
-    folders = sorted({Path(name).parent for name in names[0] & names[1] if name.endswith(".safetensors")})
-    return [*found, *(f"{d}" for folder in folders if (d := first_model_difference(one / folder, other / folder)))]
+    _, difference = weights_difference(one, other)
+    return [*found, *([str(difference)] if difference else [])]
 
 
 def _losses_by_steps(output_dir: Path) -> dict[tuple[int, int], float]:
@@ -205,14 +168,6 @@ def _losses_by_steps(output_dir: Path) -> dict[tuple[int, int], float]:
     logged = logged_losses(output_dir)
     before = [0, *(step for step, _ in logged)]
     return {(start, step): loss for start, (step, loss) in zip(before, logged, strict=False)}
-
-
-def _everything(state: State) -> tuple[dict[str, torch.Tensor], Any]:
-    from toolkit.checkpoint import flatten
-
-    optimizer, skeleton = flatten(state.optimizer)
-    model = {f"model {name}": tensor for name, tensor in state.model.items()}
-    return model | {f"optimizer {name}": tensor for name, tensor in optimizer.items()}, skeleton
 
 
 def tensor_difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
@@ -226,18 +181,20 @@ def tensor_difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
     return f"largest difference {distance:.3g}, {int(differs.sum())} of {one.numel()} numbers differ"
 
 
-def _places_of_tensors(files: list[Path]) -> dict[str, Path]:
-    """By name the file of each tensor; of an optimizer with that word before it. The generators' states are left out."""
-    found: dict[str, Path] = {}
-    for path in files:
+def _places_of_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
+    """By name the file of each tensor and its key there; of an optimizer with that word before it, below the folder with its
+    own folder's name. The generators' states are left out."""
+    found: dict[str, tuple[Path, str]] = {}
+    for path in sorted(folder.rglob("*.safetensors")):
         if path.name != "random.safetensors":
             before = "optimizer " if path.name == "optimizer.safetensors" else ""
-            found |= {before + name: path for name in _opened(path, lambda file: list(file.keys()))}
+            before += "".join(f"{part}/" for part in path.parent.relative_to(folder).parts)
+            found |= {before + name: (path, name) for name in _opened(path, lambda file: list(file.keys()))}
     return found
 
 
 def _read_tensor(path: Path, name: str) -> torch.Tensor:
-    return _opened(path, lambda file: file.get_tensor(name.removeprefix("optimizer ")))
+    return _opened(path, lambda file: file.get_tensor(name))
 
 
 def _kind(tensor: torch.Tensor | None) -> str:
@@ -269,7 +226,3 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _number(loss: float | None) -> float:
     return math.nan if loss is None else float(loss)  # JSON has no word for a loss that is not finite
-
-
-def _loss_at(step: int, logged: tuple[int, float] | None) -> float | None:
-    return logged[1] if logged is not None and logged[0] == step else None

@@ -1,10 +1,8 @@
-"""What of this machine a run depends on next to its settings: the toolkit's code, files that settings name, the processor."""
+"""What of this machine a run depends on next to its settings: the toolkit's code, files that settings name."""
 
 import contextlib
 import hashlib
 import os
-import platform
-import subprocess
 from pathlib import Path
 
 from toolkit.config import Refusal
@@ -12,6 +10,7 @@ from toolkit.data.sources.find_files import find_files
 from toolkit.data.sources.mixtures import as_mixture
 from toolkit.data.sources.remote import description_of, files_at, is_url
 from toolkit.system.digests import add_file, code_digest
+from toolkit.system.environment import git_commit
 
 
 def toolkit_identity() -> dict[str, str | None]:
@@ -21,18 +20,6 @@ def toolkit_identity() -> dict[str, str | None]:
     folder = Path(toolkit.__file__).resolve().parents[1]
     is_clone = (folder / ".git").exists()  # else a clone of something else may lie around the environment
     return {"version": toolkit.__version__, "sha256": code_digest(), "commit": git_commit(folder) if is_clone else None}
-
-
-def git_commit(folder: Path) -> str | None:
-    """The commit that a folder is at, `-dirty` where files have changed since; None outside a clone."""
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=folder, capture_output=True, text=True,
-            timeout=5, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return described.stdout.strip()
 
 
 def digests_of_files(dataset: str | None, *others: str | None) -> dict[str, str]:
@@ -80,13 +67,3 @@ def working_directory() -> str:
     here, home = os.getcwd(), os.path.expanduser("~").rstrip("/\\")
     inside = bool(home) and (here == home or here.startswith(home + os.sep))
     return "~" + here[len(home) :] if inside else here
-
-
-def processor_name() -> str:
-    """The processor's model where Linux has it, else what Python knows."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, model = line.partition(":")
-            if name.strip() == "model name" and model.strip():
-                return model.strip()
-    return platform.processor() or platform.machine()

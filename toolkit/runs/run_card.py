@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,9 +17,8 @@ import torch
 
 from toolkit.config import Refusal, Settings
 from toolkit.config.files import mark_not_read
-from toolkit.config.reading import forget_reads, is_made_of_settings, settings_read, values_of
+from toolkit.config.reading import forget_reads, is_made_of_settings, public_settings, settings_read, values_of
 from toolkit.config.setting import given_settings
-from toolkit.config.shown import public_settings
 from toolkit.data.sources.load import writers_of_sources
 from toolkit.distributed.engines import element_count, engine_of
 from toolkit.distributed.launch import TRAIN_OPTIONS
@@ -29,8 +27,9 @@ from toolkit.models.compat import attention_of, commit_of
 from toolkit.models.tokenizer import tokenizer_commit
 from toolkit.runs.copies import edited_copy
 from toolkit.runs.overview import given_and_not_read, what_the_run_is
-from toolkit.runs.provenance import digests_of_files, git_commit, processor_name, toolkit_identity, working_directory
+from toolkit.runs.provenance import digests_of_files, toolkit_identity, working_directory
 from toolkit.system.digests import digests_of_directories, sha256_of
+from toolkit.system.environment import git_commit, package_version, processor_name
 from toolkit.system.files import write_atomically
 from toolkit.system.json_lines import strict_json
 
@@ -185,13 +184,7 @@ def _revision_of(dataset: str | None) -> str | None:
 @cache
 def library_versions() -> dict[str, str]:
     """Versions of the libraries a result may depend on, those that are installed."""
-    versions = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    return {name: version for name in LIBRARIES if (version := package_version(name))}
 
 
 def recipe_file() -> dict[str, Any]:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.config import Settings
-from toolkit.config.reading import settings_read
-from toolkit.config.shown import public_settings
+from toolkit.config.reading import public_settings, settings_read
 
 
 @dataclass

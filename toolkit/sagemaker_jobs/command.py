@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.command_line.placement import MOST_RANKS
-from toolkit.command_line.recipe_file import Recipe, find_accelerate_config, find_recipe
+from toolkit.command_line.recipe_file import Flags, Recipe, find_accelerate_config, find_recipe
 from toolkit.config import Refusal
 from toolkit.config.places import place_to_write
 from toolkit.sagemaker_jobs.job import LONGEST_RUN, Job, name_of_job, read_pairs
@@ -23,10 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )  # fmt: skip
 
-Flags = Annotated[
-    list[str] | None, typer.Argument(metavar="[FLAGS]", help="The recipe's flags; toolkit train RECIPE --help lists them.")
-]
-Name = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 Region = Annotated[str | None, typer.Option(metavar="REGION", help="AWS region. Default: that of your AWS configuration.")]
 JobName = Annotated[str | None, typer.Option(metavar="NAME", help="Default: the recipe's and the time.")]
 InstanceCount = Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Machines.")]
@@ -45,8 +42,7 @@ AccelerateConfig = Annotated[
     typer.Option(metavar="NAME|FILE", help="An Accelerate config: a name of recipes/launch, such as zero2, or any file."),
 ]
 Include = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATH", help="A file or folder to send with the recipe's code; repeatable."),
+    list[str] | None, typer.Option(metavar="PATH", help="A file or folder to send with the recipe's code; repeatable.")
 ]
 Secret = Annotated[
     list[str] | None,
@@ -68,7 +64,7 @@ Token = Annotated[
 @app.command(context_settings=_AMONG_FLAGS)
 def submit(
     recipe: Recipe,
-    instance_type: Annotated[str, typer.Option(metavar="TYPE", help="Such as ml.g5.12xlarge.", show_default=False)],
+    instance_type: Annotated[str, typer.Option(metavar="TYPE", help="Such as ml.g5.12xlarge.")],
     flags: Flags = None,
     instance_count: InstanceCount = 1,
     role: Annotated[
@@ -174,7 +170,7 @@ def logs(
 @app.command()
 def fetch(
     name: Name,
-    folder: Annotated[str | None, typer.Argument(metavar="[FOLDER]", help="Default: runs/JOB.", show_default=False)] = None,
+    folder: Annotated[str | None, typer.Argument(metavar="[FOLDER]", help="Default: runs/JOB.")] = None,
     checkpoints: Annotated[bool, typer.Option("--checkpoints", help="Copy checkpoints too; they are large.")] = False,
     region: Region = None,
 ) -> None:
@@ -188,13 +184,10 @@ def fetch(
 def simulate(
     recipe: Recipe,
     flags: Flags = None,
-    folder: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Folder of the simulated machines and S3.")
-    ] = "runs/simulated",
+    folder: Annotated[str, typer.Option(metavar="FOLDER", help="Folder of the simulated machines and S3.")] = "runs/simulated",
     instance_count: InstanceCount = 1,
     channel: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=PATH", help="A file or folder of this machine as a channel; repeatable."),
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="A file or folder of this machine as a channel; repeatable.")
     ] = None,
     interrupt_after: Annotated[
         list[float] | None,

@@ -44,9 +44,7 @@ _OF_EVALUATION = {
         "perplexity", "token_accuracy", "bleu", "chrf", "rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match",
     ),
     "mlm_probability": ("pseudo_perplexity", "masked_accuracy"),
-    "embedding_loss": (
-        "mrr", "map", "recall_at_1", "ndcg_at_1", "recall_at_10", "ndcg_at_10", "spearman", "pearson",
-    ),
+    "embedding_loss": ("mrr", "map", "recall_at_1", "ndcg_at_1", "recall_at_10", "ndcg_at_10", "spearman", "pearson"),
     "ranking_loss": ("mrr", "map", "recall_at_1", "ndcg_at_1", "recall_at_10", "ndcg_at_10"),
     "doc_stride": (
         "exact_match", "f1", "HasAns_exact", "HasAns_f1", "NoAns_exact", "NoAns_f1", "best_exact", "best_exact_thresh",

@@ -27,9 +27,7 @@ HIDDEN = "(not shown)"
 _EVENT = "provide-client-params.sagemaker.CreateTrainingJob"
 
 
-def submit(
-    job: Job, settings: Mapping[str, Any], hyperparameters: Mapping[str, Any], *, dry: bool = False
-) -> dict[str, Any]:
+def submit(job: Job, settings: Mapping[str, Any], hyperparameters: Mapping[str, Any], *, dry: bool = False) -> dict[str, Any]:
     """Check everything, upload the code, create the training job, and return the request that was (or, dry, would be) sent.
 
     A dry run needs no AWS account: each call is answered here, with account 000000000000. Values of tokens are hidden in what

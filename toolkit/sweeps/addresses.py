@@ -10,7 +10,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from toolkit.sweeps.outcomes import trial_folder
 from toolkit.sweeps.results import result_of
 from toolkit.sweeps.space import read_space
 from toolkit.system.digests import code_digest
+from toolkit.system.environment import package_version
 
 _toolkit = cache(code_digest)  # of each trial of a sweep
 _PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "numpy", "deepspeed")
@@ -87,7 +87,7 @@ def address_of(config: Settings, plan: Plan) -> str:
     settings = {name: value for name, value in values_of(config).items() if name not in without}
     files = {name: _stamp(value) for name, value in settings.items() if name in _PATHS or name.endswith("_file")}
     world = {
-        "packages": [_version(package) for package in _PACKAGES], "python": platform.python_version(),
+        "packages": [package_version(package) for package in _PACKAGES], "python": platform.python_version(),
         "machine": platform.machine(), "threads": os.environ.get("OMP_NUM_THREADS"), "parallel": plan.parallel,
         "placement": plan.placement, "placed": [_stamp(word) for word in plan.placement],
     }  # fmt: skip
@@ -125,10 +125,3 @@ def _stamp(value: Any) -> Any:
     path = Path(value)
     files: Sequence[Path] = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

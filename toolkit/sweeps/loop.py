@@ -27,11 +27,10 @@ from toolkit.sweeps.journal import (
     start_record,
     take_in,
 )
-from toolkit.sweeps.proposal import Nothing
 from toolkit.sweeps.pruning import pruner_of
 from toolkit.sweeps.results import result_of, spent_budget, steps_used
 from toolkit.sweeps.schedule import Schedule, make_schedule
-from toolkit.sweeps.space import Point
+from toolkit.sweeps.space import Nothing, Point
 from toolkit.sweeps.trials import Running, Start
 from toolkit.sweeps.workers import Liveness
 
@@ -256,11 +255,7 @@ def run_sweep(
                         continue
                     sweep.end(job.number, outcome)
                     ended(sweep.jobs[job.number])
-                while (
-                    not (received or code or full)
-                    and len(running) < slots
-                    and time.monotonic() - looked >= _WAIT_SECONDS
-                ):
+                while not (received or code or full) and len(running) < slots and time.monotonic() - looked >= _WAIT_SECONDS:
                     claimed = sweep.claim()
                     if isinstance(claimed, Nothing):
                         left, looked = claimed, time.monotonic()

@@ -10,9 +10,8 @@ from __future__ import annotations
 import random
 
 from toolkit.sweeps.journal import Job, Plan
-from toolkit.sweeps.proposal import Nothing, Proposal
 from toolkit.sweeps.results import result_of
-from toolkit.sweeps.space import Dimension, Point, Value
+from toolkit.sweeps.space import Dimension, Nothing, Point, Proposal, Value
 from toolkit.sweeps.strategies import Strategy
 
 SHARE = 5  # one of this many members is replaced at a rung, one at least

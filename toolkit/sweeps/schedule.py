@@ -14,9 +14,8 @@ from typing import Protocol
 from toolkit.config import Refusal
 from toolkit.sweeps.journal import Job, Plan
 from toolkit.sweeps.population import Population
-from toolkit.sweeps.proposal import Nothing, Proposal
 from toolkit.sweeps.results import mean_result, rank_of, result_of
-from toolkit.sweeps.space import Point, read_space
+from toolkit.sweeps.space import Nothing, Point, Proposal, read_space
 from toolkit.sweeps.strategies import Strategy, make_strategy
 
 BY_RUNGS = ("halving", "hyperband", "asha", "pbt")

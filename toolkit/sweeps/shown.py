@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.config.setting import flag_of
 from toolkit.sweeps.journal import Job, Plan
 from toolkit.sweeps.outcomes import planned_steps_of, progress_of, trial_folder
 from toolkit.sweeps.results import Trial, best_trials, metrics_of, result_of, spent_budget, steps_used, trials_of
@@ -148,7 +149,7 @@ class Live:
 
 def show_point(settings: Point) -> str:
     """Settings as they are typed."""
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+    return " ".join(f"{flag_of(name)} {value}" for name, value in settings.items())
 
 
 def _about(seconds: float) -> str:

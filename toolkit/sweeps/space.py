@@ -1,18 +1,37 @@
-"""A search space: which settings are searched, and between which values."""
+"""A search space: which settings are searched, and between which values; and what a schedule proposes of it."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit.config import Refusal
 from toolkit.config.json_and_yaml import parse_yaml, read_text_file
+from toolkit.config.setting import flag_of
 
 Value = str | int | float
 Point = Mapping[str, Value]  # one value for each searched setting
 _EXAMPLE = "Write --search learning_rate=log:1e-5..1e-3, --search lora_r=int:4..64 or --search optim=adamw_torch,muon."
 _LARGEST = 2.0**62  # of what Optuna's samplers can draw from: integers of 64 bits, differences that are finite
 _KINDS = {"float": (False, False), "log": (False, True), "int": (True, False), "logint": (True, True)}
+
+
+class Nothing(Enum):
+    """What there is to train where there is no proposal."""
+
+    YET = "results are missing"
+    MORE = "the sweep has ended"
+
+
+class Proposal(NamedTuple):
+    """A trial, its settings, the step up to which it is trained (None: to its end), and the (trial, step) it is a fork of."""
+
+    trial: int
+    settings: Point
+    until: int | None = None
+    parent: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -199,7 +218,7 @@ def _read_values(text: str) -> Dimension:
     if low > high:
         raise Refusal(f"--search {text}: the range is upside down. Write {kind}:{high}..{low}.")
     if low == high:
-        flag = f"--{name.replace('_', '-')} {low}"
+        flag = f"{flag_of(name)} {low}"
         raise Refusal(f"--search {text}: the range is empty. For one value, leave out --search {name} and give {flag}.")
     if is_log and low <= 0:
         raise Refusal(f"--search {text}: a logarithmic range begins above 0; {low} does not.")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from toolkit.config.setting import flag_of
 from toolkit.distributed.launch import REFUSED, TRY_AGAIN, Process, death_with_this_process, end_of, kill_group
 from toolkit.runs.directory import holds_a_run
 from toolkit.sweeps.journal import Job, Outcome, Plan
@@ -166,7 +167,7 @@ class RecipeTrial:
 
 def flags_of(settings: Point) -> list[str]:
     """The flags of searched settings."""
-    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [word for name, value in settings.items() for word in (flag_of(name), str(value))]
 
 
 def changes_of(settings: Point) -> list[str]:

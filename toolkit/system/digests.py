@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 DIGESTS = "digests.json"
-_PIECE = 1 << 20  # bytes: a piece stays in the processor's cache between being read and being summed
 _SEAL = b"\ncrc32 %08x\n"
 _OF_A_MODEL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".safetensors", ".py")
 _WHOLE, _PIECES, _PIECE = 16 << 20, 128, 64 << 10  # bytes, pieces of a file, bytes of a piece

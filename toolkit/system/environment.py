@@ -46,7 +46,7 @@ def environment_report() -> Report:
     return {
         "toolkit": _toolkit(),
         "system": _system(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := package_version(name))},
         "torch": _torch(),
         "accelerators": _accelerators(),
         "accelerate config": _accelerate_config(),
@@ -67,7 +67,7 @@ def _toolkit() -> dict[str, Any]:
     place = Path(toolkit.__file__).resolve().parent
     found = {"version": toolkit.__version__, "in": without_secrets(str(place))}
     if (place.parent / ".git").exists():
-        found["commit"] = _run("git", "-C", str(place.parent), "describe", "--always", "--dirty", "--abbrev=40") or "unknown"
+        found["commit"] = git_commit(place.parent) or "unknown"
     return found
 
 
@@ -75,7 +75,7 @@ def _system() -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": f"{platform.python_version()} ({platform.python_implementation()}, {without_secrets(sys.prefix)})",
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": f"{usable_cores()} of {os.cpu_count()}",
     }
     with contextlib.suppress(ValueError, OSError, AttributeError):
@@ -140,7 +140,8 @@ def _accelerate_config() -> dict[str, Any]:
     return {"file": "none"}
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """The version of a package, None where it is not installed."""
     import importlib.metadata  # with the whole of email
 
     try:
@@ -149,12 +150,19 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """The processor's model where Linux has it, else what Python knows."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, model = line.partition(":")
+            if name.strip() == "model name" and model.strip():
+                return model.strip()
     return platform.processor() or platform.machine()
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit that a folder is at, `-dirty` where files have changed since; None outside a clone."""
+    return _run("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40") or None
 
 
 def usable_cores() -> int:

@@ -13,7 +13,7 @@ from toolkit.system.files import write_atomically
 
 MOST_BYTES = 1 << 24  # of a file that holds one object: a run's card has some thousand
 _BLOCK = 1 << 20  # characters that are parsed at once
-MOST_LEVELS = 64  # of objects and lists in one another; a record of a run has five
+MOST_LEVELS = 64  # of objects and lists in one another; a chat with tools has ten, a record of a run five
 
 
 def json_line(record: dict[str, Any]) -> str:
@@ -101,7 +101,7 @@ def parse_object(text: str) -> dict[str, Any] | None:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and not _is_deeper(found, MOST_LEVELS) else None
+    return found if isinstance(found, dict) and not is_deeper(found) else None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -156,6 +156,7 @@ def _step_of(record: dict[str, Any]) -> float:
     return step if isinstance(step, int | float) and step == step else math.inf
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
+def is_deeper(value: object, levels: int = MOST_LEVELS) -> bool:
+    """Whether objects and lists are in one another at more levels than these."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(levels == 0 or _is_deeper(each, levels - 1) for each in inside if isinstance(each, dict | list))
+    return any(levels == 1 or is_deeper(each, levels - 1) for each in inside if isinstance(each, dict | list))

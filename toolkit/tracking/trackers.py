@@ -39,7 +39,7 @@ class Trackers:
     def __init__(
         self, names: Sequence[str], config: RunConfig, ids: Mapping[str, str], step: int, say: Callable[[str], None]
     ) -> None:  # fmt: skip
-        from toolkit.config.shown import public_settings
+        from toolkit.config.reading import public_settings
 
         self.ids, self._say = dict(ids), say
         plain = (bool, int, float, str)

@@ -112,9 +112,7 @@ def _share(micro_batch: MicroBatch, gradients: torch.Tensor, sums: dict[str, tor
     return {"embedding_gradients": padded, **{f"part_{name}": value * part for name, value in sums.items()}}
 
 
-def _texts(
-    embeddings: torch.Tensor, count: int, place: torch.Tensor, key: torch.Tensor
-) -> tuple[Texts, torch.Tensor]:
+def _texts(embeddings: torch.Tensor, count: int, place: torch.Tensor, key: torch.Tensor) -> tuple[Texts, torch.Tensor]:
     """Texts in the order of their roles (`count` anchors, positives, negatives), and the leaf that gets the gradients."""
     leaf = embeddings[:, :-1].clone().requires_grad_()
     owners = torch.searchsorted(place[:count].contiguous(), place[count:].contiguous())

@@ -17,9 +17,8 @@ import torch
 from toolkit.checkpoint import latest_checkpoint, list_checkpoints, verify_checkpoint
 from toolkit.config import DataConfig, ModelConfig, Refusal, RunConfig, settings_of
 from toolkit.config.conditions import couples_a_micro_batch, follows_evaluations
-from toolkit.config.reading import values_of
+from toolkit.config.reading import public_settings, values_of
 from toolkit.config.setting import Settings, given_settings
-from toolkit.config.shown import public_settings
 from toolkit.distributed.engines import engine_of
 from toolkit.system.devices import has_bf16_units
 
@@ -230,8 +229,7 @@ def other_reference(before: Mapping[str, Any] | None, now: Mapping[str, Any] | N
     setting, who = now.get("setting", "model"), now.get("who", "reference")
     if setting not in config.allow_change:
         raise Refusal(
-            f"--resume: the files of --{setting}, which the {who} is made of, are not those that the run "
-            f"began with. Bring them back, begin a new run in another --output-dir, or resume with another {who}: "
-            f"--allow-change {setting}"
+            f"--resume: the files of --{setting}, which the {who} is made of, are not those that the run began with. Bring "
+            f"them back, begin a new run in another --output-dir, or resume with another {who}: --allow-change {setting}"
         )
     return [f"the {who} is made of other files: {ALLOWED}"]

@@ -19,15 +19,9 @@ LossFn = Callable[[Any, MicroBatch, dict[str, float]], tuple[torch.Tensor, dict[
 
 
 def train_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    loss_fn: LossFn,
-    learning_rates: list[float],
-    *,
-    max_grad_norm: float = 1.0,
-) -> dict[str, torch.Tensor]:
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, loss_fn: LossFn,
+    learning_rates: list[float], *, max_grad_norm: float = 1.0,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Forward, backward, clip, guard and update for one global batch: `accumulate_gradients`, then `clip_and_update`.
 
     A step whose loss or gradient is not finite on any rank changes no parameter and no optimizer state, on all ranks alike.
@@ -81,14 +75,9 @@ def accumulate_micro_batch(
 
 
 def clip_and_update(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: torch.Tensor,
-    learning_rates: list[float],
-    *,
-    max_grad_norm: float = 1.0,
-) -> dict[str, torch.Tensor]:
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor,
+    learning_rates: list[float], *, max_grad_norm: float = 1.0,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Clip the gradients, update the parameters unless something is not finite, and clear the gradients.
 
     `loss`: of the global batch, as `accumulate_gradients` returns it; where it is not finite on all ranks alike, nothing is

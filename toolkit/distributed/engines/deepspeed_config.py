@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.config import Refusal
 from toolkit.config.json_and_yaml import parse_json, read_text_file
-from toolkit.config.setting import did_you_mean
+from toolkit.config.setting import did_you_mean, flag_of
 from toolkit.distributed.engines.named import OFFLOADED, SILENT, Named, accumulation, agreed, in_file, in_settings, look_up
 
 
@@ -189,7 +189,7 @@ def _check_repeated(written: Mapping[str, Any], settings: Mapping[str, Any], sou
         kind, chosen = look_up(written, f"{section}.type"), in_settings(settings, name)
         if chosen and kind not in SILENT and str(kind).lower() not in map(str.lower, types.get(chosen.value, ())):
             fitting = [value for value, kinds in types.items() if str(kind).lower() in map(str.lower, kinds)]
-            instead = f"take --{name.replace('_', '-')} {fitting[0]}, or " if fitting else ""
+            instead = f"take {flag_of(name)} {fitting[0]}, or " if fitting else ""
             raise Refusal(
                 f"{chosen.text} contradicts {section}.type: {json.dumps(kind)} in {source}: {instead}remove the section."
             )
@@ -217,11 +217,7 @@ def _zero_section(written: Mapping[str, Any], stage: int, offload: str) -> dict[
     return zero
 
 
-_BUCKETS = {
-    "reduce_bucket_size": 500_000_000,
-    "allgather_bucket_size": 500_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-}
+_BUCKETS = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000}
 
 # Keys of `zero_optimization` that may be "auto": filled above, or DeepSpeed's default.
 _FILLED = (

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from toolkit.config import Refusal, show_value
+from toolkit.config.setting import flag_of
 
 SILENT = (None, "none", "auto")  # what names nothing
 OFFLOADED = {"none": (), "optimizer": ("offload_optimizer",), "parameters": ("offload_optimizer", "offload_param")}
@@ -36,7 +37,7 @@ def agreed(*sources: Named | None) -> Any:
 def in_settings(settings: Mapping[str, Any], name: str) -> Named | None:
     """A setting; None where it is none, or where the recipe does not have it."""
     value = settings.get(name)
-    return None if value in SILENT else Named(value, f"--{name.replace('_', '-')} {show_value(value)}")
+    return None if value in SILENT else Named(value, f"{flag_of(name)} {show_value(value)}")
 
 
 def in_file(written: Mapping[str, Any], key: str, source: str) -> Named | None:

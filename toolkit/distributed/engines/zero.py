@@ -130,6 +130,4 @@ def place_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     return engine
 
 
-ENGINE = Engine(
-    label, backward, accumulating, clip_and_update, place_frozen, exchanged, pieces, whole_parameters, put_whole
-)
+ENGINE = Engine(label, backward, accumulating, clip_and_update, place_frozen, exchanged, pieces, whole_parameters, put_whole)
