@@ -22,20 +22,13 @@ _OF_THE_LAYOUT = (
 
 
 def export(
-    run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="A run's output directory, or one of its checkpoints.", show_default=False),
-    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's output directory, or one of its checkpoints.")],
     into: Annotated[
-        Path | None, typer.Option("--into", metavar="DIR", help="Where the model is written. Default: RUN/model-step-N.")
+        Path | None, typer.Option(metavar="DIR", help="Where the model is written. Default: RUN/model-step-N.")
     ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="The checkpoint of this step. Default: the newest.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step. Default: the newest.")] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint of the best evaluation.")] = False,
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="FILE", help="The recipe, if it is elsewhere than it was.")
-    ] = None,
+    recipe: Annotated[str | None, typer.Option(metavar="FILE", help="The recipe, if it is elsewhere than it was.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Take the place of what is in DIR.")] = False,
 ) -> None:
     """Write the model of a checkpoint as a directory for `from_pretrained`, with tokenizer and model card.
