@@ -211,8 +211,8 @@ def run_sweep(
 ) -> list[Job]:  # fmt: skip
     """Run the jobs of a sweep until there are no more, `slots` at a time; the jobs in order.
 
-    A signal in `received` goes on to all running jobs; the sweep ends when they have. Where the journal cannot be written no more jobs start:
-    what the running ones come to is in their run directories, and is written down when the sweep continues.
+    A signal in `received` goes on to all running jobs; the sweep ends when they have. Where the journal cannot be written no
+    more jobs start: what the running ones come to is in their run directories, and is written down when the sweep continues.
 
     Args:
         start: starts a job in a slot.
