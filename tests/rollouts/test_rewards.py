@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from toolkit.config import Refusal
 from toolkit.config.rollouts import RewardFunctionsConfig
-from toolkit.rollouts.rewards import load_rewards
+from toolkit.rollouts.rewards import load_rewards, rewards_made_of
 
 GOOD = "def good(completions, **columns):\n    return [1.0] * len(completions)\n\ndef asks(completions, tests):\n    return [1.0] * len(completions)\n\ndef asks_wrongly(completions, prompt):\n    return [1.0] * len(completions)\n\nstd = good_std = good\nclass Kind:\n    pass\n\nnumber = 3\n"
 
@@ -33,6 +33,24 @@ def test_a_reward_is_found_by_module_file_and_in_trls_way(folder: Path) -> None:
     assert [each.function(completions=["a"]) for each in rewards[:2]] == [[1.0], [1.0]]
     dotted = load_rewards(RewardFunctionsConfig(reward_funcs=["good_rewards.good"], reward_processes=0))
     assert [(each.name, each.weight) for each in dotted] == [("good", 1.0)]
+
+
+@pytest.mark.parametrize(("written", "name"), [
+    ("colon_rewards:good", "colon_rewards.py"), ("dot_rewards.good", "dot_rewards.py"), ("./file_rewards.py:good", "file_rewards.py"),
+    ("judge", "judge/config.json"),
+])  # fmt: skip
+def test_what_a_reward_is_made_of_is_known_by_its_content(folder: Path, written: str, name: str) -> None:
+    """Of a module, of a file, of a directory. Fails when: one of them has no digest."""
+    (folder / "judge").mkdir()
+    (folder / name).write_text(GOOD)
+    config = RewardFunctionsConfig(reward_funcs=[written, "exact_match"])
+    if written != "judge":
+        load_rewards(config)
+    before = rewards_made_of(config)["files"]
+    assert before.keys() == {written}
+    assert rewards_made_of(config)["files"] == before
+    (folder / name).write_text(f"{GOOD}\n")
+    assert rewards_made_of(config)["files"][written] not in ("", before[written])
 
 
 REFUSED = {
