@@ -34,7 +34,7 @@ from toolkit.rollouts.reward_calls import (
 )
 from toolkit.rollouts.reward_processes import RewardProcesses
 from toolkit.rollouts.users_code import process_kept
-from toolkit.system.digests import directory_digest
+from toolkit.system.digests import digests_of_directories, directory_digest
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -113,14 +113,18 @@ def load_rewards(
     ]
 
 
-def rewards_made_of(config: RewardFunctionsConfig) -> dict[str, Any]:
+def rewards_made_of(config: RewardFunctionsConfig, reference: str | None = None) -> dict[str, Any]:
     """Digests of what rewards come from, for `open_run`, so that a run does not go on with others under the same names.
 
-    Of functions and environments the file that is named, not what it imports; of reward models their directory.
+    Of functions and environments the file that is named, not what it imports; of reward models their directory, as of the
+    reference model of a KL, where there is one.
     """
     files = [each for each in (*config.reward_funcs, config.environment, config.reward_schema) if each and each not in NAMES]
     setting = "reward_funcs" if config.reward_funcs else "environment"
-    return {"who": "reward", "setting": setting, "files": {each: _digest_of(each) for each in files}}
+    rewards = {"who": "reward", "setting": setting, "files": {each: _digest_of(each) for each in files}}
+    if reference is None:
+        return rewards
+    return {**rewards, "reference": {"who": "reference", "setting": "model", "files": digests_of_directories(reference)}}
 
 
 def _digest_of(written: str) -> str:

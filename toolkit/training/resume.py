@@ -227,6 +227,10 @@ def other_reference(before: Mapping[str, Any] | None, now: Mapping[str, Any] | N
         return []
     if now is None:
         return [f"the {before.get('who', 'reference')}'s files are not compared: tk.open_run was not given what it is made of"]
+    if "reference" in before or "reference" in now:  # next to the rewards
+        before, now = dict(before), dict(now)
+        notes = other_reference(before.pop("reference", None), now.pop("reference", None), config)
+        return notes + other_reference(before, now, config)
     setting, who = now.get("setting", "model"), now.get("who", "reference")
     if setting not in config.allow_change:
         raise Refusal(
