@@ -4,8 +4,8 @@
     python recipes/grpo.py
     accelerate launch recipes/grpo.py --model Qwen/Qwen3-0.6B --learning-rate 1e-6 --dataset openai/gsm8k --reward-funcs number
 
-The policy answers each prompt several times, rewards say how good the answers are, and those that are better than others of
-their group become likelier. The first line above makes the model that the second one starts from.
+The policy answers each prompt several times, and answers with a better reward than others of their group become likelier.
+The first line above makes the model that the second one starts from.
 """
 
 from dataclasses import dataclass, field
@@ -92,13 +92,13 @@ def main(config: Config) -> tk.Summary:
         accelerator, tokenizer, rewards, asked, seed=config.seed, environment=environment, **faults
     )
     size = config.per_device_train_batch_size
-    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+    made_of = tk.rewards_made_of(config, config.model if config.beta else None)
+    with tk.open_run(accelerator, config, model, optimizer, train, reference_made_of=made_of) as run:
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
         for batch in run:
-            phase = tk.open_phase(
-                accelerator, model, config.output_dir, run.step, drawn, seed=config.seed, source=config.rollouts_from
-            )
+            step, source = run.step, config.rollouts_from
+            phase = tk.open_phase(accelerator, model, config.output_dir, step, drawn, seed=config.seed, source=source)
             sampled: list[tk.Rollout] = []
             prompts: tk.Batch | None = batch
             while prompts:

@@ -97,7 +97,8 @@ def main(config: Config) -> tk.Summary:
     metrics = tk.sampled_reward_metrics(accelerator, tokenizer, rewards, asked, seed=config.seed, **faults)
     size = config.per_device_train_batch_size
 
-    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+    made_of = tk.rewards_made_of(config, config.model if config.beta else None)
+    with tk.open_run(accelerator, config, model, optimizer, train, reference_made_of=made_of) as run:
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
         for batch in run:

@@ -528,11 +528,13 @@ def rewards() -> None:
     assert tk.answer_rewards(model, inputs).shape == (1,)
 
 
-@shows("Rollout", "Reward", "load_rewards", "score_rollouts")
+@shows("Rollout", "Reward", "load_rewards", "rewards_made_of", "score_rollouts")
 def rewards_of_completions() -> None:
     row = {"prompt": "What is 2 + 2?", "answer": "4"}
     rollouts = [tk.Rollout(0, index, [5, 6], [7], [-0.1], False, row, text) for index, text in enumerate(["It is 4.", "5"])]
-    loaded = tk.load_rewards(tk.RewardFunctionsConfig(reward_funcs=["number"], reward_weights=[2.0]))
+    config = tk.RewardFunctionsConfig(reward_funcs=["number"], reward_weights=[2.0])
+    loaded = tk.load_rewards(config)
+    assert tk.rewards_made_of(config)["files"] == {}  # of what is built in the toolkit's version is known
     mine = tk.Reward("short", lambda completions, **columns: [-len(text) / 10 for text in completions])
     scored = tk.score_rollouts(rollouts, [*loaded, mine], accelerator())
     assert [each.rewards for each in scored] == [{"number": 1.0, "short": -0.8}, {"number": 0.0, "short": -0.1}]

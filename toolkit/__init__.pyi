@@ -261,7 +261,7 @@ from .rollouts.environments import Environments as Environments, load_environmen
 from .rollouts.evaluation import sampled_reward_metrics as sampled_reward_metrics
 from .rollouts.ledger import open_phase as open_phase, rollouts_of as rollouts_of, save_rollouts as save_rollouts
 from .rollouts.overview import best_and_worst as best_and_worst, rollout_metrics as rollout_metrics
-from .rollouts.rewards import Reward as Reward, load_rewards as load_rewards
+from .rollouts.rewards import Reward as Reward, load_rewards as load_rewards, rewards_made_of as rewards_made_of
 from .rollouts.rollout import Rollout as Rollout
 from .rollouts.sampling import sample_rollouts as sample_rollouts
 from .rollouts.scoring import score_rollouts as score_rollouts

@@ -161,6 +161,13 @@ def test_what_no_classifier_of_words_can_be_fitted_to_is_compared_with_frequency
     assert class_baselines(raw) == {"most frequent class": 1.0}
 
 
+def test_held_out_texts_without_a_known_word_end_no_run() -> None:
+    """As sentences of a language without spaces mostly are. Fails when: places of words are a tensor of what type they have."""
+    train = Dataset.from_list([{"text": text, "label": number % 2} for number, text in enumerate(("今天天气很好", "我不知道", "再见"))])
+    raw = {"train": train, "validation": Dataset.from_list([{"text": "你好吗", "label": 0}])}
+    assert class_baselines(raw) == {"most frequent class": 1.0, "words": 1.0}
+
+
 def test_the_classifier_of_words_is_scikit_learns() -> None:
     """Against TfidfVectorizer and LogisticRegression. Fails when: rows are not of length 1, or the penalty is another one."""
     from sklearn.feature_extraction.text import TfidfVectorizer

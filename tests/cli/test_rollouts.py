@@ -1,6 +1,7 @@
 """toolkit rollouts: what a run sampled, filtered and scored again."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,15 @@ def test_a_conversation_is_shown_turn_by_turn(tmp_path: Path) -> None:
     found = json.loads(said(tmp_path, "--json")[0])
     assert (found["messages"], found["written"]) == (rollouts[0].messages, rollouts[0].written)
     assert tk.best_and_worst(rollouts, 1)[0]["text"] == "assistant: 2+2=\ntool: 4\nassistant: 6"
+
+
+def test_samples_of_a_group_are_its_best_and_its_worst_and_none_of_one_without_rewards() -> None:
+    """As a group is whose judge did not answer. Fails when: a group is taken to have a reward, or one completion is shown twice."""
+    rollouts = rollouts_of([({"prompt": "a"}, "xyz"), ({"prompt": "b"}, "xyz"), ({"prompt": "c"}, "xyz")])
+    for each, reward in zip(rollouts, [1.0, 3.0, 2.0, math.nan, math.nan, math.nan, math.nan, 5.0, math.nan], strict=True):
+        each.reward = reward
+    found = [(sample["prompt"], sample["score"]) for sample in tk.best_and_worst(rollouts, 3)]
+    assert found == [("a", "reward 3"), ("a", "reward 1"), ("c", "reward 5")]
 
 
 @pytest.mark.parametrize(("words", "message"), [

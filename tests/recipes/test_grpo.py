@@ -68,6 +68,20 @@ def test_a_run_ended_by_sigterm_continues_to_the_same_bits(run_recipe: Any, rows
     assert same(whole.weights(), again.weights())
 
 
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_a_resume_with_another_reward_under_the_same_name_is_refused(run_recipe: Any, rows: Path, recipe: str) -> None:
+    """Unless it is allowed by name. Fails when: the recipe does not give open_run what its rewards are made of."""
+    flags = [*SMALL, "--max-steps", "2"]
+    stopped = run_recipe(recipe, *flags, "--stop-at-step", "1")
+    assert stopped.code == 75, stopped.err
+    (rows / "rewards.py").write_text(REWARD.replace("/ 6", "/ -6"))
+    refused = run_recipe(recipe, *flags, "--resume")
+    assert (refused.code, "--allow-change reward_funcs" in refused.err) == (2, True), refused.err
+    allowed = run_recipe(recipe, *flags, "--resume", "--allow-change", "reward_funcs")
+    assert allowed.code == 0, allowed.err
+    assert "the reward is made of other files" in allowed.out
+
+
 @pytest.mark.parametrize("flags", [
     ["--num-generations", "1"], ["--num-generations", "3"], ["--reward-funcs", "rewards.py:none"], ["--reward-funcs", "nothing"],
     ["--temperature", "0"], ["--top-p", "0"], ["--max-completion-length", "4000"], ["--packing"],

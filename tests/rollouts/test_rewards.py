@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from toolkit.config import Refusal
+from toolkit.config import Refusal, RunConfig
 from toolkit.config.rollouts import RewardFunctionsConfig
-from toolkit.rollouts.rewards import load_rewards
+from toolkit.rollouts.rewards import load_rewards, rewards_made_of
+from toolkit.training.resume import other_reference
 
 GOOD = "def good(completions, **columns):\n    return [1.0] * len(completions)\n\ndef asks(completions, tests):\n    return [1.0] * len(completions)\n\ndef asks_wrongly(completions, prompt):\n    return [1.0] * len(completions)\n\nstd = good_std = good\nclass Kind:\n    pass\n\nnumber = 3\n"
 
@@ -33,6 +34,39 @@ def test_a_reward_is_found_by_module_file_and_in_trls_way(folder: Path) -> None:
     assert [each.function(completions=["a"]) for each in rewards[:2]] == [[1.0], [1.0]]
     dotted = load_rewards(RewardFunctionsConfig(reward_funcs=["good_rewards.good"], reward_processes=0))
     assert [(each.name, each.weight) for each in dotted] == [("good", 1.0)]
+
+
+@pytest.mark.parametrize(("written", "name"), [
+    ("colon_rewards:good", "colon_rewards.py"), ("dot_rewards.good", "dot_rewards.py"), ("./file_rewards.py:good", "file_rewards.py"),
+    ("judge", "judge/config.json"),
+])  # fmt: skip
+def test_what_a_reward_is_made_of_is_known_by_its_content(folder: Path, written: str, name: str) -> None:
+    """Of a module, of a file, of a directory. Fails when: one of them has no digest."""
+    (folder / "judge").mkdir()
+    (folder / name).write_text(GOOD)
+    config = RewardFunctionsConfig(reward_funcs=[written, "exact_match"])
+    if written != "judge":
+        load_rewards(config)
+    before = rewards_made_of(config)["files"]
+    assert before.keys() == {written}
+    assert rewards_made_of(config)["files"] == before
+    (folder / name).write_text(f"{GOOD}\n")
+    assert rewards_made_of(config)["files"][written] not in ("", before[written])
+
+
+def test_a_resume_with_another_reference_next_to_the_rewards_is_refused(folder: Path) -> None:
+    """Each is allowed by its own name. Fails when: other_reference in resume.py compares the rewards alone, or `beta` has no part in it."""
+    (folder / "start").mkdir()
+    (folder / "start" / "config.json").write_text("{}")
+    config = RewardFunctionsConfig(reward_funcs=["exact_match"])
+    assert "reference" not in rewards_made_of(config)
+    before = rewards_made_of(config, "start")
+    assert other_reference(before, rewards_made_of(config, "start"), RunConfig()) == []
+    (folder / "start" / "config.json").write_text("{ }")
+    now = rewards_made_of(config, "start")
+    with pytest.raises(Refusal, match="--allow-change model"):
+        other_reference(before, now, RunConfig(allow_change=["reward_funcs"]))
+    assert len(other_reference(before, now, RunConfig(allow_change=["model"]))) == 1
 
 
 REFUSED = {

@@ -160,6 +160,22 @@ def test_a_trial_is_known_by_what_decides_its_value() -> None:
     assert known >= _NOT_OF_THE_RESULT
 
 
+@pytest.mark.parametrize("value", [
+    "rows.jsonl", "rows.jsonl:0.7,other.jsonl:0.3", "rows.jsonl:good", "rows.py:good", "parts.rows:good", "parts",
+])  # fmt: skip
+def test_files_that_a_setting_names_are_a_part_of_a_trial(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a mixture and code of rewards too. Fails when: _places in addresses.py knows the whole value alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    files = [tmp_path / name for name in ("rows.jsonl", "rows.py", "parts/rows.py")]
+    found = set()
+    for text in ("", "x", "xy"):
+        for file in files:
+            file.write_text(text)
+        found.add(address("--metrics", "f1", "--run-name", "x", "--dataset", value))
+    assert len(found) == 3
+
+
 def test_what_a_recipe_imports_is_a_part_of_it(tmp_path: Path) -> None:
     """A file next to it, one that this imports in a function, and one of a package; another file is none.
 

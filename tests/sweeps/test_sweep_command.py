@@ -349,6 +349,37 @@ def test_a_halving_sweep_that_is_stopped_and_killed_has_a_winner_with_the_bits_o
         assert json.loads((tmp_path / "steps" / "summary.json").read_text())["steps"] == 4
 
 
+CALLED = """
+import sys, time
+import toolkit as tk
+def wait(settings):
+    print("called", flush=True)
+    time.sleep(settings["seconds"])
+    return settings["seconds"]
+print(tk.sweep(wait, {"seconds": [float(sys.argv[1])]}, strategy="grid", trials=1, folder="called"))
+"""
+
+
+def test_ctrl_c_ends_a_function_that_is_swept_and_it_is_called_again(tmp_path: Path) -> None:
+    """Fails when: tk.sweep collects the signals of its process, as the command does, whose trials are other processes."""
+    (tmp_path / "script.py").write_text(CALLED)
+    process = subprocess.Popen(
+        [sys.executable, "script.py", "90"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) != 0
+    [job] = jobs_of(tmp_path / "called")
+    assert job.outcome is None
+    journal = tmp_path / "called" / JOURNAL
+    journal.write_text(journal.read_text().replace("90.0", "0.0"))  # so that the other call is short
+    again = subprocess.run([sys.executable, "script.py", "0"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0, again.stderr
+    assert "called" in again.stdout
+    assert [job.outcome and job.outcome.values for job in jobs_of(tmp_path / "called")] == [{"value": 0.0}]
+
+
 MAIN = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -1,10 +1,12 @@
 """How a trial of a recipe ended, from what its process left behind."""
 
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from toolkit.distributed.launch import REFUSED
 from toolkit.sweeps import outcomes
 from toolkit.sweeps.journal import Job, Objective, Outcome, Plan
 from toolkit.sweeps.outcomes import curve_of, read_outcome, trial_folder
@@ -86,6 +88,20 @@ def test_a_full_disk_fails_no_trial(tmp_path: Path) -> None:
     """Fails when: poll in trials.py does not ask _is_out_of_space."""
     with pytest.raises(OSError, match="No space left"):
         outcome(tmp_path, "OSError: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, REFUSED)])
+def test_a_signal_while_a_trial_starts_fails_no_trial(number: int, code: int, tmp_path: Path) -> None:
+    """Ctrl-C in the middle of an import ends Python with code 1; a refusal is one in any case.
+
+    Fails when: poll in trials.py takes every other code after a signal for a failure.
+    """
+    recipe = type("Slow", (Printing,), {"text": "KeyboardInterrupt\n"})(tmp_path, PLAN, True, [{}])
+    trial = recipe.start(Job(0, 0, {"rate": 0.5}), 0, None)
+    trial._process.returncode = code  # type: ignore[union-attr, misc]
+    trial.interrupt(number)
+    found = trial.poll()
+    assert (found and found.code, trial.interrupted()) == ((REFUSED, None) if code == REFUSED else (None, code))
 
 
 def test_the_log_of_a_run_is_read_again_only_when_it_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

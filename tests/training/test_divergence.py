@@ -91,7 +91,8 @@ def test_each_is_said_once_also_after_a_resume() -> None:
 
 
 def test_skipped_steps_and_a_worse_metric_are_found_at_the_end() -> None:
-    """Fails when: half of the steps is most of them, a metric's direction is ignored, or one that isn't finite is no worse."""
+    """Fails when: half of the steps is most of them, a metric's direction is ignored, one that isn't finite is no worse, or one is
+    worse than what is no number."""
     watch = Divergence()
     for step in range(10):
         watch.after_step(1.0, 1.0, applied=step % 2 == 0)
@@ -101,6 +102,7 @@ def test_skipped_steps_and_a_worse_metric_are_found_at_the_end() -> None:
     worse = {
         ("eval_loss", (2.0, 1.0, 2.5)): True, ("eval_loss", (2.0, 3.0, 2.3)): False, ("eval_loss", (2.0,)): False,
         ("eval_accuracy", (0.5, 0.3)): True, ("eval_accuracy", (0.5, 0.45)): False, ("eval_accuracy", (0.5, 0.6)): False, ("eval_loss", (2.0, math.nan)): True,
+        ("eval_reward", (math.nan, math.nan)): False, ("eval_reward", (math.nan, 0.5)): False,
     }  # fmt: skip
     for (name, values), is_worse in worse.items():
         assert bool(Divergence().of_metric(name, values)) == is_worse

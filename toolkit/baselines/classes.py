@@ -84,10 +84,11 @@ def _predict_from_words(texts: Sequence[str], labels: np.ndarray, held_out: Sequ
             columns += [place[word] for word in known]
             values += [value / length for value in known.values()]
             starts.append(len(columns))
+        rows, places = torch.tensor(starts), torch.tensor(columns, dtype=torch.int64)  # of a list of none: float
         shape = len(counted), len(place)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-            return torch.sparse_csr_tensor(starts, columns, values, shape, dtype=torch.float64, check_invariants=True)
+            return torch.sparse_csr_tensor(rows, places, values, shape, dtype=torch.float64, check_invariants=True)
 
     inputs, wanted = features(counts), functional.one_hot(torch.from_numpy(labels)).double()
     transposed = inputs.to_sparse_coo().t().to_sparse_csr()  # of which products are 20 times as fast as of a view

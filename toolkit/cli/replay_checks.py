@@ -1,6 +1,7 @@
 """What toolkit replay looks at before it trains: whether the run can be repeated, and what is not as it was."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,8 @@ def check_weights(model: Path) -> None:
 def directory_of(card: dict[str, Any]) -> Path:
     """The directory in which the run was started, to which its relative paths belong; this one where that is gone."""
     written = card.get("started", {}).get("directory")
-    if written is None or Path(written).expanduser().is_dir():
-        return Path(written).expanduser() if written else Path.cwd()
+    if written is None or Path(os.path.expanduser(written)).is_dir():
+        return Path(os.path.expanduser(written)) if written else Path.cwd()
     say(f"the run was started in {written}, which does not exist: its relative paths are taken from here", error=True)
     return Path.cwd()
 
@@ -107,7 +108,7 @@ def check_inputs(script: str, card: dict[str, Any]) -> None:
         at = f" It was at the commit {commit}." if commit else ""
         raise Refusal(f"{script}: is not the recipe of that run, whose text was another.{at} Name that one: --recipe FILE")
     for name, digest in card["model"].get("directories", {}).items():
-        if Path(name).expanduser().is_dir() and directory_digest(name) != digest:
+        if Path(os.path.expanduser(name)).is_dir() and directory_digest(name) != digest:
             raise Refusal(
                 f"{name}: the model's files have changed since that run, which began from others. Put those back to replay it."
             )

@@ -18,7 +18,7 @@ from toolkit.command_line.recipe_file import Flags, Recipe, find_recipe, split_o
 from toolkit.config import Refusal, settings_of
 from toolkit.config.places import place_to_write, unwritable
 from toolkit.config.reading import values_of
-from toolkit.distributed.launch import threads_of_a_rank
+from toolkit.distributed.launch import signals_collected, threads_of_a_rank
 from toolkit.sweeps.addresses import address_of, found_elsewhere, recipe_digest
 from toolkit.sweeps.journal import Job, Journal, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Stopped, Sweep, run_sweep
@@ -158,7 +158,9 @@ def _run(plan: Plan, folder: Path, journal: Journal, slots: int | None) -> None:
         with Zygote(threads) if can_fork else contextlib.nullcontext() as zygote:
             environments = [{**threads, **_gpus_of(slot, slots)} for slot in range(slots)]
             recipe = RecipeTrials(folder, plan, "resume" in names, environments, zygote)
-            run_sweep(state, recipe.start, slots, ended, lambda running: live.show(running, state.jobs))
+            received: list[int] = []
+            with signals_collected(received):
+                run_sweep(state, recipe.start, slots, ended, lambda running: live.show(running, state.jobs), received)
     except Stopped as stopped:
         live.clear()
         say(f"{stopped}; go on with: {as_typed('toolkit', 'sweep', 'continue', str(folder))}", error=True)

@@ -26,7 +26,7 @@ def read_text_file(path: str | Path, shown: str, most: int = MOST_BYTES) -> str:
     Raises:
         Refusal: no such file, a folder or a device in its place, too large, not to be read, or not UTF-8.
     """
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     try:
         mode = place.stat().st_mode
         if stat.S_ISDIR(mode):

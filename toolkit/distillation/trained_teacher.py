@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ def check_teacher_on_disk(teacher: str) -> None:
     """Refuse a directory that is no model before the data are tokenized, which takes long."""
     with named_as_teacher():
         own = _TeacherModel(model=find_model(teacher))
-        if Path(own.model).expanduser().is_dir():  # one of the Hub is read once, in the revision of the settings
+        if Path(os.path.expanduser(own.model)).is_dir():  # one of the Hub is read once, in the revision of the settings
             published_config(own)
 
 

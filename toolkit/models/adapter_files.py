@@ -49,7 +49,7 @@ def base_of(directory: str | Path) -> tuple[str, str | None]:
     Raises:
         Refusal: adapter_config.json cannot be read, or names a directory that is gone.
     """
-    directory = Path(directory).expanduser()
+    directory = Path(os.path.expanduser(directory))
     settings = read_adapter_config(directory)
     name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not name and (directory / BASE / "config.json").exists():
@@ -117,7 +117,7 @@ def check_adapter(directory: str | Path) -> None:
     """
     from peft import PeftConfig
 
-    directory = Path(directory).expanduser()
+    directory = Path(os.path.expanduser(directory))
     settings = read_adapter_config(directory)
     path = directory / "adapter_config.json"
     for name in _LOADING_MORE:
@@ -145,7 +145,7 @@ def put_adapter(model: PreTrainedModel, directory: str | Path, *, is_trainable: 
     """
     from peft import PeftModel, get_peft_model_state_dict
 
-    directory = Path(directory).expanduser()
+    directory = Path(os.path.expanduser(directory))
     if model.config.is_encoder_decoder and (directory / GENERATION_CONFIG).exists():
         from transformers import GenerationConfig
 

@@ -1,6 +1,7 @@
 """Which file of a model directory is broken, for messages of libraries that don't name it."""
 
 import json
+import os
 from pathlib import Path
 
 
@@ -11,7 +12,7 @@ def broken_file(directory: str | Path) -> str:
     """
     from safetensors import SafetensorError, safe_open
 
-    for file in sorted(Path(directory).expanduser().glob("*.*")):
+    for file in sorted(Path(os.path.expanduser(directory)).glob("*.*")):
         try:
             if file.suffix == ".json":
                 json.loads(file.read_text("utf-8"))

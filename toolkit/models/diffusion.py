@@ -6,6 +6,7 @@ toolkit knows how to sample from the model.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,7 +114,7 @@ def diffusion_in(config: ModelConfig) -> dict[str, Any] | None:
     if is_built_in(config.model):
         return None
     if is_adapter(config.model):
-        path = Path(config.model).expanduser() / MODEL_CONFIG
+        path = Path(os.path.expanduser(config.model)) / MODEL_CONFIG
         if path.exists():
             return read_object(path).get("diffusion")
     found: dict[str, Any] | None = getattr(published_config(config), "diffusion", None)

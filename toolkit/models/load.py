@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,7 +141,7 @@ def pretrained_config(config: ModelConfig) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
-    flag, directory = f"--model {config.model}", Path(config.model).expanduser()
+    flag, directory = f"--model {config.model}", Path(os.path.expanduser(config.model))
     for name in (*DIMENSIONS, "vocab_size"):
         if getattr(config, name) is not None:
             setting = f"--{name.replace('_', '-')} {getattr(config, name)}"
@@ -255,7 +256,7 @@ def _explained(config: ModelConfig, auto_class: str = "AutoModel") -> Iterator[N
         reason = hub_problem(error, config.model, config.model_revision)
         reason = reason or f"it can't be loaded: {broken_file(config.model)}{first_line(error)}"
         if "safetensors" in str(error) and "file named" in str(error):
-            directory = Path(config.model).expanduser()
+            directory = Path(os.path.expanduser(config.model))
             if directory.is_dir() and not any(directory.glob("*.bin*")):
                 missing = f"weights are missing in it: {first_line(error)} Copy it again, or name another."
                 raise Refusal(f"--model {config.model}: {missing}") from error
@@ -347,5 +348,5 @@ def _device(config: ModelConfig) -> str:
 
 
 def _name(config: ModelConfig) -> str:
-    directory = Path(config.model).expanduser()
+    directory = Path(os.path.expanduser(config.model))
     return str(directory) if directory.is_dir() else config.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,7 @@ def _read(config: ModelConfig, name: str) -> Any:
     """A JSON file of the model, in its directory or on the Hub; None where it has none."""
     from transformers.utils import cached_file
 
-    directory = Path(config.model).expanduser()
+    directory = Path(os.path.expanduser(config.model))
     if directory.is_dir():
         path = directory / name
         return parse_json(read_text_file(path, str(path)), str(path), is_file=True) if path.exists() else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -172,9 +173,9 @@ def _embedded_tokenizer(vocab_size: int, encoder: bool, uncased: bool) -> PreTra
 def _pretrained_tokenizer(config: ModelConfig, is_fast: bool) -> PreTrainedTokenizerFast:
     name = config.tokenizer or config.model
     setting = "--tokenizer" if config.tokenizer else "--model"
-    is_directory = Path(name).expanduser().is_dir()
+    is_directory = Path(os.path.expanduser(name)).is_dir()
     if is_directory:
-        name = str(Path(name).expanduser())
+        name = str(Path(os.path.expanduser(name)))
         if not any(Path(name, file).exists() for file in _TOKENIZER_FILES):
             of_run = Path(name, "model")
             if any((of_run / file).exists() for file in ("config.json", "adapter_config.json")):
@@ -218,7 +219,7 @@ def _pretrained_tokenizer(config: ModelConfig, is_fast: bool) -> PreTrainedToken
 def tokenizer_commit(tokenizer: str | None, model: str | None, model_revision: str | None) -> str | None:
     """For a run card: the commit on the Hub of the tokenizer that `load_tokenizer` reads for these settings, or None."""
     name = tokenizer or model
-    if not name or is_built_in(name) or Path(name).expanduser().is_dir():
+    if not name or is_built_in(name) or Path(os.path.expanduser(name)).is_dir():
         return None
     with contextlib.suppress(ValueError):  # no name of the Hub's: the recipe reads another tokenizer
         return commit_in_cache(name, None if tokenizer else model_revision, _TOKENIZER_FILES)
@@ -269,7 +270,7 @@ def _is_path(name: str) -> bool:
 
 def _suggest(name: str, is_wanted: Callable[[Path], bool] = Path.is_dir) -> str:
     """What is spelled much like a missing directory, or file, and is next to it."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.parent.is_dir():
         nearest = next((parent for parent in path.parents if parent.is_dir()), None)
         return f" {path.parent} does not exist either; {nearest} does." if nearest and str(nearest) != "." else ""
@@ -281,7 +282,7 @@ def _suggest(name: str, is_wanted: Callable[[Path], bool] = Path.is_dir) -> str:
 def _read_chat_template(file: str) -> str:
     import jinja2
 
-    if not Path(file).expanduser().exists():
+    if not Path(os.path.expanduser(file)).exists():
         raise Refusal(f"--chat-template {file}: can't be read: No such file or directory.{_suggest(file, Path.is_file)}")
     template = read_text_file(file, f"--chat-template {file}")
     if "messages" not in template:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -58,7 +59,7 @@ def find_model(written: str) -> str:
     if is_built_in(written):
         first = as_typed("toolkit", "train", "pretrain", "--model", written)
         raise Refusal(f"{written}: is a shape with random weights. Train it first, as with: {first}")
-    directory = Path(written).expanduser()
+    directory = Path(os.path.expanduser(written))
     if directory.is_dir() and not any((directory / name).exists() for name in ("config.json", "adapter_config.json")):
         inside = directory / "model"
         if not inside.is_dir():
@@ -79,7 +80,7 @@ def auto_class_of(config: ModelConfig) -> str:
         Refusal: it can't be read, or is none of them.
     """
     if is_adapter(config.model):
-        settings = read_adapter_config(Path(config.model).expanduser())
+        settings = read_adapter_config(Path(os.path.expanduser(config.model)))
         if auto_class := class_of_adapter(settings):
             return auto_class
         task = settings.get("task_type")
@@ -184,7 +185,7 @@ def _adapted(
 ) -> PreTrainedModel:  # fmt: skip
     from toolkit.models.load import load_model
 
-    directory = Path(config.model).expanduser()
+    directory = Path(os.path.expanduser(config.model))
     base, revision = base_of(directory)
     check_adapter(directory)
     settings = head_settings | (settings_of_the_task(directory) if auto_class != "AutoModelForCausalLM" else {})
@@ -205,9 +206,9 @@ def published_config(config: ModelConfig) -> PretrainedConfig:
     from toolkit.system.network import stay_offline_without_network
 
     if is_adapter(config.model):
-        base, revision = base_of(Path(config.model).expanduser())
+        base, revision = base_of(Path(os.path.expanduser(config.model)))
         config = dataclasses.replace(config, model=base, model_revision=revision)
-    path = Path(config.model).expanduser()
+    path = Path(os.path.expanduser(config.model))
     if path.is_dir():
         check_config_files(path, config.model)
     else:

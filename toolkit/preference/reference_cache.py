@@ -195,7 +195,7 @@ def _weights(model: PreTrainedModel, name: str) -> Any:
 
     Of the directory of an adapter its own files, and what distinguishes the model under it.
     """
-    directory = Path(name).expanduser()
+    directory = Path(os.path.expanduser(name))
     if directory.is_dir():
         kinds = ("*.safetensors", "*.json", "*.py")  # the last of a model that brings its own code
         files = sorted(path for kind in kinds for path in directory.glob(kind))

@@ -6,6 +6,7 @@ Only files are read, and any may be missing or damaged: what can't be compared i
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,7 +217,7 @@ def _first_row(ours: tuple[str, str], theirs: tuple[str, str]) -> Iterator[Diffe
     """The first line that differs of two files which still are what the runs read."""
     from toolkit.runs.provenance import digest_of_source  # with numpy
 
-    paths = [Path(name).expanduser() for name, _ in (ours, theirs)]
+    paths = [Path(os.path.expanduser(name)) for name, _ in (ours, theirs)]
     try:
         if not all(path.is_file() for path in paths):
             return

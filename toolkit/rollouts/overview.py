@@ -64,7 +64,7 @@ def best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[dict[str, st
     for group in groups_of(rollouts)[:count]:
         scored = [rollouts[place] for place in group if not math.isnan(rollouts[place].reward)]
         ordered = sorted(scored, key=lambda rollout: rollout.reward, reverse=True)
-        for each in (ordered[0], ordered[-1])[: len(ordered)]:
+        for each in ordered[:1] + ordered[1:][-1:]:
             prompt = each.row.get("prompt", "")
             asked = prompt if isinstance(prompt, str) else "\n".join(turns_of(prompt))
             text = each.completion if each.messages is None else "\n".join(turns_of(each.messages))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import io
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import ModelConfig, Refusal
@@ -31,6 +34,7 @@ from toolkit.rollouts.reward_calls import (
 )
 from toolkit.rollouts.reward_processes import RewardProcesses
 from toolkit.rollouts.users_code import process_kept
+from toolkit.system.digests import digests_of_directories, directory_digest
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -107,6 +111,31 @@ def load_rewards(
         Reward(name, reward.function, weight, reward.run, reward.model)
         for name, reward, weight in zip(names, loaded, weights or [1.0] * len(loaded), strict=True)
     ]
+
+
+def rewards_made_of(config: RewardFunctionsConfig, reference: str | None = None) -> dict[str, Any]:
+    """Digests of what rewards come from, for `open_run`, so that a run does not go on with others under the same names.
+
+    Of functions and environments the file that is named, not what it imports; of reward models their directory, as of the
+    reference model of a KL, where there is one.
+    """
+    files = [each for each in (*config.reward_funcs, config.environment, config.reward_schema) if each and each not in NAMES]
+    setting = "reward_funcs" if config.reward_funcs else "environment"
+    rewards = {"who": "reward", "setting": setting, "files": {each: _digest_of(each) for each in files}}
+    if reference is None:
+        return rewards
+    return {**rewards, "reference": {"who": "reference", "setting": "model", "files": digests_of_directories(reference)}}
+
+
+def _digest_of(written: str) -> str:
+    """Of a directory, of a file, or of that of `file.py:function` or `module:function`; empty where there is none."""
+    path = os.path.expanduser(written)
+    if os.path.isdir(path):
+        return directory_digest(path)
+    if not os.path.isfile(path):
+        path = path.rpartition(":" if ":" in path else ".")[0]
+        path = getattr(sys.modules.get(path), "__file__", None) or path  # `load_rewards` has imported it
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if os.path.isfile(path) else ""
 
 
 def _check_columns(written: str, reward: Reward, columns: Sequence[str], split: str) -> None:

@@ -29,7 +29,7 @@ def digests_of_files(dataset: str | None, *others: str | None) -> dict[str, str]
         with contextlib.suppress(Refusal):  # a recipe may read its data in a way of its own
             sources = as_mixture(dataset)
             names += [dataset] if sources is None else [each.dataset for each in sources]
-            names += [dataset] if Path(dataset).expanduser().is_file() else []  # that of a mixture
+            names += [dataset] if Path(os.path.expanduser(dataset)).is_file() else []  # that of a mixture
     found = {}
     for name in names:
         with contextlib.suppress(Refusal, OSError):
@@ -45,7 +45,7 @@ def digest_of_source(name: str) -> str | None:
     Raises:
         Refusal: it looks like a path, and nothing is there; or its store can't be reached.
     """
-    digest, path = hashlib.sha256(), Path(name).expanduser()
+    digest, path = hashlib.sha256(), Path(os.path.expanduser(name))
     if is_url(name):
         for url in files_at(name):
             digest.update(f"{url}\0{description_of(url)}\0".encode())

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,6 @@ from toolkit.system.environment import package_version
 
 _toolkit = cache(code_digest)  # of each trial of a sweep
 _PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "numpy", "deepspeed")
-_PATHS = ("dataset", "model", "tokenizer", "reference", "teacher", "reward_model", "accelerate_config")  # may name files here
 
 
 # What is saved, shown and sent where, and changes no value of a trial. All else counts, also what a resume may change.
@@ -85,7 +83,7 @@ def address_of(config: Settings, plan: Plan) -> str:
     """
     without = _NOT_OF_THE_RESULT - {dimension.name for dimension in read_space(plan.search)}
     settings = {name: value for name, value in values_of(config).items() if name not in without}
-    files = {name: _stamp(value) for name, value in settings.items() if name in _PATHS or name.endswith("_file")}
+    files = {name: stamp for name, value in settings.items() if (stamp := _stamp(value))}
     world = {
         "packages": [package_version(package) for package in _PACKAGES], "python": platform.python_version(),
         "machine": platform.machine(), "threads": os.environ.get("OMP_NUM_THREADS"), "parallel": plan.parallel,
@@ -117,11 +115,20 @@ def found_elsewhere(folder: Path, address: str, until: int | None) -> Outcome | 
 
 
 def _stamp(value: Any) -> Any:
-    """Size and time of change of each file at a path, relative to it; None where there is no such path."""
+    """Size and time of change of each file at the paths that a setting's value may mean; nothing where there are none."""
     if isinstance(value, list | tuple):
-        return [_stamp(each) for each in value]
-    if not isinstance(value, str) or not value or not os.path.exists(value):
-        return None
-    path = Path(value)
-    files: Sequence[Path] = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+        return [stamp for each in value for stamp in _stamp(each)]
+    files: list[Path] = []
+    for place in _places(value) if isinstance(value, str) else []:
+        path = Path(place)
+        files += [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _places(value: str) -> list[str]:
+    """Paths that a text may mean and that are there: itself, or the parts of a mixture, the file of `file.py:function`, that of
+    `module:function`."""
+    parts = [os.path.expanduser(part) for part in [value, *value.split(",")]]
+    heads = [part.rpartition(":")[0] for part in parts]
+    modules = [f"{head.replace('.', os.sep)}.py" for head in heads]
+    return sorted({each for each in (*parts, *heads, *modules) if each and os.path.exists(each)})

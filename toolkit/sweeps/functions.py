@@ -79,6 +79,8 @@ def sweep(
             a run under FOLDER/trials (default: sweeps/NAME of the recipe), in this process, one after another, judged by
             `config.metric_for_best_model`.
 
+    Ctrl-C ends a trial as it ends any other code; the trial is called again when the sweep goes on.
+
     Raises:
         Refusal: the space, or another argument, cannot be meant.
     """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from toolkit.config import Refusal
-from toolkit.distributed.launch import REFUSED, TRY_AGAIN, signals_collected
+from toolkit.distributed.launch import REFUSED, TRY_AGAIN
 from toolkit.sweeps.journal import (
     Job,
     Journal,
@@ -206,17 +206,18 @@ def check_same(before: Plan | None, now: Plan) -> None:
 
 def run_sweep(
     sweep: Sweep, start: Start, slots: int = 1, ended: Callable[[Job], None] = lambda job: None,
-    shown: Callable[[Mapping[int, tuple[Job, Running]]], None] = lambda running: None,
+    shown: Callable[[Mapping[int, tuple[Job, Running]]], None] = lambda running: None, received: Sequence[int] = (),
 ) -> list[Job]:  # fmt: skip
     """Run the jobs of a sweep until there are no more, `slots` at a time; the jobs in order.
 
-    A signal goes on to all running jobs; the sweep ends when they have. Where the journal cannot be written no more jobs start:
-    what the running ones come to is in their run directories, and is written down when the sweep continues.
+    A signal in `received` goes on to all running jobs; the sweep ends when they have. Where the journal cannot be written no
+    more jobs start: what the running ones come to is in their run directories, and is written down when the sweep continues.
 
     Args:
         start: starts a job in a slot.
         ended: called with each job of this process that has ended.
         shown: called now and then with the running jobs by slot.
+        received: grows by each stop signal of this process.
 
     Raises:
         Stopped: by a signal, or a full disk.
@@ -226,10 +227,9 @@ def run_sweep(
         sweep.open()
     except OSError as error:
         raise Stopped(1, _said_by(error)) from error
-    received: list[int] = []
     running: dict[int, tuple[Job, Running]] = {}
     forwarded, code, full, looked, left = 0, 0, "", -_WAIT_SECONDS, Nothing.YET
-    with signals_collected(received), _closed_at_the_end(running, sweep.liveness):
+    with _closed_at_the_end(running, sweep.liveness):
         while True:
             for number in received[forwarded:]:
                 for _, process in running.values():

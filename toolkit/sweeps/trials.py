@@ -110,7 +110,8 @@ class RecipeTrial:
             return None
         job, step, pruned_at = self._job, steps_of(self._run), self._pruned_at()
         is_at_rung = job.until is not None and step >= job.until
-        is_interrupted = code in (TRY_AGAIN, 130) or (code > _KILLED and self._is_ending)
+        # While it imports, a signal may end it with any code but these; an error of its own comes again when it goes on.
+        is_interrupted = code in (TRY_AGAIN, 130) or (self._is_ending and code not in (0, REFUSED))
         if is_interrupted and pruned_at is None and not is_at_rung:
             self._code = code
             return None

@@ -129,10 +129,10 @@ def directory_digest(directory: str | Path) -> str:
     them. Training or another type changes numbers everywhere, which shows; a single bit elsewhere would not.
     """
     digest = hashlib.sha256()
-    for path in sorted(Path(directory).expanduser().rglob("*")):
+    for path in sorted(Path(os.path.expanduser(directory)).rglob("*")):
         if path.suffix not in _OF_A_MODEL or not path.is_file():
             continue
-        add_file(digest.update, path.relative_to(Path(directory).expanduser()).as_posix(), path)
+        add_file(digest.update, path.relative_to(Path(os.path.expanduser(directory))).as_posix(), path)
     return digest.hexdigest()
 
 
@@ -153,9 +153,9 @@ def digests_of_directories(*names: str | None) -> dict[str, str]:
     """By name, the digests of those that are directories here, and of the base models of the adapters among them."""
     found: dict[str, str] = {}
     for name in names:
-        if name and name not in found and Path(name).expanduser().is_dir():
+        if name and name not in found and Path(os.path.expanduser(name)).is_dir():
             found[name] = directory_digest(name)
-            found |= digests_of_directories(_base_of(Path(name).expanduser()))
+            found |= digests_of_directories(_base_of(Path(os.path.expanduser(name))))
     return found
 
 
@@ -164,4 +164,4 @@ def _base_of(directory: Path) -> str | None:
         base = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return str(base) if base and Path(base).expanduser().resolve() != directory.resolve() else None
+    return str(base) if base and Path(os.path.expanduser(base)).resolve() != directory.resolve() else None

@@ -126,7 +126,8 @@ def _accelerators() -> dict[str, Any]:
 
 def _accelerate_config() -> dict[str, Any]:
     """The default file of `accelerate config`, where there is one; addresses and commands in it are left out."""
-    cache = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface")
+    caches = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    cache = Path(os.environ.get("HF_HOME") or Path(caches) / "huggingface")
     for path in (cache / "accelerate" / "default_config.yaml", cache / "accelerate" / "default_config.json"):
         if path.is_file():
             import yaml

@@ -130,7 +130,7 @@ class Divergence:
             values: of all evaluations, in order; the last is the final model's.
             given: whether more of that metric is better, where the settings say so.
         """
-        if len(values) < 2:
+        if len(values) < 2 or math.isnan(values[0]):
             return []
         sign, first, last = 1 if greater_is_better(name, given) else -1, values[0], values[-1]
         if math.isfinite(last) and sign * last >= sign * first - NOISE * abs(first):

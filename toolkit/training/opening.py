@@ -52,8 +52,8 @@ def open_run(
     end with a checkpoint and exit code 75; a second signal ends it at once.
 
     Args:
-        reference_made_of: of a run that compares with a reference model, what that is made of (`Reference.made_of`): a resume
-            with another one is refused.
+        reference_made_of: of a run that compares with a reference model, what that is made of (`Reference.made_of`), or what
+            its rewards are (`rewards_made_of`): a resume with another one is refused.
 
     Raises:
         Refusal: the directory is in use, the disk is too small, the checkpoint does not fit, or the optimizer is another

@@ -217,7 +217,7 @@ def keeps_its_length(config: RunConfig) -> bool:
 
 
 def other_reference(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None, config: RunConfig) -> list[str]:
-    """A line where the files that the reference model is made of have changed.
+    """A line where the files that the reference model, the teacher or the rewards are made of have changed.
 
     Raises:
         Refusal: they have, and `allow_change` doesn't name the setting that says which they are.
@@ -225,11 +225,16 @@ def other_reference(before: Mapping[str, Any] | None, now: Mapping[str, Any] | N
     if not before or before == now:
         return []
     if now is None:
-        return ["the reference's files are not compared: tk.open_run was not given what it is made of"]
+        return [f"the {before.get('who', 'reference')}'s files are not compared: tk.open_run was not given what it is made of"]
+    if "reference" in before or "reference" in now:  # next to the rewards
+        before, now = dict(before), dict(now)
+        notes = other_reference(before.pop("reference", None), now.pop("reference", None), config)
+        return notes + other_reference(before, now, config)
     setting, who = now.get("setting", "model"), now.get("who", "reference")
     if setting not in config.allow_change:
         raise Refusal(
-            f"--resume: the files of --{setting}, which the {who} is made of, are not those that the run began with. Bring "
-            f"them back, begin a new run in another --output-dir, or resume with another {who}: --allow-change {setting}"
+            f"--resume: the files of --{setting.replace('_', '-')}, which the {who} is made of, are not those that the run "
+            f"began with. Bring them back, begin a new run in another --output-dir, or resume with another {who}: "
+            f"--allow-change {setting}"
         )
     return [f"the {who} is made of other files: {ALLOWED}"]

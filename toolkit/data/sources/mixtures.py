@@ -8,6 +8,7 @@ none twice while a source has enough. Which rows, and their order, depend on the
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,7 @@ def as_mixture(dataset: str) -> list[Source] | None:
     """
     if Path(dataset).suffix.lower() in (".yaml", ".yml"):
         sources = _read_yaml(dataset)
-    elif "," in dataset and not Path(dataset).expanduser().exists():
+    elif "," in dataset and not Path(os.path.expanduser(dataset)).exists():
         sources = [_weighted(part.strip(), dataset) for part in dataset.split(",") if part.strip()]
     else:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 
 def config_of_run(model: str) -> Path | None:
     """The config.yaml of the run whose output directory, or whose model/ in it, `model` is; None where it is no run's."""
-    directory = Path(model).expanduser()
+    directory = Path(os.path.expanduser(model))
     found = [place / "config.yaml" for place in (directory, directory.parent) if (place / "run.json").is_file()]
     return next((path for path in found if path.is_file()), None)
 
 
 def dataset_of_run(config_file: Path, dataset: str) -> str:
     """A run's dataset as it is found from here: a path that was relative to the directory in which the run was started."""
-    if Path(dataset).expanduser().exists():
+    if Path(os.path.expanduser(dataset)).exists():
         return dataset
     try:
         card = json.loads((config_file.parent / "run.json").read_text(encoding="utf-8"))
@@ -36,7 +37,7 @@ def dataset_of_run(config_file: Path, dataset: str) -> str:
 
 def is_same_dataset(one: str, other: str) -> bool:
     """Whether two names mean one source, such as two paths of one file."""
-    paths = [Path(name).expanduser() for name in (one, other)]
+    paths = [Path(os.path.expanduser(name)) for name in (one, other)]
     return one == other or (all(path.exists() for path in paths) and paths[0].resolve() == paths[1].resolve())
 
 

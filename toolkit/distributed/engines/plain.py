@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.optim import Optimizer
 
+_OF_PREPARED = ("no_sync", "set_requires_gradient_sync")  # of DDP's wrapper, and of a model that FSDP2 shards
+
 
 def backward(accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, last: bool) -> None:
     """Backward of an already normalized loss. `accelerator.backward` would divide it by the accumulation again."""
@@ -22,6 +24,11 @@ def backward(accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, las
 
 
 def accumulating(accelerator: Accelerator, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
+    if accelerator.num_processes > 1 and not any(hasattr(model, name) for name in _OF_PREPARED):
+        raise ValueError(
+            f"{type(model).__name__}: the model is not prepared for {accelerator.num_processes} ranks, so each would train one "
+            "of its own. Before the first step: model, optimizer = accelerator.prepare(model, optimizer)"
+        )
     return contextlib.nullcontext() if last else accelerator.no_sync(model)
 
 
