@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import MicroBatch, model_inputs
 from toolkit.distributed.engines import unwrapped
-from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, supervised
+from toolkit.losses.causal_lm import supervised
 from toolkit.losses.chunked import Logits
 from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
 from toolkit.losses.selective_head import at_positions
@@ -75,7 +75,7 @@ def ask_without_adapter(student: nn.Module, vocabulary: int) -> TeacherFn:
 
     def ask(micro_batch: MicroBatch, temperature: float, body: Body) -> torch.Tensor:
         positions, _ = supervised(micro_batch)
-        inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+        inputs = model_inputs(micro_batch)
         found: list[tuple[Logits, torch.Tensor]] = []
 
         def keep(logits_of: Logits, _: Sequence[nn.Parameter], rows: torch.Tensor, __: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import MicroBatch, model_inputs
 from toolkit.losses.classification import Loss
 
 AskClassifier = Callable[[dict[str, Any]], Any]  # a micro-batch -> an output with logits, hidden_states and attentions
@@ -105,7 +105,7 @@ def classifier_distillation_loss(
     Returns the loss, 0-d, and parts of means: what `data_loss` returns, `divergence` (D), and with pairs `hidden_mse` and
     `attention_kl`, summed over pairs.
     """
-    inputs = {name: value for name, value in micro_batch.items() if name not in ("labels", "weight")}
+    inputs = model_inputs(micro_batch)
     asked = {"output_hidden_states": True} if pairs else {}
     asked |= {"output_attentions": True} if match_attention else {}
     output, of_teacher = model(**inputs, **asked), teacher(micro_batch)

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.data.loading.batch import MicroBatch
-from toolkit.data.loading.collate_groups import NOT_FOR_THE_MODEL
+from toolkit.data.loading.batch import MicroBatch, model_inputs
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 from toolkit.metrics.retrieval import ranking_metrics, ranks_in_lists
 
@@ -85,7 +84,7 @@ def score_lists(model: Callable[..., Any], micro_batch: MicroBatch) -> tuple[tor
 
     A score is the one number that a model with a classification head of one label gives for the query with the document.
     """
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+    inputs = model_inputs(micro_batch)
     if torch.distributed.is_initialized():  # where models are wrapped, and ranks must have as many forward passes
         scores = model(**inputs).logits.squeeze(-1)
     else:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from toolkit.config import Refusal
 from toolkit.config.conditions import USUAL_METRICS
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import MicroBatch, model_inputs
 from toolkit.metrics.classes import CLASS_METRICS, LABEL_METRICS, class_sums, counts_of_classes, counts_of_labels, label_sums
 from toolkit.metrics.external import External, MetricName, flat_metrics, load_metric, title_of
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
@@ -20,7 +20,7 @@ from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 def example_logits(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """The model's logits `[batch, classes]` in float32 (float64 stays)."""
-    logits = model(**{name: value for name, value in micro_batch.items() if name not in ("labels", "weight")}).logits
+    logits = model(**model_inputs(micro_batch)).logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

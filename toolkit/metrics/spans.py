@@ -14,7 +14,7 @@ from torch.nn import functional
 from toolkit.config import Refusal
 from toolkit.config.conditions import USUAL_TAG_METRICS
 from toolkit.config.setting import did_you_mean
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import MicroBatch, model_inputs
 from toolkit.metrics.classes import CLASS_METRICS, Counts
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
@@ -30,12 +30,8 @@ _OF_ENTITIES: dict[str, Callable[[Counts], float | dict[str, float]]] = {
 
 def token_logits(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """The model's logits `[batch, length, classes]` in float32 (float64 stays)."""
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
-    logits = model(**inputs).logits
+    logits = model(**model_inputs(micro_batch)).logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-NOT_FOR_THE_MODEL = ("labels", "word_labels", "weight", "supervised_positions")
 
 
 def tag_metrics(tags: Sequence[str], scheme: str, names: Sequence[str] = (), *, strict: bool = False) -> Metrics:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from toolkit.config import Refusal
-from toolkit.data.loading.collate_pairs import NOT_FOR_THE_MODEL, collate_scored_pairs
+from toolkit.data.loading.batch import model_inputs
+from toolkit.data.loading.collate_pairs import collate_scored_pairs
 from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import without_adapter
 from toolkit.models.attention.interface import DOCUMENTS, FLEX, take_attention_of_padded_rows
@@ -129,7 +130,7 @@ def _try(model: PreTrainedModel, layout: str, name: str) -> None:
             for row, size in zip(rows, sizes, strict=True)
         ]  # fmt: skip
         batch = collate_scored_pairs(pairs, layout=layout, pad_token_id=padding)
-        inputs = {key: value for key, value in batch.items() if key not in NOT_FOR_THE_MODEL}
+        inputs = model_inputs(batch)
         inputs = {key: value.to(parameter.device) if torch.is_tensor(value) else value for key, value in inputs.items()}
         logits: torch.Tensor = model(**inputs).logits
         return logits

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from toolkit.config import Refusal
-from toolkit.data.loading.collate_pairs import PAIR_LAYOUTS, collate_pairs
+from toolkit.data.loading.collate_pairs import collate_pairs
+from toolkit.data.loading.layouts import LAYOUTS
 from toolkit.distributed.ranks import say_once
 from toolkit.losses.answer_logps import answer_token_logps
 from toolkit.models.attention.interface import DOCUMENTS, FLEX
@@ -39,7 +40,7 @@ def choose_pair_layout(model: PreTrainedModel, pair_layout: str = "auto") -> str
             raise Refusal(f"--pair-layout {pair_layout}: {problem}. Take --pair-layout auto.")
         return pair_layout
     problems = {}
-    for layout in PAIR_LAYOUTS:
+    for layout in LAYOUTS:
         problems[layout] = _problem(model, layout)
         if problems[layout] is None:
             break

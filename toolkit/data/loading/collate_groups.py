@@ -8,7 +8,6 @@ import torch
 from toolkit.data.loading.batch import Document, MicroBatch
 from toolkit.data.loading.layouts import bounds_of_documents, padded_inputs, places_within
 
-NOT_FOR_THE_MODEL = ("labels", "documents", "most_documents", "by_length", "groups")
 _GROUP = 8  # rows at least that are read together: fewer have less padding and use a device worse
 _MOST_GROUPS = 8
 

@@ -7,8 +7,6 @@ import numpy as np
 import torch
 
 LAYOUTS = ("shared", "packed", "padded")
-# What of a micro-batch of answers is for the loss, and not for the model's forward.
-NOT_FOR_THE_MODEL = ("answer_positions", "answer_tokens", "answer_slots", "longest_answer", "answers")
 
 
 def lay_out(
