@@ -62,6 +62,7 @@ def multiple_choice_format() -> Format:
     return Format(
         "multiple_choice", _plan, rows, list_columns, lambda plan, tokenizer: f"questions with choices ({plan.layout})", _show,
         part_names=("question", "right choice", "other choice"), supervises_tokens=False, ends_texts=False,
+        unsplit="a question has one answer, and can't be split",
     )  # fmt: skip
 
 
@@ -115,8 +116,6 @@ def _as_list(row: dict[str, Any], origin: str) -> QueryList:
 
 
 def _plan(splits: Splits, config: DataConfig) -> tuple[dict[str, Plan], list[str]]:
-    if config.overlong == "split":
-        raise Refusal("--overlong split: a question has one answer, and can't be split. Choose truncate, drop or refuse.")
     plans, notes = {}, ["median, 95 % and longest are of the longest choice of a question, with the question"]
     for name, split in splits.items():
         present = columns_of(split, name)
