@@ -22,7 +22,7 @@ from toolkit.data.loading.batch import Batch, Document, MicroBatch
 from toolkit.data.loading.collate import collate_padded
 from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs
 from toolkit.data.loading.columns import column
-from toolkit.data.loading.order import StepPlan, cut_step, generator_of, hash_numbers, plan_steps
+from toolkit.data.loading.order import StepPlan, batch_of, cut_step, generator_of, plan_steps
 from toolkit.data.loading.packing import Augment, PackedRows, Packing, PlainRows, Rows, pack_best_fit, pack_wrapped
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.data.sources.load import commits_of_sources
@@ -59,17 +59,7 @@ class _StepReader(Dataset):
             if "tokens" in totals:  # the index knows those of the documents as they were
                 everyone = [document for documents in augmented.values() for document in documents]
                 totals["tokens"] = float(sum(document["supervised_tokens"] for document in everyone))
-        return Batch(
-            micro_batches=[self.collate(documents) for documents in read],
-            totals=totals,
-            real=[real for _, real in plan.pieces],
-            seeds=[hash_numbers(self.seed, *piece[0]) for piece, _ in plan.pieces],
-            position=plan.position,
-            size=plan.size,
-            examples=plan.everyone,
-            indices=[[example for _, example in piece] for piece, _ in plan.pieces],
-            epochs=[[epoch for epoch, _ in piece] for piece, _ in plan.pieces],
-        )
+        return batch_of(plan, [self.collate(documents) for documents in read], totals, self.seed)
 
     def _augmented(self, plan: StepPlan, augment: Augment) -> dict[tuple[int, int], list[Document]]:
         """The documents of the global batch by (epoch, example): every rank must know how many tokens all of them supervise."""
