@@ -15,12 +15,11 @@ from toolkit.config import Refusal
 from toolkit.config.conditions import USUAL_TAG_METRICS
 from toolkit.config.setting import did_you_mean
 from toolkit.data.loading.batch import MicroBatch, model_inputs
+from toolkit.data.tokenize.documents import IGNORED
+from toolkit.data.tokenize.tags import BEGIN, END, INSIDE, OUTSIDE, PREFIXES, SINGLE
 from toolkit.metrics.classes import CLASS_METRICS, Counts
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
-IGNORED = -100
-OUTSIDE, BEGIN, INSIDE, END, SINGLE = range(5)
-_PREFIXES = {"O": OUTSIDE, "B": BEGIN, "I": INSIDE, "E": END, "L": END, "S": SINGLE, "U": SINGLE}  # L and U: BILOU's
 _OF_WORDS = {name: metric for name, metric in CLASS_METRICS.items() if not name.endswith("_binary")}
 _OF_ENTITIES: dict[str, Callable[[Counts], float | dict[str, float]]] = {
     **{name: metric for name, metric in _OF_WORDS.items() if name not in ("balanced_accuracy", "matthews_correlation")},
@@ -100,7 +99,7 @@ def _parts_of(tags: Sequence[str], scheme: str) -> tuple[torch.Tensor, torch.Ten
     written = [tag.partition("-") for tag in (*tags, "O")]
     types = list(dict.fromkeys(kind or "_" for prefix, _, kind in written if prefix != "O"))
     kinds = [-1 if prefix == "O" else types.index(kind or "_") for prefix, _, kind in written]
-    return torch.tensor([_PREFIXES[prefix] for prefix, _, _ in written]), torch.tensor(kinds), types
+    return torch.tensor([PREFIXES[prefix] for prefix, _, _ in written]), torch.tensor(kinds), types
 
 
 def _flat(tags: torch.Tensor, is_word: torch.Tensor, outside: int) -> torch.Tensor:
