@@ -183,7 +183,6 @@ class Cut:
     """What became of over-long documents."""
 
     overlong: int = 0
-    dropped: int = 0  # for being too long
     unsupervised: int = 0  # dropped because none of the tokens that were left is supervised
     tokens: int = 0  # cut off or dropped
     identical: int = 0  # pairs dropped because cutting made their answers the same
@@ -231,7 +230,7 @@ def leave_out(
             f"row, raise {flag}, or choose {instead}"
         )
     kept, count = documents.take(np.flatnonzero(~is_over)), int(is_over.sum())
-    return kept, Cut(overlong=count, dropped=count, tokens=len(documents.values) - len(kept.values))
+    return kept, Cut(overlong=count, tokens=len(documents.values) - len(kept.values))
 
 
 def _truncate(documents: Documents, max_length: int) -> Documents:

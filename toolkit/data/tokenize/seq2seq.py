@@ -158,7 +158,7 @@ class SourcesAndTargets:
             )
         if self.overlong == "drop":
             kept = documents.take(np.flatnonzero(~over))
-            return kept, Cut(count, dropped=count, tokens=len(documents.values) - len(kept.values))
+            return kept, Cut(count, tokens=len(documents.values) - len(kept.values))
         is_kept = np.ones(len(documents.values), dtype=bool)
         for row in np.flatnonzero(over).tolist():
             start = int(documents.bounds[row])
