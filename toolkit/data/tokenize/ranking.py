@@ -184,6 +184,7 @@ class ListRows:
             is_cut = self.overlong == "truncate" and longest[-1] > self.max_length
             if self.whole_documents:
                 remarks["cut_choices"] += is_cut and longest[-1] - len(query) > self.max_length
+                remarks["right_twice"] += each.documents.count(each.documents[int(labels.argmax())]) > 1
             else:
                 remarks["cut_queries"] += is_cut and len(query) > self._half
         documents = join_documents(ids, None, origins, columns)
