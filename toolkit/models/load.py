@@ -118,7 +118,7 @@ def load_model(
         except NotPackable as problem:
             if not is_undecided:
                 raise
-            say_once(f"{problem.who} {problem.reason}: its rows are padded")
+            say_once(f"{problem.what}: its rows are padded")
             take_attention_of_padded_rows(model, config.attn_implementation, problem)
     if config.torch_compile:
         check_compiler(config.torch_compile_backend, _device(config))

@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 
-LAYOUTS = ("shared", "packed", "padded")
-
 
 def lay_out(
     prompts: list[np.ndarray], answers: list[np.ndarray], prompt_of: np.ndarray, layout: str, pad_token_id: int = 0

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "EvalLoader", "StreamLoader", "TrainLoader", "build_dataloaders", "packing_name"]
 
 LONGEST_STOP = 600  # seconds
+_UNPACKED = (  # collate functions whose rows --packing is not for
+    (collate_padded, " puts documents of several examples into one row, which this recipe's padded rows cannot hold."),
+    (collate_pairs, ": pairs are one behind the other without padding as it is (--pair-layout). Remove it."),
+    (collate_answers, ": answers are one behind the other without padding as it is. Remove it."),
+)
 Collate = Callable[[list[Document]], MicroBatch]
 
 
@@ -206,12 +211,9 @@ def build_dataloaders(
     """
     rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     pin_memory = accelerator is not None and accelerator.device.type == "cuda"
-    if config.packing and _collate_fn(collate) is collate_padded:
-        raise Refusal("--packing puts documents of several examples into one row, which this recipe's padded rows cannot hold.")
-    if config.packing and _collate_fn(collate) is collate_pairs:
-        raise Refusal("--packing: pairs are one behind the other without padding as it is (--pair-layout). Remove it.")
-    if config.packing and _collate_fn(collate) is collate_answers:
-        raise Refusal("--packing: answers are one behind the other without padding as it is. Remove it.")
+    for function, why in _UNPACKED:
+        if config.packing and getattr(collate, "func", collate) is function:
+            raise Refusal(f"--packing{why}")
     train_split, pack, pack_held_out = splits["train"], _packer(config), _packer(config, overlap=True)
     global_batch_size = config.global_batch_size or (
         config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
@@ -265,7 +267,3 @@ def _packer(config: DataConfig, overlap: bool = False) -> Callable[[np.ndarray],
         "bfd": pack_best_fit, "wrapped": partial(pack_wrapped, overlap=overlap),
     }  # fmt: skip
     return lambda lengths: strategies[config.packing_strategy](lengths, config.max_length)
-
-
-def _collate_fn(collate: Collate) -> Any:
-    return getattr(collate, "func", collate)

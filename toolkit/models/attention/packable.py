@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +32,30 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 class NotPackable(Refusal):
-    """A model whose packed rows would not be exact; `reason` says why in words that follow the model's name."""
+    """A model whose packed rows would not be exact: `what` is, in words, who it is and why."""
 
     def __init__(self, who: str, reason: str) -> None:
-        super().__init__(f"--packing: {who} {reason}. Train it on padded rows: --no-packing (pairs: --pair-layout padded).")
-        self.who, self.reason = who, reason
+        self.what = f"{who} {reason}"
+        super().__init__(f"--packing: {self.what}. Train it on padded rows: --no-packing (pairs: --pair-layout padded).")
+
+
+def first_exact(layouts: Sequence[str], check: Callable[[str], None], asked: str, flag: str) -> tuple[str, list[NotPackable]]:
+    """The first of `layouts` that `check` lets pass, or `padded`, and what is wrong with those before it.
+
+    Raises:
+        Refusal: `asked`, which is not `auto`, would not be exact.
+    """
+    problems: list[NotPackable] = []
+    for layout in {"auto": layouts, "padded": ()}.get(asked, (asked,)):
+        try:
+            check(layout)
+        except NotPackable as problem:
+            problems.append(problem)
+        else:
+            return layout, problems
+    if asked not in ("auto", "padded"):
+        raise Refusal(f"{flag} {asked}: {problems[0].what}. Take {flag} auto.")
+    return "padded", problems
 
 
 def check_packable(model_config: PretrainedConfig, model_class: type | None = None) -> None:
