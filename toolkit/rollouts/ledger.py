@@ -73,7 +73,7 @@ class Phase:
         try:
             if self._part is None:
                 make_folder(self.folder)
-                self._part = _opened_part(_part_of(self.folder, self.step, rank), self.header)
+                self._part = _opened_part(self.folder / f"step-{self.step:06d}.rank-{rank}.part", self.header)
             self._part.write(sealed_line(_record(group)))
             self._part.flush()
             if time.monotonic() - self._synced > SYNCED_EVERY:
@@ -263,10 +263,6 @@ def _opened_part(path: Path, header: Mapping[str, Any]) -> IO[str]:
 
 def _whole(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.jsonl"
-
-
-def _part_of(folder: Path, step: int, rank: int) -> Path:
-    return folder / f"step-{step:06d}.rank-{rank}.part"
 
 
 def _parts(folder: Path, step: int) -> list[Path]:
