@@ -12,7 +12,7 @@ from torch import nn
 
 from toolkit.config import DistillationConfig, ModelConfig, Refusal
 from toolkit.config.conditions import is_built_in, is_on_a_server
-from toolkit.data.loading.batch import MicroBatch, model_inputs
+from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.distillation.fill_store import ask_stored, store_teacher
@@ -212,8 +212,7 @@ def ask_model(model: nn.Module, shared: SharedVocabulary, half: torch.dtype | No
         def compute(logits_of: Logits, _: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
             def of_teacher(piece: slice) -> TeacherLogps:
                 with torch.no_grad(), of_teachers():
-                    logits = shared.logits(logits_of(rows[piece]))
-                    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                    logits = precise(shared.logits(logits_of(rows[piece])))
                     return TeacherLogps((logits / temperature).log_softmax(-1))
 
             with torch.set_grad_enabled(with_gradient), torch.autocast(kind, dtype=dtype, enabled=autocast):

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from toolkit.data.loading.batch import MicroBatch, model_inputs
+from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
 from toolkit.losses.causal_lm import causal_lm_metrics, supervised
 from toolkit.losses.chunked import Logits, added_in_chunks
 from toolkit.losses.selective_head import at_positions
@@ -155,7 +155,7 @@ def _sums(
             there = targets.to(rows.device)
 
             def sums_of(piece: slice, logits: torch.Tensor) -> torch.Tensor:
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                logits = precise(logits)
                 return torch.stack([precise_sum(each) for each in values_of(logits, there[piece], of_teacher(piece), shared)])
 
             return added_in_chunks(sums_of, logits_of, parameters, rows, vocabulary + shared)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.data.loading.batch import MicroBatch, model_inputs
+from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 from toolkit.metrics.retrieval import ranking_metrics, ranks_in_lists
 
@@ -89,8 +89,7 @@ def score_lists(model: Callable[..., Any], micro_batch: MicroBatch) -> tuple[tor
         scores = model(**inputs).logits.squeeze(-1)
     else:
         scores = _scores_by_length(model, inputs, micro_batch["by_length"], micro_batch["groups"])
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    counts, most = micro_batch["documents"], micro_batch["most_documents"]
+    scores, counts, most = precise(scores), micro_batch["documents"], micro_batch["most_documents"]
     is_document = torch.arange(most, device=scores.device)[None] < counts[:, None]
 
     def in_lists(values: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from toolkit.config import Refusal
-from toolkit.data.loading.batch import MicroBatch, model_inputs
+from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 
@@ -67,8 +67,7 @@ def pair_rewards(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tenso
 
 def answer_rewards(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     """The reward of each row, `[rows]`, float32 or wider: a prompt with its answer, of `input_ids` and `attention_mask`."""
-    scores = model(**inputs).logits.squeeze(-1)
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return precise(model(**inputs).logits.squeeze(-1))
 
 
 def reward_losses(

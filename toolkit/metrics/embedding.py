@@ -10,7 +10,7 @@ from torch import nn
 
 from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.metric import Metrics
-from toolkit.metrics.retrieval import ranking_metrics, ranks_in_corpus, spearman
+from toolkit.metrics.retrieval import pearson, ranking_metrics, ranks_in_corpus, spearman
 
 Embed = Callable[[nn.Module, MicroBatch], torch.Tensor]
 
@@ -68,8 +68,7 @@ def _of_each_size(
 def _similarity(vectors: np.ndarray, scores: np.ndarray) -> dict[str, float]:
     units = _unit(vectors)
     cosines = (units[:, 0] * units[:, 1]).sum(-1)
-    together = np.corrcoef(cosines, scores)[0, 1] if len(set(scores)) > 1 and len(set(cosines)) > 1 else float("nan")
-    return {"spearman": spearman(cosines, scores), "pearson": float(together)}
+    return {"spearman": spearman(cosines, scores), "pearson": pearson(cosines, scores)}
 
 
 def _rows_of(embed: Embed, most_texts: int) -> Callable[[nn.Module, MicroBatch], dict[str, torch.Tensor]]:

@@ -14,10 +14,11 @@ from torch.nn import functional
 from toolkit.config import Refusal
 from toolkit.config.conditions import USUAL_TAG_METRICS
 from toolkit.config.setting import did_you_mean
-from toolkit.data.loading.batch import MicroBatch, model_inputs
+from toolkit.data.loading.batch import MicroBatch
 from toolkit.data.tokenize.documents import IGNORED
 from toolkit.data.tokenize.tags import BEGIN, END, INSIDE, OUTSIDE, PREFIXES, SINGLE
 from toolkit.metrics.classes import CLASS_METRICS, Counts
+from toolkit.metrics.classification import example_logits
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 _OF_WORDS = {name: metric for name, metric in CLASS_METRICS.items() if not name.endswith("_binary")}
@@ -25,12 +26,6 @@ _OF_ENTITIES: dict[str, Callable[[Counts], float | dict[str, float]]] = {
     **{name: metric for name, metric in _OF_WORDS.items() if name not in ("balanced_accuracy", "matthews_correlation")},
     **{name: CLASS_METRICS[f"{name}_micro"] for name in ("precision", "recall", "f1")},
 }
-
-
-def token_logits(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-    """The model's logits `[batch, length, classes]` in float32 (float64 stays)."""
-    logits = model(**model_inputs(micro_batch)).logits
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def tag_metrics(tags: Sequence[str], scheme: str, names: Sequence[str] = (), *, strict: bool = False) -> Metrics:
@@ -62,7 +57,7 @@ def tag_metrics(tags: Sequence[str], scheme: str, names: Sequence[str] = (), *, 
 
     def update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         labels: torch.Tensor = micro_batch["labels"]
-        logits = token_logits(model, micro_batch)
+        logits = example_logits(model, micro_batch)
         losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
         of_words, predictions = micro_batch.get("word_labels", labels), logits.argmax(-1)
         is_word = of_words != IGNORED

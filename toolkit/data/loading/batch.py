@@ -29,6 +29,11 @@ def model_inputs(micro_batch: MicroBatch) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def precise(values: torch.Tensor) -> torch.Tensor:
+    """What a model gives back, in float32; float64 stays."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 @dataclass
 class Batch:
     """The micro-batches of one step on this rank, and what the loss needs to know about the whole global batch.
