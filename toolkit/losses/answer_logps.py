@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from toolkit.data.loading.batch import MISMATCHED, MicroBatch, model_inputs
+from toolkit.data.loading.batch import MicroBatch, model_inputs
+from toolkit.data.loading.collate_pairs import mismatched_of
 from toolkit.losses.chunked import Logits, logps_in_chunks
 from toolkit.losses.pair_losses import PairLogps, desensitized_weights
 from toolkit.losses.selective_head import at_positions
@@ -39,8 +40,7 @@ def answer_logps(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
 
 def mismatched_logps(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """The same of the answers that belong to other prompts."""
-    others = {name.removeprefix(MISMATCHED): value for name, value in micro_batch.items() if name.startswith(MISMATCHED)}
-    return answer_logps(model, others)
+    return answer_logps(model, mismatched_of(micro_batch))
 
 
 def answer_token_logps(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:

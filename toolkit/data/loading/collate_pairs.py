@@ -63,7 +63,7 @@ def collate_answers(documents: list[Document], *, layout: str = "packed", pad_to
     `[answers]`, the number of each, through all splits.
 
     Where documents have `mismatched`, an answer to another prompt, the same of each prompt with that one, under names that
-    begin with `mismatched_`.
+    begin with `mismatched_`; see `mismatched_of`.
 
     Each document has `input_ids` (prompt and answer), `prompt_tokens`, `desirable` and `answer`.
     """
@@ -80,3 +80,8 @@ def collate_answers(documents: list[Document], *, layout: str = "packed", pad_to
         others = [np.asarray(document["mismatched"], dtype=np.int64) for document in documents]
         batch |= {MISMATCHED + name: value for name, value in lay_out(prompts, others, own, layout, pad_token_id).items()}
     return batch
+
+
+def mismatched_of(micro_batch: MicroBatch) -> MicroBatch:
+    """The prompts of a micro-batch with their mismatched answers, as `collate_answers` gives them with their own."""
+    return {name.removeprefix(MISMATCHED): value for name, value in micro_batch.items() if name.startswith(MISMATCHED)}
