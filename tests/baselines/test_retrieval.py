@@ -16,7 +16,7 @@ def test_vectors_are_those_of_scikit_learn(words) -> None:
     """Up to the order of words. Fails when: counts are not in logarithms, or `tf_idf` reads whole words alone."""
     reference = TfidfVectorizer(sublinear_tf=True, analyzer=words).fit(DOCUMENTS)
     expected = (reference.transform(QUERIES) @ reference.transform(DOCUMENTS).T).toarray()
-    found = tf_idf([*QUERIES, *DOCUMENTS], DOCUMENTS, words)
+    found = tf_idf([*QUERIES, *DOCUMENTS], DOCUMENTS, words).to_dense().numpy()
     np.testing.assert_allclose(found[:3] @ found[3:].T, expected, atol=1e-12)
 
 

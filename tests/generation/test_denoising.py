@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from toolkit.generation.denoising import DenoisingSettings, denoise
-from toolkit.models.attention.direction import make_bidirectional
+from toolkit.models.attention.packable import make_bidirectional
 from toolkit.models.diffusion import Diffusion
 
 MASK = 60

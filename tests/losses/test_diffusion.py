@@ -13,8 +13,8 @@ from toolkit.data.loading.collate import collate_packed, collate_padded
 from toolkit.data.loading.noise import hide_tokens
 from toolkit.data.loading.order import generator_of
 from toolkit.losses.diffusion import diffusion_loss, diffusion_metrics
-from toolkit.models.attention.direction import make_bidirectional
 from toolkit.models.attention.interface import choose_attention
+from toolkit.models.attention.packable import make_bidirectional
 
 VOCABULARY, MASK = 61, 60
 SHAPE = {

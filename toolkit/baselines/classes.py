@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from toolkit.baselines.word_overlap import tf_idf
 from toolkit.data.tokenize.columns import label_column
 from toolkit.data.tokenize.tags import Tags
 from toolkit.data.tokenize.token_tags import tagged_words
@@ -68,31 +67,15 @@ def _predict_from_words(texts: Sequence[str], labels: np.ndarray, held_out: Sequ
     import torch
     from torch.nn import functional
 
-    counts = [Counter(re.findall(r"\b\w\w+\b", text.lower())) for text in texts]
-    seen_in = Counter(word for count in counts for word in count)
-    if not seen_in or labels.max() == 0:
+    def words(text: str) -> list[str]:
+        return re.findall(r"\b\w\w+\b", text.lower())
+
+    inputs, asked = tf_idf(texts, texts, words), tf_idf(held_out, texts, words)
+    if not inputs.shape[1] or labels.max() == 0:
         return None
-    place = {word: number for number, word in enumerate(sorted(seen_in))}
-    weight = {word: math.log((1 + len(texts)) / (1 + seen_in[word])) + 1 for word in place}
-
-    def features(counted: Sequence[Counter[str]]) -> torch.Tensor:
-        """A sparse matrix, (texts, words)."""
-        columns, starts, values = list[int](), [0], list[float]()
-        for count in counted:
-            known = {word: (1 + math.log(times)) * weight[word] for word, times in sorted(count.items()) if word in place}
-            length = math.sqrt(math.fsum(value * value for value in known.values()))
-            columns += [place[word] for word in known]
-            values += [value / length for value in known.values()]
-            starts.append(len(columns))
-        rows, places = torch.tensor(starts), torch.tensor(columns, dtype=torch.int64)  # of a list of none: float
-        shape = len(counted), len(place)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-            return torch.sparse_csr_tensor(rows, places, values, shape, dtype=torch.float64, check_invariants=True)
-
-    inputs, wanted = features(counts), functional.one_hot(torch.from_numpy(labels)).double()
+    wanted = functional.one_hot(torch.from_numpy(labels)).double()
     transposed = inputs.to_sparse_coo().t().to_sparse_csr()  # of which products are 20 times as fast as of a view
-    weights = torch.zeros(len(place), wanted.shape[1], dtype=torch.float64)
+    weights = torch.zeros(inputs.shape[1], wanted.shape[1], dtype=torch.float64)
     bias = torch.zeros(wanted.shape[1], dtype=torch.float64)
     enough = 1e-5 * 10 * len(texts)  # of the gradient: a tenth of where scikit-learn stops
     optimizer = torch.optim.LBFGS(
@@ -106,7 +89,6 @@ def _predict_from_words(texts: Sequence[str], labels: np.ndarray, held_out: Sequ
         return weights.square().sum() / 2 - 10 * (logps * wanted).sum()
 
     optimizer.step(closure)
-    asked = features([Counter(re.findall(r"\b\w\w+\b", text.lower())) for text in held_out])
     return (asked @ weights + bias).argmax(-1).numpy()
 
 

@@ -135,9 +135,9 @@ def ngram_bits_per_byte(
         raise ValueError(f"{order}-grams over {vocab_size} tokens don't fit into 63 bits")
     probability = np.full(len(held_out), 1 / vocab_size)
     for length in range(1, order + 1):
-        # the highest order counts occurrences, the ones below it the distinct tokens seen before
-        counted = _windows(train, length, vocab_size) if length == order else _continuations(train, length, vocab_size)
-        asked = _windows(held_out, length, vocab_size)
+        asked, counted = _windows(held_out, length, vocab_size), _windows(train, length, vocab_size)
+        if length < order:  # the highest order counts occurrences, the ones below it the distinct tokens seen before
+            counted = np.unique(_windows(train, length + 1, vocab_size)) % vocab_size**length
         probability[length - 1 :] = _interpolate(counted, asked, probability[length - 1 :], vocab_size)
     return float(-np.log2(probability).sum() / num_bytes)
 
@@ -148,11 +148,6 @@ def _windows(ids: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
     for step in range(length):
         keys = keys * vocab_size + ids[step : step + len(keys)]
     return keys
-
-
-def _continuations(ids: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
-    """Each window once for every distinct token that is before it somewhere."""
-    return np.unique(_windows(ids, length + 1, vocab_size)) % vocab_size**length
 
 
 def _interpolate(counted: np.ndarray, asked: np.ndarray, lower: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -16,6 +17,7 @@ from toolkit.data.tokenize.ranking import QueryList, read_lists
 from toolkit.metrics.retrieval import ranking_metrics, ranks_in_corpus, ranks_in_lists
 
 if TYPE_CHECKING:
+    import torch
     from datasets import Dataset
 
 COUNTED_LISTS = 20_000  # training lists in whose documents words are counted
@@ -106,28 +108,33 @@ def retrieval_baselines(raw: Mapping[str, Dataset], at: int = 10) -> dict[str, f
     }
     baselines = {"chance": min(at / len(distinct), 1.0)}
     for name, words in (("TF-IDF on words", plain_words), ("TF-IDF on parts of words", parts_of_words)):
-        vectors = tf_idf([*distinct_queries, *distinct], distinct, words)
+        vectors = tf_idf([*distinct_queries, *distinct], distinct, words).to_dense().numpy()
         found = ranks_in_corpus(vectors[: len(distinct_queries)], vectors[len(distinct_queries) :], np.array(sorted(pairs)))
         baselines[name] = ranking_metrics(found, (at,))[f"recall_at_{at}"]
     return baselines
 
 
-def tf_idf(texts: Sequence[str], fitted_to: Sequence[str], words_of: Callable[[str], list[str]] = plain_words) -> np.ndarray:
-    """Vectors of length 1, `[texts, words of fitted_to]`."""
-    counts = [Counter(words_of(text)) for text in texts]
-    number_of: dict[str, int] = {}
-    frequency: Counter[str] = Counter()
-    for text in fitted_to:
-        frequency.update(set(words_of(text)))
-    for word in frequency:
-        number_of[word] = len(number_of)
-    rarity = {word: 1 + np.log((1 + len(fitted_to)) / (1 + count)) for word, count in frequency.items()}
-    vectors = np.zeros((len(texts), len(number_of)))
-    for row, words in enumerate(counts):
-        for word, count in words.items():
-            if word in number_of:
-                vectors[row, number_of[word]] = (1 + np.log(count)) * rarity[word]
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+def tf_idf(texts: Sequence[str], fitted_to: Sequence[str], words_of: Callable[[str], list[str]]) -> torch.Tensor:
+    """Vectors of length 1, `[texts, words of fitted_to in their order]`, sparse."""
+    import torch
+
+    seen_in = Counter(word for text in fitted_to for word in set(words_of(text)))
+    place = {word: number for number, word in enumerate(sorted(seen_in))}
+    rarity = {word: 1 + math.log((1 + len(fitted_to)) / (1 + count)) for word, count in seen_in.items()}
+    columns, starts, values = list[int](), [0], list[float]()
+    for text in texts:
+        counts = sorted(Counter(words_of(text)).items())
+        known = {place[word]: (1 + math.log(times)) * rarity[word] for word, times in counts if word in place}
+        length = math.sqrt(math.fsum(value * value for value in known.values()))
+        columns += known
+        values += [value / length for value in known.values()]
+        starts.append(len(columns))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        return torch.sparse_csr_tensor(
+            torch.tensor(starts), torch.tensor(columns, dtype=torch.int64), torch.tensor(values, dtype=torch.float64),
+            (len(texts), len(place)), check_invariants=True,
+        )  # fmt: skip
 
 
 def choice_baselines(raw: Mapping[str, Dataset]) -> dict[str, float]:

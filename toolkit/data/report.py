@@ -111,8 +111,6 @@ def example_lines(pieces: list[Piece], origin: str, names: tuple[str, ...], mark
 def _remarks(split: SplitCounts, report: DataReport) -> list[str]:
     """What the split lost and what is peculiar about it, in words."""
     lines = []
-    if split.short:
-        lines.append(f"{split.short:,} shorter than --min-length, left out")
     if split.overlong:
         what = {"truncate": "truncated", "drop": "dropped", "split": "split"}[report.overlong]
         share = split.cut_tokens / (split.tokens + split.cut_tokens)
@@ -120,18 +118,6 @@ def _remarks(split: SplitCounts, report: DataReport) -> list[str]:
         lines.append(f"{split.overlong:,} longer than {report.max_length:,} tokens, {what}{lost}")
     if split.unsupervised:
         lines.append(f"{split.unsupervised:,} of these dropped, as no supervised token was left")
-    if split.duplicates:
-        lines.append(_counted(split.duplicates, "{is an exact duplicate of another|are exact duplicates of others}"))
-    if split.also_in_train:
-        lines.append(_counted(split.also_in_train, "{is|are} in train too, so that its metrics will flatter the model"))
-    if split.merged:
-        joins = "{has|have} a token that joins the prompt's end with the answer's start; it is supervised"
-        lines.append(_counted(split.merged, joins))
-    if split.rewritten:
-        lines.append(_counted(
-            split.rewritten, "{chat has|chats have} earlier turns that the template writes otherwise than when they were the "
-            "last, such as without their thinking; they are trained on as written",
-        ))  # fmt: skip
     lines += [_counted(count, REMARKS[remark]) for remark, count in split.remarks.items()]
     lines += [
         f"WARNING: {_counted(count, TOOL_REMARKS[remark])}: {'first at ' if count > 1 else ''}{with_given_paths(first)}"

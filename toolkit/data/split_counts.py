@@ -18,8 +18,14 @@ from toolkit.data.tokenize.documents import IGNORED, Cut, Documents, Rules
 from toolkit.data.tokenize.tool_calls import UNKNOWN_CALL, UNKNOWN_TOOL
 
 ANSWER_CLASSES = ("desirable", "undesirable")  # of single answers
-# What may be unusual about the rows of a task, by how often: {of one|of several}.
+# What may be unusual about rows, by how often: {of one|of several}.
 REMARKS = {
+    "short": "shorter than --min-length, left out",
+    "duplicates": "{is an exact duplicate of another|are exact duplicates of others}",
+    "also_in_train": "{is|are} in train too, so that its metrics will flatter the model",
+    "merged": "{has|have} a token that joins the prompt's end with the answer's start; it is supervised",
+    "rewritten": "{chat has|chats have} earlier turns that the template writes otherwise than when they were the last, such as "
+    "without their thinking; they are trained on as written",
     "ties": "{row makes|rows make} no pair: none of {its|their} answers is better than another",
     "contradicted": "{answer is|answers are} in one list with different scores or ranks, and {is|are} left out of it",
     "undecided": "{row makes|rows make} no pair once these answers are left out",
@@ -64,15 +70,9 @@ class SplitCounts:
     longest: int
     overlong: int
     cut_tokens: int  # cut off or dropped
-    dropped: int
     unsupervised: int  # dropped because no supervised token was left
-    duplicates: int
-    also_in_train: int
-    merged: int  # examples in which a token holds both the end of a prompt and the start of what is supervised
-    rewritten: int  # chats that the template writes otherwise than they were generated
     classes: dict[str, int]
     remarks: dict[str, int] = field(default_factory=dict)  # counts of REMARKS
-    short: int = 0  # left out for having fewer tokens than --min-length
     odd_tools: dict[str, tuple[int, str]] = field(default_factory=dict)  # of TOOL_REMARKS: how many chats, and the first one
 
 
@@ -92,7 +92,7 @@ def measure(whole: Documents, kept: Documents, cut: Cut, rules: Rules, remarks: 
     ends, supervised_ends = _count_turn_ends(whole, rules)
     sums = Counter(
         examples=len(kept), tokens=len(kept.values), supervised_tokens=int(kept.supervised().sum()), overlong=cut.overlong,
-        cut_tokens=cut.tokens, dropped=cut.dropped, unsupervised=cut.unsupervised, ends=ends, supervised_ends=supervised_ends,
+        cut_tokens=cut.tokens, unsupervised=cut.unsupervised, ends=ends, supervised_ends=supervised_ends,
         kept_ends=_count_turn_ends(kept, rules)[1], identical=cut.identical, clipped=cut.clipped,
     )  # fmt: skip
     tokens = (whole.values[a:b].tobytes() for a, b in pairwise(whole.bounds.tolist()))
@@ -159,11 +159,12 @@ def summarize(
         sums["both_labels"] = _count_both_labels(measures)
     median, percentile_95 = np.percentile(whole, [50, 95], method="inverted_cdf") if len(whole) else (0, 0)
     rows = row_hashes(measures)
-    counted = ("examples", "tokens", "overlong", "cut_tokens", "dropped", "unsupervised", "merged", "rewritten", "short")
+    sums["duplicates"] = len(rows) - len(np.unique(rows))
+    sums["also_in_train"] = 0 if train_rows is None else int(np.isin(rows, train_rows).sum())
+    counted = ("examples", "tokens", "overlong", "cut_tokens", "unsupervised")
     return SplitCounts(
         name=name, supervised_tokens=sums["supervised_tokens"] if is_masked else None, median=int(median),
-        percentile_95=int(percentile_95), longest=int(whole.max(initial=0)), duplicates=len(rows) - len(np.unique(rows)),
-        also_in_train=0 if train_rows is None else int(np.isin(rows, train_rows).sum()),
+        percentile_95=int(percentile_95), longest=int(whole.max(initial=0)),
         classes={label: sums[f"class {label}"] for label in classes},
         remarks={remark: sums[remark] for remark in REMARKS if sums[remark]},
         odd_tools=_odd_tools(sums), **{key: sums[key] for key in counted},

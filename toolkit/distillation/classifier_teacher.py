@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.config import ClassifierDistillationConfig, Refusal
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import MicroBatch, model_inputs
 from toolkit.distillation.trained_teacher import find_teacher
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of
@@ -92,7 +92,7 @@ def ask_classifier(
     def ask(micro_batch: MicroBatch) -> Any:
         from accelerate.utils import convert_to_fp32
 
-        inputs = {name: value for name, value in micro_batch.items() if name not in ("labels", "weight")}
+        inputs = model_inputs(micro_batch)
         inputs["input_ids"] = shared.inputs(inputs["input_ids"])
         kind = inputs["input_ids"].device.type
         with torch.no_grad(), torch.autocast(kind, dtype=half, enabled=half is not None):

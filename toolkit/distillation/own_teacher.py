@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
 from toolkit.distributed.engines import unwrapped
-from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, supervised
+from toolkit.losses.causal_lm import supervised
 from toolkit.losses.chunked import Logits
 from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
 from toolkit.losses.selective_head import at_positions
@@ -38,7 +38,7 @@ class Average:
         for name in ("forward", "_original_forward"):  # accelerate's (1.14), for the student's precision
             self.model.__dict__.pop(name, None)
         self.means = {
-            name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+            name: precise(parameter.detach())
             for name, parameter in self.model.named_parameters() if parameter.requires_grad
         }  # fmt: skip
         self.model.requires_grad_(False)
@@ -75,7 +75,7 @@ def ask_without_adapter(student: nn.Module, vocabulary: int) -> TeacherFn:
 
     def ask(micro_batch: MicroBatch, temperature: float, body: Body) -> torch.Tensor:
         positions, _ = supervised(micro_batch)
-        inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+        inputs = model_inputs(micro_batch)
         found: list[tuple[Logits, torch.Tensor]] = []
 
         def keep(logits_of: Logits, _: Sequence[nn.Parameter], rows: torch.Tensor, __: int) -> torch.Tensor:
@@ -88,8 +88,7 @@ def ask_without_adapter(student: nn.Module, vocabulary: int) -> TeacherFn:
 
         def of_teacher(piece: slice) -> TeacherLogps:
             with torch.no_grad(), base.disable_adapter():
-                logits = logits_of(rows[piece])[:, :vocabulary]
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                logits = precise(logits_of(rows[piece])[:, :vocabulary])
             return TeacherLogps((logits / temperature).log_softmax(-1))
 
         return body(of_teacher, vocabulary)

@@ -12,7 +12,7 @@ from torch import nn
 
 from toolkit.config import DistillationConfig, ModelConfig, Refusal
 from toolkit.config.conditions import is_built_in, is_on_a_server
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.distillation.fill_store import ask_stored, store_teacher
@@ -23,7 +23,7 @@ from toolkit.distillation.trained_teacher import check_teacher_on_disk, find_tea
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import say_once
-from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, supervised
+from toolkit.losses.causal_lm import supervised
 from toolkit.losses.chunked import Logits
 from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
 from toolkit.losses.selective_head import at_positions
@@ -202,7 +202,7 @@ def ask_model(model: nn.Module, shared: SharedVocabulary, half: torch.dtype | No
 
     def ask(micro_batch: MicroBatch, temperature: float, body: Body) -> torch.Tensor:
         positions, _ = supervised(micro_batch)
-        inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+        inputs = model_inputs(micro_batch)
         inputs["input_ids"] = shared.inputs(inputs["input_ids"])
         kind, found = inputs["input_ids"].device.type, []
         with_gradient, dtype = torch.is_grad_enabled(), torch.get_autocast_dtype(kind)
@@ -212,8 +212,7 @@ def ask_model(model: nn.Module, shared: SharedVocabulary, half: torch.dtype | No
         def compute(logits_of: Logits, _: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
             def of_teacher(piece: slice) -> TeacherLogps:
                 with torch.no_grad(), of_teachers():
-                    logits = shared.logits(logits_of(rows[piece]))
-                    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                    logits = precise(shared.logits(logits_of(rows[piece])))
                     return TeacherLogps((logits / temperature).log_softmax(-1))
 
             with torch.set_grad_enabled(with_gradient), torch.autocast(kind, dtype=dtype, enabled=autocast):

@@ -85,9 +85,8 @@ def half_of(accelerator: Accelerator) -> torch.dtype | None:
 
 
 def find_teacher(
-    teacher: str, wanted: str, what: str, config: TeacherConfig, accelerator: Accelerator, *, max_length: int,
-    attn_implementation: str = "auto",
-) -> TrainedTeacher:  # fmt: skip
+    teacher: str, wanted: str, what: str, config: TeacherConfig, accelerator: Accelerator, *, max_length: int
+) -> TrainedTeacher:
     """The teacher of a name, as `build_teacher` takes it.
 
     Args:
@@ -99,7 +98,7 @@ def find_teacher(
     with named_as_teacher():
         own = _TeacherModel(
             model=find_model(teacher), model_revision=config.teacher_revision, dtype=config.teacher_dtype,
-            attn_implementation=attn_implementation, use_cpu=accelerator.device.type == "cpu",
+            use_cpu=accelerator.device.type == "cpu",
         )  # fmt: skip
         auto_class = auto_class_of(own)
         if auto_class != wanted:

@@ -14,6 +14,7 @@ import torch
 from toolkit.config import Refusal
 from toolkit.data.sources.readers import read_json_line
 from toolkit.data.tokenize.documents import build_encoder
+from toolkit.data.tokenize.masks import Message, read_chat_template
 from toolkit.generation.continued_texts import stop_ids
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.filled_texts import fill_text
@@ -23,12 +24,10 @@ from toolkit.generation.samples import prompt_of
 from toolkit.models.diffusion import diffusion_of
 from toolkit.models.shapes import positions_of
 from toolkit.system.console import quoted
-from toolkit.system.interruptions import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Message = dict[str, str]
 USUAL_TOKENS = 512  # of an answer
 TOGETHER = 32  # prompts that are decoded together
 _CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # how a character decodes whose last bytes are yet to come
@@ -67,11 +66,7 @@ def chat_prompt(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> 
     """
     if not tokenizer.chat_template:
         raise Refusal("The tokenizer has no chat template. Give one (--chat-template FILE), or continue plain text: --raw")
-    try:
-        with time_limit(TEMPLATE_SECONDS):
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # whatever a template's Jinja can do wrong; the cause stays attached
-        raise Refusal(f"The chat template refuses these messages: {error}") from error
+    return read_chat_template(tokenizer).render(messages, {}, add_generation_prompt=True)
 
 
 def read_prompts(

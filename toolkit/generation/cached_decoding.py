@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from toolkit.data.loading.batch import precise
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -63,5 +65,4 @@ class CachedGroup:
         }  # fmt: skip
         output = self.model(**inputs, past_key_values=self.cache, use_cache=True)
         self.cache = output.past_key_values
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return precise(output.logits[:, -1])

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from toolkit.config import Refusal
+from toolkit.data.loading.batch import precise
 from toolkit.generation.cached_decoding import CachedGroup
 from toolkit.generation.distribution import SamplingSettings, draw, penalized
 from toolkit.generation.equal_bits import rows_for_equal_bits
@@ -252,8 +253,7 @@ class _Groups:
             input_ids=self._filled(tokens)[None], position_ids=self._filled(positions)[None], use_cache=False, groups=state,
             logits_to_keep=keep,
         )  # fmt: skip
-        logits: torch.Tensor = output.logits[0]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return precise(output.logits[0])
 
 
 class _StopStrings:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from toolkit.data.loading.batch import MicroBatch
-from toolkit.data.loading.collate_pairs import MISMATCHED, NOT_FOR_THE_MODEL, mismatched_of
+from toolkit.data.loading.batch import MicroBatch, model_inputs
+from toolkit.data.loading.collate_pairs import mismatched_of
 from toolkit.losses.chunked import Logits, logps_in_chunks
 from toolkit.losses.pair_losses import PairLogps, desensitized_weights
 from toolkit.losses.selective_head import at_positions
@@ -48,17 +48,12 @@ def answer_token_logps(model: nn.Module, micro_batch: MicroBatch) -> torch.Tenso
 
     The head is applied at answer positions only; logits `[batch, length, V]` are never built.
     """
-    inputs = {
-        name: value
-        for name, value in micro_batch.items()
-        if name not in NOT_FOR_THE_MODEL and not name.startswith(MISMATCHED)
-    }
     targets = micro_batch["answer_tokens"]
 
     def logps(logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
         return logps_in_chunks(logits_of, parameters, rows, targets.to(rows.device), vocabulary)
 
-    found = at_positions(model, inputs, micro_batch["answer_positions"], logps)
+    found = at_positions(model, model_inputs(micro_batch), micro_batch["answer_positions"], logps)
     # each slot is written once, so that the sum over a row has one order, on a GPU too
     table = found.new_zeros(micro_batch["answers"] * micro_batch["longest_answer"])
     return table.scatter(0, micro_batch["answer_slots"], found).view(-1, micro_batch["longest_answer"])

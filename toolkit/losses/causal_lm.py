@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import MicroBatch, model_inputs
 from toolkit.losses.selective_head import supervised_sums
 from toolkit.metrics.metric import Metrics, ratio
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-NOT_FOR_THE_MODEL = (
-    "labels", "weight", "token_weights", "seen_ahead", "attention_seeds", "supervised_positions", "teacher_logps", "teacher_ids"
-)  # fmt: skip
 TokenSums = Callable[[nn.Module, MicroBatch], tuple[torch.Tensor, torch.Tensor, int]]
 
 
@@ -53,28 +50,31 @@ def causal_lm_loss(
     Returns the loss, 0-d, and `token_accuracy`, likewise a part of the mean. Without a supervised token the loss is a zero
     that still reaches every parameter.
     """
-    loss, correct, _ = _sums(model, micro_batch, label_smoothing_factor, z_loss)
+    loss, correct, _ = token_sums(model, micro_batch, label_smoothing_factor, z_loss)
     tokens = max(float(totals["tokens"]), 1.0)
     return loss / tokens, {"token_accuracy": correct / tokens}
 
 
-def _sums(
-    model: nn.Module, micro_batch: MicroBatch, label_smoothing_factor: float = 0.0, z_loss: float = 0.0
+def token_sums(
+    model: nn.Module, micro_batch: MicroBatch, label_smoothing_factor: float = 0.0, z_loss: float = 0.0, aligned: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Loss and correct predictions, both summed over the supervised tokens, and the number of these."""
-    positions, targets = supervised(micro_batch)
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
-    loss, correct = supervised_sums(model, inputs, positions, targets, label_smoothing_factor, z_loss)
+    positions, targets = supervised(micro_batch, aligned=aligned)
+    loss, correct = supervised_sums(model, model_inputs(micro_batch), positions, targets, label_smoothing_factor, z_loss)
     return loss, correct, len(positions)
 
 
-def supervised(micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat indices of the positions that predict a supervised label, and these labels, both `[P]`."""
-    following = torch.nn.functional.pad(micro_batch["labels"], (0, 1), value=-100)[:, 1:].reshape(-1)
+def supervised(micro_batch: MicroBatch, *, aligned: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flat indices of the positions that predict a supervised label, and these labels, both `[P]`.
+
+    `aligned`: a position predicts the label at its own place, as of masked tokens and of targets, and not the next one.
+    """
+    labels = micro_batch["labels"]
+    labels = (labels if aligned else torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]).reshape(-1)
     positions = micro_batch.get("supervised_positions")
     if positions is None:
-        positions = (following != -100).nonzero()[:, 0]
-    return positions, following[positions]
+        positions = (labels != -100).nonzero()[:, 0]
+    return positions, labels[positions]
 
 
 def exponential(value: float) -> float:
@@ -99,7 +99,7 @@ def token_metrics(sums: TokenSums, perplexity: str = "perplexity", accuracy: str
     return Metrics(update=update, finalize=finalize)
 
 
-causal_lm_metrics = token_metrics(_sums)
+causal_lm_metrics = token_metrics(token_sums)
 """Means over the supervised tokens of a split: loss in nats, perplexity = exp(loss), token accuracy. No smoothing."""
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from toolkit.data.loading.batch import precise
 from toolkit.losses.token_losses import TokenLogps, runs_as_kernel, token_losses
 from toolkit.metrics.metric import precise_sum
 from toolkit.system.devices import chosen_type
@@ -179,7 +180,7 @@ def _add(total: list[torch.Tensor | None], terms: Sequence[torch.Tensor | None])
         if before is not None:
             before.add_(term)
             continue
-        term = term.to(torch.promote_types(term.dtype, torch.float32)).contiguous()
+        term = precise(term).contiguous()
         # autograd may hand one tensor to two parameters that are added to each other
         shared = any(other is not None and other.data_ptr() == term.data_ptr() for other in total)
         total[i] = term.clone() if shared else term
@@ -210,8 +211,7 @@ def values_in_chunks(
     """
 
     def of_chunk(piece: slice, chunk: torch.Tensor) -> torch.Tensor:
-        logits = logits_of(chunk)
-        return values_of(piece, logits.to(torch.promote_types(logits.dtype, torch.float32)))
+        return values_of(piece, precise(logits_of(chunk)))
 
     return _values(of_chunk, parameters, rows, vocabulary)
 

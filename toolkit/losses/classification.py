@@ -16,7 +16,7 @@ from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.classification import classification_metrics, example_logits
 from toolkit.metrics.metric import Metrics
 from toolkit.metrics.question_answering import span_logits, span_losses
-from toolkit.metrics.spans import IGNORED, token_logits
+from toolkit.metrics.spans import IGNORED
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
@@ -100,7 +100,7 @@ def token_classification_loss(
     Returns the loss, 0-d, and the share of supervised tokens whose tag is right. Without a supervised token the loss is a zero
     that still reaches every parameter.
     """
-    logits, labels = token_logits(model, micro_batch), micro_batch["labels"]
+    logits, labels = example_logits(model, micro_batch), micro_batch["labels"]
     losses = functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing_factor
     )

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from toolkit.data.loading.batch import MicroBatch
-from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, exponential
+from toolkit.data.loading.batch import MicroBatch, model_inputs
+from toolkit.losses.causal_lm import exponential, supervised
 from toolkit.losses.chunked import Logits, values_in_chunks
 from toolkit.losses.selective_head import at_positions, supervised_sums
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
@@ -37,14 +37,14 @@ def diffusion_loss(
 
     Returns the loss, 0-d, without further metrics. Without a hidden token it is a zero that still reaches every parameter.
     """
-    positions, targets = _hidden(micro_batch)
+    positions, targets = supervised(micro_batch, aligned=True)
     inputs = _inputs(micro_batch, next(model.parameters()).dtype)
     loss, _ = supervised_sums(model, inputs, positions, targets, weights=micro_batch["token_weights"])
     return loss / max(float(totals["tokens"]), 1.0), {}
 
 
 def _update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-    positions, targets = _hidden(micro_batch)
+    positions, targets = supervised(micro_batch, aligned=True)
     counts = micro_batch["token_weights"].double()
 
     def of_tokens(logits_of: Logits, parameters: Any, rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -82,15 +82,6 @@ diffusion_metrics = Metrics(update=_update, finalize=_finalize)
 (`loss_stderr`: that of a ratio of sums, Cochran 1977, equation 6.13), exp(loss), and the share of hidden tokens found."""
 
 
-def _hidden(micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat indices of the places that predict a hidden token, and these tokens, both `[P]`."""
-    labels = micro_batch["labels"].reshape(-1)
-    positions = micro_batch.get("supervised_positions")
-    if positions is None:
-        positions = (labels != -100).nonzero()[:, 0]
-    return positions, labels[positions]
-
-
 def _documents_of(positions: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
     """The number of the document that each flat position is in."""
     if "cu_seq_lens_q" in micro_batch:
@@ -100,7 +91,7 @@ def _documents_of(positions: torch.Tensor, micro_batch: MicroBatch) -> torch.Ten
 
 def _inputs(micro_batch: MicroBatch, dtype: torch.dtype) -> dict[str, Any]:
     """What the model's forward gets; while attention is annealed its mask `[rows, 1, length, length]`, instead of bounds."""
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+    inputs = model_inputs(micro_batch)
     ahead = micro_batch.get("seen_ahead", [])
     if all(share >= 1 for share in ahead):
         return inputs

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from toolkit.data.loading.batch import MicroBatch
-from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, causal_lm_metrics, supervised
+from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
+from toolkit.losses.causal_lm import causal_lm_metrics, supervised
 from toolkit.losses.chunked import Logits, added_in_chunks
 from toolkit.losses.selective_head import at_positions
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
@@ -146,7 +146,7 @@ def _sums(
 ) -> tuple[torch.Tensor, int]:
     """What `values_of(logits, targets, of_teacher, shared)` makes of a chunk of positions, summed, `[n]`; and their number."""
     positions, targets = supervised(micro_batch)
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+    inputs = model_inputs(micro_batch)
 
     def of_student(of_teacher: OfTeacher, shared: int) -> torch.Tensor:
         def compute(
@@ -155,7 +155,7 @@ def _sums(
             there = targets.to(rows.device)
 
             def sums_of(piece: slice, logits: torch.Tensor) -> torch.Tensor:
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                logits = precise(logits)
                 return torch.stack([precise_sum(each) for each in values_of(logits, there[piece], of_teacher(piece), shared)])
 
             return added_in_chunks(sums_of, logits_of, parameters, rows, vocabulary + shared)

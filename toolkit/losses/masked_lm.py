@@ -4,13 +4,13 @@ A label belongs to the token at its own position, unlike in causal language mode
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
 
 from toolkit.data.loading.batch import MicroBatch
-from toolkit.losses.causal_lm import NOT_FOR_THE_MODEL, token_metrics
-from toolkit.losses.selective_head import supervised_sums
+from toolkit.losses.causal_lm import token_metrics, token_sums
 
 
 def masked_lm_loss(
@@ -28,21 +28,10 @@ def masked_lm_loss(
     Returns the loss, 0-d, and `masked_accuracy`, likewise a part of the mean. Without a masked token the loss is a zero that
     still reaches every parameter.
     """
-    loss, correct, _ = _sums(model, micro_batch)
+    loss, correct, _ = token_sums(model, micro_batch, aligned=True)
     tokens = max(float(totals["tokens"]), 1.0)
     return loss / tokens, {"masked_accuracy": correct / tokens}
 
 
-def _sums(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Loss and correct predictions, both summed over the masked tokens, and the number of these."""
-    labels = micro_batch["labels"].reshape(-1)
-    positions = micro_batch.get("supervised_positions")
-    if positions is None:
-        positions = (labels != -100).nonzero()[:, 0]
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
-    loss, correct = supervised_sums(model, inputs, positions, labels[positions])
-    return loss, correct, len(positions)
-
-
-masked_lm_metrics = token_metrics(_sums, "pseudo_perplexity", "masked_accuracy")
+masked_lm_metrics = token_metrics(partial(token_sums, aligned=True), "pseudo_perplexity", "masked_accuracy")
 """Means over the masked tokens of a split: loss in nats, pseudo-perplexity = exp(loss), accuracy of the most probable token."""

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
 from toolkit.losses.classification import Loss
 
 AskClassifier = Callable[[dict[str, Any]], Any]  # a micro-batch -> an output with logits, hidden_states and attentions
@@ -65,7 +65,7 @@ def hidden_states_apart(student: torch.Tensor, teacher: torch.Tensor, mask: torc
 
     Hidden states of both `[batch, length, width]`, the student's projected; `mask` `[batch, length]`, 1 at an example's tokens.
     """
-    errors = (_precise(student) - _precise(teacher)).square().mean(-1)
+    errors = (precise(student) - precise(teacher)).square().mean(-1)
     return errors.where(mask.bool(), 0.0).sum(-1) / mask.sum(-1)
 
 
@@ -74,7 +74,7 @@ def attention_apart(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Te
 
     Attention probabilities of both `[batch, heads, length, length]`; `mask` as in `hidden_states_apart`.
     """
-    p, q = _precise(teacher), _precise(student)
+    p, q = precise(teacher), precise(student)
     least = torch.finfo(q.dtype).tiny  # where a softmax has underflowed; padding has no probability in either
     apart = (p * (p.clamp_min(least).log() - q.clamp_min(least).log())).sum(-1).mean(1)
     return apart.where(mask.bool(), 0.0).sum(-1) / mask.sum(-1)
@@ -105,13 +105,13 @@ def classifier_distillation_loss(
     Returns the loss, 0-d, and parts of means: what `data_loss` returns, `divergence` (D), and with pairs `hidden_mse` and
     `attention_kl`, summed over pairs.
     """
-    inputs = {name: value for name, value in micro_batch.items() if name not in ("labels", "weight")}
+    inputs = model_inputs(micro_batch)
     asked = {"output_hidden_states": True} if pairs else {}
     asked |= {"output_attentions": True} if match_attention else {}
     output, of_teacher = model(**inputs, **asked), teacher(micro_batch)
     of_data, metrics = data_loss(lambda **_: output, micro_batch, totals)
     mask = micro_batch["attention_mask"]
-    parts = {"divergence": outputs_apart(_precise(output.logits), _precise(of_teacher.logits), problem_type, temperature)}
+    parts = {"divergence": outputs_apart(precise(output.logits), precise(of_teacher.logits), problem_type, temperature)}
     if pairs:
         states, its = output.hidden_states, of_teacher.hidden_states
         parts["hidden_mse"] = _sum(hidden_states_apart(states[own], its[other], mask) for own, other in pairs)
@@ -126,7 +126,3 @@ def classifier_distillation_loss(
 
 def _sum(values: Any) -> torch.Tensor:
     return torch.stack(list(values)).sum(0)
-
-
-def _precise(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.data.loading.batch import MicroBatch
-from toolkit.data.loading.collate_groups import NOT_FOR_THE_MODEL
+from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 from toolkit.metrics.retrieval import ranking_metrics, ranks_in_lists
 
@@ -85,13 +84,12 @@ def score_lists(model: Callable[..., Any], micro_batch: MicroBatch) -> tuple[tor
 
     A score is the one number that a model with a classification head of one label gives for the query with the document.
     """
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+    inputs = model_inputs(micro_batch)
     if torch.distributed.is_initialized():  # where models are wrapped, and ranks must have as many forward passes
         scores = model(**inputs).logits.squeeze(-1)
     else:
         scores = _scores_by_length(model, inputs, micro_batch["by_length"], micro_batch["groups"])
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    counts, most = micro_batch["documents"], micro_batch["most_documents"]
+    scores, counts, most = precise(scores), micro_batch["documents"], micro_batch["most_documents"]
     is_document = torch.arange(most, device=scores.device)[None] < counts[:, None]
 
     def in_lists(values: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from toolkit.config import Refusal
-from toolkit.data.loading.batch import MicroBatch
-from toolkit.data.loading.collate_pairs import NOT_FOR_THE_MODEL
+from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 
@@ -62,15 +61,13 @@ def reward_metrics(*, center_rewards_coefficient: float | None = None, margin_co
 
 def pair_rewards(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Rewards of the chosen and of the rejected answers, each `[pairs]`, float32 or wider, from one forward pass."""
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
-    chosen, rejected = answer_rewards(model, inputs).chunk(2)
+    chosen, rejected = answer_rewards(model, model_inputs(micro_batch)).chunk(2)
     return chosen, rejected
 
 
 def answer_rewards(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     """The reward of each row, `[rows]`, float32 or wider: a prompt with its answer, of `input_ids` and `attention_mask`."""
-    scores = model(**inputs).logits.squeeze(-1)
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return precise(model(**inputs).logits.squeeze(-1))
 
 
 def reward_losses(

@@ -8,17 +8,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from toolkit.data.loading.batch import MicroBatch
-from toolkit.data.loading.layouts import NOT_FOR_THE_MODEL as OF_ANSWERS
+from toolkit.data.loading.batch import MicroBatch, model_inputs
 from toolkit.distributed.engines import unwrapped
 from toolkit.losses.chunked import Logits, values_in_chunks
 from toolkit.losses.selective_head import OfHidden, at_positions
 from toolkit.models.added_heads import value_head_of, values_at
-
-NOT_FOR_THE_MODEL = (
-    *OF_ANSWERS, "advantages", "mask", "sampled_logps", "old_logps", "reference_logps", "sampler_weights", "old_values",
-    "returns", "kept_rows", "kept_ids",
-)  # fmt: skip
 
 
 def rollout_logps(
@@ -52,7 +46,7 @@ def _tables(
     model: nn.Module, micro_batch: MicroBatch, temperature: float, with_entropy_gradient: bool,
     of_hidden: OfHidden | None = None,
 ) -> Iterable[torch.Tensor]:  # fmt: skip
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
+    inputs = model_inputs(micro_batch)
     targets, kept_rows = micro_batch["answer_tokens"], micro_batch.get("kept_rows")
 
     def values_of(piece: slice, logits: torch.Tensor) -> torch.Tensor:

@@ -5,15 +5,13 @@ predicts: nothing is shifted here.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
 
 from toolkit.data.loading.batch import MicroBatch
-from toolkit.losses.causal_lm import token_metrics
-from toolkit.losses.selective_head import supervised_sums
-
-NOT_FOR_THE_MODEL = ("labels", "supervised_positions")
+from toolkit.losses.causal_lm import token_metrics, token_sums
 
 
 def seq2seq_loss(
@@ -33,21 +31,10 @@ def seq2seq_loss(
 
     Returns the loss, 0-d, and `token_accuracy`, likewise a part of the mean.
     """
-    loss, correct, _ = _sums(model, micro_batch, label_smoothing_factor)
+    loss, correct, _ = token_sums(model, micro_batch, label_smoothing_factor, aligned=True)
     tokens = max(float(totals["tokens"]), 1.0)
     return loss / tokens, {"token_accuracy": correct / tokens}
 
 
-def _sums(
-    model: nn.Module, micro_batch: MicroBatch, label_smoothing_factor: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Loss and correct predictions, both summed over the target's tokens, and the number of these."""
-    positions = micro_batch["supervised_positions"]
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
-    targets = micro_batch["labels"].reshape(-1)[positions]
-    loss, correct = supervised_sums(model, inputs, positions, targets, label_smoothing_factor)
-    return loss, correct, len(positions)
-
-
-seq2seq_metrics = token_metrics(_sums)
+seq2seq_metrics = token_metrics(partial(token_sums, aligned=True))
 """Means over the target's tokens of a split: loss in nats, perplexity = exp(loss), token accuracy. No smoothing."""

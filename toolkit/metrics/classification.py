@@ -12,16 +12,16 @@ from torch.nn import functional
 
 from toolkit.config import Refusal
 from toolkit.config.conditions import USUAL_METRICS
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
 from toolkit.metrics.classes import CLASS_METRICS, LABEL_METRICS, class_sums, counts_of_classes, counts_of_labels, label_sums
 from toolkit.metrics.external import External, MetricName, flat_metrics, load_metric, title_of
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
+from toolkit.metrics.retrieval import deviations, pearson
 
 
 def example_logits(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-    """The model's logits `[batch, classes]` in float32 (float64 stays)."""
-    logits = model(**{name: value for name, value in micro_batch.items() if name not in ("labels", "weight")}).logits
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    """The model's logits `[batch, classes]`, of token classification `[batch, length, classes]`, in float32 (float64 stays)."""
+    return precise(model(**model_inputs(micro_batch)).logits)
 
 
 Observed = Mapping[str, Any]  # sums; for what is in `OF_ALL` also all "predictions" and "references" `[examples]`
@@ -39,35 +39,17 @@ def _mean(name: str) -> Callable[[Observed], float]:
     return lambda sums: float(sums[name]) / float(sums["n"]) if sums["n"] else math.nan
 
 
-def _deviations(values: np.ndarray) -> np.ndarray:
-    """From the mean, float64: exactly 0 for what is constant, and all digits where the mean is large next to the spread.
-
-    Sums of squares over micro-batches would lose them: half of the digits that the mean has more than the spread, twice.
-    """
-    from_the_first = values.astype(np.float64) - np.float64(values[0])
-    return from_the_first - from_the_first.mean()
-
-
 def r2(observed: Observed) -> float:
     """1 - squared errors / variance, with scikit-learn's conventions where the references are constant."""
     if observed["n"] < 2:
         return math.nan
-    variance, squared = float(np.square(_deviations(observed["references"])).sum()), float(observed["squared"])
+    variance, squared = float(np.square(deviations(observed["references"])).sum()), float(observed["squared"])
     return 1.0 - squared / variance if variance else float(squared == 0.0)
-
-
-def pearson(observed: Observed) -> float:
-    """Correlation of predictions and references; not a number where one of them is constant."""
-    if not observed["n"]:
-        return math.nan
-    p, r = (_deviations(observed[name]) for name in ("predictions", "references"))
-    lengths = math.sqrt(float(p @ p)) * math.sqrt(float(r @ r))
-    return float(p @ r) / lengths if lengths else math.nan
 
 
 NUMBER_METRICS: dict[str, Callable[[Observed], float]] = {
     "mse": _mean("squared"), "rmse": lambda sums: math.sqrt(_mean("squared")(sums)), "mae": _mean("absolute"),
-    "r2": r2, "pearson": pearson,
+    "r2": r2, "pearson": lambda observed: pearson(observed["predictions"], observed["references"]),
 }  # fmt: skip
 OF_ALL = ("r2", "pearson")
 

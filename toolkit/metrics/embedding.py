@@ -10,7 +10,7 @@ from torch import nn
 
 from toolkit.data.loading.batch import MicroBatch
 from toolkit.metrics.metric import Metrics
-from toolkit.metrics.retrieval import ranking_metrics, ranks_in_corpus, spearman
+from toolkit.metrics.retrieval import pearson, ranking_metrics, ranks_in_corpus, spearman
 
 Embed = Callable[[nn.Module, MicroBatch], torch.Tensor]
 
@@ -31,13 +31,9 @@ def retrieval_metrics(
     """
 
     def finalize(rows: dict[str, np.ndarray]) -> dict[str, float]:
-        vectors, keys, is_there = rows["vectors"], rows["keys"], rows["is_there"] > 0
-        result = {"loss": loss_of(vectors, keys, is_there)} if loss_of else {}
-        result |= _retrieval(vectors, keys, is_there, at)
-        for size in sorted(matryoshka_dims):
-            cut = _retrieval(vectors[..., :size], keys, is_there, at)
-            result |= {f"{name}_dim_{size}": value for name, value in cut.items()}
-        return result
+        keys, is_there = rows["keys"], rows["is_there"] > 0
+        loss = {"loss": loss_of(rows["vectors"], keys, is_there)} if loss_of else {}
+        return loss | _of_each_size(lambda vectors: _retrieval(vectors, keys, is_there, at), rows["vectors"], matryoshka_dims)
 
     return Metrics(update=None, finalize=finalize, gather=_rows_of(embed, most_texts))
 
@@ -53,21 +49,26 @@ def similarity_metrics(
         return {**of_texts(model, micro_batch), "scores": micro_batch["score"][micro_batch["role"] == 0]}
 
     def finalize(rows: dict[str, np.ndarray]) -> dict[str, float]:
-        vectors, scores = rows["vectors"], rows["scores"].astype(np.float64)
-        result = {"loss": loss_of(vectors, rows["scores"])} if loss_of else {}
-        result |= _similarity(vectors, scores)
-        for size in sorted(matryoshka_dims):
-            result |= {f"{name}_dim_{size}": value for name, value in _similarity(vectors[..., :size], scores).items()}
-        return result
+        scores = rows["scores"].astype(np.float64)
+        loss = {"loss": loss_of(rows["vectors"], rows["scores"])} if loss_of else {}
+        return loss | _of_each_size(lambda vectors: _similarity(vectors, scores), rows["vectors"], matryoshka_dims)
 
     return Metrics(update=None, finalize=finalize, gather=gather)
+
+
+def _of_each_size(
+    measure: Callable[[np.ndarray], dict[str, float]], vectors: np.ndarray, sizes: Sequence[int]
+) -> dict[str, float]:
+    result = measure(vectors)
+    for size in sorted(sizes):
+        result |= {f"{name}_dim_{size}": value for name, value in measure(vectors[..., :size]).items()}
+    return result
 
 
 def _similarity(vectors: np.ndarray, scores: np.ndarray) -> dict[str, float]:
     units = _unit(vectors)
     cosines = (units[:, 0] * units[:, 1]).sum(-1)
-    together = np.corrcoef(cosines, scores)[0, 1] if len(set(scores)) > 1 and len(set(cosines)) > 1 else float("nan")
-    return {"spearman": spearman(cosines, scores), "pearson": float(together)}
+    return {"spearman": spearman(cosines, scores), "pearson": pearson(cosines, scores)}
 
 
 def _rows_of(embed: Embed, most_texts: int) -> Callable[[nn.Module, MicroBatch], dict[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import MicroBatch, precise
 from toolkit.metrics.metric import Metrics, ratio
 
 References = Sequence[tuple[str, Sequence[str]]]  # of each question its context and its answers; none: it has no answer
@@ -39,8 +39,7 @@ def span_logits(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor
     output = model(**{name: micro_batch[name] for name in MODEL_INPUTS if name in micro_batch})
     is_padding = micro_batch["attention_mask"] == 0
     start, end = (
-        logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(is_padding, -math.inf)
-        for logits in (output.start_logits, output.end_logits)
+        precise(logits).masked_fill(is_padding, -math.inf) for logits in (output.start_logits, output.end_logits)
     )
     return start, end
 

@@ -102,12 +102,27 @@ def ranking_metrics(ranks: Ranks, at: Sequence[int] = (1, 10), names: Sequence[s
     return result
 
 
-def spearman(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Spearman's rank correlation, equal values sharing their mean rank; not a number where one of them is constant."""
-    p, r = (_mean_ranks(values) for values in (predictions, references))
-    p, r = p - p.mean() if len(p) else p, r - r.mean() if len(r) else r
+def pearson(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Correlation; not a number where one of them is constant."""
+    if not len(predictions):
+        return math.nan
+    p, r = deviations(predictions), deviations(references)
     lengths = math.sqrt(float(p @ p)) * math.sqrt(float(r @ r))
     return float(p @ r) / lengths if lengths else math.nan
+
+
+def deviations(values: np.ndarray) -> np.ndarray:
+    """From the mean, float64: exactly 0 for what is constant, and all digits where the mean is large next to the spread.
+
+    Sums of squares over micro-batches would lose them: half of the digits that the mean has more than the spread, twice.
+    """
+    from_the_first = values.astype(np.float64) - np.float64(values[0])
+    return from_the_first - from_the_first.mean()
+
+
+def spearman(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Spearman's rank correlation, equal values sharing their mean rank; not a number where one of them is constant."""
+    return pearson(_mean_ranks(predictions), _mean_ranks(references))
 
 
 def _mean_ranks(values: np.ndarray) -> np.ndarray:

@@ -15,27 +15,17 @@ from toolkit.config import Refusal
 from toolkit.config.conditions import USUAL_TAG_METRICS
 from toolkit.config.setting import did_you_mean
 from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.tokenize.documents import IGNORED
+from toolkit.data.tokenize.tags import BEGIN, END, INSIDE, OUTSIDE, PREFIXES, SINGLE
 from toolkit.metrics.classes import CLASS_METRICS, Counts
+from toolkit.metrics.classification import example_logits
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
-IGNORED = -100
-OUTSIDE, BEGIN, INSIDE, END, SINGLE = range(5)
-_PREFIXES = {"O": OUTSIDE, "B": BEGIN, "I": INSIDE, "E": END, "L": END, "S": SINGLE, "U": SINGLE}  # L and U: BILOU's
 _OF_WORDS = {name: metric for name, metric in CLASS_METRICS.items() if not name.endswith("_binary")}
 _OF_ENTITIES: dict[str, Callable[[Counts], float | dict[str, float]]] = {
     **{name: metric for name, metric in _OF_WORDS.items() if name not in ("balanced_accuracy", "matthews_correlation")},
     **{name: CLASS_METRICS[f"{name}_micro"] for name in ("precision", "recall", "f1")},
 }
-
-
-def token_logits(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-    """The model's logits `[batch, length, classes]` in float32 (float64 stays)."""
-    inputs = {name: value for name, value in micro_batch.items() if name not in NOT_FOR_THE_MODEL}
-    logits = model(**inputs).logits
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-NOT_FOR_THE_MODEL = ("labels", "word_labels", "weight", "supervised_positions")
 
 
 def tag_metrics(tags: Sequence[str], scheme: str, names: Sequence[str] = (), *, strict: bool = False) -> Metrics:
@@ -67,7 +57,7 @@ def tag_metrics(tags: Sequence[str], scheme: str, names: Sequence[str] = (), *, 
 
     def update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         labels: torch.Tensor = micro_batch["labels"]
-        logits = token_logits(model, micro_batch)
+        logits = example_logits(model, micro_batch)
         losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
         of_words, predictions = micro_batch.get("word_labels", labels), logits.argmax(-1)
         is_word = of_words != IGNORED
@@ -104,7 +94,7 @@ def _parts_of(tags: Sequence[str], scheme: str) -> tuple[torch.Tensor, torch.Ten
     written = [tag.partition("-") for tag in (*tags, "O")]
     types = list(dict.fromkeys(kind or "_" for prefix, _, kind in written if prefix != "O"))
     kinds = [-1 if prefix == "O" else types.index(kind or "_") for prefix, _, kind in written]
-    return torch.tensor([_PREFIXES[prefix] for prefix, _, _ in written]), torch.tensor(kinds), types
+    return torch.tensor([PREFIXES[prefix] for prefix, _, _ in written]), torch.tensor(kinds), types
 
 
 def _flat(tags: torch.Tensor, is_word: torch.Tensor, outside: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 from toolkit.config import AdapterConfig, ModelConfig, Refusal
 from toolkit.config.conditions import is_adapter
-from toolkit.config.json_and_yaml import parse_json
+from toolkit.config.json_and_yaml import parse_json, read_text_file
 from toolkit.models.compat import renames_old_weights
 from toolkit.system.console import as_typed, first_line
 from toolkit.system.nonfinite import describe_nonfinite
@@ -227,11 +227,7 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         Refusal: it holds none, or can't be read.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise Refusal(f"{path}: can't be read: {error}") from error
-    settings = parse_json(text, str(path), is_file=True)
+    settings = parse_json(read_text_file(path, str(path)), str(path), is_file=True)
     if not isinstance(settings, dict):
         raise Refusal(f"{path}: holds no JSON object.")
     return settings

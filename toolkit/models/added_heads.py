@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from toolkit.config import Refusal
+from toolkit.data.loading.batch import precise
 from toolkit.models.adapter_files import without_adapter
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ def value_head_of(model: nn.Module) -> nn.Linear:
 def values_at(head: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     """The values at some hidden states `[P, width]`, `[P]`, float32 or wider; computed in the head's own precision."""
     with torch.autocast(rows.device.type, enabled=False):
-        values = head(rows.to(head.weight.dtype))[:, 0]
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+        return precise(head(rows.to(head.weight.dtype))[:, 0])
 
 
 def add_projections(model: PreTrainedModel, layers: Collection[int], width: int, seed: int) -> PreTrainedModel:

@@ -18,9 +18,15 @@ from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.distributed.compat import settled_precision
 from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import check_no_adapter_inside, settings_of_base
-from toolkit.models.attention.direction import check_bidirectional, make_bidirectional
 from toolkit.models.attention.interface import check_not_varlen, choose_attention, take_attention_of_padded_rows
-from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable
+from toolkit.models.attention.packable import (
+    PROVEN,
+    NotPackable,
+    check_bidirectional,
+    check_no_contamination,
+    check_packable,
+    make_bidirectional,
+)
 from toolkit.models.broken_files import broken_file
 from toolkit.models.compat import class_for, commit_of, set_commit
 from toolkit.models.layers import check_compiler, checkpoint_layers, compile_layers
@@ -113,7 +119,7 @@ def load_model(
         except NotPackable as problem:
             if not is_undecided:
                 raise
-            say_once(f"{problem.who} {problem.reason}: its rows are padded")
+            say_once(f"{problem.what}: its rows are padded")
             take_attention_of_padded_rows(model, config.attn_implementation, problem)
     if config.torch_compile:
         check_compiler(config.torch_compile_backend, _device(config))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.config import ModelConfig, Refusal
-from toolkit.data.loading.batch import MicroBatch
+from toolkit.data.loading.batch import MicroBatch, precise
 from toolkit.distributed.engines import unwrapped
 from toolkit.models.attention.interface import DOCUMENTS, FLEX
 from toolkit.models.attention.packable import NotPackable, check_packable
@@ -30,8 +30,7 @@ def embed_texts(model: nn.Module, micro_batch: MicroBatch, *, pooling: str = "me
         pooling: the mean over a text's tokens, or the state of its first (cls) or last one.
     """
     inputs = {name: micro_batch[name] for name in _INPUTS if name in micro_batch}
-    states = model(**inputs, **({} if _is_encoder(model) else {"use_cache": False})).last_hidden_state
-    states = states.to(torch.promote_types(states.dtype, torch.float32))
+    states = precise(model(**inputs, **({} if _is_encoder(model) else {"use_cache": False})).last_hidden_state)
     if "cu_seq_lens_q" in micro_batch:
         return _POOLED_IN_A_ROW[pooling](states[0], micro_batch["cu_seq_lens_q"].long())
     return _POOLED[pooling](states, micro_batch["attention_mask"])

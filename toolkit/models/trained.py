@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,7 @@ from toolkit.models.adapter_files import (
     read_object,
 )
 from toolkit.models.loaded import loaded
-from toolkit.models.shapes import check_config_files, positions_of
+from toolkit.models.shapes import positions_of
 from toolkit.models.tokenizer import OFFLINE, load_tokenizer
 from toolkit.system.allocator import keep_few_primitives
 from toolkit.system.console import as_typed, first_line
@@ -125,7 +126,7 @@ def load_trained(
     from toolkit.models.pooling import load_encoder
 
     keep_few_primitives()
-    try:
+    with _for_a_trained_model():
         tokenizer = load_tokenizer(config, is_fast=auto_class != "AutoModelForSeq2SeqLM")
         if is_adapter(config.model):
             model = _adapted(auto_class, config, tokenizer, packed, head_settings)
@@ -138,14 +139,10 @@ def load_trained(
             untrained = loaded(model).new_modules
             if untrained:
                 raise Refusal(f"{config.model}: has no trained head for this ({', '.join(untrained)}): train it first.")
-    except Refusal as refusal:
-        raise Refusal(_for_a_trained_model(str(refusal).removeprefix("--model "))) from refusal
     return cast(Any, model).to(device).eval(), tokenizer
 
 
 _HEADS = (".score", ".classifier", ".out_proj", ".qa_outputs")
-
-
 _OF_THE_TASK = ("id2label", "label2id", "problem_type", "pad_token_id", "is_causal", "diffusion")
 
 
@@ -200,30 +197,19 @@ def published_config(config: ModelConfig) -> PretrainedConfig:
     Raises:
         Refusal: it can't be read.
     """
-    from transformers import AutoConfig
-
-    from toolkit.models.tokenizer import hub_problem
-    from toolkit.system.network import stay_offline_without_network
+    from toolkit.models.load import pretrained_config
 
     if is_adapter(config.model):
         base, revision = base_of(Path(os.path.expanduser(config.model)))
         config = dataclasses.replace(config, model=base, model_revision=revision)
-    path = Path(os.path.expanduser(config.model))
-    if path.is_dir():
-        check_config_files(path, config.model)
-    else:
-        stay_offline_without_network()
+    with _for_a_trained_model():
+        return pretrained_config(config)
+
+
+@contextlib.contextmanager
+def _for_a_trained_model() -> Iterator[None]:
+    """Refusals of the functions that load any model, without a setting's name and the advice to begin with a shape."""
     try:
-        return AutoConfig.from_pretrained(
-            str(path) if path.is_dir() else config.model,
-            revision=config.model_revision,
-            trust_remote_code=config.trust_remote_code,
-        )
-    except Exception as error:  # whatever a file or the Hub can do wrong; the cause stays attached
-        reason = hub_problem(error, config.model, config.model_revision) or first_line(error)
-        raise Refusal(f"{config.model}: {_for_a_trained_model(reason)}") from error
-
-
-def _for_a_trained_model(message: str) -> str:
-    """A shape without weights is of no use to one who looks for a trained model."""
-    return message.replace(OFFLINE, "or give a directory")
+        yield
+    except Refusal as refusal:
+        raise Refusal(str(refusal).removeprefix("--model ").replace(OFFLINE, "or give a directory")) from refusal

@@ -9,18 +9,19 @@ token, the last one, all of them or a pooler's output, is the model's own busine
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from toolkit.config import Refusal
-from toolkit.data.loading.collate_pairs import NOT_FOR_THE_MODEL, collate_scored_pairs
+from toolkit.data.loading.batch import model_inputs
+from toolkit.data.loading.collate_pairs import collate_scored_pairs
 from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import without_adapter
 from toolkit.models.attention.interface import DOCUMENTS, FLEX, take_attention_of_padded_rows
-from toolkit.models.attention.packable import EXPERTS, PROVEN, NotPackable, check_packable
+from toolkit.models.attention.packable import EXPERTS, PROVEN, NotPackable, check_packable, first_exact
 from toolkit.models.compat import attention_of, hooks_before
 from toolkit.models.layers import uncompiled
 from toolkit.models.shapes import highest_dropout
@@ -57,24 +58,13 @@ def _choose(model: PreTrainedModel, asked: str, layouts: tuple[str, ...], flag: 
     body = body_of(model)
     if body is not None:
         _prepare(body)
-    if asked == "padded":
-        return asked
-    problem: NotPackable | None = None
-    for layout in layouts if asked == "auto" else (asked,):
-        try:
-            _check(model, body, layout)
-        except NotPackable as found:
-            problem = found
-        else:
-            return layout
-    assert problem is not None
-    if asked != "auto":
-        raise Refusal(f"{flag} {asked}: {problem.who} {problem.reason}. Take {flag} auto.")
-    say_once(f"rows are padded: {problem.who} {problem.reason}")
-    if attention_of(model.config) in (DOCUMENTS, FLEX):
-        requested = "flex_attention" if attention_of(model.config) == FLEX else "auto"
-        take_attention_of_padded_rows(without_adapter(model), requested, problem)
-    return "padded"
+    layout, problems = first_exact(layouts, partial(_check, model, body), asked, flag)
+    if layout == "padded" and problems:
+        say_once(f"rows are padded: {problems[-1].what}")
+        if attention_of(model.config) in (DOCUMENTS, FLEX):
+            requested = "flex_attention" if attention_of(model.config) == FLEX else "auto"
+            take_attention_of_padded_rows(without_adapter(model), requested, problems[-1])
+    return layout
 
 
 def body_of(model: PreTrainedModel) -> nn.Module | None:
@@ -129,7 +119,7 @@ def _try(model: PreTrainedModel, layout: str, name: str) -> None:
             for row, size in zip(rows, sizes, strict=True)
         ]  # fmt: skip
         batch = collate_scored_pairs(pairs, layout=layout, pad_token_id=padding)
-        inputs = {key: value for key, value in batch.items() if key not in NOT_FOR_THE_MODEL}
+        inputs = model_inputs(batch)
         inputs = {key: value.to(parameter.device) if torch.is_tensor(value) else value for key, value in inputs.items()}
         logits: torch.Tensor = model(**inputs).logits
         return logits

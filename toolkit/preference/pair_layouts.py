@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from toolkit.config import Refusal
-from toolkit.data.loading.collate_pairs import PAIR_LAYOUTS, collate_pairs
+from toolkit.data.loading.collate_pairs import collate_pairs
 from toolkit.distributed.ranks import say_once
 from toolkit.losses.answer_logps import answer_token_logps
 from toolkit.models.attention.interface import DOCUMENTS, FLEX
-from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable
+from toolkit.models.attention.packable import PROVEN, NotPackable, check_no_contamination, check_packable, first_exact
 from toolkit.models.compat import attention_of
 from toolkit.models.layers import uncompiled
 from toolkit.models.shapes import highest_dropout
@@ -33,56 +33,38 @@ def choose_pair_layout(model: PreTrainedModel, pair_layout: str = "auto") -> str
     Raises:
         Refusal: `pair_layout` is one that would not be exact.
     """
-    if pair_layout != "auto":
-        problem = _problem(model, pair_layout)
-        if problem is not None:
-            raise Refusal(f"--pair-layout {pair_layout}: {problem}. Take --pair-layout auto.")
-        return pair_layout
-    problems = {}
-    for layout in PAIR_LAYOUTS:
-        problems[layout] = _problem(model, layout)
-        if problems[layout] is None:
-            break
-    if layout != "shared":
-        say_once(f"pairs are {layout}: {problems['shared']}")
+    layout, problems = first_exact(("shared", "packed"), partial(_check, model), pair_layout, "--pair-layout")
+    if problems:
+        say_once(f"pairs are {layout}: {problems[0].what}")
     return layout
 
 
 def choose_answer_layout(model: PreTrainedModel) -> str:
     """The layout of `collate_answers` for a model: `packed`, or `padded`, and why, where packed rows would not be exact."""
-    problem = _problem(model, "packed")
-    if problem is not None:
-        say_once(f"answers are padded: {problem}")
-    return "packed" if problem is None else "padded"
+    layout, problems = first_exact(("packed",), partial(_check, model), "auto", "")
+    if problems:
+        say_once(f"answers are padded: {problems[0].what}")
+    return layout
 
 
-def _problem(model: PreTrainedModel, layout: str) -> str | None:
-    """Why a layout would not be exact, or None."""
-    if layout == "padded":
-        return None
-    attention = attention_of(model.config)
+def _check(model: PreTrainedModel, layout: str) -> None:
+    """Raise NotPackable, with the reason, where a layout would not be exact."""
+    attention, model_type = attention_of(model.config), model.config.model_type
     if attention == "flash_attention_2" and layout == "shared":
-        return f"attention {attention!r} knows no prompts that are shared"
+        raise NotPackable(f"attention {attention!r}", "knows no prompts that are shared")
     if attention not in (DOCUMENTS, FLEX, "flash_attention_2"):
-        try:
-            check_packable(model.config, None)
-        except NotPackable as refusal:
-            return f"{refusal.who} {refusal.reason}"
-        return f"attention {attention!r} knows no documents in a row"
-    if model.config.model_type not in PROVEN:
-        try:
-            with uncompiled(model):
-                check_no_contamination(model)
-        except NotPackable as refusal:
-            return f"{refusal.who} {refusal.reason}"
+        check_packable(model.config)
+        raise NotPackable(f"attention {attention!r}", "knows no documents in a row")
+    if model_type not in PROVEN:
+        with uncompiled(model):
+            check_no_contamination(model)
     if layout == "packed":
-        return None
+        return
     rate = highest_dropout(model)
     if rate:
-        return f"with a dropout of {rate:g} a prompt has another mask for each of its answers"
-    if model.config.model_type not in PROVEN and not _shares_exactly(model):
-        return f"model type {model.config.model_type!r} gives an answer another result behind a shared prompt"
-    return None
+        raise NotPackable(f"with a dropout of {rate:g}", "a prompt has another mask for each of its answers")
+    if model_type not in PROVEN and not _shares_exactly(model):
+        raise NotPackable(f"model type {model_type!r}", "gives an answer another result behind a shared prompt")
 
 
 def _shares_exactly(model: PreTrainedModel) -> bool:

@@ -86,11 +86,22 @@ def build_reference(
         Refusal: `reference` is a way that would not be exact.
     """
     assert isinstance(train, TrainLoader), "pairs are numbered by their rows: a stream has none"
-    ways = {"none": _none, "cache": _cached, "adapter": _adapter_off, "model": _second_model}
-    way = _choose_way(train, config)
-    reference = ways[way](accelerator, model, make_model, train, evaluation, config, ld_alpha)
-    if way != "none":  # checkpoints keep it: a run that continues must have the same reference
-        reference.made_of = {"commit": commit_of(unwrapped(model).config), **digests_of_directories(config.model)}
+    way, of_pairs = _choose_way(train, config), is_of_pairs(train)
+    if way == "none":
+        return Reference("none", lambda model, micro_batch: None)
+    if way == "cache":
+        reference = _cached(reference_table(accelerator, model, train, evaluation, config, ld_alpha), of_pairs)
+    else:  # of pairs both answers, of single answers their own; and of mismatched ones, which only single answers have
+        logps_of: LogpsOf = partial(pair_logps, ld_alpha=ld_alpha) if of_pairs else answer_logps
+        if way == "adapter":
+            say_once("reference: the model with its adapter off")
+            reference = Reference(way, _with_adapter_off(logps_of), _with_adapter_off(mismatched_logps))
+        else:
+            frozen = _place_frozen(accelerator, make_model)
+            own, mismatched = (_of_frozen(accelerator, frozen, each) for each in (logps_of, mismatched_logps))
+            reference = Reference(way, own, mismatched, frozen=frozen)
+    # checkpoints keep it: a run that continues must have the same reference
+    reference.made_of = {"commit": commit_of(unwrapped(model).config), **digests_of_directories(config.model)}
     return reference
 
 
@@ -115,36 +126,15 @@ def _adapter_problem(config: ReferenceSettings) -> str | None:
     return None
 
 
-def _none(*_: Any) -> Reference:
-    return Reference("none", lambda model, micro_batch: None)
-
-
-def _cached(
-    accelerator: Accelerator, model: nn.Module, make_model: Callable[[], PreTrainedModel], train: TrainLoader,
-    evaluation: EvalLoader | None, config: ReferenceSettings, ld_alpha: float | None,
-) -> Reference:  # fmt: skip
-    table = reference_table(accelerator, model, train, evaluation, config, ld_alpha)
-
-    def of_pairs(model: nn.Module, micro_batch: MicroBatch) -> PairLogps:
+def _cached(table: torch.Tensor, of_pairs: bool) -> Reference:
+    def pairs(model: nn.Module, micro_batch: MicroBatch) -> PairLogps:
         chosen, rejected = table[micro_batch["pair"]].unbind(1)
         return PairLogps(chosen, rejected, micro_batch["chosen_tokens"], micro_batch["rejected_tokens"])
 
-    def own(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-        return table[micro_batch["answer"], 0]
-
-    def mismatched(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-        return table[micro_batch["answer"], 1]
-
-    return Reference("cache", of_pairs) if is_of_pairs(train) else Reference("cache", own, mismatched)
-
-
-def _adapter_off(
-    accelerator: Accelerator, model: nn.Module, make_model: Callable[[], PreTrainedModel], train: TrainLoader,
-    evaluation: EvalLoader | None, config: ReferenceSettings, ld_alpha: float | None,
-) -> Reference:  # fmt: skip
-    say_once("reference: the model with its adapter off")
-    own, mismatched = _logps_of(train, ld_alpha)
-    return Reference("adapter", _with_adapter_off(own), _with_adapter_off(mismatched))
+    if of_pairs:
+        return Reference("cache", pairs)
+    own, mismatched = (lambda _, micro_batch, column=column: table[micro_batch["answer"], column] for column in (0, 1))
+    return Reference("cache", own, mismatched)
 
 
 def _with_adapter_off(logps_of: LogpsOf) -> LogpsOf:
@@ -153,15 +143,6 @@ def _with_adapter_off(logps_of: LogpsOf) -> LogpsOf:
             return logps_of(model, micro_batch)
 
     return logps
-
-
-def _second_model(
-    accelerator: Accelerator, model: nn.Module, make_model: Callable[[], PreTrainedModel], train: TrainLoader,
-    evaluation: EvalLoader | None, config: ReferenceSettings, ld_alpha: float | None,
-) -> Reference:  # fmt: skip
-    frozen = _place_frozen(accelerator, make_model)
-    own, mismatched = (_of_frozen(accelerator, frozen, each) for each in _logps_of(train, ld_alpha))
-    return Reference("model", own, mismatched, frozen=frozen)
 
 
 def _place_frozen(accelerator: Accelerator, make_model: Callable[[], PreTrainedModel]) -> nn.Module:
@@ -191,11 +172,6 @@ def reference_logps(
         say_once("reference: the model with its adapter off")
         return _with_adapter_off(logps_of)
     return _of_frozen(accelerator, _place_frozen(accelerator, make_model), logps_of)
-
-
-def _logps_of(train: TrainLoader, ld_alpha: float | None) -> tuple[LogpsOf, LogpsOf]:
-    """Of pairs both answers; of single answers their own. And of mismatched ones, which only single answers have."""
-    return partial(pair_logps, ld_alpha=ld_alpha) if is_of_pairs(train) else answer_logps, mismatched_logps
 
 
 @torch.no_grad()

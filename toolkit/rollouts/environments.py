@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,7 +29,6 @@ from toolkit.data.tokenize.documents import Encoder, build_encoder
 from toolkit.data.tokenize.masks import ChatTemplate, read_chat_template
 from toolkit.generation.sampler import Completion
 from toolkit.rollouts.reward_calls import LARGEST
-from toolkit.rollouts.rollout import ENVIRONMENT
 from toolkit.rollouts.users_code import faults_described, import_object, process_kept
 from toolkit.system.console import one_line, say
 
@@ -240,15 +239,6 @@ def load_environment(config: RewardFunctionsConfig, tokenizer: PreTrainedTokeniz
     if missing:
         raise Refusal(f"--environment {written}: what it makes has no {' and no '.join(f'{name}()' for name in missing)}.")
     return Environments(written, make, tokenizer, config.max_turns, config.on_reward_error)
-
-
-def without_cut(completion: Completion, cuts: bool) -> Completion:
-    """The completion with what could be drawn at each token only where that was cut off."""
-    return completion if cuts else replace(completion, kept=None)
-
-
-def reward_of(one: Conversation) -> dict[str, float | None]:
-    return {ENVIRONMENT: None if one.problem else one.reward}
 
 
 def _answer_in(returned: Any) -> tuple[list[Message], float, bool]:

@@ -73,7 +73,7 @@ class Phase:
         try:
             if self._part is None:
                 make_folder(self.folder)
-                self._part = _opened_part(_part_of(self.folder, self.step, rank), self.header)
+                self._part = _opened_part(self.folder / f"step-{self.step:06d}.rank-{rank}.part", self.header)
             self._part.write(sealed_line(_record(group)))
             self._part.flush()
             if time.monotonic() - self._synced > SYNCED_EVERY:
@@ -117,7 +117,7 @@ def open_phase(
             return {}
         found: dict[Key, list[Rollout]] = {}
         for path in (_whole(phase.folder, step), *_parts(phase.folder, step)):
-            first, groups = read_step(path)
+            first, groups, _ = read_step(path)
             if first == phase.header:
                 found |= {(group[0].epoch, group[0].prompt): group for group in groups}
             elif path.suffix == ".part":
@@ -182,36 +182,31 @@ def steps_of(output_dir: str | Path) -> list[int]:
 def rollouts_of(output_dir: str | Path, step: int) -> list[Rollout]:
     """The rollouts of a step, with the rewards they had, in the order of the training; a warning names a damaged line."""
     path = _whole(Path(output_dir) / FOLDER, step)
-    header, groups = read_step(path)
+    header, groups, damaged = read_step(path)
     if header is None:
         say(f"WARNING: {path}: its first line, which says how it was sampled, is missing: nothing of it is taken", error=True)
-    elif (line := damaged_line(path)) is not None:
-        say(f"WARNING: {path}:{line}: is cut or was changed; such lines are left out", error=True)
+    elif damaged is not None:
+        say(f"WARNING: {path}:{damaged}: is cut or was changed; such lines are left out", error=True)
     return [rollout for group in groups for rollout in group]
 
 
-def read_step(path: Path) -> tuple[dict[str, Any] | None, list[list[Rollout]]]:
-    """The first line of a file of the ledger, and its groups. Lines that are cut or changed are left out.
+def read_step(path: Path) -> tuple[dict[str, Any] | None, list[list[Rollout]], int | None]:
+    """The first line of a file of the ledger, its groups, and the number, from 1, of the first line that was cut or changed.
+
+    Such lines are left out.
 
     Raises:
         Refusal: it is there and can't be read.
     """
     try:
-        lines = list(intact_records(read_lines(path)))
+        lines = path.read_bytes().splitlines() if path.exists() else []
     except OSError as error:
         raise Refusal(f"{path}: can't be read ({error.strerror}). Move it away, or make it readable.") from error
-    if not lines or "policy" not in lines[0]:
-        return None, []
-    return lines[0], [_group(record) for record in lines[1:] if "rollouts" in record]
-
-
-def damaged_line(path: Path) -> int | None:
-    """The number of the first line that was cut or changed, from 1; None where all are as they were written."""
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        record = parse_object(line.decode(errors="replace"))
-        if record is None or not any(intact_records([record])):
-            return number
-    return None
+    found = [next(intact_records(filter(None, [parse_object(line.decode(errors="replace"))])), None) for line in lines]
+    intact, damaged = [record for record in found if record is not None], found.index(None) + 1 if None in found else None
+    if not intact or "policy" not in intact[0]:
+        return None, [], damaged
+    return intact[0], [_group(record) for record in intact[1:] if "rollouts" in record], damaged
 
 
 def _of_source(source: Path, wanted: Mapping[str, Any]) -> dict[Key, list[Rollout]]:
@@ -223,13 +218,13 @@ def _of_source(source: Path, wanted: Mapping[str, Any]) -> dict[Key, list[Rollou
         if step == steps[-1] + 1:
             say(f"the rollouts of {source} end with step {steps[-1]:,}: from here on they are sampled")
         return {}
-    header, groups = read_step(_whole(source / FOLDER, step))
+    path = _whole(source / FOLDER, step)
+    header, groups, damaged = read_step(path)
     if header is None:
         what = f"its rollouts of step {step:,} are missing or damaged"
         raise Refusal(f"--rollouts-from {source}: {what}. Sample anew without --rollouts-from.")
-    path = _whole(source / FOLDER, step)
-    if (line := damaged_line(path)) is not None:
-        raise Refusal(f"--rollouts-from {source}: {path}:{line} is cut or was changed. Sample anew without --rollouts-from.")
+    if damaged is not None:
+        raise Refusal(f"--rollouts-from {source}: {path}:{damaged} is cut or was changed. Sample anew without --rollouts-from.")
     for name, what in (("policy", "of another policy"), ("seed", "of another seed"), ("settings", "drawn with other settings")):
         if header[name] != wanted[name]:
             difference = _difference(header[name], wanted[name])
@@ -268,10 +263,6 @@ def _opened_part(path: Path, header: Mapping[str, Any]) -> IO[str]:
 
 def _whole(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.jsonl"
-
-
-def _part_of(folder: Path, step: int, rank: int) -> Path:
-    return folder / f"step-{step:06d}.rank-{rank}.part"
 
 
 def _parts(folder: Path, step: int) -> list[Path]:

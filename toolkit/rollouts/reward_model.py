@@ -81,7 +81,7 @@ def blocks_of(rollouts: list[Rollout]) -> list[list[int]]:
 
 def check_vocabulary(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, flag: str) -> None:
     """Refuse a reward model that would read other tokens than the policy writes; a pad token, which no text has, may differ."""
-    theirs, ours = (_without_pad(tokenizer) for tokenizer in (own, policy))
+    theirs, ours = ({word: number for word, number in each.get_vocab().items() if word != NEW_PAD} for each in (own, policy))
     if theirs == ours:
         return
     number, token = min((number, token) for token, number in theirs.items() ^ ours.items())
@@ -90,7 +90,3 @@ def check_vocabulary(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBa
         f"number {number}, {token!r}), so it would read other texts than were written. Train one with the policy's tokenizer: "
         "recipes/reward.py --model THE_POLICY"
     )
-
-
-def _without_pad(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    return {token: number for token, number in tokenizer.get_vocab().items() if token != NEW_PAD}

@@ -19,9 +19,9 @@ from toolkit.generation.continued_texts import sample_on_rank
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.random_numbers import completion_key
 from toolkit.generation.sampler import Completion
-from toolkit.rollouts.environments import Environments, reward_of, without_cut
+from toolkit.rollouts.environments import Environments
 from toolkit.rollouts.ledger import Phase, policy_version
-from toolkit.rollouts.rollout import Rollout
+from toolkit.rollouts.rollout import ENVIRONMENT, Rollout
 from toolkit.rollouts.server import RolloutServer, ask_for_groups, hand_over
 
 if TYPE_CHECKING:
@@ -151,8 +151,9 @@ def _converse(
     for each, group in zip(asked, talks, strict=True):
         rollouts = [
             replace(
-                _rollout(each, index, without_cut(one.completion, settings.cuts), tokenizer), written=one.written,
-                messages=one.said, rewards=reward_of(one), truncated=one.completion.truncated and not one.problem,
+                _rollout(each, index, one.completion if settings.cuts else replace(one.completion, kept=None), tokenizer),
+                written=one.written, messages=one.said, rewards={ENVIRONMENT: None if one.problem else one.reward},
+                truncated=one.completion.truncated and not one.problem,
             )
             for index, one in enumerate(group)
         ]  # fmt: skip

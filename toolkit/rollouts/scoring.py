@@ -94,18 +94,13 @@ def call_of(group: Sequence[Rollout]) -> Call:
     names = [name for name in row if name not in ("prompt", "completion")]
     columns = {name: [copy.deepcopy(each.row.get(name)) for each in group] for name in names}
     is_chat = isinstance(row.get("prompt"), list)
+    said = [copy.deepcopy(each.messages or [{"role": "assistant", "content": each.completion}]) for each in group]
     return {
         "prompts": [copy.deepcopy(each.row.get("prompt")) for each in group],
-        "completions": [
-            _turns_of(each) if is_chat else each.completion for each in group
-        ],
+        "completions": said if is_chat else [each.completion for each in group],
         "completion_ids": [list(each.completion_ids) for each in group],
         **{name: column for name, column in columns.items() if name not in ("prompts", "completions", "completion_ids")},
     }
-
-
-def _turns_of(rollout: Rollout) -> list[dict[str, Any]]:
-    return copy.deepcopy(rollout.messages) or [{"role": "assistant", "content": rollout.completion}]
 
 
 def _outcomes(

@@ -157,22 +157,19 @@ class ServerClient:
             Refusal: they are not what was requested, so that training on them would be training on something else.
         """
         answer = self.ask("/v1/completions", _request(self.model, prompt, settings, size, seed))
-        with self.reading(f"/v1/completions, for the prompt {where or list(prompt)[:8]},"):
-            found = (answer or {}).get("choices") or []
-            numbers = [each.get("index", place) for place, each in enumerate(found)]
-            choices = [each for _, each in sorted(zip(numbers, found, strict=True), key=lambda pair: pair[0])]
-            problem = f"number of completions {len(choices)}, requested {size}" if len(choices) != size else ""
-            if not problem and sorted(numbers) != list(range(size)):
-                problem = f"completions with the numbers {sorted(numbers)}, requested one each of 0 to {size - 1}"
-            completions = []
-            for choice in () if problem else choices:
-                try:
-                    completions.append(_completion(choice, prompt, settings, vocabulary))
-                except _Wrong as wrong:
-                    problem = str(wrong)
-                    break
-        if problem:
-            raise Refusal(f"{self.flag} {self.shown}: of the prompt {where or list(prompt)[:8]} it answered: {problem}.")
+        named = where or list(prompt)[:8]
+        try:
+            with self.reading(f"/v1/completions, for the prompt {named},"):
+                found = (answer or {}).get("choices") or []
+                numbers = [each.get("index", place) for place, each in enumerate(found)]
+                if len(found) != size:
+                    raise _Wrong(f"number of completions {len(found)}, requested {size}")
+                if sorted(numbers) != list(range(size)):
+                    raise _Wrong(f"completions with the numbers {sorted(numbers)}, requested one each of 0 to {size - 1}")
+                choices = dict(zip(numbers, found, strict=True))
+                completions = [_completion(choices[number], prompt, settings, vocabulary) for number in range(size)]
+        except _Wrong as wrong:
+            raise Refusal(f"{self.flag} {self.shown}: of the prompt {named} it answered: {wrong}.") from wrong
         return completions
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from toolkit.config import Refusal
-from toolkit.data.loading.batch import Batch, MicroBatch
+from toolkit.data.loading.batch import Batch, MicroBatch, precise
 from toolkit.data.loading.order import seed_micro_batch
 from toolkit.losses.contrastive import ContrastiveLoss, Texts
 from toolkit.metrics.embedding import Embed
@@ -98,11 +98,6 @@ def cached_gradient_loss(embed: Embed) -> LossFn:
 def trial_loss(embed: Embed) -> LossFn:
     """A loss function that takes the time and memory of the second pass, for `fit_micro_batch`."""
     return lambda model, micro_batch, totals: (precise(embed(model, micro_batch)).sum(), {})
-
-
-def precise(embeddings: torch.Tensor) -> torch.Tensor:
-    """In float32; float64 stays."""
-    return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
 
 
 def _share(micro_batch: MicroBatch, gradients: torch.Tensor, sums: dict[str, torch.Tensor], part: float) -> dict[str, Any]:

@@ -268,7 +268,6 @@ def test_overlong_documents_are_cut_as_in_a_plain_loop_and_counted(tokenizer, ov
     counts = prepared.report.splits[0]
     assert counts.overlong == sum(row["length"] > 31 for row in whole)
     assert (counts.cut_tokens, counts.unsupervised) == (cut_tokens, unsupervised)
-    assert counts.dropped == (counts.overlong if overlong == "drop" else 0)
 
 
 def test_wrapped_packing_keeps_documents_whole(tokenizer):

@@ -143,7 +143,7 @@ def test_what_is_odd_about_choices_is_counted(encoder: Any) -> None:
         {"question": text(0, 60), "choices": ["short", "other"], "label": 0},
     ]
     report = tk.tokenize_for_multiple_choice(splits_of(rows), encoder, Config(max_length=40)).report.splits[0]
-    assert report.remarks == {"right_twice": 1, "cut_choices": 1}
+    assert report.remarks == {"duplicates": 1, "right_twice": 1, "cut_choices": 1}
     assert (report.examples, report.overlong) == (4, 2)
 
 

@@ -73,7 +73,7 @@ def test_any_number_of_processes_writes_the_same_bytes_under_the_same_name(token
     for processes in (2, 5):
         assert written(tokenizer, task, processes, tmp_path / str(processes), monkeypatch) == one
     assert len(one[0]) == 4
-    assert one[1][0].duplicates == 1
+    assert one[1][0].remarks["duplicates"] == 1
     assert torch.equal(torch.get_rng_state(), before)
     assert "TOKENIZERS_PARALLELISM" not in os.environ or os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
@@ -129,7 +129,7 @@ def test_examples_shorter_than_min_length_are_left_out_and_counted(tokenizer, ta
     for split, counts in zip(("train", "validation"), found.report.splits, strict=True):
         kept = [row for row in rows_of(whole[split]) if length(row) >= least]
         assert rows_of(found[split]) == kept
-        assert counts.short == len(whole[split]) - len(kept) > 0
+        assert counts.remarks["short"] == len(whole[split]) - len(kept) > 0
     with pytest.raises(Refusal, match=r"examples .*--min-length"):
         prepare(task, rows_for(task), tokenizer, settings(max_length=400, min_length=400))
 

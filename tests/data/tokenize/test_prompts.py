@@ -141,7 +141,7 @@ def test_over_long_prompts_are_dropped_and_counted_or_refused_and_never_cut(toke
     assert found["train"]["length"][:] == [sizes[0], sizes[2]]
     assert found["train"]["prompt"][:] == [0, 1]
     counts = found.report.splits[0]
-    assert (counts.overlong, counts.dropped, counts.cut_tokens) == (2, 2, sizes[1] + sizes[3])
+    assert (counts.overlong, counts.cut_tokens) == (2, sizes[1] + sizes[3])
     assert any(f"2 longer than {sizes[2]} tokens, dropped" in line for line in report_lines(found.report, ("[[", "]]")))
     with pytest.raises(Refusal, match=rf"^asked\.jsonl:4: .*{sizes[3]} tokens.*--max-prompt-length {sizes[2]}"):
         tk.tokenize_for_prompts(raw, tokenizer, Config(overlong_prompts="refuse", **config))

@@ -164,7 +164,7 @@ def test_a_list_with_an_overlong_document_is_dropped_or_refused_whole(encoder: A
         return
     kept = tk.tokenize_for_ranking(splits_of(LISTS), encoder, config)
     assert set(kept["train"]["origin"]) == {f"judged.jsonl:{i}" for i in (2, 3, 4)}
-    assert kept.report.splits[0].dropped == 4 - len(kept["train"])
+    assert kept.report.splits[0].overlong == 4 - len(kept["train"])
 
 
 def test_totals_of_a_global_batch_are_its_documents_and_comparisons_and_lists_stay_whole(encoder: Any) -> None:

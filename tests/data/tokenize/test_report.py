@@ -60,9 +60,10 @@ def test_counts_are_those_of_a_plain_loop(tokenizer):
     assert counts.percentile_95 == lengths[int(np.ceil(0.95 * len(lengths))) - 1]
     assert counts.overlong == sum(length > 60 for length in lengths)
     assert counts.tokens + counts.cut_tokens == sum(lengths)
-    assert counts.duplicates == 2
-    assert (validation.name, validation.examples, validation.duplicates) == ("validation", 6, 0)
-    assert (counts.also_in_train, validation.also_in_train) == (0, 5)
+    assert counts.remarks["duplicates"] == 2
+    assert (validation.name, validation.examples) == ("validation", 6)
+    assert validation.remarks == {"also_in_train": 5}
+    assert "also_in_train" not in counts.remarks
 
 
 def test_tokens_that_join_prompt_and_completion_are_counted(tokenizer):
@@ -75,7 +76,7 @@ def test_tokens_that_join_prompt_and_completion_are_counted(tokenizer):
         joined += len(row["prompt"]) not in ends
     assert 0 < joined < len(rows)
     counts = prepare("sft", splits_of(rows), tokenizer, DataConfig()).report.splits[0]
-    assert counts.merged == joined
+    assert counts.remarks["merged"] == joined
 
 
 def test_tokenizing_prints_nothing_and_its_report_is_the_same_from_the_cache(tokenizer, capsys):
@@ -151,7 +152,7 @@ def test_rewritten_history_is_told(tokenizer):
     )
     thinking = [CHAT[0], {"role": "assistant", "content": "<think>1 + 1</think>Two."}]
     preflight = prepare("sft", splits_of([{"messages": thinking + CHAT}, {"messages": thinking}]), own, DataConfig()).report
-    assert preflight.splits[0].rewritten == 1
+    assert preflight.splits[0].remarks["rewritten"] == 1
     assert "train: 1 chat has earlier turns" in printed(preflight)
 
 

@@ -154,7 +154,7 @@ def test_what_is_too_long_is_counted_dropped_or_refused(tokenizer: Any) -> None:
     assert (report.overlong, report.cut_tokens, report.examples) == (2, sum(over), 3)
     dropped = tk.tokenize_for_seq2seq(rows, tokenizer, Config(overlong="drop"))
     assert [row["origin"] for row in dropped["train"]] == ["pairs.jsonl:1"]
-    assert dropped.report.splits[0].dropped == 2
+    assert dropped.report.splits[0].overlong == 2
     with pytest.raises(Refusal, match=r"pairs.jsonl:2: a source of \d+ tokens, a target of \d+"):
         tk.tokenize_for_seq2seq(rows, tokenizer, Config(overlong="refuse"))
 

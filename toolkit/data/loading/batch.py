@@ -7,6 +7,31 @@ import torch
 
 Document = dict[str, Any]  # columns of one tokenized row: token ids, labels, whatever a collate function reads
 MicroBatch = dict[str, Any]  # what a collate function makes: tensors by name, and integers (max_length_q) and lists (rows)
+MISMATCHED = "mismatched_"  # what the names of all that is about mismatched answers begin with
+# What of a micro-batch is for losses and metrics, and not for the model's forward.
+_NOT_FOR_THE_MODEL = frozenset({
+    "labels", "word_labels", "weight", "supervised_positions",
+    "token_weights", "seen_ahead", "attention_seeds",  # of masked diffusion
+    "teacher_logps", "teacher_ids",
+    "documents", "most_documents", "by_length", "groups",  # of lists
+    "answer_positions", "answer_tokens", "answer_slots", "longest_answer", "answers",
+    "chosen_tokens", "rejected_tokens", "pair", "margin", "desirable", "answer",
+    "advantages", "mask", "sampled_logps", "old_logps", "reference_logps", "sampler_weights", "old_values", "returns",
+    "kept_rows", "kept_ids",
+})  # fmt: skip
+
+
+def model_inputs(micro_batch: MicroBatch) -> dict[str, Any]:
+    """What of a micro-batch the model's forward gets."""
+    return {
+        name: value for name, value in micro_batch.items()
+        if name not in _NOT_FOR_THE_MODEL and not name.startswith(MISMATCHED)
+    }  # fmt: skip
+
+
+def precise(values: torch.Tensor) -> torch.Tensor:
+    """What a model gives back, in float32; float64 stays."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 @dataclass

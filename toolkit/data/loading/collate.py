@@ -7,17 +7,9 @@ import numpy as np
 import torch
 
 from toolkit.data.loading.batch import Document, MicroBatch
-from toolkit.data.loading.layouts import without_padding
+from toolkit.data.loading.layouts import bounds_of_documents, padded, padded_inputs, places_within, without_padding
 
 IGNORED = -100  # a label that counts nowhere, as everywhere in transformers
-
-
-def _labels_of(document: dict[str, Any], aligned: bool) -> np.ndarray:
-    """Labels, one a token. Unless they are aligned the first token has none: nothing comes before it to predict it from."""
-    labels = np.array(document["labels"] if "labels" in document else document["input_ids"], dtype=np.int64)
-    if not aligned:
-        labels[0] = IGNORED
-    return labels
 
 
 def collate_packed(documents: list[Document], *, aligned: bool = False) -> MicroBatch:
@@ -30,22 +22,19 @@ def collate_packed(documents: list[Document], *, aligned: bool = False) -> Micro
     those before the labels or, where these are `aligned` (tags, masked tokens), their own.
     """
     lengths = np.array([len(document["input_ids"]) for document in documents])
-    ends = np.cumsum(lengths)
-    bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
-    longest = int(lengths.max())
     row = {
         "input_ids": np.concatenate([document["input_ids"] for document in documents]).astype(np.int64),
         "labels": np.concatenate([document.get("labels", document["input_ids"]) for document in documents]).astype(np.int64),
-        "position_ids": np.arange(ends[-1]) - np.repeat(ends - lengths, lengths),
+        "position_ids": places_within(lengths),
     }
     if not aligned:
-        row["labels"][ends - lengths] = IGNORED  # of each document's first token: nothing comes before it to predict it from
+        row["labels"][row["position_ids"] == 0] = IGNORED  # nothing comes before a document's first token to predict it from
     return {
         **{name: torch.from_numpy(values)[None] for name, values in row.items()},
         **_of_noise(documents),
         "supervised_positions": _supervised_positions(row["labels"][None], aligned),
-        "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest,
-    }  # fmt: skip
+        **bounds_of_documents(lengths, lengths),
+    }
 
 
 def collate_padded(
@@ -62,32 +51,23 @@ def collate_padded(
     In the layout `packed` there is also what `without_padding` says: the model's body computes no padding (see
     `choose_row_layout`), and all else stays as it is.
     """
-    lengths = [len(document["input_ids"]) for document in documents]
-    shape = (len(documents), max(lengths))
-    tokens, mask = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    for i, document in enumerate(documents):
-        tokens[i, : lengths[i]] = document["input_ids"]
-        mask[i, : lengths[i]] = 1
-    batch = {"input_ids": torch.from_numpy(tokens), "attention_mask": torch.from_numpy(mask)}
+    batch: dict[str, Any] = padded_inputs([document["input_ids"] for document in documents], pad_token_id)
     if "token_type_ids" in documents[0]:
-        kinds = np.zeros(shape, dtype=np.int64)
-        for i, document in enumerate(documents):
-            kinds[i, : lengths[i]] = document["token_type_ids"]
-        batch["token_type_ids"] = torch.from_numpy(kinds)
+        batch["token_type_ids"] = padded([document["token_type_ids"] for document in documents], 0)
     if "labels" not in documents[0] or "supervised_tokens" in documents[0]:  # labels are tokens, and not of whole examples
-        labels = _token_labels(documents, shape, aligned)
-        batch.update(labels=torch.from_numpy(labels), supervised_positions=_supervised_positions(labels, aligned))
+        labels = padded([document.get("labels", document["input_ids"]) for document in documents], IGNORED)
+        if not aligned:
+            labels[:, 0] = IGNORED  # nothing comes before the first token to predict it from
+        batch |= {"labels": labels, "supervised_positions": _supervised_positions(labels.numpy(), aligned)}
     else:
-        batch["labels"] = _example_labels(documents)
+        of_examples = np.stack([np.asarray(document["labels"]) for document in documents])
+        batch["labels"] = torch.from_numpy(of_examples.astype(np.int64 if of_examples.dtype.kind in "iub" else np.float32))
     if "word_labels" in documents[0]:  # of the first sub-word of each word, where others have labels too
-        of_words = np.full(shape, IGNORED, dtype=np.int64)
-        for i, document in enumerate(documents):
-            of_words[i, : lengths[i]] = document["word_labels"]
-        batch["word_labels"] = torch.from_numpy(of_words)
+        batch["word_labels"] = padded([document["word_labels"] for document in documents], IGNORED)
     batch |= _of_noise(documents)
     if "weight" in documents[0]:
         batch["weight"] = torch.tensor([float(document["weight"]) for document in documents])
-    return batch | (without_padding(np.array(lengths)) if layout == "packed" else {})
+    return batch | (without_padding(batch["attention_mask"].numpy().sum(1)) if layout == "packed" else {})
 
 
 def _of_noise(documents: list[Document]) -> dict[str, Any]:
@@ -108,18 +88,6 @@ def _supervised_positions(labels: np.ndarray, aligned: bool) -> torch.Tensor:
     following = np.full_like(labels, IGNORED)
     following[:, :-1] = labels[:, 1:]
     return torch.from_numpy(np.flatnonzero(following != IGNORED))
-
-
-def _token_labels(documents: list[Document], shape: tuple[int, int], aligned: bool) -> np.ndarray:
-    labels = np.full(shape, IGNORED, dtype=np.int64)
-    for i, document in enumerate(documents):
-        labels[i, : len(document["input_ids"])] = _labels_of(document, aligned)
-    return labels
-
-
-def _example_labels(documents: list[Document]) -> torch.Tensor:
-    labels = np.stack([np.asarray(document["labels"]) for document in documents])
-    return torch.from_numpy(labels.astype(np.int64) if labels.dtype.kind in "iub" else labels.astype(np.float32))
 
 
 def collate_prompts(documents: list[Document]) -> MicroBatch:
@@ -156,23 +124,15 @@ def collate_seq2seq(
     tokens = [np.asarray(document["input_ids"], dtype=np.int64) for document in documents]
     sources = [row[:cut] for row, cut in zip(tokens, cuts, strict=True)]
     targets = [row[cut:] for row, cut in zip(tokens, cuts, strict=True)]
-    labels = _filled(targets, IGNORED)
     first = [target[-1] if decoder_start_token_id is None else decoder_start_token_id for target in targets]
     shifted = [np.append(start, target[:-1]) for start, target in zip(first, targets, strict=True)]
+    labels = padded(targets, IGNORED)
     return {
-        "input_ids": torch.from_numpy(_filled(sources, pad_token_id)),
-        "attention_mask": torch.from_numpy(_filled([np.ones_like(source) for source in sources], 0)),
-        "decoder_input_ids": torch.from_numpy(_filled(shifted, pad_token_id)),
-        "labels": torch.from_numpy(labels),
-        "supervised_positions": torch.from_numpy(np.flatnonzero(labels != IGNORED)),
+        **padded_inputs(sources, pad_token_id),
+        "decoder_input_ids": padded(shifted, pad_token_id),
+        "labels": labels,
+        "supervised_positions": _supervised_positions(labels.numpy(), aligned=True),
     }
-
-
-def _filled(rows: list[np.ndarray], fill: int) -> np.ndarray:
-    table = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
-    for number, row in enumerate(rows):
-        table[number, : len(row)] = row
-    return table
 
 
 def collate_windows(windows: list[Document], pad_token_id: int = 0) -> MicroBatch:
@@ -183,26 +143,14 @@ def collate_windows(windows: list[Document], pad_token_id: int = 0) -> MicroBatc
     its question; and `char_starts` and `char_ends` `[windows, longest]`: of each token of the context its characters there,
     -1 elsewhere.
     """
-    lengths = [len(window["input_ids"]) for window in windows]
-
-    def padded(values: list[Any], fill: int, starts: list[int]) -> torch.Tensor:
-        rows = np.full((len(windows), max(lengths)), fill, dtype=np.int64)
-        for i, (row, start) in enumerate(zip(values, starts, strict=True)):
-            rows[i, start : start + len(row)] = row
-        return torch.from_numpy(rows)
-
-    def column(name: str) -> list[Any]:
-        return [window[name] for window in windows]
-
-    first = [0] * len(windows)
-    contexts = [int(start) for start in column("context_start")]
-    batch = {
-        "input_ids": padded(column("input_ids"), pad_token_id, first),
-        "attention_mask": padded([[1] * length for length in lengths], 0, first),
-    }
-    batch |= {name: padded(column(name), -1, contexts) for name in ("char_starts", "char_ends")}
+    batch: dict[str, Any] = padded_inputs([window["input_ids"] for window in windows], pad_token_id)
+    for name in ("char_starts", "char_ends"):
+        batch[name] = torch.full_like(batch["input_ids"], -1)
+        for row, window in zip(batch[name], windows, strict=True):
+            start = int(window["context_start"])
+            row[start : start + len(window[name])] = torch.as_tensor(window[name])
     for name in ("start_positions", "end_positions", "window"):
-        batch[name] = torch.tensor([int(value) for value in column(name)])
+        batch[name] = torch.tensor([int(window[name]) for window in windows])
     if "token_type_ids" in windows[0]:
-        batch["token_type_ids"] = padded(column("token_type_ids"), 0, first)
+        batch["token_type_ids"] = padded([window["token_type_ids"] for window in windows], 0)
     return batch

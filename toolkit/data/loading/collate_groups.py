@@ -6,9 +6,8 @@ import numpy as np
 import torch
 
 from toolkit.data.loading.batch import Document, MicroBatch
-from toolkit.data.loading.layouts import bounds_of, places_within
+from toolkit.data.loading.layouts import bounds_of_documents, padded_inputs, places_within
 
-NOT_FOR_THE_MODEL = ("labels", "documents", "most_documents", "by_length", "groups")
 _GROUP = 8  # rows at least that are read together: fewer have less padding and use a device worse
 _MOST_GROUPS = 8
 
@@ -75,23 +74,13 @@ def collate_text_groups(documents: list[Document], *, pad_token_id: int = 0, lay
         "text_key": np.concatenate([np.asarray(document["text_keys"], dtype=np.int64) for document in documents]),
         "score": np.repeat(np.array(scores, dtype=np.float32), counts),
     }
-    inputs = _packed(texts) if layout == "packed" else _padded(texts, pad_token_id)
+    if layout == "padded":
+        inputs: dict[str, Any] = padded_inputs(texts, pad_token_id)
+    else:
+        sizes = np.concatenate(lengths)
+        inputs = {
+            "input_ids": torch.from_numpy(np.concatenate(texts))[None],
+            "position_ids": torch.from_numpy(places_within(sizes))[None],
+            **bounds_of_documents(sizes, sizes),
+        }
     return {**inputs, **{name: torch.from_numpy(values) for name, values in about.items()}}
-
-
-def _packed(texts: list[np.ndarray]) -> dict[str, Any]:
-    lengths = np.array([len(text) for text in texts])
-    bounds, longest = bounds_of(lengths), int(lengths.max())
-    return {
-        "input_ids": torch.from_numpy(np.concatenate(texts))[None],
-        "position_ids": torch.from_numpy(places_within(lengths))[None],
-        "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest,
-    }  # fmt: skip
-
-
-def _padded(texts: list[np.ndarray], pad_token_id: int) -> dict[str, Any]:
-    ids = np.full((len(texts), max(map(len, texts))), pad_token_id, dtype=np.int64)
-    mask = np.zeros_like(ids)
-    for row, text in enumerate(texts):
-        ids[row, : len(text)], mask[row, : len(text)] = text, 1
-    return {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}

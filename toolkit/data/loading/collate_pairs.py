@@ -1,16 +1,11 @@
 """From preference pairs, or single answers, with their prompts to the tensors of one micro-batch."""
 
-from typing import Any
 
 import numpy as np
 import torch
 
-from toolkit.data.loading.batch import Document, MicroBatch
-from toolkit.data.loading.layouts import LAYOUTS as PAIR_LAYOUTS, NOT_FOR_THE_MODEL as _OF_ANSWERS, lay_out, without_padding
-
-__all__ = ["NOT_FOR_THE_MODEL", "PAIR_LAYOUTS", "collate_pairs", "collate_scored_pairs"]
-
-NOT_FOR_THE_MODEL = (*_OF_ANSWERS, "chosen_tokens", "rejected_tokens", "pair", "margin", "desirable", "answer")
+from toolkit.data.loading.batch import MISMATCHED, Document, MicroBatch, model_inputs
+from toolkit.data.loading.layouts import lay_out, without_padding
 
 
 def collate_pairs(documents: list[Document], *, layout: str = "packed", pad_token_id: int = 0) -> MicroBatch:
@@ -57,12 +52,8 @@ def collate_scored_pairs(documents: list[Document], *, layout: str = "padded", p
     # Laid out are places in the padded rows, in place of tokens; those of a prompt are in the row of its chosen answer.
     asked = [row * longest + np.arange(size) for row, size in enumerate(prompts)]
     answers = [row * longest + prompts[row % pairs] + np.arange(size) for row, size in enumerate(own)]
-    laid = lay_out(asked, answers, prompt_of, layout)
-    row = {name: value for name, value in laid.items() if name not in _OF_ANSWERS}
+    row = model_inputs(lay_out(asked, answers, prompt_of, layout))
     return batch | {"token_places": row.pop("input_ids")[0], **row}
-
-
-MISMATCHED = "mismatched_"  # what the names of all that is about mismatched answers begin with
 
 
 def collate_answers(documents: list[Document], *, layout: str = "packed", pad_token_id: int = 0) -> MicroBatch:
@@ -91,6 +82,6 @@ def collate_answers(documents: list[Document], *, layout: str = "packed", pad_to
     return batch
 
 
-def mismatched_of(micro_batch: MicroBatch) -> dict[str, Any]:
+def mismatched_of(micro_batch: MicroBatch) -> MicroBatch:
     """The prompts of a micro-batch with their mismatched answers, as `collate_answers` gives them with their own."""
     return {name.removeprefix(MISMATCHED): value for name, value in micro_batch.items() if name.startswith(MISMATCHED)}

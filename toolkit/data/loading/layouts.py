@@ -1,13 +1,10 @@
 """Prompts with one or several answers each, laid out for one forward pass in one of three ways with the same numbers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-
-LAYOUTS = ("shared", "packed", "padded")
-# What of a micro-batch of answers is for the loss, and not for the model's forward.
-NOT_FOR_THE_MODEL = ("answer_positions", "answer_tokens", "answer_slots", "longest_answer", "answers")
 
 
 def lay_out(
@@ -70,7 +67,7 @@ def _shared(
     inputs = {
         "input_ids": torch.from_numpy(np.concatenate(row))[None],
         "position_ids": torch.from_numpy(np.concatenate(positions))[None],
-        **_documents(np.array(new), np.array(seen)),
+        **bounds_of_documents(np.array(new), np.array(seen)),
         "shared_keys": torch.from_numpy(np.concatenate(keys)),
     }
     return inputs, before, first
@@ -87,7 +84,7 @@ def _packed(
     inputs = {
         "input_ids": torch.from_numpy(np.concatenate(row))[None],
         "position_ids": torch.from_numpy(places_within(lengths))[None],
-        **_documents(lengths, lengths),
+        **bounds_of_documents(lengths, lengths),
     }
     return inputs, first - 1, first
 
@@ -97,15 +94,29 @@ def _padded(
     pad_token_id: int,
 ) -> _Laid:  # fmt: skip
     sequences = [np.concatenate([prompts[prompt], answer]) for prompt, answer in zip(prompt_of, answers, strict=True)]
-    longest = max(map(len, sequences))
-    tokens, mask = (np.full((len(sequences), longest), fill, dtype=np.int64) for fill in (pad_token_id, 0))
-    for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence)], mask[row, : len(sequence)] = sequence, 1
-    first = np.arange(len(sequences)) * longest + asked[prompt_of]
-    return {"input_ids": torch.from_numpy(tokens), "attention_mask": torch.from_numpy(mask)}, first - 1, first
+    inputs = padded_inputs(sequences, pad_token_id)
+    first = np.arange(len(sequences)) * inputs["input_ids"].shape[1] + asked[prompt_of]
+    return inputs, first - 1, first
 
 
-def _documents(new: np.ndarray, seen: np.ndarray) -> dict[str, Any]:
+def padded(rows: Sequence[Any], fill: int) -> torch.Tensor:
+    """Rows of whole numbers, filled up on the right to the longest, int64 `[rows, longest]`."""
+    table = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
+    for place, row in zip(table, rows, strict=True):
+        place[: len(row)] = row
+    return torch.from_numpy(table)
+
+
+def padded_inputs(rows: Sequence[Any], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Token ids in padded rows, and the mask that marks the padding, which no id does."""
+    lengths = np.array([len(row) for row in rows])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    return {"input_ids": padded(rows, pad_token_id), "attention_mask": torch.from_numpy(mask.astype(np.int64))}
+
+
+def bounds_of_documents(new: np.ndarray, seen: np.ndarray) -> dict[str, Any]:
+    """The bounds of documents under the names that transformers' attention takes them by: of their own tokens, and of all that
+    these see."""
     longest = int(seen.max())
     return {
         "cu_seq_lens_q": bounds_of(new), "cu_seq_lens_k": bounds_of(seen), "max_length_q": longest, "max_length_k": longest,
@@ -122,7 +133,7 @@ def without_padding(lengths: np.ndarray) -> dict[str, Any]:
     return {
         "token_places": torch.from_numpy(np.repeat(np.arange(len(lengths)) * lengths.max(), lengths) + within),
         "position_ids": torch.from_numpy(within)[None],
-        **_documents(lengths, lengths),
+        **bounds_of_documents(lengths, lengths),
     }
 
 

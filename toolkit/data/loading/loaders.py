@@ -22,7 +22,7 @@ from toolkit.data.loading.batch import Batch, Document, MicroBatch
 from toolkit.data.loading.collate import collate_padded
 from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs
 from toolkit.data.loading.columns import column
-from toolkit.data.loading.order import StepPlan, cut_step, generator_of, hash_numbers, plan_steps
+from toolkit.data.loading.order import StepPlan, batch_of, cut_step, generator_of, plan_steps
 from toolkit.data.loading.packing import Augment, PackedRows, Packing, PlainRows, Rows, pack_best_fit, pack_wrapped
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.data.sources.load import commits_of_sources
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "EvalLoader", "StreamLoader", "TrainLoader", "build_dataloaders", "packing_name"]
 
 LONGEST_STOP = 600  # seconds
+_UNPACKED = (  # collate functions whose rows --packing is not for
+    (collate_padded, " puts documents of several examples into one row, which this recipe's padded rows cannot hold."),
+    (collate_pairs, ": pairs are one behind the other without padding as it is (--pair-layout). Remove it."),
+    (collate_answers, ": answers are one behind the other without padding as it is. Remove it."),
+)
 Collate = Callable[[list[Document]], MicroBatch]
 
 
@@ -59,17 +64,7 @@ class _StepReader(Dataset):
             if "tokens" in totals:  # the index knows those of the documents as they were
                 everyone = [document for documents in augmented.values() for document in documents]
                 totals["tokens"] = float(sum(document["supervised_tokens"] for document in everyone))
-        return Batch(
-            micro_batches=[self.collate(documents) for documents in read],
-            totals=totals,
-            real=[real for _, real in plan.pieces],
-            seeds=[hash_numbers(self.seed, *piece[0]) for piece, _ in plan.pieces],
-            position=plan.position,
-            size=plan.size,
-            examples=plan.everyone,
-            indices=[[example for _, example in piece] for piece, _ in plan.pieces],
-            epochs=[[epoch for epoch, _ in piece] for piece, _ in plan.pieces],
-        )
+        return batch_of(plan, [self.collate(documents) for documents in read], totals, self.seed)
 
     def _augmented(self, plan: StepPlan, augment: Augment) -> dict[tuple[int, int], list[Document]]:
         """The documents of the global batch by (epoch, example): every rank must know how many tokens all of them supervise."""
@@ -220,12 +215,9 @@ def build_dataloaders(
     """
     rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     pin_memory = accelerator is not None and accelerator.device.type == "cuda"
-    if config.packing and _collate_fn(collate) is collate_padded:
-        raise Refusal("--packing puts documents of several examples into one row, which this recipe's padded rows cannot hold.")
-    if config.packing and _collate_fn(collate) is collate_pairs:
-        raise Refusal("--packing: pairs are one behind the other without padding as it is (--pair-layout). Remove it.")
-    if config.packing and _collate_fn(collate) is collate_answers:
-        raise Refusal("--packing: answers are one behind the other without padding as it is. Remove it.")
+    for function, why in _UNPACKED:
+        if config.packing and getattr(collate, "func", collate) is function:
+            raise Refusal(f"--packing{why}")
     train_split, pack, pack_held_out = splits["train"], _packer(config), _packer(config, overlap=True)
     global_batch_size = config.global_batch_size or (
         config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
@@ -279,7 +271,3 @@ def _packer(config: DataConfig, overlap: bool = False) -> Callable[[np.ndarray],
         "bfd": pack_best_fit, "wrapped": partial(pack_wrapped, overlap=overlap),
     }  # fmt: skip
     return lambda lengths: strategies[config.packing_strategy](lengths, config.max_length)
-
-
-def _collate_fn(collate: Collate) -> Any:
-    return getattr(collate, "func", collate)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from toolkit.data.loading.batch import Batch, MicroBatch
+
 LENGTH_WINDOW = 1024  # examples of the order that are sorted by length together; fixed, so that no batch size changes the order
 LENGTH_BLOCK = 32  # neighbors by length that stay together when the window is mixed again
 
@@ -85,6 +87,21 @@ def cut_step(examples: list[tuple[int, int]], position: int, micro_batch_size: i
     mine = [cuts[i] if i < len(cuts) else None for i in range(rank, per_rank * world_size, world_size)]
     pieces = [(piece, True) if piece is not None else (examples[:1], False) for piece in mine]
     return StepPlan(position, len(examples), pieces, [example for _, example in examples])
+
+
+def batch_of(plan: StepPlan, micro_batches: list[MicroBatch], totals: dict[str, float], seed: int) -> Batch:
+    """The batch of a plan, whose random numbers follow from the seed and the first example of each micro-batch."""
+    return Batch(
+        micro_batches=micro_batches,
+        totals=totals,
+        real=[real for _, real in plan.pieces],
+        seeds=[hash_numbers(seed, *piece[0]) for piece, _ in plan.pieces],
+        position=plan.position,
+        size=plan.size,
+        examples=plan.everyone,
+        indices=[[example for _, example in piece] for piece, _ in plan.pieces],
+        epochs=[[epoch for epoch, _ in piece] for piece, _ in plan.pieces],
+    )
 
 
 def plan_steps(

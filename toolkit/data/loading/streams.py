@@ -13,7 +13,7 @@ import numpy as np
 
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch, Document, MicroBatch
-from toolkit.data.loading.order import cut_step, epoch_order, generator_of, hash_numbers
+from toolkit.data.loading.order import batch_of, cut_step, epoch_order, generator_of
 from toolkit.data.loading.packing import NOT_COLLATED, Augment, Packing, count_supervised, cut_document
 from toolkit.data.sources.stream_state import state_of
 
@@ -76,20 +76,11 @@ class StreamLoader:
         while position < self.examples_to_consume:
             size = min(self.global_batch_size, self.examples_to_consume - position)
             taken = [self._augmented(row, place) for place, row in enumerate(islice(rows, size), position)]
-            plan = cut_step([(0, i) for i in range(size)], position, self.micro_batch_size, self.rank, self.world_size)
-            documents = [[document for _, i in piece for document in taken[i]] for piece, _ in plan.pieces]
-            flat = [document for row in taken for document in row]
-            yield Batch(
-                micro_batches=[self.collate(piece) for piece in documents],
-                totals=_stream_totals(flat, len(taken), self.augment is not None),
-                real=[real for _, real in plan.pieces],
-                seeds=[hash_numbers(self.seed, 0, position + piece[0][1]) for piece, _ in plan.pieces],
-                position=position,
-                size=size,
-                examples=[position + i for i in range(size)],
-                indices=[[position + i for _, i in piece] for piece, _ in plan.pieces],
-                epochs=[[0] * len(piece) for piece, _ in plan.pieces],
-            )
+            places = [(0, place) for place in range(position, position + size)]  # an example's number is its position
+            plan = cut_step(places, position, self.micro_batch_size, self.rank, self.world_size)
+            pieces = [[document for _, place in piece for document in taken[place - position]] for piece, _ in plan.pieces]
+            totals = _stream_totals([document for row in taken for document in row], size, self.augment is not None)
+            yield batch_of(plan, [self.collate(piece) for piece in pieces], totals, self.seed)
             position += size
 
     def _augmented(self, row: list[Document], position: int) -> list[Document]:

@@ -57,7 +57,7 @@ def unpaired_format() -> Format:
     return Format(
         "unpaired", lambda splits, config: (plan_unpaired(splits, config), []), rows, lambda plan, tokenizer: columns,
         lambda plan, tokenizer: describe_preference(plan), _show, part_names=("prompt", "completion"),
-        class_names=lambda plan: ANSWER_CLASSES, numbered=ANSWER,
+        class_names=lambda plan: ANSWER_CLASSES, numbered=ANSWER, unsplit=as_pairs.unsplit,
     )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ def classification_format(config: DataConfig, class_names: list[str] | None = No
     return Format(
         "classification", lambda splits, config: _plan(splits, config, class_names), rows, columns, describe_classification,
         _show, class_names=class_names_of, settings=(problem_type, class_weights), supervises_tokens=False, ends_texts=False,
+        unsplit="the label of an example can't be split",
     )  # fmt: skip
 
 
@@ -66,8 +67,6 @@ def _plan(splits: Splits, config: DataConfig, class_names: list[str] | None) -> 
     and no name is the place of one.
     """
     assert isinstance(config, ClassificationConfig)
-    if config.overlong == "split":
-        raise Refusal("--overlong split: the label of an example can't be split. Choose truncate, drop or refuse.")
     labels = {name: label_column(columns_of(split, name), name) for name, split in splits.items()}
     classes = Classes([]) if config.problem_type == "regression" else find_classes(splits)
     if class_names:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,24 +25,26 @@ def diffusion_format(config: DataConfig) -> Format:
         raise TypeError("masked diffusion needs the settings of DiffusionConfig next to those of DataConfig")
     plain, answer_length = language_format("sft"), config.answer_length
 
-    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> FormatRows:
-        read = WithoutMasks(plain.rows(plan, encoder, config), encoder.tokenizer.mask_token_id)
-        if not plan.is_masked or plan.layout == "tokenized" or encoder.end is None:
-            return read
-        return FilledAnswers(read, encoder.end, answer_length, config.max_length)
+    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> DiffusionRows:
+        is_filled = plan.is_masked and plan.layout != "tokenized"
+        mask, end = encoder.tokenizer.mask_token_id, encoder.end if is_filled else None
+        return DiffusionRows(plain.rows(plan, encoder, config), mask, end, answer_length, config.max_length)
 
     return replace(plain, task="diffusion", rows=rows, settings=(answer_length,))
 
 
 @dataclass(frozen=True)
-class WithoutMasks:
-    """Reads batches of rows as `rows` does, and refuses one that holds the mask token: it would be hidden, and never found."""
+class DiffusionRows:
+    """Reads batches of rows as `rows` does; the last answer of each document then has `answer_length` tokens at least."""
 
     rows: FormatRows
     mask: int | None
+    end: int | None  # the token that fills; None: nothing is filled
+    answer_length: int
+    max_length: int
 
     def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
-        """Whole documents."""
+        """Whole documents; one that holds the mask token is refused: it would be hidden, and never found."""
         documents, counts = self.rows.read(batch, origins)
         there = np.flatnonzero(documents.values == self.mask)
         if len(there):
@@ -50,44 +53,23 @@ class WithoutMasks:
         return documents, counts
 
     def cut(self, documents: Documents) -> tuple[Documents, Cut]:
-        """Bring over-long documents within the longest length."""
-        return self.rows.cut(documents)
-
-
-@dataclass(frozen=True)
-class FilledAnswers:
-    """Reads batches of rows as `rows` does; the last answer of each document then has `answer_length` tokens at least."""
-
-    rows: FormatRows
-    end: int  # the token that fills
-    answer_length: int
-    max_length: int
-
-    def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
-        """Whole documents."""
-        return self.rows.read(batch, origins)
-
-    def cut(self, documents: Documents) -> tuple[Documents, Cut]:
         """Bring over-long documents within `max_length`, and fill up the others, as far as that allows.
 
         One that was cut off has no end, and is not filled.
         """
         documents, cut = self.rows.cut(documents)
+        if self.end is None:
+            return documents, cut
         assert documents.labels is not None
         missing = np.zeros(len(documents), dtype=np.int64)
-        for row, (start, end) in enumerate(zip(documents.bounds[:-1], documents.bounds[1:], strict=True)):
-            masked = np.flatnonzero(documents.labels[start:end] == IGNORED)
-            last = documents.labels[start:end] != IGNORED
-            if end - start < documents.whole[row] or not last.any():
+        for row, (start, end) in enumerate(pairwise(documents.bounds)):
+            counts = documents.labels[start:end] != IGNORED
+            if end - start < documents.whole[row] or not counts.any():
                 continue
-            final = int(np.flatnonzero(last)[-1])  # of the last answer, which begins behind what is masked before it
-            first = int(masked[masked < final].max(initial=-1)) + 1
+            final = int(np.flatnonzero(counts)[-1])  # of the last answer, which begins behind what is masked before it
+            first = int(np.flatnonzero(~counts[:final]).max(initial=-1)) + 1
             missing[row] = max(0, min(self.answer_length - (final + 1 - first), self.max_length - (end - start)))
-        return self._filled(documents, missing), cut
-
-    def _filled(self, documents: Documents, missing: np.ndarray) -> Documents:
-        assert documents.labels is not None
         places = np.repeat(documents.bounds[1:], missing)
         bounds = documents.bounds + np.concatenate([[0], np.cumsum(missing)])
         values, labels = (np.insert(flat, places, self.end).astype(np.int32) for flat in (documents.values, documents.labels))
-        return replace(documents, values=values, labels=labels, bounds=bounds, whole=documents.whole + missing)
+        return replace(documents, values=values, labels=labels, bounds=bounds, whole=documents.whole + missing), cut

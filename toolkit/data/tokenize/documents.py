@@ -183,7 +183,6 @@ class Cut:
     """What became of over-long documents."""
 
     overlong: int = 0
-    dropped: int = 0  # for being too long
     unsupervised: int = 0  # dropped because none of the tokens that were left is supervised
     tokens: int = 0  # cut off or dropped
     identical: int = 0  # pairs dropped because cutting made their answers the same
@@ -195,21 +194,16 @@ def cut_documents(documents: Documents, max_length: int, overlong: str) -> tuple
 
     Truncation cuts on the right. A document left without a supervised token teaches nothing and is dropped.
     """
-    lengths = documents.lengths
-    is_over = lengths > max_length
+    is_over = documents.lengths > max_length
     if not is_over.any():
         return documents, Cut()
-    if overlong == "refuse":
-        worst = int(np.argmax(lengths))
-        raise Refusal(
-            f"{documents.origins[worst]}: {lengths[worst]:,} tokens, more than --max-length {max_length}. Shorten the row, "
-            "raise --max-length, or choose --overlong truncate, drop or split"
-        )
-    cut = {"truncate": _truncate, "drop": _drop, "split": _split}[overlong](documents, max_length)
+    if overlong in ("drop", "refuse"):
+        return leave_out(documents, max_length, overlong, instead="--overlong truncate, drop or split")
+    cut = {"truncate": _truncate, "split": _split}[overlong](documents, max_length)
     is_taught = cut.supervised() > 0
     kept = cut.take(np.flatnonzero(is_taught))
-    dropped = int(is_over.sum()) if overlong == "drop" else 0
-    return kept, Cut(int(is_over.sum()), dropped, int((~is_taught).sum()), int(len(documents.values) - len(kept.values)))
+    lost = int(len(documents.values) - len(kept.values))
+    return kept, Cut(int(is_over.sum()), unsupervised=int((~is_taught).sum()), tokens=lost)
 
 
 def cut_as_read(documents: Documents, max_length: int, overlong: str) -> tuple[Documents, Cut]:
@@ -220,17 +214,23 @@ def cut_as_read(documents: Documents, max_length: int, overlong: str) -> tuple[D
     return documents, Cut(overlong=int((documents.whole > max_length).sum()), tokens=lost)
 
 
-def leave_out(documents: Documents, max_length: int, overlong: str, measured: str) -> tuple[Documents, Cut]:
+def leave_out(
+    documents: Documents, max_length: int, overlong: str, measured: str = "", *, flag: str = "--max-length",
+    instead: str = "--overlong truncate or drop",
+) -> tuple[Documents, Cut]:  # fmt: skip
     """Without those longer than `max_length` (drop), or none of them (refuse), by `whole`, the length of what is `measured`."""
     is_over = documents.whole > max_length
-    if overlong == "refuse" and is_over.any():
+    if not is_over.any():
+        return documents, Cut()
+    if overlong == "refuse":
         worst = int(np.argmax(documents.whole))
+        where = f" in {measured}" if measured else ""
         raise Refusal(
-            f"{documents.origins[worst]}: {documents.whole[worst]:,} tokens in {measured}, more than --max-length "
-            f"{max_length}. Shorten the row, raise --max-length, or choose --overlong truncate or drop"
+            f"{documents.origins[worst]}: {documents.whole[worst]:,} tokens{where}, more than {flag} {max_length}. Shorten the "
+            f"row, raise {flag}, or choose {instead}"
         )
     kept, count = documents.take(np.flatnonzero(~is_over)), int(is_over.sum())
-    return kept, Cut(overlong=count, dropped=count, tokens=len(documents.values) - len(kept.values))
+    return kept, Cut(overlong=count, tokens=len(documents.values) - len(kept.values))
 
 
 def _truncate(documents: Documents, max_length: int) -> Documents:
@@ -240,10 +240,6 @@ def _truncate(documents: Documents, max_length: int) -> Documents:
     is_kept = place < np.repeat(kept, lengths)
     labels = None if documents.labels is None else documents.labels[is_kept]
     return replace(documents, values=documents.values[is_kept], labels=labels, bounds=np.concatenate([[0], np.cumsum(kept)]))
-
-
-def _drop(documents: Documents, max_length: int) -> Documents:
-    return documents.take(np.flatnonzero(documents.lengths <= max_length))
 
 
 def _split(documents: Documents, max_length: int) -> Documents:

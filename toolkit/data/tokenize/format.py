@@ -54,6 +54,7 @@ class Format:
     supervises_tokens: whether labels are tokens of the row, so that they are counted and a row without one is refused.
     ends_texts: whether the end of a text is learned, so that the tokenizer must have one.
     gather(splits): where several rows make one example, splits in which they are one row.
+    unsplit: why --overlong split is refused, where it is.
     overlong: what becomes of over-long rows, in the words of --overlong, where that setting has no say in it.
     max_length, length_flag: the longest row, where another setting than --max-length says it, and that one's flag.
     """
@@ -71,6 +72,7 @@ class Format:
     supervises_tokens: bool = True
     ends_texts: bool = True
     gather: Callable[[Splits], Splits] = lambda splits: splits
+    unsplit: str = ""
     overlong: str | None = None
     max_length: int | None = None
     length_flag: str = "--max-length"

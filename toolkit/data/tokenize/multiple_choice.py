@@ -6,16 +6,14 @@ The rows become lists as those of a reranker do: the choices are the documents, 
 from __future__ import annotations
 
 import string
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.classification import is_withheld, pair_frame
-from toolkit.data.tokenize.columns import Batch, Plan, as_whole, check_texts, columns_of, describe, wrong_columns
-from toolkit.data.tokenize.documents import Documents, Encoder, check_room
+from toolkit.data.tokenize.columns import Plan, as_whole, check_texts, columns_of, describe, wrong_columns
+from toolkit.data.tokenize.documents import Encoder, check_room
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.ranking import ListRows, QueryList, list_columns, pieces_of
 from toolkit.system.console import quoted
@@ -54,14 +52,15 @@ class _Names(NamedTuple):
 def multiple_choice_format() -> Format:
     """How questions with choices are read."""
 
-    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> _ChoiceRows:
+    def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> ListRows:
         frame = pair_frame(encoder.tokenizer)
         check_room(config.max_length, frame.size, texts=2)
-        return _ChoiceRows(ListRows(encoder, frame, _as_list, "bce", config.max_length, config.overlong, whole_documents=True))
+        return ListRows(encoder, frame, _as_list, "bce", config.max_length, config.overlong, whole_documents=True)
 
     return Format(
         "multiple_choice", _plan, rows, list_columns, lambda plan, tokenizer: f"questions with choices ({plan.layout})", _show,
         part_names=("question", "right choice", "other choice"), supervises_tokens=False, ends_texts=False,
+        unsplit="a question has one answer, and can't be split",
     )  # fmt: skip
 
 
@@ -89,34 +88,12 @@ def read_question(row: dict[str, Any], origin: str) -> Question:
     return Question(row[texts[0]], choices, right)
 
 
-@dataclass(frozen=True)
-class _ChoiceRows:
-    """Reads batches of rows as lists, and counts what is unusual about the choices."""
-
-    lists: ListRows
-
-    def read(self, batch: Batch, origins: list[str]) -> tuple[Documents, Counter[str]]:
-        documents, remarks = self.lists.read(batch, origins)
-        for ids, sizes, labels in zip(
-            documents.lists(documents.values), documents.columns["document_tokens"], documents.columns["labels"], strict=True
-        ):
-            pairs = [*pieces_of(ids, sizes)]
-            remarks["right_twice"] += pairs.count(pairs[labels.index(1.0)]) > 1
-        return documents, remarks
-
-    @property
-    def cut(self) -> Any:
-        return self.lists.cut
-
-
 def _as_list(row: dict[str, Any], origin: str) -> QueryList:
     asked, choices, right = read_question(row, origin)
     return QueryList(asked, choices, [float(i == right) for i in range(len(choices))], [origin] * len(choices))
 
 
 def _plan(splits: Splits, config: DataConfig) -> tuple[dict[str, Plan], list[str]]:
-    if config.overlong == "split":
-        raise Refusal("--overlong split: a question has one answer, and can't be split. Choose truncate, drop or refuse.")
     plans, notes = {}, ["median, 95 % and longest are of the longest choice of a question, with the question"]
     for name, split in splits.items():
         present = columns_of(split, name)

@@ -58,6 +58,7 @@ def preference_format(pairs_per_prompt: str = "best_worst", max_pairs_per_prompt
         "preference", lambda splits, config: (plan_preference(splits, config, pairs_per_prompt), []), rows, columns,
         lambda plan, tokenizer: describe_preference(plan, pairs_per_prompt), _show,
         part_names=("prompt", "chosen", "rejected"), settings=(pairs_per_prompt, max_pairs_per_prompt), numbered=PAIR,
+        unsplit="what is judged is a whole answer",
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +29,7 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
 
 
 class Pieces:
-    """The pieces of one file. Read `kept` to its end, then `append`."""
+    """The pieces of one file, which is ended where its block does not fail. Read `kept` to its end, then `append`."""
 
     def __init__(self, path: Path, journal: Path, schema: pa.Schema) -> None:
         self._path, self.schema = path, schema
@@ -74,23 +73,14 @@ class Pieces:
             os.fsync(self._journal.fileno())
             self._synced = time.monotonic()
 
-    def end(self) -> None:
-        self._file.write(_END)
+    def __enter__(self) -> Pieces:
+        return self
 
-    def close(self) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._file.write(_END)
         self._file.close()
         self._journal.close()
-
-
-@contextmanager
-def open_pieces(path: Path, journal: Path, schema: pa.Schema) -> Iterator[Pieces]:
-    """The pieces of a file, which is ended where the block does not fail."""
-    pieces = Pieces(path, journal, schema)
-    try:
-        yield pieces
-        pieces.end()
-    finally:
-        pieces.close()
 
 
 def _batches(content: bytes, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

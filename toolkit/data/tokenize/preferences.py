@@ -122,8 +122,6 @@ def _check_settings(splits: Splits, config: DataConfig) -> None:
     for flag, value in (("completion", config.completion_only_loss), ("assistant", config.assistant_only_loss)):
         if value is not None:
             raise Refusal(f"--{flag}-only-loss has no effect: answers count whole, and prompts never. Remove it.")
-    if config.overlong == "split":
-        raise Refusal("--overlong split: what is judged is a whole answer. Choose truncate, drop or refuse.")
     if is_wrapped(config):
         raise Refusal("--packing-strategy wrapped would cut pairs to fill rows, and a pair can't be cut. Use bfd.")
     if not all(isinstance(split, Dataset) for split in splits.values()):

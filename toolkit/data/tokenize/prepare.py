@@ -38,7 +38,7 @@ from toolkit.data.tokenize.columns import Batch, Plan, is_wrapped
 from toolkit.data.tokenize.documents import Documents, Rules, build_encoder, check_supervision, check_tokens, tokenizer_digest
 from toolkit.data.tokenize.format import Format, FormatRows, Splits
 from toolkit.data.tokenize.masks import turn_end_ids
-from toolkit.data.tokenize.pieces import Pieces, open_pieces, read_in_order
+from toolkit.data.tokenize.pieces import Pieces, read_in_order
 from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH, check_marks, vocabulary_mark
 from toolkit.system.progress import progress
 
@@ -164,7 +164,7 @@ def _write(
     for name, split in splits.items():
         reader = build_reader(form, name, plans[name], tokenizer, config)
         journal = journal_of(folder) / f"{name}.jsonl"
-        with open_pieces(folder / f"{name}.arrow", journal, _schema(reader, tokenizer)) as pieces:
+        with Pieces(folder / f"{name}.arrow", journal, _schema(reader, tokenizer)) as pieces:
             measures, digest = _write_split(split, reader, pieces, numbers, processes)
         if not measures:  # of a stream
             raise _no_rows(name)

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from toolkit.config import DataConfig, Refusal
 from toolkit.config.tasks import PromptConfig
 from toolkit.data.tokenize.columns import (
@@ -25,7 +23,7 @@ from toolkit.data.tokenize.columns import (
     with_origin,
     wrong_columns,
 )
-from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents
+from toolkit.data.tokenize.documents import Cut, Documents, Encoder, join_documents, leave_out
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.masks import ChatTemplate, read_chat_template
 
@@ -121,17 +119,8 @@ class PromptRows:
 
     def cut(self, documents: Documents) -> tuple[Documents, Cut]:
         """Without the prompts that are longer than `longest`: one that is cut would ask something else."""
-        is_over = documents.lengths > self.longest
-        if not is_over.any():
-            return documents, Cut()
-        if self.overlong == "refuse":
-            worst = int(np.argmax(documents.lengths))
-            raise Refusal(
-                f"{documents.origins[worst]}: a prompt of {documents.lengths[worst]:,} tokens, more than --max-prompt-length "
-                f"{self.longest}. Shorten the row, raise --max-prompt-length, or choose --overlong-prompts drop"
-            )
-        kept, count = documents.take(np.flatnonzero(~is_over)), int(is_over.sum())
-        return kept, Cut(count, dropped=count, tokens=len(documents.values) - len(kept.values))
+        flag, instead = "--max-prompt-length", "--overlong-prompts drop"
+        return leave_out(documents, self.longest, self.overlong, "the prompt", flag=flag, instead=instead)
 
     def _text(self, row: dict[str, Any], origin: str) -> tuple[str, str]:
         column = PROMPT if self.layout == "text_prompt" else self.layout

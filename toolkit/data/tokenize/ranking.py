@@ -60,7 +60,7 @@ def ranking_format(config: DataConfig) -> Format:
     return Format(
         "ranking", _plan, rows, list_columns, lambda plan, tokenizer: f"queries with lists of documents ({plan.layout})", _show,
         part_names=("query", "most relevant document", "least relevant document"), settings=(loss,), supervises_tokens=False,
-        ends_texts=False, gather=gather_lists,
+        ends_texts=False, gather=gather_lists, unsplit="the label of a document can't be split",
     )  # fmt: skip
 
 
@@ -121,8 +121,6 @@ def _gathered(split: Any, name: str) -> Any:
 
 
 def _plan(splits: Splits, config: DataConfig) -> tuple[dict[str, Plan], list[str]]:
-    if config.overlong == "split":
-        raise Refusal("--overlong split: the label of a document can't be split. Choose truncate, drop or refuse.")
     plans = {}
     for name, split in splits.items():
         present = columns_of(split, name)
@@ -186,6 +184,7 @@ class ListRows:
             is_cut = self.overlong == "truncate" and longest[-1] > self.max_length
             if self.whole_documents:
                 remarks["cut_choices"] += is_cut and longest[-1] - len(query) > self.max_length
+                remarks["right_twice"] += each.documents.count(each.documents[int(labels.argmax())]) > 1
             else:
                 remarks["cut_queries"] += is_cut and len(query) > self._half
         documents = join_documents(ids, None, origins, columns)

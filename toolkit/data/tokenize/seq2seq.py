@@ -58,6 +58,7 @@ def seq2seq_format(config: DataConfig) -> Format:
         "seq2seq", lambda splits, config: (plan_seq2seq(splits, config, texts), []), rows, columns,
         lambda plan, tokenizer: _describe(plan, texts), _show, part_names=("source", "target"),
         settings=(texts.max_target_length, texts.source_prefix, texts.source_lang, texts.target_lang),
+        unsplit="a target belongs to the whole of its source",
     )  # fmt: skip
 
 
@@ -71,8 +72,6 @@ def plan_seq2seq(splits: Splits, config: DataConfig, texts: Seq2SeqConfig) -> di
         raise Refusal(
             "--packing: sources and targets are padded, each in a row of its own. Remove it; --group-by-length saves padding."
         )
-    if config.overlong == "split":
-        raise Refusal("--overlong split: a target belongs to the whole of its source. Choose truncate, drop or refuse.")
     return {name: _plan(columns_of(split, name), name, texts) for name, split in splits.items()}
 
 
@@ -159,7 +158,7 @@ class SourcesAndTargets:
             )
         if self.overlong == "drop":
             kept = documents.take(np.flatnonzero(~over))
-            return kept, Cut(count, dropped=count, tokens=len(documents.values) - len(kept.values))
+            return kept, Cut(count, tokens=len(documents.values) - len(kept.values))
         is_kept = np.ones(len(documents.values), dtype=bool)
         for row in np.flatnonzero(over).tolist():
             start = int(documents.bounds[row])

@@ -352,6 +352,8 @@ def plan_splits(
     """
     if form.ends_texts and tokenizer.eos_token_id is None:
         raise Refusal("The tokenizer has no end-of-text token: no text would end. Set eos_token in tokenizer_config.json")
+    if form.unsplit and config.overlong == "split":
+        raise Refusal(f"--overlong split: {form.unsplit}. Choose truncate, drop or refuse.")
     plans, notes = form.plan(splits, config)
     for name, plan in plans.items():
         if TOKENIZED_WITH in columns_of(splits[name], name):

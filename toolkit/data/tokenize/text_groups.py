@@ -54,7 +54,7 @@ def text_group_format(query_prompt: str = "", document_prompt: str = "", score_s
     return Format(
         "embedding", _plan, rows, columns, lambda plan, tokenizer: _DESCRIBED[plan.layout], _show,
         part_names=("anchor", "positive"), settings=(query_prompt, document_prompt, score_scale), supervises_tokens=False,
-        ends_texts=False,
+        ends_texts=False, unsplit="a text has one embedding and can't be split",
     )  # fmt: skip
 
 
@@ -62,8 +62,6 @@ _DESCRIBED = {SCORED: "pairs of sentences with a score", GROUPED: "anchors with 
 
 
 def _plan(splits: Splits, config: DataConfig) -> tuple[dict[str, Plan], list[str]]:
-    if config.overlong == "split":
-        raise Refusal("--overlong split: a text has one embedding and can't be split. Choose truncate, drop or refuse.")
     plans = {}
     for name, split in splits.items():
         present = columns_of(split, name)

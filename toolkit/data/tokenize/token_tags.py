@@ -40,8 +40,6 @@ def token_classification_format(config: DataConfig, class_names: list[str] | Non
     label_all, is_checked = config.label_all_tokens, config.tag_scheme != "auto" or config.strict_entities
 
     def plan(splits: Splits, given: DataConfig) -> tuple[dict[str, Plan], list[str]]:
-        if given.overlong == "split":
-            raise Refusal("--overlong split: an entity may lie across the cut. Choose truncate, drop or refuse.")
         tags = find_tags(splits, config, class_names)
         plans = {}
         for name, split in splits.items():
@@ -64,6 +62,7 @@ def token_classification_format(config: DataConfig, class_names: list[str] | Non
     return Format(
         "token_classification", plan, rows, columns, _describe, _show, settings=(label_all, is_checked),
         class_names=lambda plan: tuple(plan.classes.names) if plan.classes else (), ends_texts=False,
+        unsplit="an entity may lie across the cut",
     )  # fmt: skip
 
 

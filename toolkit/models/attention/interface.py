@@ -99,7 +99,7 @@ def take_attention_of_padded_rows(model: PreTrainedModel, requested: str, proble
 def check_not_varlen(requested: str, problem: NotPackable) -> None:
     """Raise Refusal where attention for packed rows alone was requested, with the reason why there are none."""
     if requested == "varlen":
-        raise Refusal(f"--attn-implementation varlen: is for packed rows, and {problem.who} {problem.reason}. Use auto.")
+        raise Refusal(f"--attn-implementation varlen: is for packed rows, and {problem.what}. Use auto.")
 
 
 def _document_mask(

@@ -1,14 +1,17 @@
-"""Which models give each document of a packed row what it has alone, and which are refused by name."""
+"""What of a row the tokens of a model see: whether documents of a packed one are apart, and whether it is both sides."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from toolkit.config import Refusal
 from toolkit.models.compat import is_stateful, takes_attention_functions, takes_flash_attention
+from toolkit.system.console import first_line
+from toolkit.system.evaluation_mode import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -29,11 +32,30 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 class NotPackable(Refusal):
-    """A model whose packed rows would not be exact; `reason` says why in words that follow the model's name."""
+    """A model whose packed rows would not be exact: `what` is, in words, who it is and why."""
 
     def __init__(self, who: str, reason: str) -> None:
-        super().__init__(f"--packing: {who} {reason}. Train it on padded rows: --no-packing (pairs: --pair-layout padded).")
-        self.who, self.reason = who, reason
+        self.what = f"{who} {reason}"
+        super().__init__(f"--packing: {self.what}. Train it on padded rows: --no-packing (pairs: --pair-layout padded).")
+
+
+def first_exact(layouts: Sequence[str], check: Callable[[str], None], asked: str, flag: str) -> tuple[str, list[NotPackable]]:
+    """The first of `layouts` that `check` lets pass, or `padded`, and what is wrong with those before it.
+
+    Raises:
+        Refusal: `asked`, which is not `auto`, would not be exact.
+    """
+    problems: list[NotPackable] = []
+    for layout in {"auto": layouts, "padded": ()}.get(asked, (asked,)):
+        try:
+            check(layout)
+        except NotPackable as problem:
+            problems.append(problem)
+        else:
+            return layout, problems
+    if asked not in ("auto", "padded"):
+        raise Refusal(f"{flag} {asked}: {problems[0].what}. Take {flag} auto.")
+    return "padded", problems
 
 
 def check_packable(model_config: PretrainedConfig, model_class: type | None = None) -> None:
@@ -88,7 +110,6 @@ def _rope_types(text_config: Any) -> set[str]:
     return {kind for group in groups for key in ("rope_type", "type") if isinstance(kind := group.get(key), str)}
 
 
-@torch.no_grad()
 def check_no_contamination(model: PreTrainedModel) -> None:
     """Put two short documents through a model and raise NotPackable when one of them can tell that the other is there.
 
@@ -102,14 +123,10 @@ def check_no_contamination(model: PreTrainedModel) -> None:
     first, other_first, second, other_second = tokens[0, :8], tokens[1, :8], tokens[2], tokens[3]
     mixed_batches = any(getattr(model.config.get_text_config(), name, None) for name in EXPERTS)
     rounding = 0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-4
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         together = _packed_output(model, first, second)
         beside_others = _packed_output(model, other_first, second)[8:], _packed_output(model, first, other_second)[:8]
         alone = _output(model, input_ids=second[None])[0]
-    finally:
-        model.train(was_training)
     scale = together.abs().max()
     changes = (together[8:] - beside_others[0]).abs().max(), (together[:8] - beside_others[1]).abs().max()
     name = f"model type {model.config.model_type!r}"
@@ -133,3 +150,41 @@ def _packed_output(model: Any, *documents: torch.Tensor) -> torch.Tensor:
 def _output(model: Any, **inputs: Any) -> torch.Tensor:
     """Logits of every token `[1, length, vocabulary]`, or the hidden states of a model without a head."""
     return model(use_cache=False, **inputs)[0]
+
+
+def make_bidirectional(model: PreTrainedModel) -> None:
+    """Let the attention of a model see both sides, whose config has `is_causal` false.
+
+    transformers (5.23) makes its masks by that setting. Where there is nothing to mask it makes none, and its attention
+    functions ask each layer, which stays causal: these are set here.
+    """
+    for module in model.modules():
+        if getattr(module, "is_causal", None) is True:
+            module.is_causal = False  # type: ignore[assignment]  # of an attention layer
+
+
+def check_bidirectional(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model some of whose layers are known to read from left to right, as of hybrids, and one whose first token can't
+    tell that its last one has changed, alone and next to padding.
+
+    The latter catches what no list knows: recurrent layers, convolutions, masks that a model makes in its own way.
+    """
+
+    def refuse(why: str) -> Refusal:
+        return Refusal(f"--model {name}: {type(model).__name__} {why}. Name another, such as a Llama, Qwen or ModernBERT.")
+
+    if layers := layers_from_the_left(model.config, type(model)):
+        raise refuse(f"has {layers}, which look to the left only and can't be made to look to both sides")
+    vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
+    tokens = torch.randint(0, vocabulary, (1, 9), generator=torch.Generator().manual_seed(0)).to(device)
+    try:
+        with evaluation_mode(model):
+            for real in (9, 8):  # without padding, and before one token of it
+                other, mask = tokens.clone(), torch.ones_like(tokens)
+                other[0, real - 1] = (other[0, real - 1] + 1) % vocabulary
+                mask[0, real:] = 0
+                first, changed = (_output(model, input_ids=ids, attention_mask=mask)[0, 0] for ids in (tokens, other))
+                if torch.equal(first, changed):
+                    raise refuse("looks to the left only, and can't be made to look to both sides")
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # a mask that it does not make
+        raise refuse(f"can't be made to look to both sides: its forward pass ends in {first_line(error)}") from error
