@@ -22,10 +22,10 @@ class Config(
     model: str = tk.trained_model("runs/demo/sft/model", otherwise="tiny-llama")
     dataset: str = "stdlib:dpo"
     max_length: int = 256
-    optim: str = "muon"
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     warmup_steps: float = 0.05
     per_device_train_batch_size: int = 16
+    num_train_epochs: float = 2.0
     group_by_length: bool = True
     eval_on_start: bool = True
     output_dir: str = "runs/reward"
