@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from toolkit.checkpoint import write_pointer
 from toolkit.system.digests import directory_digest
 
 pytestmark = pytest.mark.warm
@@ -65,15 +66,32 @@ def test_an_earlier_step_has_the_weights_and_the_metrics_of_its_checkpoint(folde
 
 
 def test_the_best_is_the_one_that_the_run_points_to(folder: Path) -> None:
-    best = (folder / "out/checkpoints/best.json").read_text().split("step-")[1].split('"')[0]
+    """Fails when: it is the newest, or what is there is overwritten without being asked."""
+    write_pointer(folder / "out/checkpoints", "best", folder / "out/checkpoints/step-4")
     done = toolkit(folder, "export", "out", "--best")
     assert done.returncode == 0, done.stderr
-    assert (folder / f"out/model-step-{best}/config.json").is_file()
+    exported = folder / "out/model-step-4/model.safetensors"
+    assert exported.is_file()
     again = toolkit(folder, "export", "out", "--best")
     assert again.returncode == 2
     assert "--overwrite" in again.stderr
+    exported.write_bytes(b"")
     assert toolkit(folder, "export", "out", "--best", "--overwrite").returncode == 0
-    shutil.rmtree(folder / f"out/model-step-{best}")
+    assert exported.stat().st_size
+    shutil.rmtree(folder / "out/model-step-4")
+
+
+def test_what_a_recipe_saves_elsewhere_stays(folder: Path) -> None:
+    """Fails when: a second model of the recipe is written again, with the weights that training began from."""
+    recipe = (ROOT / "recipes/accelerated.py").read_text()
+    saves = "        tk.save_model(accelerator, model, tokenizer, config.output_dir"
+    (folder / "mine.py").write_text(recipe.replace(saves, f'        tk.save_model(accelerator, model, tokenizer, "elsewhere")\n{saves}'))
+    assert toolkit(folder, "train", "mine.py", *FLAGS[:-1], "mine").returncode == 0
+    before = directory_digest(folder / "elsewhere")
+    done = toolkit(folder, "export", "mine")
+    assert done.returncode == 0, done.stderr
+    assert directory_digest(folder / "elsewhere") == before
+    assert load_file(folder / "mine/model-step-6/model.safetensors").keys() == load_file(folder / "elsewhere/model/model.safetensors").keys()
 
 
 @pytest.mark.parametrize(

@@ -146,12 +146,14 @@ def _untrained(run: Path, checkpoint: Path, into: Path, name: str) -> Iterator[l
 
     written: list[Path] = []
 
-    def save_model(save: Callable[..., Path], accelerator: Any, model: Any, tokenizer: Any, output_dir: Any, *_: Any,
-                   dtype: str = "auto", files: Any = None) -> Path:  # fmt: skip
-        if Path(output_dir).absolute() == run:
+    def save_model(
+        save: Callable[..., Path], accelerator: Any, model: Any, tokenizer: Any, output_dir: Any, *_: Any,
+        dtype: str = "auto", files: Any = None,
+    ) -> Path:  # fmt: skip
+        if Path(output_dir).absolute() == run:  # what a recipe saves elsewhere stays as it is: here it is not trained
             _write(checkpoint, run, into, name, model, tokenizer, dtype, files)
             written.append(into)
-        return into
+        return Path(output_dir) / "model"
 
     with Replacements() as replace:
         for each in ("open_run", "build_reference", "reference_logps", "connect_server", "load_rewards"):
