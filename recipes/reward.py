@@ -25,7 +25,7 @@ class Config(
     learning_rate: float = 5e-4
     warmup_steps: float = 0.05
     per_device_train_batch_size: int = 16
-    num_train_epochs: float = 2.0
+    num_train_epochs: float = 3.0
     group_by_length: bool = True
     eval_on_start: bool = True
     output_dir: str = "runs/reward"
