@@ -1,5 +1,6 @@
 """toolkit export: a model directory of a checkpoint. Every recipe's is made in tests/recipes/test_promises.py."""
 
+import math
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from toolkit.checkpoint import write_pointer
+from toolkit.checkpoint import load_checkpoint, save_checkpoint, write_pointer
 from toolkit.system.digests import directory_digest
 
 pytestmark = pytest.mark.warm
@@ -110,6 +111,27 @@ def test_what_cannot_be_exported_is_refused_with_one_message(folder: Path, words
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_that_is_damaged_or_holds_no_numbers_leaves_no_model(folder: Path) -> None:
+    """Fails when: what is read is not compared with its digests, or the model is not read again once it is written."""
+    shutil.copytree(folder / "out", folder / "ill")
+    weights = folder / "ill/checkpoints/step-2/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    done = toolkit(folder, "export", "ill", "--step", "2")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "damaged" in done.stderr
+    state = load_checkpoint(folder / "ill/checkpoints/step-4")
+    next(tensor for tensor in state.model.values() if tensor.is_floating_point()).fill_(math.nan)
+    shutil.rmtree(folder / "ill/checkpoints/step-4")
+    save_checkpoint(folder / "ill/checkpoints", 4, state)
+    done = toolkit(folder, "export", "ill", "--step", "4")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "finite" in done.stderr
+    assert not list((folder / "ill").glob("model-*"))
+    shutil.rmtree(folder / "ill")
 
 
 def test_commands_that_want_a_model_name_it_for_a_checkpoint(folder: Path) -> None:

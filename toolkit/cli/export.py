@@ -37,7 +37,7 @@ def export(
     model as it did for the run, on the CPU and without training, so its data must still be where they were. The run itself is
     left as it is, and may go on meanwhile.
     """
-    if run.parent.name == "checkpoints" and run.name.startswith("step-"):
+    if run.parent.name == "checkpoints" and run.name.removeprefix("step-").isdecimal():
         if step is not None or best:
             raise typer.BadParameter(f"{run}: is one checkpoint. Leave out --step and --best.", param_hint="RUN")
         run, step = run.parent.parent, int(run.name.removeprefix("step-"))
@@ -51,18 +51,13 @@ def export(
     from toolkit.cli.replay_checks import directory_of, script_of
     from toolkit.command_line.recipe import errors_refused, read_recipe
     from toolkit.diagnostics.short_runs import ended_by_signals
-    from toolkit.export.model_directory import BadModel
 
     card, recipe = _card_of(run), str(Path(recipe).absolute()) if recipe else None
     with contextlib.chdir(directory_of(card)), contextlib.redirect_stdout(io.StringIO()):  # what a run prints
         script = Path(recipe or script_of(card)).absolute()
         main, config = read_recipe(script, ["--config", str(run / "config.yaml")])
         with errors_refused(script), ended_by_signals(), _untrained(run, checkpoint, into, name) as written:
-            try:
-                main(_alone(config, run))
-            except BadModel as error:
-                say(str(error), error=True)
-                raise typer.Exit(1) from error
+            main(_alone(config, run))
     if not written:
         raise Refusal(f"{script}: calls tk.save_model for no model of its output directory: there is nothing to export.")
     say(f"Saved {into}: the model after step {checkpoint.name.removeprefix('step-')}")
@@ -173,7 +168,7 @@ def _write(
     from toolkit.distributed.engines import unwrapped
     from toolkit.distributed.engines.pieces import whole_state_dict
     from toolkit.export.card import with_name
-    from toolkit.export.model_directory import card_of_run, write_model
+    from toolkit.export.model_directory import BadModel, card_of_run, write_model
     from toolkit.runs.summary import Summary, evaluations_by_step
     from toolkit.system.json_lines import read_lines
 
@@ -182,4 +177,7 @@ def _write(
     step = int(checkpoint.name.removeprefix("step-"))
     metrics = evaluations_by_step(read_lines(run / "metrics.jsonl")).get(step, {})
     card = with_name(card_of_run(plain, run, Summary(metrics)), name)
-    write_model(into, plain, whole_state_dict(None, plain) or {}, tokenizer, card, dtype, files)
+    try:
+        write_model(into, plain, whole_state_dict(None, plain) or {}, tokenizer, card, dtype, files)
+    except BadModel as error:
+        raise Refusal(f"{checkpoint}: {error}") from error
