@@ -1,4 +1,4 @@
-"""A lock that is waited for says so; a limit on time ends what has none."""
+"""A lock that is waited for says so; a limit on time ends what has none; what can't be written names its place."""
 
 import os
 import threading
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from toolkit.system import files
+from toolkit.system.files import written_next_to
 from toolkit.system.interruptions import time_limit
 
 
@@ -55,3 +57,12 @@ def test_what_is_written_first_is_in_the_same_folder_and_hidden(tmp_path: Path, 
     files.write_atomically(tmp_path / "file.json", "whole")
     assert [(path.parent, path.name[0]) for path in seen] == [(tmp_path, ".")]
     assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
+
+
+def test_an_error_of_safetensors_names_the_place_and_leaves_nothing(tmp_path: Path) -> None:
+    """Fails when: it stays in safetensors' own words, which name none."""
+    temporary = tmp_path / "run/.model.tmp"
+    temporary.mkdir(parents=True)
+    with pytest.raises(OSError, match=f"{tmp_path}/run: .*No space left"), written_next_to(temporary):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert not temporary.exists()

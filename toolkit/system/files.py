@@ -49,7 +49,7 @@ def written_next_to(temporary: Path) -> Iterator[None]:
     """A block that fills a temporary directory; when it fails nothing of that stays.
 
     Raises:
-        OSError: also for safetensors' errors, which wrap the operating system's in their own words.
+        OSError: also for safetensors' errors, which wrap the operating system's in their own words and name no place.
     """
     from safetensors import SafetensorError
 
@@ -57,7 +57,7 @@ def written_next_to(temporary: Path) -> Iterator[None]:
         yield
     except SafetensorError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(str(error)) from error
+        raise OSError(f"{temporary.parent}: can't be written: {error}") from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
