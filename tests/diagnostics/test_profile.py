@@ -287,6 +287,8 @@ def test_ranks_refuse_once() -> None:
         (["nowhere"], "nowhere"),
         (["distill"], "--teacher"),
         (["accelerated", *SMALL, "--max-steps", "4", "--max-train-examples", "40"], "16 steps"),
+        (["accelerated", *SMALL, "--max-steps", "9", "--max-train-examples", "40"], "Take --steps 3,"),
+        (["accelerated", *SMALL, "--max-steps", "8", "--max-train-examples", "40"], "more data"),
     ],
 )
 def test_what_cannot_be_profiled_is_one_message(words: list[str], said: str) -> None:

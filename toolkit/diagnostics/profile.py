@@ -37,6 +37,7 @@ from toolkit.training import step as training_step
 from toolkit.training.run import Run
 
 WARM_UP, TRACED = 3, 3  # steps: compiling, first allocations; and those under torch's profiler, which slows them
+LEAST_STEPS = 3  # that are timed
 PHASES = ("data", "forward", "backward", "clipping", "optimizer", "other")
 
 
@@ -117,10 +118,11 @@ def profile(
             timer.close()
             forget_accelerator()
     if not timer.measured:
-        needed = WARM_UP + steps + TRACED
+        fewer = timer.begun + 1 - WARM_UP - TRACED  # of steps that are counted from 0
+        what_helps = f"Take --steps {fewer}, or a" if fewer >= LEAST_STEPS else "Give it more data, or a"
         raise Refusal(
-            f"the run ended before {needed} steps, which a profile of {steps} needs. Take fewer --steps, or give it more data, "
-            "or a larger --max-steps."
+            f"the run ended before {WARM_UP + steps + TRACED} steps, which a profile of {steps} needs. {what_helps} larger "
+            "--max-steps."
         )
     found = profile_of(timer.measured, timer.device, timer.engine, timer.exchanged)
     return dataclasses.replace(found, saving=timer.saving, not_saved=timer.not_saved)
@@ -156,7 +158,7 @@ class _Timer:
         self._phase, self._since, self._outer = "other", time.perf_counter(), list[str]()
         self._profiler: Any = None
         self._mark, self._marks = contextlib.ExitStack(), dict[str, tuple[int, str]]()  # of the traced steps, in the trace
-        self._number = 0
+        self.begun = 0
 
     def enter(self, phase: str) -> None:
         self._outer.append(self._phase)
@@ -178,7 +180,7 @@ class _Timer:
         self._switch(self._phase)
         if WARM_UP < number <= WARM_UP + self.count:
             self.steps.append(self._now)
-        self._now, self._number = defaultdict(float), number
+        self._now, self.begun = defaultdict(float), number
         if number == WARM_UP + self.count:
             if self.memory is not None and torch.cuda.is_available():
                 record_gpu_memory()
@@ -245,8 +247,8 @@ class _Timer:
         """In the trace, the phase and the step that begin here."""
         self._mark.close()
         if self._profiler is not None:
-            name = f"step {self._number}: {self._phase}"
-            self._marks[name] = self._number, self._phase
+            name = f"step {self.begun}: {self._phase}"
+            self._marks[name] = self.begun, self._phase
             self._mark.enter_context(torch.profiler.record_function(name))
 
 
