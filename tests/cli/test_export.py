@@ -134,6 +134,16 @@ def test_a_checkpoint_that_is_damaged_or_holds_no_numbers_leaves_no_model(folder
     shutil.rmtree(folder / "ill")
 
 
+@pytest.mark.parametrize("into", ["out", ".", "out/checkpoints", "out/checkpoints/step-2", "out/checkpoints/step-4", "out/checkpoints/new"])
+def test_no_export_takes_the_place_of_the_run(folder: Path, into: str) -> None:
+    """Fails when: --overwrite replaces a directory that holds the checkpoint, or another checkpoint."""
+    before = directory_digest(folder / "out")
+    done = toolkit(folder, "export", "out", "--step", "2", "--into", into, "--overwrite")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "--into" in done.stderr
+    assert directory_digest(folder / "out") == before
+
+
 def test_commands_that_want_a_model_name_it_for_a_checkpoint(folder: Path) -> None:
     for words in (("generate", "out/checkpoints/step-2", "--prompt", "a"), ("train", "sft", "--model", "out/checkpoints/step-2", "--output-dir", "other")):
         done = toolkit(folder, *words)

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from toolkit.cli.setting_options import directory_to_write
 from toolkit.config import Refusal
-from toolkit.config.places import place_to_write
 from toolkit.system.console import say
 
 # Settings left at their defaults: a checkpoint fits any layout, and here it is put into one model on the CPU.
@@ -44,9 +44,10 @@ def export(
     checkpoint = _find(run, step, best).absolute()
     run = Path(os.path.abspath(run))
     name = into.as_posix() if into and not into.is_absolute() else (into or Path(f"model-{checkpoint.name}")).name
-    into = Path(os.path.abspath(place_to_write(into or run / f"model-{checkpoint.name}", "--into")))
-    if into.exists() and (not into.is_dir() or any(into.iterdir())) and not overwrite:
-        raise typer.BadParameter(f"{into}: is there and not empty. Name another, or add --overwrite.", param_hint="--into")
+    into = directory_to_write(into or run / f"model-{checkpoint.name}", checkpoint, overwrite)
+    into = Path(os.path.abspath(into))
+    if checkpoint.parent.resolve() in into.resolve().parents:
+        raise Refusal(f"--into {into}: is among the run's checkpoints. Name another.")
 
     from toolkit.cli.replay_checks import directory_of, script_of
     from toolkit.command_line.recipe import errors_refused, read_recipe
@@ -67,7 +68,7 @@ def _find(run: Path, step: int | None, best: bool) -> Path:
     """The checkpoint that is meant.
 
     Raises:
-        Refusal: there is none, or it is damaged.
+        Refusal: there is none.
     """
     from toolkit.checkpoint import latest_checkpoint, list_checkpoints, read_pointer
 
@@ -108,7 +109,7 @@ def _alone(config: Any, run: Path) -> Any:
 
 
 class _Nothing:
-    """In place of a run, a teacher or a reference: it has no steps, nothing is due, and whatever is called does nothing."""
+    """In place of a run, a teacher or a reference: it has no steps, nothing is due, and every call does nothing."""
 
     step = position = 0
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from toolkit.cli.setting_options import directory_to_write
 from toolkit.config.conditions import is_adapter
-from toolkit.config.places import place_to_write
 from toolkit.system.console import say
 
 
@@ -27,11 +27,7 @@ def merge(
         raise typer.BadParameter(f"{adapter}: there is no such directory.", param_hint="ADAPTER")
     if not is_adapter(str(adapter)) and is_adapter(str(adapter / "model")):
         adapter = adapter / "model"
-    into = place_to_write(into, "--into")
-    if into.exists() and (not into.is_dir() or any(into.iterdir())) and not overwrite:
-        raise typer.BadParameter(f"{into}: is there and not empty. Name another, or add --overwrite.", param_hint="--into")
-    if into.resolve() == adapter.resolve() or into.resolve() in adapter.resolve().parents:
-        raise typer.BadParameter(f"{into}: the adapter itself lies there. Name another.", param_hint="--into")
+    into = directory_to_write(into, adapter, overwrite)
 
     from toolkit.distributed.engines.pieces import whole_state_dict
     from toolkit.export.merge import NotTheSame, merge_adapter

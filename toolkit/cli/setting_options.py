@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from toolkit.config import Refusal, Settings, read_config_file, settings_of
+from toolkit.config.places import place_to_write
 from toolkit.config.setting import refuse_all, spellings_of
 from toolkit.config.values import read_what_can_be, split_list
 
@@ -28,6 +29,21 @@ Device = Annotated[
 
 OF_MODEL = "tokenizer chat_template model_revision trust_remote_code"
 _METAVARS = {"rename_columns": "OLD=NEW,...", "chat_template": "FILE"}
+
+
+def directory_to_write(into: Path, source: Path, overwrite: bool) -> Path:
+    """The directory --into, which is made of `source`: a new or empty one, or with `overwrite` one that it replaces.
+
+    Raises:
+        Refusal: as `place_to_write`.
+        BadParameter: it is there and not empty, or `source` is in it and would be replaced too.
+    """
+    place = place_to_write(into, "--into")
+    if place.resolve() in (source.resolve(), *source.resolve().parents):
+        raise typer.BadParameter(f"{place}: {source} is in it. Name another.", param_hint="--into")
+    if place.exists() and any(place.iterdir()) and not overwrite:
+        raise typer.BadParameter(f"{place}: is there and not empty. Name another, or add --overwrite.", param_hint="--into")
+    return place
 
 
 def check_task(task: str | None, tasks: tuple[str, ...] = TASKS) -> None:

@@ -63,8 +63,8 @@ def _arguments(names: Mapping[str, str]) -> Meaning:
     def meaning(value: Any, written: Mapping[str, Any]) -> dict[str, Any] | str:
         left = [each for each in value if each not in (*names, "use_cache")] if isinstance(value, dict) else ["its text"]
         if left:
-            told = f"{', '.join(known[:-1])} and {known[-1]}"
-            return f"leave {', '.join(map(str, left))} out of it; its {told} are known."
+            listed = f"{', '.join(known[:-1])} and {known[-1]}"
+            return f"leave {', '.join(map(str, left))} out of it; its {listed} are known."
         return {names[name]: each for name, each in value.items() if name in names}
 
     return meaning
