@@ -42,8 +42,9 @@ def main(config: Config) -> tk.Summary:
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
     loss_fn, metrics = tk.classification_task(
-        config.problem_type, model.config.num_labels, config.metrics, label_smoothing_factor=config.label_smoothing_factor
-    )
+        config.problem_type, model.config.num_labels, config.metrics, label_smoothing_factor=config.label_smoothing_factor,
+        class_names=list(labels.get("label2id", ())),
+    )  # fmt: skip
     model, optimizer = accelerator.prepare(model, optimizer)
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 

@@ -57,8 +57,9 @@ def main(config: Config) -> tk.Summary:
     train, evaluation = tk.build_dataloaders(splits, collate, config)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
     loss_fn, metrics = tk.classification_task(
-        config.problem_type, model.config.num_labels, config.metrics, label_smoothing_factor=config.label_smoothing_factor
-    )
+        config.problem_type, model.config.num_labels, config.metrics, label_smoothing_factor=config.label_smoothing_factor,
+        class_names=list(labels.get("label2id", ())),
+    )  # fmt: skip
 
     def evaluate() -> dict[str, float]:
         observe: Any = metrics.update or metrics.gather

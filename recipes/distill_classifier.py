@@ -66,8 +66,9 @@ def main(config: Config) -> tk.Summary:
     collate = partial(tk.collate_padded, pad_token_id=tokenizer.pad_token_id)
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
     data_loss, metrics = tk.classification_task(
-        config.problem_type, model.config.num_labels, config.metrics, label_smoothing_factor=config.label_smoothing_factor
-    )
+        config.problem_type, model.config.num_labels, config.metrics, label_smoothing_factor=config.label_smoothing_factor,
+        class_names=list(labels.get("label2id", ())),
+    )  # fmt: skip
     name = config.teacher or train_teacher(accelerator, tokenizer, train, labels, data_loss, config)
     teacher = tk.build_classifier_teacher(
         accelerator, model, tokenizer, config, teacher=name, max_length=config.max_length, seed=config.seed

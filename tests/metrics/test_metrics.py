@@ -60,7 +60,7 @@ def test_class_metrics_are_those_of_scikit_learn(num_labels: int, examples: int,
         if num_labels == 2:
             wanted[f"{name}_binary"] = quiet(score, y, p, average="binary", zero_division=0)
         each = quiet(score, y, p, average=None, labels=list(range(num_labels)), zero_division=0)
-        wanted[f"{name}_per_class"] = {f"{name}_class_{c}": value for c, value in enumerate(each)}
+        wanted[f"{name}_per_class"] = list(each)
     assert wanted.keys() == {name for name in CLASS_METRICS if num_labels == 2 or not name.endswith("_binary")}
     for name, value in wanted.items():
         assert CLASS_METRICS[name](counts) == pytest.approx(value, abs=1e-12), name
@@ -78,10 +78,24 @@ def test_metrics_of_several_classes_are_those_of_scikit_learn(examples: int) -> 
         for average in ("micro", "weighted"):
             wanted[f"{name}_{average}"] = quiet(score, y, p, average=average, zero_division=0)
         each = quiet(score, y, p, average=None, zero_division=0)
-        wanted[f"{name}_per_class"] = {f"{name}_class_{c}": value for c, value in enumerate(each)}
+        wanted[f"{name}_per_class"] = list(each)
     assert wanted.keys() == LABEL_METRICS.keys()
     for name, value in wanted.items():
         assert LABEL_METRICS[name](counts) == pytest.approx(value, abs=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("classes", "keys"),
+    [
+        (["sci tech", "7"], ["f1_class_sci_tech", "f1_class_7"]), ([], ["f1_class_0", "f1_class_1"]),
+        (["a b", "a_b"], ["f1_class_0", "f1_class_1"]),
+    ],
+)  # fmt: skip
+def test_metrics_of_single_classes_have_the_names_of_the_classes(classes: list[str], keys: list[str]) -> None:
+    """Fails when: the names are not passed on; white space stays, which ends a name; two classes share one metric."""
+    metrics = classification_metrics(["f1_per_class"], 2, "single_label", classes)
+    sums = {"loss": np.array(1.0), "weight": np.array(1.0), "confusion": np.array([[3, 1], [0, 2]])}
+    assert metrics.finalize(sums) == {"loss": 1.0, keys[0]: 6 / 7, keys[1]: 4 / 5}
 
 
 class Told(torch.nn.Module):

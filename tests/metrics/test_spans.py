@@ -79,7 +79,7 @@ def test_entities_are_those_of_seqeval_for_every_batch_size(scheme: str, strict:
         report = seqeval.classification_report(actual, guessed, output_dict=True, **options)
     for kind in TYPES:
         for name, theirs in (("precision", "precision"), ("recall", "recall"), ("f1", "f1-score")):
-            wanted[f"{name}_class_{kind}"] = report[kind][theirs] if kind in report else 0.0
+            wanted[f"{name}_class_{kind.replace(' ', '_')}"] = report[kind][theirs] if kind in report else 0.0
     for size in (1, 3, 8):
         found = measured(tags, rows, "iobes" if scheme == "bilou" else scheme, size, ["accuracy", *names], strict)
         found.pop("loss")

@@ -182,7 +182,8 @@ def _check_classes(names: list[str], config: EvaluationConfig) -> TextMetrics:
 
 
 def _classes_metrics(loaded: Loaded) -> Metrics:
-    return classification_metrics(loaded.names, loaded.model.config.num_labels, loaded.config.problem_type)
+    names = class_names(loaded.model) or ()
+    return classification_metrics(loaded.names, loaded.model.config.num_labels, loaded.config.problem_type, names)
 
 
 def _classes_form(config: EvaluationConfig, model: PreTrainedModel) -> Format:

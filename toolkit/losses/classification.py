@@ -75,8 +75,10 @@ def classification_task(
     num_labels: int | None,
     metrics: Sequence[str] = (),
     label_smoothing_factor: float = 0.0,
+    class_names: Sequence[str] = (),
 ) -> tuple[Callable[..., Loss], Metrics]:
     """The loss and the metrics of a kind of label: single_label, multi_label or regression, which has no smoothing.
+    `class_names`, in the order of their numbers, name the metrics of single classes.
 
     Class weights have no part in it: they are in the rows, as their `weight`.
     """
@@ -85,7 +87,7 @@ def classification_task(
         "multi_label": partial(multi_label_loss, label_smoothing_factor=label_smoothing_factor),
         "regression": regression_loss,
     }
-    return loss_fn[problem_type], classification_metrics(metrics, num_labels, problem_type)
+    return loss_fn[problem_type], classification_metrics(metrics, num_labels, problem_type, class_names)
 
 
 def token_classification_loss(

@@ -5,13 +5,13 @@ occur, as a reference or as a prediction; a precision or recall of nothing is 0.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-Metric = Callable[["Counts"], float | dict[str, float]]
+Metric = Callable[["Counts"], float | list[float]]
 
 
 def class_sums(predictions: torch.Tensor, references: torch.Tensor, num_labels: int) -> dict[str, torch.Tensor]:
@@ -101,13 +101,24 @@ def _averages(name: str, score: Score) -> dict[str, Metric]:
     def binary(counts: Counts) -> float:
         return float(_scores(score, counts)[1])
 
-    def per_class(counts: Counts) -> dict[str, float]:
-        return {f"{name}_class_{c}": float(value) for c, value in enumerate(_scores(score, counts))}
+    def per_class(counts: Counts) -> list[float]:
+        return [float(value) for value in _scores(score, counts)]
 
     return {
         name: macro, f"{name}_macro": macro, f"{name}_micro": micro, f"{name}_weighted": weighted,
         f"{name}_binary": binary, f"{name}_per_class": per_class,
     }  # fmt: skip
+
+
+def named(name: str, value: float | list[float], classes: Sequence[str] = ()) -> dict[str, float]:
+    """A metric under its name; of `f1_per_class` each as `f1_class_business`, without white space, which ends a name on a
+    progress line; the class's number where no name is known, or two names would become one."""
+    if not isinstance(value, list):
+        return {name: value}
+    titles = ["_".join(each.split()) for each in classes]
+    if len(set(titles)) != len(value):
+        titles = [str(number) for number in range(len(value))]
+    return {f"{name.removesuffix('_per_class')}_class_{title}": each for title, each in zip(titles, value, strict=True)}
 
 
 _SHARED: dict[str, Metric] = {

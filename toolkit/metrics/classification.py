@@ -13,7 +13,15 @@ from torch.nn import functional
 from toolkit.config import Refusal
 from toolkit.config.conditions import USUAL_METRICS
 from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
-from toolkit.metrics.classes import CLASS_METRICS, LABEL_METRICS, class_sums, counts_of_classes, counts_of_labels, label_sums
+from toolkit.metrics.classes import (
+    CLASS_METRICS,
+    LABEL_METRICS,
+    class_sums,
+    counts_of_classes,
+    counts_of_labels,
+    label_sums,
+    named,
+)
 from toolkit.metrics.external import External, MetricName, flat_metrics, load_metric, title_of
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 from toolkit.metrics.retrieval import deviations, pearson
@@ -62,7 +70,7 @@ class _Problem:
     predict: Callable[[torch.Tensor], torch.Tensor]  # logits -> predictions
     sums: Callable[[torch.Tensor, torch.Tensor, int], dict[str, torch.Tensor]]  # predictions, references, classes
     read: Callable[[dict[str, np.ndarray]], Any]  # sums -> what the metrics are made from
-    metrics: Mapping[str, Callable[[Any], float | dict[str, float]]]
+    metrics: Mapping[str, Callable[[Any], float | list[float]]]
     trial: Callable[[int], tuple[list[Any], list[Any]]]  # two predictions and their references, for a new metric
     of_all: tuple[str, ...] = ()  # metrics that need all predictions and references at once, not sums
 
@@ -91,13 +99,16 @@ _PROBLEMS: dict[str, _Problem] = {
 }  # fmt: skip
 
 
-def classification_metrics(names: Sequence[MetricName], num_labels: int | None, problem_type: str = "single_label") -> Metrics:
+def classification_metrics(
+    names: Sequence[MetricName], num_labels: int | None, problem_type: str = "single_label", class_names: Sequence[str] = ()
+) -> Metrics:
     """Metrics by name for examples with labels; "loss" is always among them. Without a name the usual ones
     (`USUAL_METRICS`): accuracy and F1, of numbers mse, mae and r2.
 
     Built in, as sums: for one class `accuracy`, `balanced_accuracy`, `matthews_correlation` and `precision`, `recall`, `f1`
-    (macro averages; also `f1_micro`, `f1_weighted`, `f1_binary`, `f1_per_class`); for several classes the same without
-    `balanced_accuracy`, `matthews_correlation` and `_binary`; for numbers `mse`, `rmse`, `mae`, `r2`, `pearson`.
+    (macro averages; also `f1_micro`, `f1_weighted`, `f1_binary` and `f1_per_class`: `f1_class_business`, if `class_names` are
+    given in the order of their numbers, else `f1_class_0`); for several classes the same without `balanced_accuracy`,
+    `matthews_correlation` and `_binary`; for numbers `mse`, `rmse`, `mae`, `r2`, `pearson`.
     `r2` and `pearson` are of all predictions at once: sums would lose their digits where the mean is large.
     Any other name is a module of `evaluate`, by name or path; a module or combination, or a function
     `f(predictions, references) -> dict` may be given in place of a name. These get all predictions at once too: then
@@ -129,8 +140,7 @@ def classification_metrics(names: Sequence[MetricName], num_labels: int | None, 
     def from_sums(sums: dict[str, Any]) -> dict[str, float]:
         result, read = {"loss": ratio(sums["loss"], sums["weight"])}, problem.read(sums)
         for name in built_in:
-            value = problem.metrics[name](read)
-            result.update(value if isinstance(value, dict) else {name: value})
+            result |= named(name, problem.metrics[name](read), class_names)
         return result
 
     def from_rows(observed: dict[str, np.ndarray]) -> dict[str, float]:

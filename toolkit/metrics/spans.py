@@ -4,7 +4,7 @@ An entity counts as found when its first word, its last word and its type are ri
 of found, predicted and actual ones, so that they are the same for any batch size and number of ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,12 +17,12 @@ from toolkit.config.setting import did_you_mean
 from toolkit.data.loading.batch import MicroBatch
 from toolkit.data.tokenize.documents import IGNORED
 from toolkit.data.tokenize.tags import BEGIN, END, INSIDE, OUTSIDE, PREFIXES, SINGLE
-from toolkit.metrics.classes import CLASS_METRICS, Counts
+from toolkit.metrics.classes import CLASS_METRICS, Counts, Metric, named
 from toolkit.metrics.classification import example_logits
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 _OF_WORDS = {name: metric for name, metric in CLASS_METRICS.items() if not name.endswith("_binary")}
-_OF_ENTITIES: dict[str, Callable[[Counts], float | dict[str, float]]] = {
+_OF_ENTITIES: dict[str, Metric] = {
     **{name: metric for name, metric in _OF_WORDS.items() if name not in ("balanced_accuracy", "matthews_correlation")},
     **{name: CLASS_METRICS[f"{name}_micro"] for name in ("precision", "recall", "f1")},
 }
@@ -77,11 +77,7 @@ def tag_metrics(tags: Sequence[str], scheme: str, names: Sequence[str] = (), *, 
         counts = Counts(found, predicted, actual, int(sums["right"]), int(sums["words"]), predicted + actual > 0)
         result = {"loss": ratio(sums["loss"], sums["tokens"])}
         for name in wanted:
-            value = known[name](counts)
-            if isinstance(value, dict):  # by number: f1_class_0
-                result |= {f"{key.rpartition('_')[0]}_{types[i]}": each for i, (key, each) in enumerate(value.items())}
-            else:
-                result[name] = value
+            result |= named(name, known[name](counts), types)
         return result
 
     return Metrics(update=update, finalize=finalize)
