@@ -29,6 +29,7 @@ REMARKS = {
     "ties": "{row makes|rows make} no pair: none of {its|their} answers is better than another",
     "contradicted": "{answer is|answers are} in one list with different scores or ranks, and {is|are} left out of it",
     "undecided": "{row makes|rows make} no pair once these answers are left out",
+    "same_answers": "{pair is|pairs are} left out: chosen and rejected are the same",
     "capped": "{list makes|lists make} more pairs than --max-pairs-per-prompt: those whose answers lie furthest apart are kept",
     "both_labels": "{answer is|answers are} marked desirable in one row and undesirable in another",
     "identical": "{pair|pairs} dropped, as truncation made {its|their} answers the same",
@@ -131,7 +132,7 @@ def summarize(
     """
     sums = sum((part.sums for part in measures), Counter())
     whole = np.concatenate([part.whole for part in measures]) if measures else np.zeros(0, dtype=np.int64)
-    if (pairless := sums["ties"] + sums["undecided"]) and not len(whole):
+    if (pairless := sums["ties"] + sums["undecided"] + sums["same_answers"]) and not len(whole):
         left_out = f", once {sums['contradicted']:,} are left out that are there with two scores" * bool(sums["contradicted"])
         raise Refusal(
             f"No row of the {name} split makes a pair: in all {pairless:,} no answer is better than another{left_out}."

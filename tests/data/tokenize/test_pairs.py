@@ -500,9 +500,7 @@ REFUSED = {
     "other names": ([{"preferred": "a", "dispreferred": "b"}], {}, r"--rename-columns preferred=chosen,dispreferred=rejected"),
     "list's prompt": ([{"instruction": "a", "completions": ["b", "c"]}], {}, r"--rename-columns instruction=prompt$"),
     "no scores": ([{"prompt": "a", "responses": ["b", "c"]}], {}, r"train split.*nothing that says which is better.*scores"),
-    "identical": ([GOOD, {**GOOD, "rejected": "Yes."}], {}, r"train.jsonl:2: chosen and rejected are identical"),
-    "identical chats": ([CHAT, {**CHAT, "rejected": [YES]}], {}, r"train.jsonl:2: chosen and rejected are identical"),
-    "identical whole": ([{"chosen": "a b", "rejected": "a b"}], {}, r"train.jsonl:1: chosen and rejected are identical"),
+    "identical only": ([{**GOOD, "rejected": "Yes."}], {}, r"No row of the train split makes a pair: in all 1"),
     "empty chosen": ([GOOD, {**GOOD, "chosen": ""}], {}, r"train.jsonl:2: chosen is empty"),
     "blank rejected": ([GOOD, {**GOOD, "rejected": " \n"}], {}, r"train.jsonl:2: rejected is nothing but white space"),
     "null rejected": ([GOOD, {**GOOD, "rejected": None}], {}, r"train.jsonl:2: rejected is missing \(null\)"),
@@ -534,6 +532,17 @@ REFUSED = {
     "assistant loss": ([CHAT], {"assistant_only_loss": False}, r"--assistant-only-loss has no effect"),
     "wrapped": ([GOOD], {"packing": True, "packing_strategy": "wrapped"}, r"--packing-strategy wrapped would cut pairs"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("good", [{**GOOD, "margin": 1.0}, CHAT, {"chosen": "a b", "rejected": "a c"}])
+def test_pairs_of_identical_answers_are_left_out_and_counted(tokenizer, good):
+    """Fails when: they stay, or the margins of the others move to another row."""
+    same = {**good, "rejected": good["chosen"]} | ({"margin": 2.0} if "margin" in good else {})
+    prepared = prepare("preference", splits_of([same, good, same]), tokenizer, DataConfig())
+    alone = prepare("preference", splits_of([good]), tokenizer, DataConfig())
+    found, expected = ([row | {"origin": ""} for row in each["train"].to_list()] for each in (prepared, alone))
+    assert found == expected
+    assert prepared.report.splits[0].remarks == {"same_answers": 2}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -28,7 +28,7 @@ def cut_pairs(documents: Documents, max_length: int, overlong: str, bos: int | N
         return leave_out(documents, max_length, overlong, "the prompt with its longer answer")
     cut, is_clipped = _truncate(documents, max_length, bos)
     is_same = np.zeros(len(cut), dtype=bool)
-    is_same[is_over] = [_has_one_answer(cut, row) for row in np.flatnonzero(is_over).tolist()]
+    is_same[is_over] = [has_one_answer(cut, row) for row in np.flatnonzero(is_over).tolist()]
     kept = cut.take(np.flatnonzero(~is_same))
     tokens = len(documents.values) - len(kept.values)
     return kept, Cut(int(is_over.sum()), tokens=tokens, identical=int(is_same.sum()), clipped=int(is_clipped.sum()))
@@ -58,7 +58,8 @@ def _truncate(documents: Documents, max_length: int, bos: int | None) -> tuple[D
     return replace(documents, values=values, labels=labels, bounds=bounds, columns=columns), kept_prompt < prompt
 
 
-def _has_one_answer(documents: Documents, row: int) -> bool:
+def has_one_answer(documents: Documents, row: int) -> bool:
+    """Whether both answers of a pair are the same tokens: nothing in it is preferred."""
     prompt, chosen, rejected = (documents.columns[name][row] for name in PARTS)
     start = int(documents.bounds[row]) + prompt
     answers = documents.values[start : start + chosen + rejected]

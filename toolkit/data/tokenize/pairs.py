@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.columns import Batch, Plan, check_texts, describe, read_messages, read_options, rows_of, with_origin
@@ -28,7 +30,7 @@ from toolkit.data.tokenize.masks import (
     supervised_tokens,
     turn_start,
 )
-from toolkit.data.tokenize.pair_cutting import cut_pairs
+from toolkit.data.tokenize.pair_cutting import cut_pairs, has_one_answer
 from toolkit.data.tokenize.preferences import PAIR, PARTS, Preference, describe_preference, plan_preference, read_preferences
 from toolkit.data.tokenize.tool_calls import odd_tool_turns
 from toolkit.system.console import quoted
@@ -102,7 +104,9 @@ class PairRows:
         documents = self._documents(texts, kept, remarks)
         if self.plan.margin:
             documents.columns["margin"] = margins
-        return documents, remarks
+        is_same = np.array([has_one_answer(documents, row) for row in range(len(documents))], dtype=bool)
+        remarks["same_answers"] += int(is_same.sum())
+        return documents.take(np.flatnonzero(~is_same)) if is_same.any() else documents, remarks
 
     def cut(self, documents: Documents) -> tuple[Documents, Cut]:
         """Bring over-long pairs within `max_length`."""
@@ -115,8 +119,6 @@ class PairRows:
         for text, origin, *both in zip(texts, origins, encodings, encodings, strict=True):
             prompt, (better, worse), is_merged = split_sides(text, both, self.encoder, self.template, origin, SIDES)
             remarks["merged"] += is_merged
-            if better == worse:
-                raise Refusal(f"{origin}: chosen and rejected are identical: there is nothing to prefer. Remove the row.")
             ids.append(prompt + better + worse)
             spans.append([(len(prompt), len(ids[-1]))])
             counts.append((len(prompt), len(better), len(worse)))
