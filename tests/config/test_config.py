@@ -235,6 +235,7 @@ def test_the_scale_of_rewards_is_read_as_trl_reads_it(written: Any, value: str) 
     ("written", "message"),
     [
         ({"lerning_rate": 1}, "c.yaml: unknown setting lerning_rate. Did you mean learning_rate?"),
+        ({"decay": 1}, "c.yaml: unknown setting decay. Did you mean weight_decay or layer_lr_decay?"),  # not the nearest spelling
         ({"packin": 1, "sed": 2}, "c.yaml: unknown settings\n  - packin. Did you mean packing?\n  - sed. Did you mean seed?"),
         ({"epochs": 3}, "Its counterpart here: num_train_epochs"),
         ({"hub_token": "hf_verysecret"}, "c.yaml: unknown setting hub_token. Tokens and keys are never settings"),

@@ -278,6 +278,7 @@ def test_the_verdict_knows_which_way_is_better(baselines: dict, value: float, gi
     """Fails when: the direction is not that of the metric, or as good as a baseline counts as better."""
     compared = compared_with_baselines(baselines, {baselines["figure"]: value}, given)
     assert (not compared.unbeaten) == beaten
-    assert ("does NOT beat" in in_words(compared, str)) != beaten
+    verb = " beats " if beaten else " only equals " if value in compared.unbeaten.values() else " does NOT beat "
+    assert verb in in_words(compared, str)
     assert compared_with_baselines({}, {"eval_loss": 1.0}) is None
     assert compared_with_baselines(baselines, {}) is None

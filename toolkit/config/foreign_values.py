@@ -256,7 +256,8 @@ TRANSLATED: dict[str, Meaning] = {
     ),
     "loss_type": _only(  # of DPO it is a setting
         lambda value, _: value in ("nll", "chunked_nll"),
-        "leave it out, or write that loss in a copy of the recipe (toolkit copy sft).",
+        "take ranking_loss, embedding_loss or distillation_loss in a recipe that has one. Else leave it out, or write that "
+        "loss in a copy of the recipe (toolkit copy sft).",
     ),
     "precompute_ref_log_probs": lambda value, written: {"reference": "cache"} if value is True else {},
     # Of former versions and of the example scripts

@@ -9,6 +9,7 @@ from __future__ import annotations
 # The settings, and the keys that mean just the same; then the settings with what else to know.
 _SAME = {
     "per_device_train_batch_size global_batch_size": "batch_size", "num_train_epochs": "epochs num_epochs",
+    "weight_decay": "wd", "warmup_steps": "warmup",
     "learning_rate": "lr", "max_steps": "steps", "optim": "optimizer", "lr_scheduler_type": "lr_scheduler",
     "model": "base_model", "tokenizer": "tokenizer_config", "model_revision": "revision_of_model",
     "eval_split": "test_datasets", "eval_fraction": "val_set_size val_size", "use_rslora": "peft_use_rslora",

@@ -112,7 +112,8 @@ def _suggestion(name: str, settings: Mapping[str, Setting], shown: Callable[[str
         return f" This recipe has no such setting; {recipe} has it (`{as_typed('toolkit', 'train', recipe)}`)."
     spellings = [spelling for each in settings.values() for spelling in (each.name, *each.aliases)]
     near = nearest(plain.removeprefix("no_"), spellings)
-    found = [near] if near else [other for other in spellings if plain in other.split("_")][:3]
+    found = [other for other in spellings if other.endswith(f"_{plain}")][:3]
+    found = found or ([near] if near else [other for other in spellings if plain in other.split("_")][:3])
     return f" Did you mean {' or '.join(shown(other) for other in found)}?" if found else " --help lists them all."
 
 

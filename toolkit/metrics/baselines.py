@@ -43,7 +43,9 @@ def in_words(compared: Comparison, show: Callable[[float], str]) -> str:
     if compared.unbeaten:
         sides = (compared.unbeaten, compared.beaten)
         unbeaten, beaten = (", ".join(f"{name} ({show(value)})" for name, value in side.items()) for side in sides)
-        return f"{compared.name} {show(compared.value)} does NOT beat {unbeaten}" + (f", but beats {beaten}" if beaten else "")
+        is_equal = all(value == compared.value for value in compared.unbeaten.values())
+        verb = "only equals" if is_equal else "does NOT beat"
+        return f"{compared.name} {show(compared.value)} {verb} {unbeaten}" + (f", but beats {beaten}" if beaten else "")
     best, value = next(iter(compared.beaten.items()))
     which = "the baseline" if len(compared.beaten) == 1 else "every baseline, the best of them"
     return f"{compared.name} {show(compared.value)} beats {which} {best} ({show(value)})"
