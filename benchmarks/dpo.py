@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from flag_search import settings_of
 from side_by_side import (
     BEST,
     DEFAULTS,
@@ -47,7 +48,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "Hub kernels": {"model_init_kwargs": {"dtype": "float32", "use_kernels": True}},
 }
 HELPFUL = {
-    "cpu": ("one pair at a time, accumulated", "no checkpointing"), "cuda": ("no checkpointing", "reference precomputed"),
+    "cpu": "one pair at a time, accumulated + no checkpointing", "cuda": "no checkpointing + reference precomputed",
 }  # fmt: skip
 
 
@@ -151,8 +152,7 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
 
 
 def best_trl(task: Task, **settings: Any) -> dict[str, float]:
-    flags = {name: value for flag in HELPFUL[task.device] for name, value in FLAGS[flag].items()}
-    return trl(task, **flags, **settings)
+    return trl(task, **settings_of(HELPFUL[task.device], FLAGS), **settings)
 
 
 def in_twos(task: Task, **settings: Any) -> dict[str, float]:
@@ -169,7 +169,8 @@ COMPARISON = Comparison(
         f"{OURS}, float32": ours, f"{DEFAULTS}, float32": partial(trl, bf16=False),
         f"{BEST}, float32": partial(best_trl, bf16=False),
     },
-    flags={f"TRL, {name}": partial(trl, **settings) for name, settings in FLAGS.items()},
+    peer=trl,
+    flags=FLAGS,
     make_rows=make_rows,
     counted=("pairs", "supervised tokens"),
     default_examples={"cpu": 32, "cuda": 512},

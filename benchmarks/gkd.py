@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from flag_search import settings_of
 from sft import make_rows as tokenized_rows
 from side_by_side import (
     BEST,
@@ -39,9 +40,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "float32": {"bf16": False},
     "no checkpointing": {"gradient_checkpointing": False},
     "one row at a time, accumulated": {"per_device_train_batch_size": 1},
-    "one row at a time, no checkpointing": {"per_device_train_batch_size": 1, "gradient_checkpointing": False},
 }
-BEST_FLAGS = FLAGS["one row at a time, no checkpointing"]
+BEST_FLAGS = settings_of("one row at a time, accumulated + no checkpointing", FLAGS)
 OWN_ANSWERS = {"lmbda": 1.0, "max_new_tokens": NEW_TOKENS, "temperature": 1.0}
 
 
@@ -172,7 +172,8 @@ COMPARISON = Comparison(
     script=__file__,
     sides=sides(),
     in_float32={f"{name}, float32": side for name, side in sides(bf16=False).items()},
-    flags={f"TRL, {name}": partial(trl, **settings) for name, settings in FLAGS.items()},
+    peer=trl,
+    flags=FLAGS,
     others={
         f"{OURS}, all stored, float32": all_stored,
         f"{OURS}, own answers": partial(ours, on_policy_share=1.0, max_new_tokens=NEW_TOKENS),

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import dpo
+from flag_search import settings_of
 from side_by_side import BEST, DEFAULTS, OURS, Comparison, Task, compare, first_step_callback, our_settings, trl_arguments
 
 import toolkit as tk
@@ -22,14 +23,13 @@ import toolkit as tk
 FLAGS: dict[str, dict[str, Any]] = {
     "float32": {"bf16": False},
     "no checkpointing": {"gradient_checkpointing": False},
-    "no checkpointing, one pair at a time": {"gradient_checkpointing": False, "per_device_train_batch_size": 1},
-    "no checkpointing, two pairs at a time": {"gradient_checkpointing": False, "per_device_train_batch_size": 2},
-    "no checkpointing, lengths grouped": {"gradient_checkpointing": False, "train_sampling_strategy": "group_by_length",
-                                          "length_column_name": "length"},
+    "one pair at a time": {"per_device_train_batch_size": 1},
+    "two pairs at a time": {"per_device_train_batch_size": 2},
+    "lengths grouped": {"train_sampling_strategy": "group_by_length", "length_column_name": "length"},
     "eager attention": {"model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager"}},
     "two loader processes": {"dataloader_num_workers": 2},
-}  # fmt: skip
-HELPFUL = {"cpu": "no checkpointing, one pair at a time", "cuda": "no checkpointing"}
+}
+HELPFUL = {"cpu": "no checkpointing + one pair at a time", "cuda": "no checkpointing"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
 
 
 def best_trl(task: Task, **settings: Any) -> dict[str, float]:
-    return trl(task, **FLAGS[HELPFUL[task.device]], **settings)
+    return trl(task, **settings_of(HELPFUL[task.device], FLAGS), **settings)
 
 
 COMPARISON = Comparison(
@@ -100,11 +100,8 @@ COMPARISON = Comparison(
         f"{OURS}, float32": ours, f"{DEFAULTS}, float32": partial(trl, bf16=False),
         f"{BEST}, float32": partial(best_trl, bf16=False),
     },
-    flags={
-        f"TRL, {name}{precision}": partial(trl, **{**settings, **more})
-        for precision, more in (("", {}), (", float32", {"bf16": False}))
-        for name, settings in FLAGS.items()
-    },
+    peer=trl,
+    flags=FLAGS,
     make_rows=dpo.make_rows,
     counted=("pairs", "supervised tokens"),
     default_examples={"cpu": 64, "cuda": 512},

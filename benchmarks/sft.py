@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from flag_search import settings_of
 from side_by_side import (
     BEST,
     DEFAULTS,
@@ -50,8 +51,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "Liger": {"use_liger_kernel": True},
     "Hub kernels": {"model_init_kwargs": {"dtype": "float32", "use_kernels": True}},
 }
-HELPFUL = ("no checkpointing", "packing")
-ONE_ROW = {**FLAGS["no checkpointing"], **FLAGS["one row at a time, accumulated"]}
+BEST_FLAGS = settings_of("no checkpointing + packing", FLAGS)
+ONE_ROW = settings_of("no checkpointing + one row at a time, accumulated", FLAGS)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,6 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
     return measured(task, trainer.model)
 
 
-BEST_FLAGS = {name: value for flag in HELPFUL for name, value in FLAGS[flag].items()}
 COMPARISON = Comparison(
     script=__file__,
     sides={
@@ -145,7 +145,8 @@ COMPARISON = Comparison(
         f"{BEST}, float32": partial(trl, **BEST_FLAGS, bf16=False),
         f"{BEST}, one row, float32": partial(trl, **ONE_ROW, bf16=False),
     },
-    flags={f"TRL, {name}": partial(trl, **settings) for name, settings in FLAGS.items()},
+    peer=trl,
+    flags=FLAGS,
     make_rows=make_rows,
     counted=("supervised tokens",),
     default_examples={"cpu": 48, "cuda": 512},

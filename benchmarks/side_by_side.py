@@ -22,11 +22,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flag_search import Flags, best_flags, named, settings_of
 
 BEGAN = time.perf_counter()
 END, PAD, FIRST_WORD = 0, 1, 2
@@ -149,24 +151,33 @@ class Task:
         return str(self.folder / "output")
 
 
-Side = Callable[[Task], dict[str, float]]
+Side = Callable[..., dict[str, float]]  # of a task, and settings for a trainer
+Results = dict[str, list[dict[str, float]]]  # by side, of its runs
 MakeRows = Callable[[Shape, float, int, np.random.Generator], dict[str, list[Any]]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A script's part: its sides by name, each of TRL's flags alone, how rows are made, and which columns matter."""
+    """A script's part: its sides by name, TRL's trainer and its flags, how rows are made, and which columns matter."""
 
     script: str
     sides: dict[str, Side]
     in_float32: dict[str, Side]
-    flags: dict[str, Side]
+    peer: Side
+    flags: Flags
     make_rows: MakeRows
     counted: tuple[str, ...]  # what is shown per second; the first one is compared
     default_examples: dict[str, int]  # rows, by device
     default_batch: dict[str, int]  # of them in a step, by device
     others: dict[str, Side] = field(default_factory=dict)  # that are run where --sides names them
     teacher_of: Callable[[Shape], Shape] | None = None  # of a distillation
+
+    def side(self, name: str) -> Side:
+        """One by its name; `TRL, a + b` is TRL with two of the flags."""
+        named_ones = {**self.sides, **self.in_float32, **self.others}
+        if name in named_ones:
+            return named_ones[name]
+        return partial(self.peer, **settings_of(name.removeprefix("TRL, "), self.flags))
 
 
 def random_lengths(shape: Shape, count: int, random_numbers: np.random.Generator) -> np.ndarray:
@@ -192,14 +203,16 @@ def first_step_callback(watch: Stopwatch) -> Any:
 
 def compare(comparison: Comparison, description: str | None) -> None:
     """The command line of a benchmark."""
-    everything = {**comparison.sides, **comparison.in_float32, **comparison.flags, **comparison.others}
+    alone = [f"TRL, {name}" for name in comparison.flags]
+    everything = [*comparison.sides, *comparison.in_float32, *alone, *comparison.others]
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="runs of each side; medians are shown")
     parser.add_argument("--examples", type=int, help="rows to train on, once")
     parser.add_argument("--batch", type=int, help="examples in a step")
     parser.add_argument("--only", metavar="SHAPE:RATIO", help="one cell, such as head-heavy:1:1")
-    parser.add_argument("--sides", nargs="+", choices=[*everything], metavar="SIDE", help=", ".join(everything))
+    parser.add_argument("--sides", nargs="+", metavar="SIDE", help=f"{', '.join(everything)}; or two flags: TRL, a + b")
     parser.add_argument("--flags", action="store_true", help="TRL's defaults, and next to them each of its flags alone")
+    parser.add_argument("--search", action="store_true", help="finds TRL's best flags, one after the other")
     parser.add_argument("--float32", action="store_true", help="all sides in float32, not in bfloat16 as TRL's default is")
     parser.add_argument("--device", choices=[*SHAPES_OF], default="cpu")
     parser.add_argument("--threads", type=int, default=1)
@@ -208,32 +221,61 @@ def compare(comparison: Comparison, description: str | None) -> None:
     settings.examples = settings.examples or comparison.default_examples[settings.device]
     settings.batch = settings.batch or comparison.default_batch[settings.device]
     if settings.run:
-        _run_one(everything[settings.sides[0]], settings)
+        _run_one(comparison.side(settings.sides[0]), settings)
         return
+    for name in settings.sides or []:
+        if name not in everything and not set(name.removeprefix("TRL, ").split(" + ")) <= comparison.flags.keys():
+            parser.error(f"--sides {name!r}: is none of {', '.join(everything)}")
     usual = list(comparison.in_float32 if settings.float32 else comparison.sides)
-    names = settings.sides or ([DEFAULTS, *comparison.flags] if settings.flags else usual)
+    names = settings.sides or ([DEFAULTS, *alone] if settings.flags else usual)
     cells = [f"{shape}:{ratio}" for shape in SHAPES_OF[settings.device] for ratio in PROMPT_SHARES]
     for cell in [settings.only] if settings.only else cells:
-        print(f"\n{_table(comparison, cell, _measure(comparison, cell, names, settings), settings)}", flush=True)
+        results = _search(comparison, cell, settings) if settings.search else _measure(comparison, cell, names, settings)
+        print(f"\n{_table(comparison, cell, results, settings)}", flush=True)
     print(f"\n{_circumstances(settings)}")
 
 
-def _measure(comparison: Comparison, cell: str, names: list[str], settings: Any) -> dict[str, list[dict[str, float]]]:
+def _measure(comparison: Comparison, cell: str, names: list[str], settings: Any) -> Results:
     """All runs of a cell, in turn: each round in the opposite order of the one before."""
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as temporary:
-        shared = Path(temporary, "shared")
-        _prepare(comparison, cell, shared, settings)
+    results: Results = {name: [] for name in names}
+    with _runs(comparison, cell, settings) as measured:
         for number in range(settings.pairs):
             for name in names if number % 2 == 0 else reversed(names):
-                own = Path(temporary, "run")
-                shutil.copytree(shared, own)  # of its own, so that no side finds what another one has cached next to the rows
-                measured = _in_a_process(comparison.script, cell, name, own, settings)
-                shutil.rmtree(own)
-                shown = {key: round(value, 2) for key, value in measured.items()}
-                print(f"{cell}  {name}  {shown or 'failed'}", file=sys.stderr, flush=True)
-                results[name] += [measured] if measured else []
+                results[name] += measured(name)
     return results
+
+
+def _search(comparison: Comparison, cell: str, settings: Any) -> Results:
+    """What was tried to find TRL's best flags; the best are printed."""
+    results: Results = {}
+    with _runs(comparison, cell, settings) as measured:
+
+        def measure(names: tuple[str, ...]) -> float | None:
+            side = f"TRL, {named(names)}" if names else DEFAULTS
+            results[side] = [run for _ in range(settings.pairs) for run in measured(side)]
+            return statistics.median(run["seconds"] for run in results[side]) if results[side] else None
+
+        found = best_flags(comparison.flags, measure)
+    print(f"\n{cell}: TRL's best flags are {named(found) or 'its defaults'}", flush=True)
+    return results
+
+
+@contextlib.contextmanager
+def _runs(comparison: Comparison, cell: str, settings: Any) -> Iterator[Callable[[str], list[dict[str, float]]]]:
+    """A function that runs a side in a process of its own; what was measured, an empty list where it failed."""
+    with tempfile.TemporaryDirectory() as temporary:
+        shared, own = Path(temporary, "shared"), Path(temporary, "run")
+        _prepare(comparison, cell, shared, settings)
+
+        def run(name: str) -> list[dict[str, float]]:
+            shutil.copytree(shared, own)  # of its own, so that no side finds what another one has cached next to the rows
+            measured = _in_a_process(comparison.script, cell, name, own, settings)
+            shutil.rmtree(own)
+            shown = {key: round(value, 2) for key, value in measured.items()}
+            print(f"{cell}  {name}  {shown or 'failed'}", file=sys.stderr, flush=True)
+            return [measured] if measured else []
+
+        yield run
 
 
 def _prepare(comparison: Comparison, cell: str, folder: Path, settings: Any) -> None:
@@ -300,7 +342,7 @@ def peak_memory() -> float:
     return float(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e9
 
 
-def _table(comparison: Comparison, cell: str, results: dict[str, list[dict[str, float]]], settings: Any) -> str:
+def _table(comparison: Comparison, cell: str, results: Results, settings: Any) -> str:
     """Medians as Markdown, and how they compare with ours, or with TRL's defaults where flags are tried."""
     rates = [f"{name} / s" for name in comparison.counted]
     for runs in results.values():
@@ -316,7 +358,7 @@ def _table(comparison: Comparison, cell: str, results: dict[str, list[dict[str, 
         shown = [_number(medians[side].get(name)) for name in columns] if runs else ["failed", *[""] * (len(columns) - 1)]
         lines.append(f"| {side} | {' | '.join(shown)} | {len(runs)} |")
     ours = next((side for side in medians if side.startswith(OURS)), DEFAULTS)
-    base = DEFAULTS if settings.flags else ours
+    base = DEFAULTS if settings.flags or settings.search else ours
     for side, measured in medians.items():
         if side == base or base not in medians:
             continue

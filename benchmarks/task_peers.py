@@ -146,8 +146,6 @@ def multiple_choice(job: Job, **flags: Any) -> None:
 def classification(job: Job, **flags: Any) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
-    if "per_device_train_batch_size" in flags:
-        flags["gradient_accumulation_steps"] = job.batch // flags["per_device_train_batch_size"]
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     model = AutoModelForSequenceClassification.from_pretrained(job.model, **_of_model(flags))
 
@@ -184,6 +182,8 @@ def _arguments(job: Job, flags: dict[str, Any]) -> dict[str, Any]:
     how_long: dict[str, Any] = {"num_train_epochs": 1, "logging_steps": 1, "learning_rate": 0.0} if job.is_check else {
         "max_steps": job.steps + job.warm_up, "dataloader_drop_last": True, "learning_rate": job.learning_rate
     }  # fmt: skip
+    if "per_device_train_batch_size" in flags:  # a step is of as many examples, however they are cut
+        flags = {**flags, "gradient_accumulation_steps": job.batch // flags["per_device_train_batch_size"]}
     return {
         "output_dir": str(job.folder / "output"), "per_device_train_batch_size": job.batch, "save_strategy": "no",
         "report_to": "none", "use_cpu": True, "disable_tqdm": True, **how_long, **flags,

@@ -2,10 +2,11 @@
 
     python benchmarks/tasks.py --pairs 5
     python benchmarks/tasks.py --tasks masked_lm --flags --pairs 1
+    python benchmarks/tasks.py --tasks masked_lm --search --pairs 1
 
 Ours is the recipe's own `main`, with AdamW in float32 as the peers have it and with batches of as many examples. The peers do
 what transformers' example scripts do (Trainer, Seq2SeqTrainer) and what sentence-transformers' documentation does, with their
-defaults and with the flags that save work; what each flag brings on this machine, --flags measures. Both begin with the same
+defaults and with the flags that save work; --flags measures what each brings, --search which to take. Both begin with the same
 weights, from a file, and read the same rows (`benchmarks/task_rows.py`). That the work is the same is checked first: the loss
 of a few rows at the start, without dropout. Timed are the steps after the warm-up, in CPU seconds with all that lies between
 them (collating, logging). Memory is the most that the process held until its last step, libraries included.
@@ -22,11 +23,11 @@ import subprocess
 import sys
 import tempfile
 from datetime import date
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from flag_search import Flags, best_flags, named, settings_of
 from side_by_side import OURS
 from task_job import BATCHES, CHECKED_ROWS, MAX_LENGTHS, Job, StepWatch
 from task_peers import PEERS
@@ -57,21 +58,21 @@ EVERYWHERE: dict[str, dict[str, Any]] = {
     "eager attention": {"attn_implementation": "eager"}, "two loader processes": {"dataloader_num_workers": 2},
 }  # fmt: skip
 FLAGS: dict[str, dict[str, dict[str, Any]]] = {
-    "token_classification": {"lengths grouped": BY_LENGTH},
+    "token_classification": {"lengths grouped": BY_LENGTH, **ACCUMULATED},
     "question_answering": {
-        "padded to the longest": {"pad_to_max_length": False},
-        "padded to the longest, lengths grouped": {"pad_to_max_length": False, **BY_LENGTH},
+        "padded to the longest": {"pad_to_max_length": False}, "lengths grouped": BY_LENGTH,
+        **ACCUMULATED,
     },
-    "seq2seq": {"lengths grouped": BY_LENGTH},
-    "masked_lm": {"line by line, lengths grouped": {"line_by_line": True, **BY_LENGTH}},
+    "seq2seq": {"lengths grouped": BY_LENGTH, **ACCUMULATED},
+    "masked_lm": {"line by line": {"line_by_line": True}, "lengths grouped": BY_LENGTH, **ACCUMULATED},
     "embedding": {f"mini-batches of {size}": {"mini_batch_size": size} for size in (8, 16, 64)},
     "reranker": {f"mini-batches of {size}": {"mini_batch_size": size} for size in (4, 16, 64)},
-    "multiple_choice": {},
+    "multiple_choice": ACCUMULATED,
     "classification": {"lengths grouped": BY_LENGTH, **ACCUMULATED},
     "classification_of_documents": {"lengths grouped": BY_LENGTH, **ACCUMULATED},
 }
 HELPFUL = {
-    "token_classification": "lengths grouped", "question_answering": "padded to the longest, lengths grouped",
+    "token_classification": "lengths grouped", "question_answering": "padded to the longest + lengths grouped",
     "seq2seq": "lengths grouped", "masked_lm": None, "embedding": "mini-batches of 16", "reranker": "mini-batches of 4",
     "multiple_choice": None, "classification": "lengths grouped", "classification_of_documents": "lengths grouped",
 }  # fmt: skip
@@ -108,12 +109,16 @@ def ours(job: Job) -> None:
     }))  # fmt: skip
 
 
-def sides_of(task: str) -> dict[str, Any]:
-    """What can be run: ours, the peer's defaults, its best flags, and each of its flags alone."""
-    peer, flags = PEERS[task], {**FLAGS[task], **EVERYWHERE}
-    best = flags.get(HELPFUL[task] or "", {})
-    alone = {f"peer, {name}": partial(peer, **settings) for name, settings in flags.items()}
-    return {OURS: ours, DEFAULTS: peer, BEST: partial(peer, **best), **alone}
+def flags_of(task: str) -> Flags:
+    return {**FLAGS[task], **EVERYWHERE}
+
+
+def run_side(job: Job, name: str) -> None:
+    """Ours, the peer's defaults, its best flags, or those that are named: `peer, a + b`."""
+    if name == OURS:
+        return ours(job)
+    flags = HELPFUL[job.task] if name == BEST else None if name == DEFAULTS else name.removeprefix("peer, ")
+    PEERS[job.task](job, **(settings_of(flags, flags_of(job.task)) if flags else {}))
 
 
 def main() -> None:
@@ -123,7 +128,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps that are timed; default: by task")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before these")
     parser.add_argument("--flags", action="store_true", help="the peer's defaults, and next to them each of its flags alone")
-    parser.add_argument("--sides", nargs="+", metavar="SIDE", help="some sides alone")
+    parser.add_argument("--search", action="store_true", help="finds the peer's best flags, one after the other")
+    parser.add_argument("--sides", nargs="+", metavar="SIDE", help="some sides alone; `peer, a + b` is the peer with two flags")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # one run, in a process of its own
     parser.add_argument("--check", action="store_true", help="only compare the loss at the start")
     settings = parser.parse_args()
@@ -138,7 +144,7 @@ def main() -> None:
 def _compare(task: str, settings: argparse.Namespace) -> None:
     steps = settings.steps or STEPS[task]
     usual = [OURS, DEFAULTS, *([BEST] if HELPFUL[task] else [])]
-    alone = [DEFAULTS, *[f"peer, {name}" for name in (*FLAGS[task], *EVERYWHERE)]]
+    alone = [DEFAULTS, *[f"peer, {name}" for name in flags_of(task)]]
     names = settings.sides or (alone if settings.flags else usual)
     with tempfile.TemporaryDirectory() as temporary:
         shared = Path(temporary, "shared")
@@ -147,19 +153,31 @@ def _compare(task: str, settings: argparse.Namespace) -> None:
         write_inputs(task, shared, (steps + settings.warm_up) * ROWS_A_STEP.get(task, BATCHES[task]))
         lines = (shared / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         (shared / "check.jsonl").write_text("".join(lines[:CHECKED_ROWS]), encoding="utf-8")
-        if settings.check or not (settings.flags or settings.sides):
+        if settings.check or not (settings.flags or settings.search or settings.sides):
             flags = [*_flags(settings, steps), "--check"]
             started = {name: _in_a_process(task, name, shared, flags) for name in (OURS, DEFAULTS)}
             losses = {name: statistics.mean(run["losses"]) for name, run in started.items() if run}
             print(f"\n{task}: loss at the start {losses}", flush=True)
         if settings.check:
             return
-        results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        for number in range(settings.pairs):
+        results: dict[str, list[dict[str, Any]]] = {}
+
+        def measure(name: str) -> None:
+            measured = _in_a_process(task, name, shared, _flags(settings, steps))
+            print(f"{task}  {name}  {measured or 'failed'}", file=sys.stderr, flush=True)
+            results.setdefault(name, []).extend([measured] if measured else [])
+
+        def seconds_of(flags: tuple[str, ...]) -> float | None:
+            name = f"peer, {named(flags)}" if flags else DEFAULTS
+            for _ in range(settings.pairs):
+                measure(name)
+            return _median(results[name], "seconds") or None
+
+        if settings.search:
+            print(f"\n{task}: the peer's best flags are {named(best_flags(flags_of(task), seconds_of)) or 'its defaults'}")
+        for number in range(0 if settings.search else settings.pairs):
             for name in names if number % 2 == 0 else reversed(names):
-                measured = _in_a_process(task, name, shared, _flags(settings, steps))
-                print(f"{task}  {name}  {measured or 'failed'}", file=sys.stderr, flush=True)
-                results[name] += [measured] if measured else []
+                measure(name)
     print(f"\n{_table(task, results)}", flush=True)
 
 
@@ -188,7 +206,7 @@ def _run_one(settings: argparse.Namespace) -> None:
     """One run; what it took goes out as the last line."""
     watch = StepWatch("cpu", warm_up=settings.warm_up)
     job = Job(settings.run, settings.tasks[0], settings.steps, settings.warm_up, settings.check, watch)
-    sides_of(job.task)[settings.sides[0]](job)
+    run_side(job, settings.sides[0])
     measured = {"seconds": watch.seconds / job.steps, "peak GB": watch.peak, "steps": watch.steps}
     print(f"\n{json.dumps({**measured, **({'losses': job.losses} if job.is_check else {})})}")
 
