@@ -180,11 +180,12 @@ def test_only_the_run_changes_itself() -> None:
 
 def test_what_is_to_be_beaten_is_asked_for_where_something_is_evaluated() -> None:
     """Fails when: baselines are looked for though nothing will be compared with them."""
-    asked: list[str] = []
-    for strategy in ("no", "epoch"):
-        run = SimpleNamespace(step=0, accelerator=SimpleNamespace(is_main_process=True), config=SimpleNamespace(eval_strategy=strategy))
-        tk.Run.compare_with(run, "eval_loss", lambda strategy=strategy: asked.append(strategy) or {})
-    assert asked == ["epoch"]
+    asked: list[Any] = []
+    for strategy, metrics in (("no", []), ("epoch", []), ("epoch", ["f1"]), ("epoch", ["f1", "accuracy"]), ("epoch", ["my_module.py"])):
+        config = SimpleNamespace(eval_strategy=strategy, metrics=metrics)
+        run = SimpleNamespace(step=0, accelerator=SimpleNamespace(is_main_process=True), config=config)
+        tk.Run.compare_with(run, "eval_accuracy", lambda config=config: asked.append((config.eval_strategy, config.metrics)) or {})
+    assert asked == [("epoch", []), ("epoch", ["f1", "accuracy"]), ("epoch", ["my_module.py"])]
 
 
 def test_metrics_file_has_the_exact_loss_of_each_step_and_one_line_a_step(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from toolkit import checkpoint as ckpt
 from toolkit.config import Refusal
-from toolkit.config.conditions import is_decided_by_a_metric
-from toolkit.config.reading import settings_read
+from toolkit.config.conditions import is_decided_by_a_metric, never_measured
+from toolkit.config.reading import settings_read, values_of
 from toolkit.data.loading.loaders import TrainLoader
 from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.overview import unread_after_a_step
@@ -241,6 +241,8 @@ class Run:
         `find_baselines` may take seconds: it is called once, before the first step of a run that evaluates, on one process.
         """
         if self.step or self.config.eval_strategy == "no" or not self.accelerator.is_main_process:
+            return
+        if never_measured(name, values_of(self.config).get("metrics") or [name]):
             return
         if baselines := find_baselines():
             self.state.baselines = {"figure": name, **baselines}
