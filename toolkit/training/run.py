@@ -204,7 +204,10 @@ class Run:
         return self.position // size > self._position_before // size if size else False
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step (0-d tensors, read when logging is due) or of an evaluation (numbers, written at once)."""
+        """Take the metrics of a step (0-d tensors, read when logging is due) or of an evaluation (numbers, written at once).
+
+        Numbers of your own may be with either. A metric of some steps alone is logged as its mean over those.
+        """
         if not any(isinstance(value, torch.Tensor) for value in metrics.values()):
             self._log_evaluation(metrics)
             return
