@@ -207,9 +207,10 @@ class Run:
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Take the metrics of a step (0-d tensors, read when logging is due) or of an evaluation (numbers, written at once).
 
-        Numbers of your own may be with either. A metric of some steps alone is logged as its mean over those.
+        Numbers of your own may be with either. A metric of some steps alone is logged as its mean over those. A step is also
+        known by its `grad_norm`.
         """
-        if not any(isinstance(value, torch.Tensor) for value in metrics.values()):
+        if "grad_norm" not in metrics and not any(isinstance(value, torch.Tensor) for value in metrics.values()):
             self._log_evaluation(metrics)
             return
         self.window.add(self.step, self._batch, metrics)
