@@ -127,7 +127,7 @@ def guessing(record: Record, config: Settings) -> tuple[float, str] | None:
     if record.task in _OF_CLASSES and settings.get("problem_type", "single_label") == "single_label":
         classes = model.config.num_labels
         return (math.log(classes), f"ln {classes} classes") if classes > 1 else None
-    if record.task == "preference" and settings.get("loss_type", ["sigmoid"]) == ["sigmoid"]:
+    if record.task == "preference" and record.has_known_loss and settings.get("loss_type", ["sigmoid"]) == ["sigmoid"]:
         is_plain = not settings.get("center_rewards_coefficient")
         return (math.log(2), "ln 2 answers") if is_plain else None
     return None
