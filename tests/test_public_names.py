@@ -102,6 +102,12 @@ def documents(splits: DatasetDict) -> list[dict[str, Any]]:
     return [splits["train"][n] for n in range(3)]
 
 
+@shows("model_inputs")
+def example_of_what_the_model_gets() -> None:
+    micro_batch = {**tk.collate_padded([{"input_ids": [5, 6, 7]}]), "own_stars": torch.ones(1)}
+    assert set(tk.model_inputs(micro_batch)) == {"input_ids", "attention_mask"}
+
+
 @shows("__version__")
 def version() -> None:
     assert tk.__version__.count(".") == 2

@@ -28,7 +28,7 @@ from toolkit.config import setting
 from toolkit.distributed.engines.pieces import whole_state_dict
 
 ROWS, POISON = 30, 63
-MISTAKES = ("mean of means", "schedule stepped by every rank", "contaminated packing", "duplicated evaluation rows")
+MISTAKES = ("mean of means", "schedule stepped by every rank", "contaminated packing", "duplicated evaluation rows", "noise of each rank")
 ILLNESS: dict[str, Any] = json.loads(os.environ.get("TINY_RUN", "{}"))
 
 
@@ -241,6 +241,8 @@ def main(config: Config) -> None:
             rates = schedule(min(1.0, run.progress * (accelerator.num_processes if mistake == MISTAKES[1] else 1)))
             current["pieces"] = len(batch.micro_batches) * accelerator.num_processes
             metrics = tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm)
+            for weight in model.parameters() if mistake == MISTAKES[4] else ():
+                weight.data.add_(torch.randn_like(weight), alpha=rates[0])
             seen = hashlib.sha256(run.memory.get("seen", "").encode())
             for micro_batch in batch.micro_batches:
                 seen.update(micro_batch["input_ids"].numpy().tobytes())

@@ -67,7 +67,7 @@ from .config.tasks import (
     Seq2SeqConfig as Seq2SeqConfig,
     TokenClassificationConfig as TokenClassificationConfig,
 )
-from .data.loading.batch import Batch as Batch
+from .data.loading.batch import Batch as Batch, model_inputs as model_inputs
 from .data.loading.collate import (
     collate_packed as collate_packed,
     collate_padded as collate_padded,

@@ -121,6 +121,17 @@ def test_pruning_keeps_the_newest_and_the_protected_and_waits_for_a_whole_one(tm
     assert ckpt.prune_checkpoints(tmp_path, None, []) == []
 
 
+@pytest.mark.parametrize("frozen_at_the_save", [True, False])
+def test_a_weight_that_is_frozen_on_one_side_alone_is_refused_by_its_name(frozen_at_the_save: bool) -> None:
+    """As after layers were frozen or unfrozen in the loop. Fails when: their shapes are shown, one of which is None."""
+    model, other = Tied(), Tied()
+    (model if frozen_at_the_save else other).norm.requires_grad_(False)
+    state = ckpt.capture_state(model, torch.optim.AdamW(model.parameters()), {})
+    with pytest.raises(Refusal, match=r"norm\.bias.*requires_grad") as refused:
+        ckpt.apply_state(state, other, torch.optim.AdamW(other.parameters()))
+    assert ("is trained here" if frozen_at_the_save else "is frozen or missing here") in str(refused.value)
+
+
 def test_a_state_that_does_not_fit_leaves_the_live_objects_as_they_were(tmp_path: Path) -> None:
     """Fails when: weights are copied before the optimizer's parameters are compared."""
     state = ckpt.load_checkpoint(saved(tmp_path))

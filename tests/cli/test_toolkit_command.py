@@ -18,6 +18,9 @@ from typer.testing import CliRunner
 
 from toolkit import checkpoint as ckpt
 from toolkit.cli.main import app
+from toolkit.cli.verify_resume import _with_defaults
+from toolkit.config.no_effect import NO_EFFECT
+from toolkit.config.setting import flag_of
 
 pytestmark = pytest.mark.warm
 COLD = sys.executable  # for tests of what is imported
@@ -302,6 +305,15 @@ def test_verify_resume_finds_an_average_of_weights_that_no_checkpoint_holds(tmp_
     code, output = in_process("verify-resume", tmp_path / "keeps.py", "--seed", "3")
     assert code == 0, output
     assert re.search(r"identical\n  step-8: .*\n  model/: .*model.safetensors.*\n  metrics.jsonl: .*distance.*, of 8 steps", output), output
+
+
+def test_verify_resume_evaluates_where_a_flag_is_about_evaluations() -> None:
+    """As the flags of a run that the user has anyway. Fails when: a setting that is refused without evaluations is left out."""
+    refused = {name for none in NO_EFFECT if "--eval-strategy no" in none.why for name in none.settings}
+    assert {"max_eval_examples", "eval_on_start"} <= refused
+    for name in {*refused, "load_best_model_at_end", "early_stopping_patience"}:
+        assert "--eval-strategy" not in _with_defaults([flag_of(name), "8"]), name
+    assert _with_defaults(["--max-steps", "3"])[-2:] == ["--eval-strategy", "no"]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
-"""Four mistakes that others make, planted on purpose: the comparisons of our own tests find each of them."""
+"""Mistakes that others make, planted on purpose: the comparisons of our own tests find each of them, or the run itself does."""
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,18 @@ def gradient_error(found: Any, expected: Any, before: Any) -> float:
     """The largest distance of a parameter's gradient from the expected one, relative to its length."""
     start, reference, weights = (load_file(run.folder / "checkpoints/step-1/model.safetensors") for run in (before, expected, found))
     return max(((weights[name] - tensor).norm() / (tensor - start[name]).norm()).item() for name, tensor in reference.items())
+
+
+def test_ranks_whose_weights_come_apart_are_warned_of_once(tiny: Any) -> None:
+    """Noise on the weights from a generator that each rank has seeded for its own micro-batches.
+
+    Fails when: weights are not compared between ranks, the warning is repeated at each save, or ranks always count as apart.
+    """
+    told = "the weights of the processes are no longer the same"
+    found = on_two_ranks(tiny, *FLAGS, "--save-strategy", "steps", "--save-steps", "1", mistake="noise of each rank")
+    assert found.out.count(told) == 1
+    warnings = json.loads((found.folder / "summary.json").read_text())["warnings"]
+    assert [told in each for each in warnings].count(True) == 1
+    states = [file.read_text() for file in found.folder.glob("checkpoints/step-*/state.json")]
+    assert [told in state for state in states] == [True, True]
+    assert told not in on_two_ranks(tiny, *FLAGS).out

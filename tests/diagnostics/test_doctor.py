@@ -158,6 +158,15 @@ def test_own_code_that_is_right_is_not_accused(tmp_path: Path) -> None:
     assert (code, report["findings"]) == (0, [])
 
 
+def test_a_preference_loss_of_ones_own_is_not_held_against_an_even_guess(tmp_path: Path) -> None:
+    """As ORPO's sum of two. Fails when: any loss of pairs is taken for DPO's, or the recipe's own for one of the user's."""
+    theirs = "        return tk.preference_loss(policy, before, totals, **loss_values)\n"
+    own = "        return -policy.chosen.sum() / totals['chosen_tokens'], {}\n"
+    copy = planted.copy_with(("dpo", [(theirs, own)], [], "start", None), tmp_path)
+    assert doctor(str(copy), "--only", "start")[0] == 0
+    assert "ln 2 answers" in doctor("dpo", "--only", "start")[1]["checks"][-1]["note"]
+
+
 def test_a_recipe_that_fails_is_a_finding_with_its_line(tmp_path: Path) -> None:
     """Fails when: the error of the first run is swallowed."""
     path = planted.copy_with(("accelerated", [("    with tk.open_run(", "    {}['nothing']\n    with tk.open_run(")], [], "", None), tmp_path)

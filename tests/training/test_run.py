@@ -202,6 +202,20 @@ def test_metrics_file_has_the_exact_loss_of_each_step_and_one_line_a_step(tmp_pa
     assert each[-1]["epoch"] == 3
 
 
+def test_a_step_whose_metrics_were_read_already_is_logged_as_one(tmp_path: Path) -> None:
+    """As those of a loop that took `.item()` of each. Fails when: only tensors make a step, and the numbers are an evaluation's."""
+    accelerator, model, config = Accelerator(cpu=True), Bigram(), Config(output_dir=str(tmp_path), logging_steps=4)
+    loader, _ = tk.build_dataloaders(rows(), tk.collate_padded, config, accelerator)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with tk.open_run(accelerator, config, model, optimizer, loader) as run:
+        for batch in run:
+            metrics = tk.train_step(accelerator, model, optimizer, batch, loss_fn, [1e-3])
+            run.log({name: value.item() for name, value in metrics.items()})
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [4, 8, 11]
+    assert "tokens_per_second" in lines[0]
+
+
 def test_rates_are_those_of_the_steps_without_what_happens_between_them(tmp_path: Path) -> None:
     """Half a second of "evaluation" after each step. Fails when: the clock runs on between steps."""
     train(Config(output_dir=str(tmp_path / "run"), max_steps=3), lambda run: time.sleep(0.5))

@@ -113,6 +113,31 @@ def test_a_metric_named_max_is_the_largest_of_all_micro_batches(accelerator: Acc
         assert found["feature_max"] == max(real)
 
 
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "applied", "nonfinite"])
+def test_a_metric_by_the_name_of_one_of_the_step_is_refused(accelerator: Accelerator, name: str) -> None:
+    """It would be logged, and guarded, in place of the loss. Fails when: the names are merged without a look."""
+
+    def loss_fn(model: nn.Module, micro_batch: dict, totals: dict) -> tuple[torch.Tensor, dict]:
+        return token_loss(model, micro_batch, totals)[0], {name: torch.tensor(float("nan"))}
+
+    with pytest.raises(ValueError, match=name):
+        accumulate_gradients(accelerator, small_model(torch.float32), batch_of(ragged_examples(), 4), loss_fn)
+
+
+def test_a_metric_may_be_a_number_or_hold_a_graph(accelerator: Accelerator) -> None:
+    """Also in a padding micro-batch, and the graph is not kept until the sum is read. Fails when: parts are taken as they are."""
+
+    def loss_fn(model: nn.Module, micro_batch: dict, totals: dict) -> tuple[torch.Tensor, dict]:
+        loss, _ = token_loss(model, micro_batch, totals)
+        return loss, {"examples": len(micro_batch["labels"]) / totals["tokens"], "squared": loss.square(), "most_max": 3.0}
+
+    batch = batch_of(ragged_examples(), 4, rank=1, world_size=2)
+    assert batch.real == [True, False]
+    found = accumulate_gradients(accelerator, small_model(torch.float64), batch, loss_fn)
+    assert float(found["examples"]) == pytest.approx(len(batch.micro_batches[0]["labels"]) / batch.totals["tokens"])
+    assert (float(found["most_max"]), found["squared"].requires_grad) == (3.0, False)
+
+
 def _reduced_on_a_rank(rank: int, store: str, found: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     parts = {"loss": 1.0 + rank, "ratio_max": 5.0 - rank, "share": 0.25, "gap_max": 2.0 * rank}

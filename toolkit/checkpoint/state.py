@@ -245,8 +245,14 @@ def compare_shapes(live: dict[str, Any], stored: dict[str, Any]) -> None:
     """Refuse what has not exactly these shapes under these names."""
     if live == stored:
         return
-    wrong = [name for name in sorted(live.keys() | stored.keys()) if live.get(name) != stored.get(name)]
-    raise Refusal(f"the checkpoint does not fit this model: {wrong[0]} is {stored.get(wrong[0])}, here {live.get(wrong[0])}")
+    name = next(name for name in sorted(live.keys() | stored.keys()) if live.get(name) != stored.get(name))
+    if name in live and name in stored:
+        raise Refusal(f"the checkpoint does not fit this model: {name} is {stored[name]}, here {live[name]}")
+    here, there = ("is trained here", "was not") if name in live else ("is frozen or missing here", "was trained")
+    raise Refusal(
+        f"the checkpoint does not fit this model: {name} {here}, and {there} when it was written. requires_grad is set before "
+        "open_run and stays; what is to be trained later has a group of the optimizer whose rate is 0 until then."
+    )
 
 
 def _named(base: dict[str, Any]) -> str:

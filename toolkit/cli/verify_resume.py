@@ -15,12 +15,17 @@ from toolkit.config.setting import flag_of
 from toolkit.distributed.launch import launch, started_ranks
 from toolkit.system.console import say
 
+# Settings that are refused without evaluations.
+_OF_EVALUATION = (
+    "eval_on_start", "eval_delay", "eval_split", "max_eval_examples", "per_device_eval_batch_size", "num_samples", "metrics",
+    "sample_max_new_tokens", "sample_temperature", "load_best_model_at_end", "early_stopping_patience",
+)  # fmt: skip
 # What makes a run short and its resume worth a look; left out where the user gives one of the names.
 _DEFAULTS = (
     (("max_steps", "num_train_epochs"), ["--max-steps", "8"]),
     (("save_strategy", "save_steps"), ["--save-strategy", "steps", "--save-steps", "2"]),
     (("logging_strategy", "logging_steps"), ["--logging-steps", "1"]),
-    (("eval_strategy", "eval_steps"), ["--eval-strategy", "no"]),
+    (("eval_strategy", "eval_steps", *_OF_EVALUATION), ["--eval-strategy", "no"]),
 )
 _OURS = ("output_dir", "overwrite_output_dir", "resume", "resume_from")
 _POLL_SECONDS = 0.002
@@ -33,9 +38,9 @@ def verify_resume(
     """Run a recipe twice in temporary directories, once uninterrupted and once killed and resumed, and compare the bits.
 
     A few steps with a checkpoint every other one, unless the recipe's flags say otherwise: --max-steps 8 --save-strategy
-    steps --save-steps 2 --logging-steps 1 --eval-strategy no. SIGKILL comes after a step in the middle. Compared are the
-    final checkpoints and the model directories (every tensor bit for bit, every other file), every logged metric, the samples
-    and the summary; what was compared is printed.
+    steps --save-steps 2 --logging-steps 1, and --eval-strategy no where no flag is about evaluations. SIGKILL comes after a
+    step in the middle. Compared are the final checkpoints and the model directories (every tensor bit for bit, every other
+    file), every logged metric, the samples and the summary; what was compared is printed.
 
     Ends with 0 when they are identical, with 1 when they differ; then the directories are kept.
     """

@@ -109,7 +109,8 @@ def check_start(record: Record, config: Settings) -> Outcome:
     what = f"The first loss of a random model is {losses[0]:.4g}, and guessing costs {value:.4g} = {name}."
     change = (
         "Take the mean over the supervised tokens (or examples) of the global batch: a sum divided by batch.totals once. A "
-        "loss far below that of guessing says that the model sees what it is to predict."
+        "loss far below that of guessing says that the model sees what it is to predict. One that is meant to be another loss, "
+        "such as a focal loss or a sum of two, begins elsewhere by right."
     )
     return found(note, Finding("start", what, change, loss_place(record)))
 
@@ -126,7 +127,7 @@ def guessing(record: Record, config: Settings) -> tuple[float, str] | None:
     if record.task in _OF_CLASSES and settings.get("problem_type", "single_label") == "single_label":
         classes = model.config.num_labels
         return (math.log(classes), f"ln {classes} classes") if classes > 1 else None
-    if record.task == "preference" and settings.get("loss_type", ["sigmoid"]) == ["sigmoid"]:
+    if record.task == "preference" and record.has_known_loss and settings.get("loss_type", ["sigmoid"]) == ["sigmoid"]:
         is_plain = not settings.get("center_rewards_coefficient")
         return (math.log(2), "ln 2 answers") if is_plain else None
     return None
@@ -145,11 +146,11 @@ def check_overfit(record: Record) -> Outcome:
     if has_learned(losses, record.task):
         return found(note)
     what = (
-        f"After {len(losses)} steps on the same 8 examples the loss is {last:.4g} of {first:.4g} at first: nothing is learned."
+        f"After {len(losses)} steps on the same 8 examples the loss is {last:.4g} of {first:.4g}: too little is learned."
     )
     change = (
         "Look at the findings above. Else: the sign of the loss, labels that belong to other rows, updates that are not "
-        "applied."
+        f"applied, or a rate (here at most {rate:.1e}) that is too low for so few steps with this optimizer."
     )
     return found(note, Finding("overfit", what, change, loss_place(record)))
 

@@ -96,6 +96,7 @@ class Record:
     written_at: str = ""  # where the recipe itself changes the trained model's parameters
     events: list[dict[str, Any]] = field(default_factory=list)
     samples_policy: bool = False
+    has_known_loss: bool = False  # of pairs: one of the toolkit's
     error: BaseException | None = None
     error_where: str = ""
 

@@ -228,6 +228,12 @@ def scored(watch: Watch, original: Callable[..., Any], *values: object, **named:
     return rollouts
 
 
+def known_loss(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
+    """A loss of pairs, of which it is known what an even guess costs."""
+    watch.record.has_known_loss = True
+    return original(*values, **named)
+
+
 def plain_accelerator(watch: Watch, original: Callable[..., Any], config: object, *_: object, **__: object) -> Any:
     """One process on the CPU: how ranks share the work is not the recipe's."""
     return original(config)
@@ -238,4 +244,5 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "load_model": made_model, "load_encoder": made_model, "add_adapter": made_model, "add_value_head": made_model,
     "build_dataloaders": built_loaders, "build_optimizer": built_optimizer, "build_accelerator": plain_accelerator,
     "train_step": train_step, "score_rollouts": scored,
+    "preference_loss": known_loss, "reward_loss": known_loss,
 }  # fmt: skip

@@ -71,6 +71,19 @@ def from_all(accelerator: Accelerator, action: Callable[[], Result]) -> list[Res
     return results
 
 
+def weights_apart(accelerator: Accelerator, model: nn.Module) -> float:
+    """How far the trained weights of ranks that should hold the same are from each other: of up to 64 values of each tensor,
+    the largest difference over the mean size of them all. 0 on one process. Every rank calls it."""
+    trained = [weight.detach().flatten() for weight in model.parameters() if weight.requires_grad]
+    if accelerator.num_processes == 1 or not trained:
+        return 0.0
+    some = torch.cat([weight[:: -(-weight.numel() // 64) or 1].float() for weight in trained]).cpu()
+    least, most = some.clone(), some.clone()
+    for values, operation in ((least, torch.distributed.ReduceOp.MIN), (most, torch.distributed.ReduceOp.MAX)):
+        torch.distributed.all_reduce(values, operation, group=_cpu_group())
+    return float((most - least).max() / most.abs().mean().clamp_min(torch.finfo(torch.float32).tiny))
+
+
 @cache
 def _cpu_group() -> torch.distributed.ProcessGroup | None:
     """A group that takes CPU tensors: the default one where it does, else one of its own."""

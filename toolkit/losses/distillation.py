@@ -105,7 +105,9 @@ def distillation_loss(
 
     Teacher and student have their logits for a chunk of the supervised positions at a time, never for all of them, and the
     gradient is taken while they are there. Logits are raised to float32 (float64 stays), sums are kept in float64.
-    Micro-batches are those of `causal_lm_loss`; `teacher` is made by `build_teacher`.
+    Micro-batches are those of `causal_lm_loss`. `teacher` is made by `build_teacher`, or a function of yours:
+    `teacher(micro_batch, temperature, body)` returns `body(of_teacher, shared)`, where `of_teacher(piece)` are the
+    `TeacherLogps` of a slice of the supervised positions, and `shared` is how many tokens both know.
 
     Returns the loss, 0-d, and likewise parts of means: `token_accuracy`; `divergence`, D in nats, without temperature^2; with a
     share of it `cross_entropy`.

@@ -60,8 +60,21 @@ class Window:
         self.waiting += time.monotonic() - began
         return batch
 
-    def add(self, step: int, batch: Batch, metrics: Mapping[str, torch.Tensor]) -> None:
-        """Take the metrics that a step returned."""
+    def add(self, step: int, batch: Batch, metrics: Mapping[str, torch.Tensor | float]) -> None:
+        """Take the metrics that a step returned: 0-d tensors, and numbers that a recipe adds to them.
+
+        Raises:
+            ValueError: a value is something else, or there is no `loss` or `grad_norm`.
+        """
+        if missing := [name for name in ("loss", "grad_norm") if name not in metrics]:
+            raise ValueError(
+                f"metrics of a step, which run.log knows by tensors or grad_norm, have no {' and no '.join(missing)}: log them "
+                "in one call with what tk.train_step returns, or in another one as numbers"
+            )
+        for name, value in metrics.items():
+            if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
+                found = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+                raise ValueError(f"a metric of a step is a number or a 0-d tensor; {name} is {found}")
         work = dict.fromkeys(WORK, 0.0)
         for micro_batch in batch.micro_batches:
             if "input_ids" in micro_batch:
@@ -72,15 +85,17 @@ class Window:
     def read(self) -> list[StepMetrics]:
         """Wait for the device once and turn the unread metrics into numbers; returns those steps."""
         fresh, self.unread = self.unread, []
+        on_devices: dict[torch.device, list[tuple[StepMetrics, str]]] = {}  # of rollouts on the CPU, of a step elsewhere
         for step in fresh:
-            step.values = dict(sorted(step.values.items()))
-        devices = {name: value.device for name, value in fresh[0].values.items()} if fresh else {}
-        for device in sorted(set(devices.values()), key=str):  # metrics of rollouts are on the CPU, those of a step are not
-            names = [name for name in devices if devices[name] == device]
+            step.values = {name: step.values[name] for name in sorted(step.values)}
+            for name, value in step.values.items():
+                if isinstance(value, torch.Tensor):
+                    on_devices.setdefault(value.device, []).append((step, name))
+        for device, places in on_devices.items():
             kind = torch.float32 if device.type == "mps" else torch.float64
-            table = torch.stack([torch.stack([step.values[name].to(kind) for name in names]) for step in fresh]).tolist()
-            for step, row in zip(fresh, table, strict=True):
-                step.values |= zip(names, row, strict=True)
+            numbers = torch.stack([step.values[name].to(kind) for step, name in places]).tolist()
+            for (step, name), number in zip(places, numbers, strict=True):
+                step.values[name] = number
         self.steps += fresh
         return fresh
 
@@ -89,14 +104,14 @@ class Window:
 
         The window is empty then. `data_wait` is the share of the time that this rank waited for batches.
         A step that was not finite is counted in `nonfinite_steps` and enters no mean. Nor does a metric that is not a number,
-        as that of desirable answers is in a step that has none.
+        as that of desirable answers is in a step that has none. A metric of some steps alone is the mean over those.
         """
         seconds, waiting, self.seconds, self.waiting = self.seconds, self.waiting, 0.0, 0.0
         steps, self.steps = self.steps, []
         good = [step.values for step in steps if not step.values.get("nonfinite")]
         event = {}
-        for name in good[0] if good else ():
-            known = [values[name] for values in good if not math.isnan(values[name])]
+        for name in sorted({name for values in good for name in values}):
+            known = [values[name] for values in good if name in values and not math.isnan(values[name])]
             if known and name not in FLAGS:
                 extreme = {"_max": max, "_min": min}.get(name[-4:])
                 event[name] = extreme(known) if extreme else sum(known) / len(known)

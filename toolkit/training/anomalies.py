@@ -27,6 +27,12 @@ WITHOUT_GRADIENT = 5  # steps in a row
 NOISE = 0.2  # share of a metric's first value by which the last one may be worse: losses of short runs vary by less
 RECENT = 20  # the last steps, most of which must not have been skipped
 FEWEST_STEPS = 8  # of a run that is warned of because most of its steps were skipped
+SAME_WEIGHTS = 1e-5  # of the mean size of the weights: ranks on devices of several kinds may round otherwise
+RANKS_APART = (
+    "the weights of the processes are no longer the same, so what is trained depends on their number: something that changes "
+    "gradients or weights draws its random numbers, or reads its examples, on each process alone. Draw them behind "
+    "tk.seed_micro_batch(config.seed + run.step), which is the same everywhere"
+)
 MOST_ROLLBACKS = 3  # to one checkpoint
 # Of steps, which a run that is resumed from before them takes again.
 INCIDENTS = ("incidents/nonfinite.jsonl", "incidents/loss_spikes.jsonl", "incidents/rollbacks.jsonl")

@@ -83,6 +83,7 @@ def open_run(
             try:
                 yield run
                 saver.check(run.step, wait=True)
+                run.check_ranks()
                 run.check_end()
                 status = "finished" if run.finished else "stopped early"
             except Diverged:

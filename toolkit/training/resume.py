@@ -163,8 +163,8 @@ def changes_since(
     is_other = is_comparable and record["fingerprint"] != train.fingerprint
     if is_other and not of_data.intersection(config.allow_change):
         raise Refusal(
-            "--resume: the training data are not those the run was begun with: their content changed, or they are cut or "
-            "packed otherwise. Bring them back, begin a new run in another --output-dir, or allow it: --allow-change dataset"
+            "--resume: the training data are not those the run was begun with: their content or order changed, or they are cut "
+            "or packed otherwise. Bring them back, begin a new run in another --output-dir, or allow it: --allow-change dataset"
         )
     pairs = [(name, before[name], now[name]) for name in changed]
     reported = {"micro_batch_size"} if "per_device_train_batch_size" in changed else set()

@@ -18,13 +18,14 @@ from toolkit.config import Refusal
 from toolkit.config.conditions import is_decided_by_a_metric, never_measured
 from toolkit.config.reading import settings_read, values_of
 from toolkit.data.loading.loaders import TrainLoader
+from toolkit.distributed.ranks import weights_apart
 from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.overview import unread_after_a_step
 from toolkit.runs.summary import read_settings
 from toolkit.tracking.console import show_metrics
 from toolkit.tracking.resources import ResourceWatch, memory_in_use
 from toolkit.tracking.step_metrics import Window, peak_memory_gb
-from toolkit.training.anomalies import Diverged, report_incident, report_rollback, too_many_nonfinite
+from toolkit.training.anomalies import RANKS_APART, SAME_WEIGHTS, Diverged, report_incident, report_rollback, too_many_nonfinite
 from toolkit.training.run_state import RunState, summarize
 from toolkit.training.stopping import how_to_continue, interruption, stopped_at
 
@@ -204,8 +205,12 @@ class Run:
         return self.position // size > self._position_before // size if size else False
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step (0-d tensors, read when logging is due) or of an evaluation (numbers, written at once)."""
-        if not any(isinstance(value, torch.Tensor) for value in metrics.values()):
+        """Take the metrics of a step (0-d tensors, read when logging is due) or of an evaluation (numbers, written at once).
+
+        Numbers of your own may be with either. A metric of some steps alone is logged as its mean over those. A step is also
+        known by its `grad_norm`.
+        """
+        if "grad_norm" not in metrics and not any(isinstance(value, torch.Tensor) for value in metrics.values()):
             self._log_evaluation(metrics)
             return
         self.window.add(self.step, self._batch, metrics)
@@ -261,6 +266,7 @@ class Run:
         self.read_window()
         if self.due("save"):  # not for a signal: what a rollback goes back to must not depend on when one came
             self.state.last_due_save = self.step
+        self.check_ranks()
         self.saver.save(self.snapshot(), self.kept)
         self._best_is_unsaved = False
 
@@ -290,6 +296,13 @@ class Run:
         name, logged, self._undecided = self.config.metric_for_best_model, self._undecided, []
         if logged and is_decided_by_a_metric(self.config) and not self.history(name):
             raise Refusal(f"--metric-for-best-model {name}: not a metric of the evaluation: {', '.join(logged)}")
+
+    def check_ranks(self) -> None:
+        """Warn once of ranks that should hold the same weights and don't, which no loss shows. A collective."""
+        if self.saver.shards or RANKS_APART in self.state.warnings:
+            return
+        if weights_apart(self.accelerator, self.model) > SAME_WEIGHTS:
+            self._warn([RANKS_APART], stops=False)
 
     def check_end(self) -> None:
         """Warn of the run as a whole: most steps skipped, or the metric it is judged by worse than at the first evaluation."""

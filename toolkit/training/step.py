@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
+_OF_THE_STEP = {"loss", "grad_norm", "applied", "nonfinite"}  # what `train_step` returns next to the loss function's metrics
 LossFn = Callable[[Any, MicroBatch, dict[str, float]], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
@@ -41,10 +42,13 @@ def accumulate_gradients(accelerator: Accelerator, model: nn.Module, batch: Batc
     """Add the gradient of the global batch's mean loss to `.grad`, and return the loss and the loss function's metrics.
 
     `loss_fn(model, micro_batch, totals)` returns its part of the mean, already divided by the total of its unit; the parts
-    of all micro-batches and ranks add up to the exact mean. A metric whose name ends in `_max` is their maximum. On one
-    device and under DDP every parameter then has the gradient of the whole global batch, not clipped yet; ZeRO and FSDP2
-    keep a part of it on each rank. With fp16 gradients are multiplied by the loss scale until `clip_and_update` divides by
-    it.
+    of all micro-batches and ranks add up to the exact mean. So do its metrics, 0-d tensors; one whose name ends in `_max` is
+    their maximum. On one device and under DDP every parameter then has the gradient of the whole global batch, not clipped
+    yet; ZeRO and FSDP2 keep a part of it on each rank. With fp16 gradients are multiplied by the loss scale until
+    `clip_and_update` divides by it.
+
+    Raises:
+        ValueError: a metric has a name of what `train_step` returns itself, such as `loss`.
     """
     sums: dict[str, torch.Tensor] = {}
     for index in range(len(batch.micro_batches)):
@@ -70,7 +74,10 @@ def accumulate_micro_batch(
         loss, metrics = loss_fn(model, to_device(batch.micro_batches[index], accelerator.device), batch.totals)
         weight = 1.0 if batch.real[index] else 0.0
         engine.backward(accelerator, model, loss * (weight * accelerator.num_processes), last)
-    parts = {"loss": loss.detach(), **metrics}
+    if taken := sorted(metrics.keys() & _OF_THE_STEP):
+        raise ValueError(f"the loss function returns metrics by the names {taken}, which are those of the step: rename them")
+    named = {"loss": loss, **metrics}
+    parts = {name: torch.as_tensor(part, device=loss.device).detach() for name, part in named.items()}
     return parts if batch.real[index] else {name: torch.zeros_like(part) for name, part in parts.items()}
 
 

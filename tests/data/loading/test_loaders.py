@@ -178,3 +178,60 @@ def test_evaluation_reads_every_example_once_for_any_world_size() -> None:
         assert len({len(b) for b in batches}) == 1
         seen = [i for rank in batches for b in rank if b.real[0] for i in b.indices[0]]
         assert sorted(seen) == list(range(7))
+
+
+def easy_first(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+    """By number in the first epoch; then the last example twice in place of the first."""
+    return np.arange(num_examples) if epoch == 0 else np.array([num_examples - 1, *range(1, num_examples)])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_order_of_ones_own_is_that_of_the_steps_from_any_position(world_size: int) -> None:
+    """Fails when: it is asked once for all epochs, or the loader goes by `epoch_order`."""
+    splits, config = DatasetDict(train=token_dataset()), DataConfig(per_device_train_batch_size=2, global_batch_size=5, num_train_epochs=2.0)
+    loaders = [build_dataloaders(splits, collate_padded, config, Rank(r, world_size), order=easy_first)[0] for r in range(world_size)]
+    read = [example for batch in loaders[0].batches() for example in batch.examples]
+    assert read == [*range(23), 22, *range(1, 23)]
+    assert [batch.examples for batch in loaders[-1].batches(35)] == [read[35:40], read[40:45], read[45:]]
+    of_ranks = [[i for batch in loader.batches() for i, real in zip(batch.indices, batch.real, strict=True) if real] for loader in loaders]
+    assert sorted(example for rank in of_ranks for indices in rank for example in indices) == sorted(read)
+
+
+def test_another_order_is_other_training_data_for_a_resume() -> None:
+    """Fails when: the fingerprint is of the rows alone, or the order's has chance in it."""
+    splits = DatasetDict(train=token_dataset())
+    config = DataConfig(per_device_train_batch_size=2)
+    fingerprints = [
+        build_dataloaders(splits, collate_padded, config, order=order)[0].fingerprint
+        for order in (None, easy_first, easy_first, lambda n, seed, epoch: np.arange(n)[::-1])
+    ]
+    assert fingerprints[1] == fingerprints[2]
+    assert len(set(fingerprints)) == 3
+
+
+@pytest.mark.parametrize("found", [np.arange(22), np.arange(23) + 1, np.arange(23) - 1, np.arange(23.0), [[0] * 23], None])
+def test_an_order_that_names_no_examples_is_refused(found: object) -> None:
+    """Fails when: its numbers are taken as they are."""
+    with pytest.raises(Refusal, match="from 0 to 22"):
+        build_dataloaders(DatasetDict(train=token_dataset()), collate_padded, DataConfig(), order=lambda n, seed, epoch: found)
+
+
+@pytest.mark.parametrize("setting", ["packing", "group_by_length", "streaming"])
+def test_an_order_is_refused_where_something_else_decides_on_it(setting: str) -> None:
+    """Fails when: one of the two is passed over."""
+    train = token_dataset()
+    streamed = setting == "streaming"
+    config = DataConfig(max_steps=2) if streamed else DataConfig(**{setting: True})
+    splits = {"train": train.to_iterable_dataset() if streamed else train}
+    with pytest.raises(Refusal, match=setting.replace("_", "-")):
+        build_dataloaders(splits, collate_packed, config, order=easy_first)
+
+
+def test_what_is_no_tokenized_split_is_refused() -> None:
+    """One dataset alone, rows in a list, rows of text. Fails when: the error is that of the first line that reads them."""
+    train = token_dataset()
+    for splits, named in (
+        (train, "'train'"), ({"train": list(train)}, "Dataset.from_list"), ({"train": train.remove_columns("length")}, "length"),
+    ):  # fmt: skip
+        with pytest.raises(Refusal, match=named):
+            build_dataloaders(splits, collate_padded, DataConfig())  # type: ignore[arg-type]

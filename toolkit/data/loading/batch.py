@@ -8,6 +8,7 @@ import torch
 Document = dict[str, Any]  # columns of one tokenized row: token ids, labels, whatever a collate function reads
 MicroBatch = dict[str, Any]  # what a collate function makes: tensors by name, and integers (max_length_q) and lists (rows)
 MISMATCHED = "mismatched_"  # what the names of all that is about mismatched answers begin with
+OWN = "own_"  # and those of what a recipe adds for a loss or metric of its own
 # What of a micro-batch is for losses and metrics, and not for the model's forward.
 _NOT_FOR_THE_MODEL = frozenset({
     "labels", "word_labels", "weight", "supervised_positions",
@@ -22,10 +23,13 @@ _NOT_FOR_THE_MODEL = frozenset({
 
 
 def model_inputs(micro_batch: MicroBatch) -> dict[str, Any]:
-    """What of a micro-batch the model's forward gets."""
+    """What of a micro-batch the model's forward gets: not its labels, nor what else is for losses and metrics alone.
+
+    What a collate function of yours adds for your loss is left out by a name that begins with `own_`.
+    """
     return {
         name: value for name, value in micro_batch.items()
-        if name not in _NOT_FOR_THE_MODEL and not name.startswith(MISMATCHED)
+        if name not in _NOT_FOR_THE_MODEL and not name.startswith((MISMATCHED, OWN))
     }  # fmt: skip
 
 

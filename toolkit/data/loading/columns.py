@@ -6,17 +6,35 @@ of the time of a loader whose documents are short, and gigabytes of memory for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from toolkit.config import Refusal
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
 
 _TYPES: dict[str, type] = {"i": np.int64, "u": np.int64, "f": np.float32}  # by the kind of NumPy's type
+
+
+def check_splits(splits: object, *columns: str) -> None:
+    """Refuse what is no mapping of names to datasets, as one dataset alone, or has one to train on without these columns."""
+    if not isinstance(splits, Mapping) or not all(hasattr(split, "column_names") for split in splits.values()):
+        raise Refusal(
+            f"splits are datasets by name, {{'train': ..., 'validation': ...}}, not {type(splits).__name__} of something else. "
+            "datasets.Dataset.from_list makes a dataset of rows."
+        )
+    for name, split in splits.items():
+        missing = [each for each in columns if each not in (split.column_names or columns)]
+        if missing and name != "test":
+            raise Refusal(
+                f"the split {name} has no column {missing[0]}, but {', '.join(split.column_names)}: loaders read tokenized "
+                "rows. Text, or input_ids and labels, go through tokenize_for_sft, tokenize_for_lm or another one first."
+            )
 
 
 def column(dataset: Dataset, name: str) -> np.ndarray:

@@ -5,6 +5,7 @@ The position of a run is one integer, the examples consumed. Everything else fol
 
 from __future__ import annotations
 
+import hashlib
 import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +22,8 @@ from toolkit.data.compat import fingerprint_of
 from toolkit.data.loading.batch import Batch, Document, MicroBatch
 from toolkit.data.loading.collate import collate_padded
 from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs
-from toolkit.data.loading.columns import column
-from toolkit.data.loading.order import StepPlan, batch_of, cut_step, generator_of, plan_steps
+from toolkit.data.loading.columns import check_splits, column
+from toolkit.data.loading.order import Order, StepPlan, batch_of, checked, cut_step, epoch_order, generator_of, plan_steps
 from toolkit.data.loading.packing import Augment, PackedRows, Packing, PlainRows, Rows, pack_best_fit, pack_wrapped
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.data.sources.load import commits_of_sources
@@ -98,7 +99,7 @@ class TrainLoader:
     rank: int = 0
     world_size: int = 1
     workers: int = 0
-    lengths: np.ndarray | None = None
+    order: Order = epoch_order
     augment: Augment | None = None
     pin_memory: bool = False
     commits: dict[str, str] = field(default_factory=dict)  # of datasets of the Hub
@@ -147,7 +148,7 @@ class TrainLoader:
     def _plans(self, position: int, size: int) -> Iterator[StepPlan]:
         return plan_steps(
             self.epoch_size, self.examples_to_consume, self.seed, position, size, self.micro_batch_size, self.rank,
-            self.world_size, self.lengths,
+            self.world_size, self.order,
         )  # fmt: skip
 
     def _reader(self) -> _StepReader:
@@ -204,6 +205,7 @@ def _outlive_a_stop(worker: int) -> None:
 def build_dataloaders(
     splits: Mapping[str, MapDataset | IterableDataset], collate: Collate, config: DataConfig,
     accelerator: Accelerator | None = None, *, augment: Augment | None = None, augment_evaluation: Augment | None = None,
+    order: Order | None = None,
 ) -> tuple[TrainLoader | StreamLoader, EvalLoader | None]:  # fmt: skip
     """The training loader and the evaluation loader (None without a validation split) of tokenized splits.
 
@@ -212,7 +214,16 @@ def build_dataloaders(
     how many there are in `supervised_tokens`. `augment_evaluation` likewise changes a document of the validation split, at
     progress 1; its generator is a pure function of (seed, tokens of the document), so each evaluation sees the same. Without
     an accelerator the loaders are those of one process.
+
+    `order(num_examples, seed, epoch)` says which examples an epoch visits, int `[num_examples]`, for a curriculum or to visit
+    some more often than others, in place of `epoch_order`. A resume calls it again: it depends on nothing else. With another
+    order of the first two epochs the training data count as others. Where completions are sampled it names each prompt once:
+    they depend on (seed, epoch, prompt).
+
+    Raises:
+        Refusal: no splits, or not tokenized ones; settings that contradict the collate function or the order.
     """
+    check_splits(splits, "length")
     rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     pin_memory = accelerator is not None and accelerator.device.type == "cuda"
     for function, why in _UNPACKED:
@@ -228,6 +239,13 @@ def build_dataloaders(
         "fingerprint": f"content-{fingerprint_of(train_split)}-{packing_name(config)}",
         "commits": commits_of_sources(config),
     }  # fmt: skip
+    is_stream = not hasattr(train_split, "__len__")
+    if order is not None and (other := [
+        flag for flag, given in (
+            ("--packing", config.packing), ("--group-by-length", config.group_by_length), ("--streaming", is_stream),
+        ) if given
+    ]):  # fmt: skip
+        raise Refusal(f"{other[0]} decides on the order of examples, and so does the recipe's own order: leave one out.")
     evaluation = None
     if "validation" in splits:
         held_out = _map_style(splits["validation"])
@@ -236,16 +254,22 @@ def build_dataloaders(
             collate, config.per_device_eval_batch_size, rank, world_size, config.dataloader_num_workers, pin_memory,
             augment_evaluation, config.seed,
         )  # fmt: skip
-    if not hasattr(train_split, "__len__"):
+    if is_stream:
         if config.max_steps is None:
             raise Refusal("--streaming has no end of its own: give --max-steps.")
         consume = config.max_steps * global_batch_size
         return StreamLoader(train_split, examples_to_consume=consume, pack=pack, augment=augment, **common), evaluation
     rows = PackedRows(train_split, pack(column(train_split, "length"))) if pack else PlainRows(train_split)
+    if order is not None:
+        order = checked(order)
+        visited = np.concatenate([order(len(rows), config.seed, epoch) for epoch in (0, 1)])
+        common["fingerprint"] += f"-{hashlib.sha256(visited.tobytes()).hexdigest()[:16]}"
+    elif config.group_by_length:
+        order = partial(epoch_order, lengths=rows.lengths)
     consume = config.max_steps * global_batch_size if config.max_steps else math.ceil(config.num_train_epochs * len(rows))
     train = TrainLoader(
         rows, examples_to_consume=consume, workers=config.dataloader_num_workers, pin_memory=pin_memory, augment=augment,
-        lengths=rows.lengths if config.group_by_length else None, **common,
+        order=order or epoch_order, **common,
     )  # fmt: skip
     return train, evaluation
 

@@ -6,14 +6,16 @@ exact and a change of world size harmless.
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch, MicroBatch
 
+Order = Callable[[int, int, int], np.ndarray]  # of (examples, seed, epoch), as `epoch_order` is one
 LENGTH_WINDOW = 1024  # examples of the order that are sorted by length together; fixed, so that no batch size changes the order
 LENGTH_BLOCK = 32  # neighbors by length that stay together when the window is mixed again
 
@@ -54,6 +56,20 @@ def epoch_order(num_examples: int, seed: int, epoch: int, lengths: np.ndarray | 
         mixed = np.argsort(_hash_indices(len(blocks), hash_numbers(seed, epoch, start)), kind="stable")
         grouped.extend(blocks[i] for i in mixed)
     return np.concatenate(grouped) if grouped else order
+
+
+def checked(order: Order) -> Order:
+    """The same order, refused where it names no examples."""
+
+    def numbers(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+        found = np.asarray(order(num_examples, seed, epoch))
+        is_whole = found.dtype.kind in "iu" and found.shape == (num_examples,)
+        if not is_whole or (num_examples and not 0 <= found.min() <= found.max() < num_examples):
+            wanted = f"{num_examples} whole numbers from 0 to {num_examples - 1}"
+            raise Refusal(f"order({num_examples}, {seed}, {epoch}): not {wanted}, but {found}")
+        return found.astype(np.int64)
+
+    return numbers
 
 
 def seed_micro_batch(seed: int) -> None:
@@ -113,7 +129,7 @@ def plan_steps(
     micro_batch_size: int,
     rank: int = 0,
     world_size: int = 1,
-    lengths: np.ndarray | None = None,
+    order: Order = epoch_order,
 ) -> Iterator[StepPlan]:
     """The steps of a run from `position` on: the next N examples of the endless order of epochs, dealt to the ranks.
 
@@ -123,7 +139,7 @@ def plan_steps(
     while position < examples_to_consume:
         end = min(position + global_batch_size, examples_to_consume)
         epochs = range(position // num_examples, (end - 1) // num_examples + 1)
-        orders = {e: orders[e] if e in orders else epoch_order(num_examples, seed, e, lengths) for e in epochs}
+        orders = {e: orders[e] if e in orders else order(num_examples, seed, e) for e in epochs}
         examples = [(p // num_examples, int(orders[p // num_examples][p % num_examples])) for p in range(position, end)]
         yield cut_step(examples, position, micro_batch_size, rank, world_size)
         position = end

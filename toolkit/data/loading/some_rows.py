@@ -44,7 +44,7 @@ def seen_in_training(train: TrainLoader) -> np.ndarray:
         return np.arange(train.epoch_size)
     plans = plan_steps(
         train.epoch_size, train.examples_to_consume, train.seed, 0, train.global_batch_size, train.micro_batch_size, 0, 1,
-        train.lengths,
+        train.order,
     )  # fmt: skip
     return np.array(sorted({example for plan in plans for example in plan.everyone}))
 

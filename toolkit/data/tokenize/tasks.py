@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import DataConfig, EmbeddingConfig, RankingConfig, Refusal, Seq2SeqConfig
+from toolkit.data.loading.columns import check_splits
 from toolkit.data.report import DataReport, Piece
 from toolkit.data.tokenize.answers import unpaired_format, weight_notes
 from toolkit.data.tokenize.classification import classification_format
@@ -326,6 +327,7 @@ def prepare(
     """
     from datasets import Dataset
 
+    check_splits(splits)
     form = FORMATS[task](config) if isinstance(task, str) else task
     splits = form.gather(splits)
     plans, notes = plan_splits(form, splits, tokenizer, config)
