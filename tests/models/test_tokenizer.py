@@ -135,7 +135,7 @@ def test_a_full_disk_refuses_a_trained_tokenizer(corpus, tmp_path, monkeypatch):
         tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
-    with pytest.raises(Refusal, match="No space left.* Make room there"):
+    with pytest.raises(Refusal, match=r"No space left.* Make room there"):
         load_tokenizer(ModelConfig(model="tiny-llama", vocab_size=400))
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 

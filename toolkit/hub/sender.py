@@ -32,6 +32,7 @@ from toolkit.hub.client import (
 from toolkit.hub.files import left_behind
 from toolkit.hub.queue import Job, list_jobs, only_sender, remove_job, write_record
 from toolkit.system.console import say
+from toolkit.system.standard_streams import outlive_the_log
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -171,5 +172,6 @@ def _end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
+    outlive_the_log()
     threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
     serve(Path(sys.argv[1]))
