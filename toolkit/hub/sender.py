@@ -119,12 +119,22 @@ def _send_once(api: HfApi, job: Job) -> Job:
     api.create_commit(  # makes none if the branch has all of it
         job.repo_id,
         [
-            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),
+            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=_as_sent(name, path, job)) for name, path in files.items()),
             *(CommitOperationDelete(path_in_repo=name) for name in removed),
         ],
         commit_message=job.message, commit_description=job.mark, revision=job.revision or "main", parent_commit=head,
     )  # fmt: skip
     return job
+
+
+def _as_sent(name: str, path: Path, job: Job) -> Path | bytes:
+    """A file of a commit; of a model card the text, with the name of the repository, which may be known only now."""
+    from toolkit.export.card import with_name
+
+    if name != "README.md":
+        return path
+    card = path.read_bytes().decode()
+    return with_name(card, job.repo_id).encode()
 
 
 def _with_repository(api: HfApi, job: Job) -> tuple[Job, str]:
