@@ -95,6 +95,19 @@ def test_what_a_recipe_saves_elsewhere_stays(folder: Path) -> None:
     assert load_file(folder / "mine/model-step-6/model.safetensors").keys() == load_file(folder / "elsewhere/model/model.safetensors").keys()
 
 
+def test_a_checkpoint_that_the_run_prunes_meanwhile_is_exported(folder: Path) -> None:
+    """Fails when: it is read once the recipe has made its model, which takes as long as reading the data."""
+    shutil.copytree(folder / "out", folder / "pruned")
+    recipe = (ROOT / "recipes/accelerated.py").read_text()
+    begins = "    accelerator = tk.build_accelerator(config)\n"
+    assert begins in recipe
+    prune = '    __import__("shutil").rmtree("pruned/checkpoints/step-6")\n'
+    (folder / "pruning.py").write_text(recipe.replace(begins, prune + begins))
+    done = toolkit(folder, "export", "pruned", "--recipe", "pruning.py")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "pruned/model-step-6/model.safetensors").read_bytes() == (folder / "out/model/model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -3,6 +3,7 @@
 100 random sequences of faults are tried, 1,000 in `make chaos`.
 """
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,16 @@ def test_a_fault_that_passes_costs_a_retry_and_nothing_is_committed_twice(
     assert hub.files("alice/model") == MODEL
     assert hub.titles("alice/model") == ["step 1"]
     assert list_jobs(tmp_path / "hub_queue") == []
+
+
+@pytest.mark.parametrize(("queued_as", "sent_as"), [("model", "alice/model"), ("alice/before", "alice/model")])
+def test_a_card_names_the_repository_that_it_is_sent_to(hub: Any, api: Any, queued: Any, queued_as: str, sent_as: str) -> None:
+    """Queued while the Hub could not be asked who we are, or for another one: `toolkit push --hub-model-id`. The rest of the card
+    is kept to the byte. Fails when: the name is that of the moment when it was queued."""
+    card = b"---\nlicense: mit\n---\r\nOurs\n\n```python\nname = \"run\"\n```\n"
+    job = queued({**MODEL, "README.md": card}, repo_id=queued_as)
+    send_job(api, job if "/" not in queued_as else dataclasses.replace(job, repo_id=sent_as), sleep=lambda seconds: None, tries=1)
+    assert hub.files(sent_as) == {**MODEL, "README.md": card.replace(b'"run"', b'"alice/model"')}
 
 
 @pytest.mark.parametrize("status", [401, 403])

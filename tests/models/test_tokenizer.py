@@ -127,6 +127,19 @@ def test_a_built_in_shape_gets_a_tokenizer_trained_once_on_the_embedded_corpus(c
     assert len(list((tmp_path / "cache").glob("tokenizer-*.lock"))) == 4
 
 
+def test_a_full_disk_refuses_a_trained_tokenizer(corpus, tmp_path, monkeypatch):
+    """Fails when: the error of tokenizers, which is none of the operating system's, reaches the user as a traceback."""
+
+    def full(tokenizer, folder):
+        (folder / "tokenizer.json").symlink_to("/dev/full")
+        tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
+    with pytest.raises(Refusal, match=r"No space left.* Make room there"):
+        load_tokenizer(ModelConfig(model="tiny-llama", vocab_size=400))
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
 def _load_in_a_process(cache, results):
     import datasets
 

@@ -3,14 +3,17 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from toolkit.system import files
-from toolkit.system.files import written_next_to
+from toolkit.system.files import write_atomically, written_next_to
 from toolkit.system.interruptions import time_limit
 
 
@@ -59,10 +62,41 @@ def test_what_is_written_first_is_in_the_same_folder_and_hidden(tmp_path: Path, 
     assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
 
 
-def test_an_error_of_safetensors_names_the_place_and_leaves_nothing(tmp_path: Path) -> None:
-    """Fails when: it stays in safetensors' own words, which name none."""
+def _full_for_safetensors(folder: Path) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def _full_for_tokenizers(folder: Path) -> None:
+    (folder / "tokenizer.json").symlink_to("/dev/full")
+    Tokenizer(BPE()).save(str(folder / "tokenizer.json"))
+
+
+def _full_for_python(folder: Path) -> None:
+    (folder / "README.md").symlink_to("/dev/full")
+    (folder / "README.md").write_text("a card")
+
+
+@pytest.mark.parametrize("write", [_full_for_safetensors, _full_for_tokenizers, _full_for_python])
+def test_a_full_disk_is_an_oserror_that_names_the_place_and_leaves_nothing(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    """Fails when: it stays an error in a library's own words, or that of the operating system, which names no place."""
     temporary = tmp_path / "run/.model.tmp"
     temporary.mkdir(parents=True)
-    with pytest.raises(OSError, match=f"{tmp_path}/run: .*No space left"), written_next_to(temporary):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(OSError, match="No space left") as caught, written_next_to(temporary):
+        write(temporary)
+    assert f"{tmp_path}/run" in str(caught.value)
     assert not temporary.exists()
+
+
+@pytest.mark.parametrize("own", ["", "with the process"])
+def test_a_file_that_a_full_disk_cuts_is_named_and_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str) -> None:
+    """Fails when: what was written first stays, or the error is that of the operating system, without a name."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    (tmp_path / "file.json").write_text("before")
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_atomically(tmp_path / "file.json", "whole", own and tmp_path / own)
+    assert str(tmp_path / "file.json") in str(caught.value)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]

@@ -1,18 +1,23 @@
 """toolkit export: a model directory of a run's checkpoint, also of a run that was interrupted or still goes on."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from toolkit.cli.setting_options import directory_to_write
 from toolkit.config import Refusal
 from toolkit.system.console import say
+
+if TYPE_CHECKING:
+    from toolkit.checkpoint import State
 
 # Settings left at their defaults: a checkpoint fits any layout, and here it is put into one model on the CPU.
 _OF_THE_LAYOUT = (
@@ -54,10 +59,11 @@ def export(
     from toolkit.diagnostics.short_runs import ended_by_signals
 
     card, recipe = _card_of(run), str(Path(recipe).absolute()) if recipe else None
+    saved = _read(checkpoint)  # before the recipe makes the model: meanwhile a run that goes on may prune it
     with contextlib.chdir(directory_of(card)), contextlib.redirect_stdout(io.StringIO()):  # what a run prints
         script = Path(recipe or script_of(card)).absolute()
         main, config = read_recipe(script, ["--config", str(run / "config.yaml")])
-        with errors_refused(script), ended_by_signals(), _untrained(run, checkpoint, into, name) as written:
+        with errors_refused(script), ended_by_signals(), _untrained(run, saved, checkpoint, into, name) as written:
             main(_alone(config, run))
     if not written:
         raise Refusal(f"{script}: calls tk.save_model for no model of its output directory: there is nothing to export.")
@@ -87,6 +93,17 @@ def _find(run: Path, step: int | None, best: bool) -> Path:
         there = f" There are those of the steps {', '.join(steps)}." if steps else ""
         raise Refusal(f"{run}: no checkpoint {wanted} is in it.{there}")
     return found
+
+
+def _read(checkpoint: Path) -> State:
+    """The checkpoint without what only training needs.
+
+    Raises:
+        Refusal: it is damaged.
+    """
+    from toolkit.checkpoint import load_checkpoint
+
+    return dataclasses.replace(load_checkpoint(checkpoint), optimizer={}, kept={}, random={})
 
 
 def _card_of(run: Path) -> dict[str, Any]:
@@ -133,10 +150,10 @@ class _Nothing:
 
 
 @contextlib.contextmanager
-def _untrained(run: Path, checkpoint: Path, into: Path, name: str) -> Iterator[list[Path]]:
+def _untrained(run: Path, saved: State, checkpoint: Path, into: Path, name: str) -> Iterator[list[Path]]:
     """A block in which recipes take no step, and `tk.save_model` writes the checkpoint's weights to `into`; where it did.
 
-    `name`: of the model, in its card.
+    `saved`: what was read of it. `name`: of the model, in its card.
     """
     from toolkit.diagnostics.replacements import Replacements
 
@@ -147,7 +164,7 @@ def _untrained(run: Path, checkpoint: Path, into: Path, name: str) -> Iterator[l
         dtype: str = "auto", files: Any = None,
     ) -> Path:  # fmt: skip
         if Path(output_dir).absolute() == run:  # what a recipe saves elsewhere stays as it is: here it is not trained
-            _write(checkpoint, run, into, name, model, tokenizer, dtype, files)
+            _write(saved, checkpoint, run, into, name, model, tokenizer, dtype, files)
             written.append(into)
         return Path(output_dir) / "model"
 
@@ -163,9 +180,9 @@ def _untrained(run: Path, checkpoint: Path, into: Path, name: str) -> Iterator[l
 
 
 def _write(
-    checkpoint: Path, run: Path, into: Path, name: str, model: Any, tokenizer: Any, dtype: str, files: Any
+    saved: State, checkpoint: Path, run: Path, into: Path, name: str, model: Any, tokenizer: Any, dtype: str, files: Any
 ) -> None:  # fmt: skip
-    from toolkit.checkpoint import apply_state, load_checkpoint
+    from toolkit.checkpoint import apply_state
     from toolkit.distributed.engines import unwrapped
     from toolkit.distributed.engines.pieces import whole_state_dict
     from toolkit.export.card import with_name
@@ -173,7 +190,7 @@ def _write(
     from toolkit.runs.summary import Summary, evaluations_by_step
     from toolkit.system.json_lines import read_lines
 
-    plain, saved = unwrapped(model), load_checkpoint(checkpoint)
+    plain = unwrapped(model)
     apply_state(saved, plain, None)
     step = int(checkpoint.name.removeprefix("step-"))
     metrics = evaluations_by_step(read_lines(run / "metrics.jsonl")).get(step, {})

@@ -112,7 +112,6 @@ def _check_holds_a_model(directory: Path) -> None:
 
 def _queue_model(api: Any, directory: Path, queue: Path, given: dict[str, Any]) -> None:
     """Put the model of a directory into its queue, so that a push that is cut off can continue."""
-    from toolkit.export.card import with_name
     from toolkit.hub.client import check_write_access
     from toolkit.hub.files import collect, is_model, model_files
     from toolkit.hub.queue import Job, add_job
@@ -133,10 +132,5 @@ def _queue_model(api: Any, directory: Path, queue: Path, given: dict[str, Any]) 
         if warning:
             say(warning, error=True)
 
-    def fill(files: Path) -> None:
-        collect(model_files(model), files)
-        card = files / "README.md"
-        if card.exists():
-            card.write_text(with_name(card.read_text(encoding="utf-8"), repo_id), encoding="utf-8")
-
-    add_job(queue, Job(repo_id, given.get("message") or f"Upload {name}", revision, private), "model", fill)
+    job = Job(repo_id, given.get("message") or f"Upload {name}", revision, private)
+    add_job(queue, job, "model", lambda files: collect(model_files(model), files))

@@ -34,6 +34,7 @@ from toolkit.sweeps.trials import Recipe as RecipeTrials, commands_of, flags_of,
 from toolkit.sweeps.wandb_agent import run_agent
 from toolkit.sweeps.zygote import Zygote
 from toolkit.system.console import as_typed, say
+from toolkit.system.standard_streams import outlive_the_log
 
 # What can be done with the directory of a sweep, and the options that each of it takes.
 ACTIONS = {
@@ -131,6 +132,7 @@ def sweep(
 
 
 def _run(plan: Plan, folder: Path, journal: Journal, slots: int | None) -> None:
+    outlive_the_log()
     slots = slots or plan.parallel
     config_class = config_class_of_file(Path(plan.recipe))
     names = settings_of(config_class)

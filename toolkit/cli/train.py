@@ -18,6 +18,7 @@ from toolkit.command_line.placement import (
 from toolkit.command_line.recipe_file import Flags, Recipe, find_recipe, near_own_option, split_options
 from toolkit.distributed.launch import REFUSED, launch
 from toolkit.system.console import say
+from toolkit.system.standard_streams import outlive_the_log
 
 
 def train(
@@ -39,6 +40,7 @@ def train(
               f"`{context.command_path} --help` says more.")  # fmt: skip
         raise typer.Exit(code)
     placement = placement_of(values)
+    outlive_the_log()
     say(what_is_started(placement, script, words), error=True)
     command = [sys.executable, script, *words]
     code = launch(command, placement.processes, placement.nodes, environment=placement.environment)

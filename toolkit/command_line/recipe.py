@@ -20,6 +20,7 @@ from toolkit.config import Refusal, Settings, changed_settings, check_together, 
 from toolkit.config.reading import forget_reads, values_of
 from toolkit.distributed.mpi import adopt_mpi_ranks
 from toolkit.system.console import keep_bars_out_of_logs, say
+from toolkit.system.standard_streams import outlive_the_log
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 EXIT_REFUSED, EXIT_TRY_AGAIN, EXIT_STOPPED = 2, 75, 130  # the last as shells have it for SIGINT
@@ -33,6 +34,7 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
     """
     if sys.__stderr__ is not None:  # a crash in native code (a file cut under its mapping, say) shows where it was
         faulthandler.enable(sys.__stderr__)
+    outlive_the_log()
     keep_bars_out_of_logs()
     try:
         config_class = config_class_of(main)

@@ -101,12 +101,7 @@ class Store:
         make_folder(self.folder)
         name = f"{number:06}-{hashlib.sha256(numbers.tobytes()).hexdigest()[:8]}.block"
         own = self.folder / f".{name}.{os.getpid()}"  # two runs on the same data may write at the same time
-        try:
-            write_atomically(self.folder / name, seal(content.getvalue()), own)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                own.unlink()
-            raise
+        write_atomically(self.folder / name, seal(content.getvalue()), own)
 
     def read(self, example: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Log-probabilities `[tokens, top_k + 1]` and ids `[tokens, top_k]` of an example; `[tokens, vocabulary]` and None."""

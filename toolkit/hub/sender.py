@@ -32,6 +32,7 @@ from toolkit.hub.client import (
 from toolkit.hub.files import left_behind
 from toolkit.hub.queue import Job, list_jobs, only_sender, remove_job, write_record
 from toolkit.system.console import say
+from toolkit.system.standard_streams import outlive_the_log
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -118,12 +119,22 @@ def _send_once(api: HfApi, job: Job) -> Job:
     api.create_commit(  # makes none if the branch has all of it
         job.repo_id,
         [
-            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),
+            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=_as_sent(name, path, job)) for name, path in files.items()),
             *(CommitOperationDelete(path_in_repo=name) for name in removed),
         ],
         commit_message=job.message, commit_description=job.mark, revision=job.revision or "main", parent_commit=head,
     )  # fmt: skip
     return job
+
+
+def _as_sent(name: str, path: Path, job: Job) -> Path | bytes:
+    """A file of a commit; of a model card the text, with the name of the repository, which may be known only now."""
+    from toolkit.export.card import with_name
+
+    if name != "README.md":
+        return path
+    card = path.read_bytes().decode()
+    return with_name(card, job.repo_id).encode()
 
 
 def _with_repository(api: HfApi, job: Job) -> tuple[Job, str]:
@@ -171,5 +182,6 @@ def _end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
+    outlive_the_log()
     threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
     serve(Path(sys.argv[1]))

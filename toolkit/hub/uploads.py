@@ -16,7 +16,6 @@ from toolkit.config import ModelConfig, Refusal, RunConfig
 from toolkit.distributed.engines import engine_of
 from toolkit.distributed.engines.pieces import whole_state_dict
 from toolkit.distributed.ranks import on_main
-from toolkit.export.card import with_name
 from toolkit.export.model_directory import card_of_run, write_model
 from toolkit.hub.client import NotNow, check_write_access, hub_api
 from toolkit.hub.files import WEIGHTS, checkpoint_files, collect, has_same_tensors, model_files
@@ -116,7 +115,6 @@ class Uploads:
 
         def fill(files: Path) -> None:
             collect(model_files(self.output_dir / "model"), files)
-            self._name_card(files)
 
         self._add(f"End of training, step {step}", "end", fill)
         if not self.is_open:
@@ -195,7 +193,6 @@ class Uploads:
                 rest = written.keys() - {WEIGHTS, "README.md"}
                 self.beside_weights = {name: written[name].read_bytes() for name in rest}
             shutil.rmtree(directory)
-        self._name_card(files)
 
     def _write_model(self, checkpoint: Path, directory: Path, card: str) -> None:
         from safetensors.torch import load_file
@@ -207,11 +204,6 @@ class Uploads:
         tokenizer = loaded(self.model).tokenizer
         assert tokenizer is not None  # checked before the first step
         write_model(directory, self.model, state, tokenizer, card, dtype)
-
-    def _name_card(self, files: Path) -> None:
-        card = files / "README.md"
-        if card.exists():
-            card.write_text(with_name(card.read_text(encoding="utf-8"), self.repo_id), encoding="utf-8")
 
 
 def _find_repository(config: RunConfig, model: PreTrainedModel, shards: bool, say: Callable[[str], None]) -> str:

@@ -17,6 +17,7 @@ from toolkit.models.broken_files import broken_file
 from toolkit.models.compat import compile_template
 from toolkit.models.shapes import check_config_files
 from toolkit.system.console import as_typed, first_line
+from toolkit.system.files import naming
 from toolkit.system.network import stay_offline_without_network
 
 if TYPE_CHECKING:
@@ -165,7 +166,9 @@ def _embedded_tokenizer(vocab_size: int, encoder: bool, uncased: bool) -> PreTra
         content.update(text.encode() + b"\0")
 
     def build(folder: Path) -> None:
-        train_tokenizer(texts, vocab_size, encoder=encoder, uncased=uncased).save_pretrained(folder)
+        tokenizer = train_tokenizer(texts, vocab_size, encoder=encoder, uncased=uncased)
+        with naming(folder):
+            tokenizer.save_pretrained(folder)
 
     return PreTrainedTokenizerFast.from_pretrained(cache_folder(f"tokenizer-{content.hexdigest()[:20]}", build))
 

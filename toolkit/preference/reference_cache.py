@@ -29,7 +29,7 @@ from toolkit.models.adapter_files import base_of
 from toolkit.models.compat import commit_of
 from toolkit.system.digests import read_sealed, seal, sha256_of
 from toolkit.system.evaluation_mode import evaluation_mode
-from toolkit.system.files import make_folder, remove, sync, write_atomically
+from toolkit.system.files import make_folder, remove, write_atomically
 from toolkit.training.step import to_device
 
 if TYPE_CHECKING:
@@ -229,6 +229,4 @@ def _write(path: Path, known: np.ndarray) -> None:
     content = io.BytesIO()
     np.save(content, known)
     own = path.with_name(f".{path.name}.{os.getpid()}")  # two runs on the same data may write at the same time
-    write_atomically(own, seal(content.getvalue()))
-    os.replace(own, path)
-    sync(path.parent)
+    write_atomically(path, seal(content.getvalue()), own)

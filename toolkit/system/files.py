@@ -46,20 +46,33 @@ def sync_tree(folder: Path) -> None:
 
 @contextlib.contextmanager
 def written_next_to(temporary: Path) -> Iterator[None]:
-    """A block that fills a temporary directory; when it fails nothing of that stays.
+    """A block that fills a temporary directory; when it fails nothing of that stays, and `naming` names its parent."""
+    try:
+        with naming(temporary.parent):
+            yield
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def naming(place: Path) -> Iterator[None]:
+    """A block that writes at a place, which is in the errors of that: a full disk's name none.
 
     Raises:
-        OSError: also for safetensors' errors, which wrap the operating system's in their own words and name no place.
+        OSError: also for the errors of safetensors and of tokenizers, which have the operating system's in their own words.
     """
     from safetensors import SafetensorError
 
     try:
         yield
-    except SafetensorError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"{temporary.parent}: can't be written: {error}") from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(place)
+        raise
+    except Exception as error:
+        if isinstance(error, SafetensorError) or type(error) is Exception:  # tokenizers 0.23 raises the latter
+            raise OSError(f"{place}: can't be written: {error}") from error
         raise
 
 
@@ -99,13 +112,23 @@ def write_atomically(path: Path, content: str | bytes, temporary: str | Path = "
 
     Args:
         temporary: what the content is written to first, where several processes may write the file at once.
+
+    Raises:
+        OSError: it can't be written; it is as before, and nothing is next to it.
     """
     temporary = temporary or f"{path.parent}/.{path.name}.tmp"  # no Path, of which Python keeps each name's place
-    with open(temporary, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a full disk names none
+        raise
     sync(path.parent)
 
 
