@@ -15,7 +15,7 @@ import toolkit as tk
 
 @dataclass(frozen=True)
 class Config(
-    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.QuestionAnsweringConfig, tk.OptimConfig, tk.RunConfig,
+    tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.QuestionAnsweringConfig, tk.RowsConfig, tk.OptimConfig, tk.RunConfig,
 ):  # fmt: skip
     model: str = "tiny-bert"
     dataset: str = "stdlib:qa"
@@ -42,10 +42,11 @@ def main(config: Config) -> tk.Summary:
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_question_answering(raw, tokenizer, config)
     tk.print_data_report(splits.report)
-    model = tk.load_model("AutoModelForQuestionAnswering", config, tokenizer, num_labels=2)  # a start and an end
+    model = tk.load_model("AutoModelForQuestionAnswering", config, tokenizer, packed=None, num_labels=2)  # a start and an end
     model = tk.add_adapter(model, config, tokenizer)
 
-    collate = partial(tk.collate_windows, pad_token_id=tokenizer.pad_token_id)
+    layout = tk.choose_row_layout(model, config.row_layout)
+    collate = partial(tk.collate_windows, pad_token_id=tokenizer.pad_token_id, layout=layout)
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps, config.loraplus_lr_ratio)
     loss_fn = tk.question_answering_loss

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.data.loading.batch import MicroBatch, precise
+from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
 from toolkit.metrics.metric import Metrics, ratio
 
 References = Sequence[tuple[str, Sequence[str]]]  # of each question its context and its answers; none: it has no answer
-MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 class Span(NamedTuple):
@@ -36,7 +35,7 @@ def span_logits(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor
 
     transformers' own losses leave padding in, so that they depend on which windows share a batch; without it they don't.
     """
-    output = model(**{name: micro_batch[name] for name in MODEL_INPUTS if name in micro_batch})
+    output = model(**model_inputs(micro_batch))
     is_padding = micro_batch["attention_mask"] == 0
     start, end = (
         precise(logits).masked_fill(is_padding, -math.inf) for logits in (output.start_logits, output.end_logits)

@@ -137,6 +137,28 @@ def check_adapter(directory: str | Path) -> None:
         raise Refusal(f"{weights}: {found}. The run that made it diverged, or the file is damaged: use an earlier one.")
 
 
+def pass_on_inputs(adapted: nn.Module) -> None:
+    """Let token types and positions reach a model that answers questions: peft's (0.21.2) class for it names them in its
+    forward and passes them no further, so that an adapter was trained without them and merged into a model that has them."""
+    if type(adapted).__name__ != "PeftModelForQuestionAnswering":
+        return
+    held: dict[str, Any] = {}
+
+    def take(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        held.update({name: kwargs.pop(name) for name in ("token_type_ids", "position_ids") if name in kwargs})
+        return args, kwargs
+
+    def give(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kwargs = kwargs | held
+        held.clear()
+        return args, kwargs
+
+    adapted.register_forward_pre_hook(take, with_kwargs=True)
+    inner = adapted.base_model
+    assert isinstance(inner, nn.Module)
+    inner.register_forward_pre_hook(give, with_kwargs=True)
+
+
 def put_adapter(model: PreTrainedModel, directory: str | Path, *, is_trainable: bool = False) -> PeftModel:
     """The model with the adapter of a directory on it. `check_adapter` comes first.
 
@@ -158,6 +180,7 @@ def put_adapter(model: PreTrainedModel, directory: str | Path, *, is_trainable: 
         except Exception as error:  # whatever peft can say; the cause stays attached
             raise Refusal(f"{directory}: can't be put on its base {_base_name(model)}: {first_line(error)}") from error
         wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+    pass_on_inputs(adapted)
     if renames_old_weights(model):
         return adapted
     there = {name for name, _ in _tensors_of(directory / WEIGHTS)}

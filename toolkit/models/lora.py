@@ -17,7 +17,7 @@ from torch import nn
 from toolkit.config import AdapterConfig, Refusal
 from toolkit.distributed.engines import is_fsdp_settled
 from toolkit.distributed.ranks import say_once
-from toolkit.models.adapter_files import put_adapter
+from toolkit.models.adapter_files import pass_on_inputs, put_adapter
 from toolkit.models.adapter_saving import initial_adapter
 from toolkit.models.loaded import loaded, note_loaded
 
@@ -64,6 +64,7 @@ def add_adapter(
             note_loaded(adapted, known)
         else:
             adapted = peft.get_peft_model(model, _lora_config(model, config, tokenizer, known.revision))
+            pass_on_inputs(adapted)
             note_loaded(adapted, known, initial_adapter=initial_adapter(adapted, config.init_lora_weights))
     settings = adapted.peft_config["default"]
     base = settings.base_model_name_or_path or ""

@@ -121,7 +121,10 @@ def _try(model: PreTrainedModel, layout: str, name: str) -> None:
         batch = collate_scored_pairs(pairs, layout=layout, pad_token_id=padding)
         inputs = model_inputs(batch)
         inputs = {key: value.to(parameter.device) if torch.is_tensor(value) else value for key, value in inputs.items()}
-        logits: torch.Tensor = model(**inputs).logits
+        logits: torch.Tensor = model(**inputs)[0]  # of question answering those of the start
+        is_token = batch["attention_mask"].to(logits)
+        if logits.shape[:2] == is_token.shape:  # of a head that reads all tokens: on padding it has nothing to say
+            logits = logits * is_token.view(*is_token.shape, *[1] * (logits.dim() - 2))
         return logits
 
     with evaluation_mode(model), uncompiled(model):

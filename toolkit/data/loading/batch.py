@@ -14,6 +14,7 @@ _NOT_FOR_THE_MODEL = frozenset({
     "labels", "word_labels", "weight", "supervised_positions",
     "token_weights", "seen_ahead", "attention_seeds",  # of masked diffusion
     "teacher_logps", "teacher_ids",
+    "start_positions", "end_positions", "char_starts", "char_ends", "window",  # of question answering
     "documents", "most_documents", "by_length", "groups",  # of lists
     "answer_positions", "answer_tokens", "answer_slots", "longest_answer", "answers",
     "chosen_tokens", "rejected_tokens", "pair", "margin", "desirable", "answer",

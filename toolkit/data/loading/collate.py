@@ -135,13 +135,13 @@ def collate_seq2seq(
     }
 
 
-def collate_windows(windows: list[Document], pad_token_id: int = 0) -> MicroBatch:
+def collate_windows(windows: list[Document], pad_token_id: int = 0, *, layout: str = "padded") -> MicroBatch:
     """Put one window in each row, padded on the right to the longest.
 
     Returns `input_ids`, `attention_mask` and, where the rows have them, `token_type_ids` `[windows, longest]`;
     `start_positions` and `end_positions` `[windows]`, 0 where a window doesn't hold the answer; `window`, its number within
     its question; and `char_starts` and `char_ends` `[windows, longest]`: of each token of the context its characters there,
-    -1 elsewhere.
+    -1 elsewhere. In the layout `packed` also what `collate_padded` has there.
     """
     batch: dict[str, Any] = padded_inputs([window["input_ids"] for window in windows], pad_token_id)
     for name in ("char_starts", "char_ends"):
@@ -153,4 +153,4 @@ def collate_windows(windows: list[Document], pad_token_id: int = 0) -> MicroBatc
         batch[name] = torch.tensor([int(window[name]) for window in windows])
     if "token_type_ids" in windows[0]:
         batch["token_type_ids"] = padded([window["token_type_ids"] for window in windows], 0)
-    return batch
+    return batch | (without_padding(batch["attention_mask"].numpy().sum(1)) if layout == "packed" else {})
