@@ -71,10 +71,13 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "classification": {"lengths grouped": BY_LENGTH, **ACCUMULATED},
     "classification_of_documents": {"lengths grouped": BY_LENGTH, **ACCUMULATED},
 }
-HELPFUL = {
-    "token_classification": "lengths grouped", "question_answering": "padded to the longest + lengths grouped",
-    "seq2seq": "lengths grouped", "masked_lm": None, "embedding": "mini-batches of 16", "reranker": "mini-batches of 4",
-    "multiple_choice": None, "classification": "lengths grouped", "classification_of_documents": "lengths grouped",
+GROUPED_IN_FOURS = "lengths grouped + four examples at a time"
+HELPFUL = {  # as --search found them, but for masked_lm, embedding, reranker and documents, where it was not run
+    "token_classification": f"{GROUPED_IN_FOURS} + eager attention",
+    "question_answering": "padded to the longest + one example at a time + lengths grouped",
+    "seq2seq": GROUPED_IN_FOURS, "masked_lm": None, "embedding": "mini-batches of 16", "reranker": "mini-batches of 4",
+    "multiple_choice": "one example at a time + eager attention", "classification": f"{GROUPED_IN_FOURS} + eager attention",
+    "classification_of_documents": "lengths grouped",
 }  # fmt: skip
 
 

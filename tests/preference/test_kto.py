@@ -293,7 +293,8 @@ def test_rewards_of_a_kind_that_a_step_has_none_of_are_no_number_and_enter_no_me
         totals = {"examples": 2.0, "desirable": float(mask.sum()), "undesirable": float((~mask).sum())}
         _, metrics = tk.unpaired_loss(torch.tensor([1.0, 3.0]), torch.zeros(2), mask, 0.0, totals)
         assert torch.isnan(metrics["rewards_undesirable"]).item() is (number == 0)
-        window.add(number, Batch([], totals, []), metrics)
+        of_step = {"loss": torch.tensor(1.0), "grad_norm": torch.tensor(1.0)}
+        window.add(number, Batch([], totals, []), metrics | of_step)
     window.read()
     window.seconds = 1.0
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])

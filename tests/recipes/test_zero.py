@@ -40,6 +40,7 @@ def test_the_two_recipes_differ_in_the_plugin_and_the_table() -> None:
         "zero_stage=config.zero_stage,  # None: the stage of accelerate launch, else 2",
         'offload_optimizer_device=None if config.offload == "none" else "cpu",',
         'offload_param_device="cpu" if config.offload == "parameters" else None,',
+        ")",
         'plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = 6_250_000  # no flag has it: 25 MB at a time, as in DDP',
         "accelerator = tk.build_accelerator(config, deepspeed_plugin=plugin)",
         "run.say(tk.memory_table(accelerator, model, optimizer, config))",
