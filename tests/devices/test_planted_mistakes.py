@@ -108,11 +108,11 @@ def test_ranks_whose_weights_come_apart_are_warned_of_once(tiny: Any) -> None:
 
     Fails when: weights are not compared between ranks, the warning is repeated at each save, or ranks always count as apart.
     """
-    told = "the weights of the processes are no longer the same"
+    warning = "the weights of the processes are no longer the same"
     found = on_two_ranks(tiny, *FLAGS, "--save-strategy", "steps", "--save-steps", "1", mistake="noise of each rank")
-    assert found.out.count(told) == 1
+    assert found.out.count(warning) == 1
     warnings = json.loads((found.folder / "summary.json").read_text())["warnings"]
-    assert [told in each for each in warnings].count(True) == 1
+    assert [warning in each for each in warnings].count(True) == 1
     states = [file.read_text() for file in found.folder.glob("checkpoints/step-*/state.json")]
-    assert [told in state for state in states] == [True, True]
-    assert told not in on_two_ranks(tiny, *FLAGS).out
+    assert [warning in state for state in states] == [True, True]
+    assert warning not in on_two_ranks(tiny, *FLAGS).out
