@@ -29,6 +29,7 @@ from toolkit.models.attention.packable import (
 )
 from toolkit.models.broken_files import broken_file
 from toolkit.models.compat import class_for, commit_of, set_commit
+from toolkit.models.dropout import take_fast_dropout
 from toolkit.models.layers import check_compiler, checkpoint_layers, compile_layers
 from toolkit.models.loaded import Loaded, note_loaded
 from toolkit.models.quantization import in_4_bits, keep_gradients
@@ -126,6 +127,7 @@ def load_model(
         compile_layers(model, config.gradient_checkpointing, config.torch_compile_backend)
     elif config.gradient_checkpointing:
         checkpoint_layers(model)
+    take_fast_dropout(model)
     note_loaded(model, Loaded(config.seed, config.model_revision, adapter, tokenizer, tuple(new_modules)))
     return model.train()  # also what from_pretrained made, which would train without dropout
 

@@ -19,6 +19,7 @@ from toolkit.distributed.engines import is_fsdp_settled
 from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import pass_on_inputs, put_adapter
 from toolkit.models.adapter_saving import initial_adapter
+from toolkit.models.dropout import take_fast_dropout
 from toolkit.models.loaded import loaded, note_loaded
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def add_adapter(
             adapted = peft.get_peft_model(model, _lora_config(model, config, tokenizer, known.revision))
             pass_on_inputs(adapted)
             note_loaded(adapted, known, initial_adapter=initial_adapter(adapted, config.init_lora_weights))
+    take_fast_dropout(adapted)
     settings = adapted.peft_config["default"]
     base = settings.base_model_name_or_path or ""
     if os.path.isdir(base):  # the adapter is read from another working directory than the one it was trained in

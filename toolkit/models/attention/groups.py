@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from toolkit.models.compat import softmax_backward
+from toolkit.models.dropout import keep_mask, kept_share
 
 LONGEST = 512  # keys; of longer documents the scores would take memory, and flash attention is as fast
 SCORES_IN_A_GROUP = 2**20  # of all heads: 4 MiB in float32, about what a core's caches hold
@@ -154,15 +155,15 @@ class _Grouped(torch.autograd.Function):
                 scaled, k, v = _tables(query, key, value, group, scaling)
                 weights = _weights(scaled, k, group, v.dtype)
                 if dropout:
-                    drawn += [weights, _kept(weights.shape, dropout)]
+                    drawn += [weights, keep_mask(weights.shape, dropout)]
                     weights = weights * drawn[-1].to(weights.dtype)
                 outputs.append(torch.bmm(weights, v).view(query.shape[1], -1, v.shape[-1]))
             output = _row(outputs, groups.queries).transpose(0, 1)
-            output = output / _kept_share(dropout) if dropout else output
+            output = output / kept_share(dropout) if dropout else output
         else:
             output = attend(query, key, value)
         ctx.save_for_backward(query, key, value, *drawn)
-        ctx.groups, ctx.scaling, ctx.kept_share = groups, scaling, _kept_share(dropout)
+        ctx.groups, ctx.scaling, ctx.kept_share = groups, scaling, kept_share(dropout)
         return output
 
     @staticmethod
@@ -193,20 +194,6 @@ class _Grouped(torch.autograd.Function):
                 tables.append(table)
         places = (ctx.groups.queries, ctx.groups.keys, ctx.groups.keys)
         return None, *(_row(*each)[None] for each in zip((of_query, of_key, of_value), places, strict=True)), None, None, None
-
-
-def _kept(shape: torch.Size, dropout: float) -> torch.Tensor:
-    """1 for each weight that dropout leaves, else 0, uint8, which becomes bfloat16 in an eighth of a boolean's time.
-
-    Of 16 random bits each: torch (2.13) draws those in a fifth of the time of `bernoulli_`.
-    """
-    bits = torch.empty(-(-shape.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    kept = bits.view(torch.int16)[: shape.numel()] >= round(dropout * 2**16) - 2**15
-    return kept.view(shape).view(torch.uint8)
-
-
-def _kept_share(dropout: float) -> float:
-    return 1 - round(dropout * 2**16) / 2**16
 
 
 def _tables(
