@@ -174,7 +174,7 @@ def test_the_metrics_of_a_model_are_those_of_its_best_weights_when_these_are_sav
 
     Fails when: the last evaluation's metrics are next to the best one's weights.
     """
-    flags = [*TINY, *CONSTANT, "--learning-rate", "0.2", "--max-steps", "12", "--eval-steps", "2", "--load-best-model-at-end"]
+    flags = [*TINY, *CONSTANT, "--learning-rate", "0.5", "--max-steps", "12", "--eval-steps", "2", "--load-best-model-at-end"]
     run = run_recipe("accelerated", *flags)
     assert run.code == 0, run.err
     losses = {event["step"]: event["eval_loss"] for event in run.metrics if "eval_loss" in event}

@@ -31,14 +31,14 @@ def take_fast_dropout(model: nn.Module) -> None:
                 setattr(module, name, FastDropout(child.p, child.inplace).train(child.training))
 
 
-def keep_mask(shape: torch.Size, rate: float) -> torch.Tensor:
+def keep_mask(numbers: torch.Tensor, rate: float) -> torch.Tensor:
     """1 for each number that dropout leaves, else 0, uint8, which becomes bfloat16 in an eighth of a boolean's time.
 
     Of 16 random bits each: torch (2.13) draws those in a fifth of the time of `bernoulli_`.
     """
-    bits = torch.empty(-(-shape.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    found = bits.view(torch.int16)[: shape.numel()] >= round(rate * 2**16) - 2**15
-    return found.view(shape).view(torch.uint8)
+    bits = numbers.new_empty(-(-numbers.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    found = bits.view(torch.int16)[: numbers.numel()] >= round(rate * 2**16) - 2**15
+    return found.view(numbers.shape).view(torch.uint8)
 
 
 def kept_share(rate: float) -> float:
@@ -49,7 +49,7 @@ def kept_share(rate: float) -> float:
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, numbers: torch.Tensor, rate: float) -> torch.Tensor:
-        is_kept = keep_mask(numbers.shape, rate)
+        is_kept = keep_mask(numbers, rate)
         ctx.save_for_backward(is_kept)
         ctx.share = kept_share(rate)
         return _scaled(numbers, is_kept, ctx.share)

@@ -155,7 +155,7 @@ class _Grouped(torch.autograd.Function):
                 scaled, k, v = _tables(query, key, value, group, scaling)
                 weights = _weights(scaled, k, group, v.dtype)
                 if dropout:
-                    drawn += [weights, keep_mask(weights.shape, dropout)]
+                    drawn += [weights, keep_mask(weights, dropout)]
                     weights = weights * drawn[-1].to(weights.dtype)
                 outputs.append(torch.bmm(weights, v).view(query.shape[1], -1, v.shape[-1]))
             output = _row(outputs, groups.queries).transpose(0, 1)
