@@ -11,7 +11,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BloomConfig,
+    BloomForCausalLM,
+    ElectraConfig,
+    ElectraForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 from transformers.optimization import Adafactor
 
 from toolkit.config import OptimConfig, Refusal
@@ -376,6 +392,31 @@ def test_matrix_inside_a_norm_does_not_decay():
     assert names_in(groups, weight_decay=0.1) == {"out.weight"}
 
 
+def test_table_of_biases_does_not_decay():
+    """Fails when: only the end of a name says that it is a bias. The reference is Trainer's own choice of names."""
+    shape = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 50}
+    model = T5ForConditionalGeneration(T5Config(**shape))
+    groups = parameter_groups(model, OptimConfig(weight_decay=0.1))
+    assert names_in(groups, weight_decay=0.1) == {
+        name for name in Trainer.get_decay_parameter_names(None, model) if name in dict(model.named_parameters())
+    }
+    assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight" in names_in(groups, weight_decay=0.0)
+
+
+def test_muon_is_given_weights_alone_and_no_tables_of_other_numbers():
+    """Fails when: a matrix is told by its two dimensions: XLNet's biases of heads and Mamba's log decay rates have them too."""
+    xlnet = XLNetLMHeadModel(XLNetConfig(d_model=16, n_layer=2, n_head=2, d_inner=32, vocab_size=50))
+    mamba = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=50, state_size=4))
+    for model, weights in (
+        (xlnet, {"ff.layer_1.weight", "ff.layer_2.weight"}),
+        (mamba, {f"mixer.{name}_proj.weight" for name in ("in", "x", "dt", "out")}),
+    ):
+        groups = parameter_groups(model, OptimConfig(optim="muon", weight_decay=0.1))
+        names = {name for group in groups if group["rule"] == "muon" for name, _ in group["params"]}
+        assert {name.partition(".0.")[2] for name in names if ".0." in name} == weights
+        assert not [name for name in names if "bias" in name or "A_log" in name]
+
+
 def test_every_trainable_parameter_is_in_one_group_once_in_the_order_of_names():
     """Fails when: frozen parameters are kept, or the sort is dropped."""
     for tied in (True, False):
@@ -407,6 +448,19 @@ def test_layer_decay_is_one_at_the_head_and_falls_to_the_embeddings():
         assert [rates[layer.format(number)] for number in (1, 0)] == [0.5, 0.25]
         assert rates[embeddings] == 0.125
     assert "decay, rate x 0.125" in {group["name"] for group in groups}
+
+
+def test_what_belongs_to_the_embeddings_has_their_depth():
+    """Fails when: only a module called embeddings counts. ELECTRA's own code has its projection at depth 0 too."""
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50, "hidden_size": 16}
+    electra = ElectraForSequenceClassification(ElectraConfig(**shape, intermediate_size=32, embedding_size=8))
+    bloom = BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=50))
+    for model, name in (
+        (electra, "electra.embeddings_project.weight"), (bloom, "transformer.word_embeddings_layernorm.weight"),
+    ):
+        groups = parameter_groups(model, OptimConfig(learning_rate=1.0, layer_lr_decay=0.5))
+        rates = {name: group["lr"] for group in groups for name, _ in group["params"]}
+        assert rates[name] == 0.125
 
 
 def test_first_pattern_found_in_a_name_sets_its_rate():

@@ -34,10 +34,11 @@ def parameter_groups(model: nn.Module, config: OptimConfig, loraplus_lr_ratio: f
     grouped: dict[tuple[str, bool, float], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in trainable.items():
         matrix = _dimensions(parameter) >= 2
-        # Each model in transformers has an RMSNorm class of its own, so the class's name decides.
-        decays = matrix and "norm" not in type(owners[name]).__name__.lower() and not name.endswith("bias")
+        # Each model in transformers has an RMSNorm class of its own, so the class's name decides. T5's biases of distances are
+        # a table, relative_attention_bias.weight.
+        decays = matrix and "norm" not in type(owners[name]).__name__.lower() and "bias" not in name
         rule = "adamw"
-        if config.optim == "muon" and _is_hidden_matrix(name, parameter, owners[name]):
+        if config.optim == "muon" and decays and _is_hidden_matrix(name, parameter, owners[name]):
             rule = "muon"
         grouped.setdefault((rule, decays, rate_factors[name]), []).append((name, parameter))
     if config.optim == "muon" and not any(rule == "muon" for rule, _, _ in grouped):
@@ -78,8 +79,12 @@ def _layer_number(name: str) -> int | None:
 
 
 def _is_hidden_matrix(name: str, parameter: nn.Parameter, owner: nn.Module) -> bool:
-    """Whether Muon is meant for it: a matrix of a numbered layer. Embeddings, the head and poolers are outside those."""
-    return _dimensions(parameter) == 2 and _layer_number(name) is not None and not isinstance(owner, nn.Embedding)
+    """Whether Muon is meant for it: a matrix of a numbered layer. Embeddings, the head and poolers are outside those.
+
+    A table that nothing is multiplied with, such as Mamba's A_log, is no weight by its name.
+    """
+    is_weight = _dimensions(parameter) == 2 and name.endswith("weight")
+    return is_weight and _layer_number(name) is not None and not isinstance(owner, nn.Embedding)
 
 
 def _rate_factors(
@@ -93,7 +98,8 @@ def _rate_factors(
 
 
 def _layer_factors(parameters: dict[str, nn.Parameter], owners: dict[str, nn.Module], decay: float) -> dict[str, float]:
-    """decay ** (depth of the top − depth): embeddings 0, layer N at N + 1, all else (head, last norm, pooler) at the top.
+    """decay ** (depth of the top − depth): embeddings, with their norm and projection, 0, layer N at N + 1, all else (head,
+    last norm, pooler) at the top.
 
     The scheme of ELECTRA (https://arxiv.org/abs/2003.10555, appendix A) and BEiT. A head tied to the embeddings is an
     embedding.
@@ -112,7 +118,7 @@ def _layer_factors(parameters: dict[str, nn.Parameter], owners: dict[str, nn.Mod
         number = _layer_number(name)
         if number is not None:
             return number + 1
-        return 0 if isinstance(owners[name], nn.Embedding) or "embeddings." in name else top
+        return 0 if isinstance(owners[name], nn.Embedding) or "embedding" in name else top
 
     return {name: decay ** (top - depth(name)) for name in parameters}
 

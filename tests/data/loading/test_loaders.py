@@ -1,5 +1,7 @@
 """Batches and their totals, against plain loops over the dataset."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -149,6 +151,17 @@ def test_a_stream_is_read_alike_by_every_rank_and_continued_where_it_was(packing
 
     assert examples(1) == examples(2) == examples(3)
     assert examples(1)[4:] == examples(2, position=24)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tag_of_the_first_token_counts_in_the_totals(stream: bool) -> None:
+    """Tokenizers such as Qwen's put nothing before a text. Fails when: a stream counts as a language model does."""
+    rows = [{"input_ids": [5, 6, 7], "labels": [1, -100, 2]}, {"input_ids": [5, 6], "labels": [0, 1]}] * 3
+    rows = [{**row, "length": len(row["input_ids"]), "supervised_tokens": 2} for row in rows]
+    train = {"train": IterableDataset.from_generator(lambda: iter(rows)) if stream else Dataset.from_list(rows)}
+    config = DataConfig(streaming=stream, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    for batch in build_dataloaders(train, partial(collate_padded, aligned=True), config)[0]:
+        assert batch.totals["tokens"] == sum(supervised(micro_batch) for micro_batch in batch.micro_batches) == 8
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -14,7 +14,7 @@ import numpy as np
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch, Document, MicroBatch
 from toolkit.data.loading.order import batch_of, cut_step, epoch_order, generator_of
-from toolkit.data.loading.packing import NOT_COLLATED, Augment, Packing, count_supervised, cut_document
+from toolkit.data.loading.packing import NOT_COLLATED, Augment, Packing, cut_document
 from toolkit.data.sources.stream_state import state_of
 
 STREAM_BUFFER = 1024  # documents of a stream that are mixed, and packed, together
@@ -79,7 +79,7 @@ class StreamLoader:
             places = [(0, place) for place in range(position, position + size)]  # an example's number is its position
             plan = cut_step(places, position, self.micro_batch_size, self.rank, self.world_size)
             pieces = [[document for _, place in piece for document in taken[place - position]] for piece, _ in plan.pieces]
-            totals = _stream_totals([document for row in taken for document in row], size, self.augment is not None)
+            totals = _stream_totals([document for row in taken for document in row], size)
             yield batch_of(plan, [self.collate(piece) for piece in pieces], totals, self.seed)
             position += size
 
@@ -164,12 +164,12 @@ class _Mark:
         return dataclasses.replace(self, consumed=self.consumed + 1, digest=digest.hexdigest())
 
 
-def _stream_totals(documents: list[Document], examples: int, augmented: bool) -> dict[str, float]:
-    """Sums over a global batch; an augmentation has counted what it supervises."""
+def _stream_totals(documents: list[Document], examples: int) -> dict[str, float]:
+    """Sums over a global batch. Supervised tokens were counted where a document was tokenized, cut or augmented: what its first
+    token is to a tag is not what it is to a language model."""
     totals = {"examples": float(examples)}
     if documents and "supervised_tokens" in documents[0]:
-        counted = [document["supervised_tokens"] if augmented else count_supervised(document) for document in documents]
-        totals["tokens"] = float(sum(counted))
+        totals["tokens"] = float(sum(document["supervised_tokens"] for document in documents))
     if documents and "weight" in documents[0]:
         totals["weight"] = float(sum(document["weight"] for document in documents))
     for name in ("documents", "comparisons"):  # of lists
