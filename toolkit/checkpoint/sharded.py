@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.checkpoint.random_state import capture_random_state
-from toolkit.checkpoint.state import State, check_optimizer_state, compare_shapes, digest_of, identity_of, refuse_other_base
-from toolkit.config import Refusal
+from toolkit.checkpoint.state import (
+    State,
+    check_optimizer_state,
+    compare_shapes,
+    digest_of,
+    identity_of,
+    in_groups,
+    refuse_other_base,
+)
 from toolkit.distributed.engines import engine_of
 from toolkit.distributed.engines.engine import Piece
 from toolkit.distributed.engines.pieces import whole_tensor
@@ -76,8 +83,7 @@ def apply_sharded_state(
     if state.base:
         refuse_other_base(state.base, sharded_base_identity(accelerator, model))
     if not only_model:
-        if state.parameter_names != names:
-            raise Refusal("the checkpoint's optimizer holds other parameters, or another order of them, than this model's.")
+        state = in_groups(state, names)
         check_optimizer_state(state, _groups(torch_optimizer, names), shapes)
         _put_optimizer(state, found, torch_optimizer)
     for piece in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -106,8 +107,7 @@ def apply_state(
     if state.base:
         refuse_other_base(state.base, base_identity(model))
     if optimizer is not None:
-        if state.parameter_names != parameter_names(model, optimizer):
-            raise Refusal("the checkpoint's optimizer holds other parameters, or another order of them, than this model's.")
+        state = in_groups(state, parameter_names(model, optimizer))
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         check_optimizer_state(state, optimizer.state_dict()["param_groups"], shapes)
     # What can still raise comes first: a scaler and an optimizer compare before they change anything.
@@ -212,6 +212,30 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
             "it, after the last line that copies it."
         )
     return [[name[key] for key in group] for group in groups]
+
+
+def in_groups(state: State, names: list[list[str]]) -> State:
+    """The state with its optimizer's parameters in these groups, if it has as many groups of the same parameters.
+
+    Versions differ in what decays: in 0.1.0 T5's tables of biases did.
+
+    Raises:
+        Refusal: other parameters, another order of the same groups, or moments of another kind than the group's.
+    """
+    if state.parameter_names == names:
+        return state
+    groups, moments = state.optimizer["param_groups"], state.optimizer["state"]
+    numbers = {name: number for number, name in enumerate(itertools.chain(*state.parameter_names))}
+    order, grouped = list(itertools.chain(*names)), sorted(map(sorted, names))
+    if sorted(order) != sorted(numbers) or len(groups) != len(names) or grouped == sorted(map(sorted, state.parameter_names)):
+        raise Refusal("the checkpoint's optimizer holds other parameters, or another order of them, than this model's.")
+    for group in names:
+        if len({tuple(moments.get(numbers[name], ())) for name in group}) > 1:
+            raise Refusal("the checkpoint's optimizer updates some parameters by another rule than this one.")
+    count = itertools.count()
+    held = [{**group, "params": [next(count) for _ in each]} for group, each in zip(groups, names, strict=True)]
+    found = {number: moments[numbers[name]] for number, name in enumerate(order) if numbers[name] in moments}
+    return replace(state, optimizer={**state.optimizer, "state": found, "param_groups": held}, parameter_names=names)
 
 
 def check_optimizer_state(state: State, live_groups: list[dict[str, Any]], shapes: dict[str, tuple[int, ...]]) -> None:
