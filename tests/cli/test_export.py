@@ -147,6 +147,17 @@ def test_a_checkpoint_that_is_damaged_or_holds_no_numbers_leaves_no_model(folder
     shutil.rmtree(folder / "ill")
 
 
+def test_metrics_that_cannot_be_read_are_named(folder: Path) -> None:
+    """Fails when: export catches no OSError of the metrics for its card."""
+    shutil.copytree(folder / "out", folder / "unreadable")
+    (folder / "unreadable/metrics.jsonl").unlink()
+    (folder / "unreadable/metrics.jsonl").mkdir()
+    done = toolkit(folder, "export", "unreadable")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "unreadable/metrics.jsonl" in done.stderr
+    assert not list((folder / "unreadable").glob("model-*"))
+
+
 @pytest.mark.parametrize("into", ["out", ".", "out/checkpoints", "out/checkpoints/step-2", "out/checkpoints/step-4", "out/checkpoints/new"])
 def test_no_export_takes_the_place_of_the_run(folder: Path, into: str) -> None:
     """Fails when: --overwrite replaces a directory that holds the checkpoint, or another checkpoint."""

@@ -207,8 +207,9 @@ def test_mistyped_and_empty_directories_are_told_with_what_is_there(saved, tmp_p
     message = refusal_of(model=str(model))
     assert f"--model {model}: the directory holds no tokenizer" in message
     assert "--tokenizer" in message
-    (model / "tokenizer.json").write_text("{")
-    assert f"--tokenizer {model}: its tokenizer can't be loaded: tokenizer.json: " in refusal_of(tokenizer=str(model))
+    for broken in ("{", "[" * 100_000):  # the second is nested deeper than Python reads
+        (model / "tokenizer.json").write_text(broken)
+        assert f"--tokenizer {model}: its tokenizer can't be loaded: tokenizer.json: " in refusal_of(tokenizer=str(model))
     run = tmp_path / "run"
     run.mkdir()
     model.rename(run / "model")

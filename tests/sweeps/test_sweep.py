@@ -240,14 +240,15 @@ def test_workers_of_one_journal_share_its_trials(kind: str, strategy: str, tmp_p
 
 
 def test_one_plan_a_journal(tmp_path: Path) -> None:
-    """Fails when: other_fields in journal.py compares nothing."""
+    """Fails when: other_fields in journal.py compares nothing, or a changed recipe is sent to `continue`, which refuses it too."""
     run(tmp_path, plan(trials=2))
     others: list[dict[str, Any]] = [
         {"seed": 1}, {"recipe_digest": "changed"}, {"search": ["x=float:0..1"]}, {"objectives": [Objective("eval_f1", True)]},
     ]  # fmt: skip
     for other in others:
-        with pytest.raises(Refusal, match="--sweep-dir"):
+        with pytest.raises(Refusal, match="--sweep-dir") as refused:
             run(tmp_path, dataclasses.replace(plan(trials=2), **other))
+        assert ("sweep continue" in str(refused.value)) == ("recipe_digest" not in other)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,10 @@ def _write(
     plain = unwrapped(model)
     apply_state(saved, plain, None)
     step = int(checkpoint.name.removeprefix("step-"))
-    metrics = evaluations_by_step(read_lines(run / "metrics.jsonl")).get(step, {})
+    try:
+        metrics = evaluations_by_step(read_lines(run / "metrics.jsonl")).get(step, {})
+    except OSError as error:
+        raise Refusal(f"{run / 'metrics.jsonl'}: cannot be read ({error.strerror}); the model card has its metrics.") from error
     card = with_name(card_of_run(plain, run, Summary(metrics)), name)
     try:
         write_model(into, plain, whole_state_dict(None, plain) or {}, tokenizer, card, dtype, files)

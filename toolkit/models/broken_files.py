@@ -19,6 +19,6 @@ def broken_file(directory: str | Path) -> str:
             elif file.suffix == ".safetensors":
                 with safe_open(file, "pt"):
                     pass
-        except (OSError, ValueError, SafetensorError):
+        except (OSError, ValueError, RecursionError, SafetensorError):
             return f"{file.name}: "
     return ""

@@ -198,9 +198,11 @@ def check_same(before: Plan | None, now: Plan) -> None:
     if before is not None and (others := other_fields(before, now)):
         old, new = differing(*(getattr(each, others[0]) for each in (before, now)))
         what = {"recipe_digest": "text of its recipe", "words": "set of the recipe's flags"}.get(others[0], others[0])
+        kept = "type `toolkit sweep continue DIR` for that one"  # which keeps all else, and reads the recipe that is there now
+        way = f"put the text back that {now.recipe} had" if others[0] == "recipe_digest" else kept
         raise Refusal(
             f"--sweep-dir: holds a sweep with another {what.replace('_', ' ')} ({old}; now {new}). "
-            "Take another --sweep-dir, or type `toolkit sweep continue DIR` for that one."
+            f"Take another --sweep-dir, or {way}."
         )
 
 
