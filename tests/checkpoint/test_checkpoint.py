@@ -168,7 +168,7 @@ def test_a_state_in_other_groups_goes_on_with_each_parameters_own_moments() -> N
     for each, its_optimizer in ((model, moved), (other, other_optimizer)):
         step(each, its_optimizer)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
-    del state.optimizer["state"][1]["exp_avg_sq"]  # norm.weight's, as of another rule
+    del state.optimizer["state"][2]["exp_avg_sq"]  # of norm.bias, as of another rule
     with pytest.raises(Refusal, match="another rule"):
         ckpt.apply_state(state, other, other_optimizer)
 
