@@ -6,7 +6,8 @@
 Pairs of a prompt and two answers. Ours does what `recipes/dpo.py` does, in bfloat16 as TRL: prompts encoded once for
 both answers, the reference computed once before training. TRL (1.16) runs with its defaults (bfloat16, padded, activations
 recomputed, a second model for the reference), and with the flags that save work: on a CPU no recomputation, and one pair at a
-time, which pads least. What each flag brings on this machine, --flags measures; --float32 has all sides in that precision.
+time, which pads least. What each flag brings on this machine, --flags measures, and which to take, --search; --float32 has all
+sides in that precision.
 `benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head is applied at every position, on a GPU at answers only:
 its ratios don't carry over. The first steps on a GPU are not timed.
 """
@@ -47,8 +48,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     "Liger": {"use_liger_kernel": True},
     "Hub kernels": {"model_init_kwargs": {"dtype": "float32", "use_kernels": True}},
 }
-HELPFUL = {
-    "cpu": "one pair at a time, accumulated + no checkpointing", "cuda": "no checkpointing + reference precomputed",
+HELPFUL = {  # on a CPU as --search found them head-heavy; body-heavy the reference is precomputed too
+    "cpu": "one pair at a time, accumulated + eager attention + no checkpointing",
+    "cuda": "no checkpointing + reference precomputed",
 }  # fmt: skip
 
 

@@ -4,8 +4,8 @@
 
 The rows are made on the spot. Everything that a resume must bring back goes into result.json at the end: a digest of the
 weights, the examples of each step and a digest of every token the model saw. The variable TINY_RUN (JSON) makes it slow or
-ill: `step_seconds` (after `fast_steps`), `eval_seconds`, `eval_losses`, `nonfinite` ("loss", "constant", "gradient",
-"gradients", "spike" or "row") at the steps (or rows) `at`, or another by step in `kinds`, on all or some `ranks`; `out_of_memory_above`
+ill: `step_seconds` (after `fast_steps`), `eval_seconds`, `evaluation_hangs_on` a rank, `eval_losses`, `nonfinite` ("loss", "constant", "gradient",
+"gradients", "spike", "row" or "hang") at the steps (or rows) `at`, or another by step in `kinds`, on all or some `ranks`; `out_of_memory_above`
 N examples, `long_rows`; and `mistake` plants one of MISTAKES.
 """
 
@@ -107,6 +107,8 @@ def ill(loss_fn: Any, current: dict[str, int]) -> Any:
         kind, now = (ILLNESS["kinds"].get(str(current["step"])), True) if "kinds" in ILLNESS else (kind, now)
         if int(os.environ.get("RANK", 0)) not in ILLNESS.get("ranks", range(10**9)):
             return value, metrics
+        if kind == "hang" and now:
+            time.sleep(3600)
         if kind == "row" and bool((micro_batch["input_ids"] == POISON).any()):
             value = value * float("inf")
         elif kind == "loss" and now:
@@ -196,7 +198,7 @@ def digest_of(accelerator: Any, model: Any) -> str:
 
 
 def evaluate(accelerator: Any, model: Any, evaluation: Any, run: Any, config: Config) -> dict[str, float]:
-    time.sleep(ILLNESS.get("eval_seconds", 0.0))
+    time.sleep(3600 if int(os.environ.get("RANK", 0)) == ILLNESS.get("evaluation_hangs_on") else ILLNESS.get("eval_seconds", 0.0))
     if "eval_losses" in ILLNESS:  # a made-up curve, for its best
         return {"eval_loss": ILLNESS["eval_losses"][run.step % len(ILLNESS["eval_losses"])]}
     if ILLNESS.get("mistake") == "duplicated evaluation rows":

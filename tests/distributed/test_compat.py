@@ -62,6 +62,8 @@ def test_names_of_torch_are_where_they_were() -> None:
     parameters = inspect.signature(_utils.compute_local_shape_and_global_offset).parameters
     assert list(parameters)[:3] == ["global_shape", "mesh", "placements"]
     assert callable(distributed_c10d._get_default_store)
+    assert isinstance(distributed_c10d._world.pg_map, dict)
+    assert callable(torch.distributed.ProcessGroup._get_sequence_number_for_group)
     tensors = [torch.ones(2), torch.full((3,), 2.0)]
     compat.scale_together(tensors, 0.5)
     assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [1.0, 1.0, 1.0]]

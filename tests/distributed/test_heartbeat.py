@@ -5,13 +5,14 @@ a store. Each test names the one-line change under which it fails.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -77,9 +78,10 @@ def open_ranks() -> Iterator[Callable[..., tuple[list[Heartbeat], list[list[str]
     """So many ranks as threads of this process, and what each of them hears."""
     opened: list[Heartbeat] = []
 
-    def open_some(number: int, timeout: float = 1.0) -> tuple[list[Heartbeat], list[list[str]]]:
+    def open_some(number: int, timeout: float = 1.0, entered: Sequence[Iterator[int]] = ()) -> tuple[list[Heartbeat], list[list[str]]]:
         store, heard = dist.PrefixStore("heartbeat", dist.HashStore()), [[] for _ in range(number)]
-        opened.extend(Heartbeat(rank, number, store, timeout, heard[rank].append) for rank in range(number))
+        counts = [each.__next__ for each in entered or [itertools.repeat(0)] * number]
+        opened.extend(Heartbeat(rank, number, store, timeout, heard[rank].append, counts[rank]) for rank in range(number))
         return opened, heard
 
     yield open_some
@@ -134,6 +136,28 @@ def test_a_rank_that_is_late_at_every_step_but_moves_is_not_reported(open_ranks)
         heartbeats[0].beat(step + 1)
         heartbeats[1].beat(step)
         time.sleep(0.25)
+    assert heard == [[], []]
+
+
+def test_a_rank_that_others_wait_for_in_a_collective_is_named_later_unless_it_is_the_main_one(open_ranks) -> None:
+    """The main process writes while the others wait. Fails when: collectives are not compared, rank 0 is held to them, or it is as
+    soon as with a rank that is steps behind."""
+    for late in (1, 0):
+        at = [itertools.repeat(7), itertools.repeat(7)]
+        at[late] = itertools.repeat(6)
+        heartbeats, heard = open_ranks(2, entered=at)
+        time.sleep(1.5)
+        assert heard[-2:] == [[], []]
+        until(lambda heard=heard, late=late: bool(heard[1 - late]) or late == 0, 5)
+        time.sleep(1.5)
+        assert heard == ([["rank 1 has been silent since step 0 (2 s)"], []] if late else [[], []])
+        assert [each.lagging() for each in heartbeats[-2:]] == [[late] if rank != late else [] for rank in range(2)]
+
+
+def test_a_rank_that_enters_collectives_late_but_enters_them_is_not_reported(open_ranks) -> None:
+    """Fails when: being behind is counted through collectives that are entered meanwhile."""
+    _, heard = open_ranks(2, entered=[itertools.count(5), itertools.count(3)])
+    time.sleep(3.0)
     assert heard == [[], []]
 
 

@@ -111,6 +111,25 @@ def test_a_rank_that_is_gone_ends_the_run_and_is_named(tiny: Any, tally: Any, co
     line.check()
 
 
+@pytest.mark.parametrize("where", ["step", "evaluation"])
+def test_a_rank_that_lives_but_hangs_is_named_by_those_that_wait_for_it(tiny: Any, where: str) -> None:
+    """In user code of its own, in a step and in front of an evaluation: rank 0 waits in a collective of the same step. Fails when: only
+    steps are compared, or collectives that were entered are not published."""
+    tiny.fresh()
+    ill = {"nonfinite": "hang", "at": [3], "ranks": [1]} if where == "step" else {"evaluation_hangs_on": 1}
+    flags = [*FLAGS, "--hang-timeout", "3", "--eval-strategy", "steps", "--eval-steps", "4", "--save-steps", "2"]
+
+    def strike(pids: list[int]) -> None:
+        wait_until(lambda: not _running(pids[0]), 60)
+        os.kill(pids[1], signal.SIGKILL)  # it would sleep on
+
+    waiting = tiny.ranks(2, *flags, while_running=strike, timeout=20, ill=ill)[0]
+    assert waiting.code == 1, waiting.out
+    step = 3 if where == "step" else 4
+    assert re.search(rf"rank 1 has been silent since step {step} \([67] s\)", waiting.out), waiting.out
+    assert "--resume" in waiting.out
+
+
 def _running(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/status") as status:

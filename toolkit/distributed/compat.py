@@ -94,6 +94,17 @@ def default_store() -> Store:
     return _get_default_store()
 
 
+def collectives_entered() -> int:
+    """How many collectives this process has entered, of the groups that every rank is in and whose backend counts them."""
+    from torch.distributed import distributed_c10d
+
+    entered, everyone = 0, torch.distributed.get_world_size()
+    for group in list[Any](distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # of a backend that doesn't count
+            entered += group._get_sequence_number_for_group() if group.size() == everyone else 0
+    return entered
+
+
 def import_before_the_default_group() -> None:
     """To be called before the default group is made: imported later, as DDP does, this module takes it as the default of its
     arguments, and so it's never destroyed. Gloo's threads then outlive Python, and may abort the process (pytorch#190489)."""

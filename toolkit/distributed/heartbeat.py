@@ -1,7 +1,8 @@
 """Which rank has fallen silent: every rank sends the others once a second that it lives and how far it is.
 
-A collective that waits for a dead or stuck rank says only that it waited. Here each rank publishes two numbers in the store
-that torch.distributed has anyway: a count that a thread drives, which stops when the process does, and the training's step.
+A collective that waits for a dead or stuck rank says only that it waited. Here each rank publishes three numbers in the store
+that torch.distributed has anyway: a count that a thread drives, which stops when the process does, the training's step, and
+how many collectives it has entered, by which a rank that lives but hangs is told from those that wait for it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 EXIT_HUNG = 1
+_PATIENCE = 2.0  # times the timeout, with a rank that lives and others wait for in a step
 _FAREWELL = -1  # the count of a rank that has closed its heartbeat and owes no further sign
 
 
@@ -35,6 +37,7 @@ class _Seen:
 
     count: int = 0
     step: int = 0
+    entered: int = 0
     unchanged: float = 0.0
     behind: float = 0.0
     reported: bool = False
@@ -44,7 +47,9 @@ class Heartbeat:
     """Publishes this rank's life and step, and reports once, by `on_silence(sentence)`, each other rank that
 
     - has not published for longer than `timeout` seconds: its process is dead or stopped;
-    - has stayed at its step for that long while some rank was ahead: its training hangs.
+    - has stayed at its step for that long while some rank was ahead: its training hangs;
+    - has entered no collective for twice as long while some rank waits in a later one: it hangs inside its step. Not rank 0,
+      which writes and uploads while the others wait; where it hangs, their collective ends in an error one day (`lagging`).
 
     Ranks that are slow together (an evaluation, a save) are behind nobody. A rank counts from its first sign on, and until
     it closes; time in which this process itself stood still does not count. `on_silence` runs in a thread.
@@ -55,13 +60,18 @@ class Heartbeat:
         store: a torch.distributed store that all ranks share, such as a PrefixStore over the default one.
         timeout: seconds; longer than one rank may well work alone, writing a checkpoint for instance.
         on_silence: called with a message such as "rank 1 has been silent since step 41 (32 s)".
+        entered: the number of collectives that this process has entered so far; called in a thread.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Store, timeout: float, on_silence: Callable[[str], None]) -> None:
-        self.rank, self.timeout, self.on_silence = rank, timeout, on_silence
+    def __init__(
+        self, rank: int, world_size: int, store: Store, timeout: float, on_silence: Callable[[str], None],
+        entered: Callable[[], int] = lambda: 0,
+    ) -> None:  # fmt: skip
+        self.rank, self.timeout, self.on_silence, self._count_entered = rank, timeout, on_silence, entered
         self.interval = min(1.0, timeout / 10)
         # A connection of our own: the main thread may hold the shared one in a long wait.
-        self._store, self._step, self._closing = store.clone(), 0, threading.Event()  # type: ignore[attr-defined]
+        self._store, self._closing = store.clone(), threading.Event()  # type: ignore[attr-defined]
+        self._step = self._entered = 0
         self._others = {other: _Seen() for other in range(world_size) if other != rank}
         self._store_answered, self._store_reported = time.monotonic(), False
         # Two threads: an operation on a store whose process is stopped never returns, and that must be reported too.
@@ -79,6 +89,13 @@ class Heartbeat:
         before = {other: seen.count for other, seen in self._others.items()}
         time.sleep(seconds)
         return [rank for rank, seen in self._others.items() if seen.count == before[rank] != _FAREWELL]
+
+    def lagging(self) -> list[int]:
+        """The ranks that live, and have not come to the step and the collective at which another one is."""
+        foremost = max([(self._step, self._entered), *((seen.step, seen.entered) for seen in self._others.values())])
+        return [
+            rank for rank, seen in self._others.items() if seen.count != _FAREWELL and (seen.step, seen.entered) < foremost
+        ]
 
     def departed(self) -> bool:
         """Whether another rank has said farewell."""
@@ -98,7 +115,8 @@ class Heartbeat:
             count = _FAREWELL if closing else count + 1
             # RuntimeError: the store's process has gone; torch's DistStoreError and DistNetworkError are of that kind
             with contextlib.suppress(RuntimeError):
-                self._store.set(str(self.rank), f"{count} {self._step}")
+                self._entered = self._count_entered()
+                self._store.set(str(self.rank), f"{count} {self._step} {self._entered}")
                 self._read_others()
                 self._store_answered = time.monotonic()
             if closing:
@@ -108,11 +126,11 @@ class Heartbeat:
     def _read_others(self) -> None:
         for other, seen in self._others.items():
             if self._store.check([str(other)]):  # get alone would wait for a rank that has not published yet
-                count, step = (int(number) for number in self._store.get(str(other)).split())
+                count, step, entered = (int(number) for number in self._store.get(str(other)).split())
                 if count != seen.count:
                     seen.count, seen.unchanged = count, 0.0
-                if step != seen.step:
-                    seen.step, seen.behind = step, 0.0
+                if (step, entered) != (seen.step, seen.entered):
+                    seen.step, seen.entered, seen.behind = step, entered, 0.0
 
     def _watch(self) -> None:
         """Add up silence, an interval at a time: after this process was stopped itself, nobody else is late for that."""
@@ -133,16 +151,17 @@ class Heartbeat:
                 unjudged = 0.0
 
     def _judge(self, passed: float) -> None:
-        foremost = max([self._step, *(seen.step for seen in self._others.values())])
+        foremost = max([(self._step, self._entered), *((seen.step, seen.entered) for seen in self._others.values())])
         for other, seen in self._others.items():
             if seen.count in (0, _FAREWELL) or seen.reported:
                 continue
             seen.unchanged += passed
-            seen.behind = seen.behind + passed if seen.step < foremost else 0.0
-            silent = max(seen.unchanged, seen.behind)
-            if silent > self.timeout:
+            is_behind = (seen.step, seen.entered if other else foremost[1]) < foremost
+            seen.behind = seen.behind + passed if is_behind else 0.0
+            patience = self.timeout if seen.step < foremost[0] else _PATIENCE * self.timeout
+            if seen.unchanged > self.timeout or seen.behind > patience:
                 seen.reported = True
-                self._report(f"rank {other}", seen.step, silent)
+                self._report(f"rank {other}", seen.step, max(seen.unchanged, seen.behind))
 
     def _report(self, who: str, step: int, seconds: float) -> None:
         self.on_silence(f"{who} has been silent since step {step} ({seconds:.0f} s)")
@@ -154,7 +173,7 @@ def start_heartbeat(accelerator: Accelerator, timeout: float, newest_checkpoint:
         return None
     from torch.distributed import PrefixStore
 
-    from toolkit.distributed.compat import default_store
+    from toolkit.distributed.compat import collectives_entered, default_store
 
     rank = accelerator.process_index
 
@@ -166,4 +185,4 @@ def start_heartbeat(accelerator: Accelerator, timeout: float, newest_checkpoint:
         os._exit(EXIT_HUNG)  # the main thread waits inside a collective, which no exception leaves
 
     store = PrefixStore("toolkit-heartbeat", default_store())
-    return Heartbeat(rank, accelerator.num_processes, store, timeout, end)
+    return Heartbeat(rank, accelerator.num_processes, store, timeout, end, collectives_entered)

@@ -59,7 +59,11 @@ def explained(error: RuntimeError, step: int, heartbeat: Heartbeat | None, how_t
         missing = heartbeat.missing()
         if heartbeat.departed() and not missing:
             return Interrupted(f"stopped after step {step}, because another rank has left. {how_to_continue}")
-        who = f"rank {', '.join(map(str, missing))} gives no sign of life" if missing else "another rank has ended"
+        lagging = heartbeat.lagging()
+        who = "another rank has ended"
+        if missing or lagging:
+            ranks, what = (missing, "gives no sign of life") if missing else (lagging, "is late and may hang")
+            who = f"rank {', '.join(map(str, ranks))} {what}"
         return RankLost(f"{who}: a collective failed in step {step} ({first_line(error)}). {how_to_continue}")
     return None
 
