@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.distributed.engines.plain import accumulating, squared_norm
+from toolkit.distributed.engines.plain import accumulating, clip_and_update, squared_norm
+
+ON_CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])
 
 
 def test_the_norm_of_a_large_gradient_is_exact_on_the_cpu() -> None:
@@ -20,6 +22,29 @@ def test_the_norm_of_a_large_gradient_is_exact_on_the_cpu() -> None:
         found = squared_norm([gradient.to(dtype) for gradient in gradients])
         expected = sum(gradient.to(dtype).double().square().sum() for gradient in gradients)
         assert torch.allclose(found, expected, rtol=1e-6, atol=0), dtype
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_CUDA])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_step_clips_as_torch_does(device: str, dtype: torch.dtype) -> None:
+    """The kernel divides by `grad_scale`; next to torch's own clipping and AdamW one tensor at a time. Fails when: it is the reverse."""
+    steps: list[list[torch.Tensor]] = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(300, 70).to(device, dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused, foreach=None if fused else False)
+        for size in (3.0, 1e-3):
+            for parameter in model.parameters():
+                parameter.grad = size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+            if fused:
+                loss = torch.zeros((), device=device)
+                clip_and_update(SimpleNamespace(scaler=None), model, optimizer, loss, 1.0)  # type: ignore[arg-type]
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        steps.append([parameter.detach().float() for parameter in model.parameters()])
+    for ours, theirs in zip(*steps, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3 if dtype == torch.bfloat16 else 1e-7)
 
 
 @pytest.mark.parametrize("last", [False, True])
