@@ -136,6 +136,9 @@ class Watch:
         pending.where, pending.rates = self.place(), [group["lr"] for group in optimizer.param_groups]
         pending.gradients = self.gradients()
         pending.unclipped = pending.unclipped or pending.gradients
+        divisor = getattr(optimizer, "grad_scale", None)  # a fused kernel clips on its own
+        if divisor is not None:
+            pending.gradients = {name: gradient / divisor for name, gradient in pending.gradients.items()}
         pending.shrunk = {n: by for n, p in self._named() if n in self._left and 0.9 < (by := scale(self._left[n], p)) < 1}
         pending.is_repeated, self._stepped = self._stepped is optimizer, optimizer
         batch, loader = self.in_use[-1][1], record.train
