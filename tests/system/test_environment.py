@@ -66,3 +66,12 @@ def test_what_looks_like_a_token_is_taken_out_wherever_it_stands(secret: str) ->
     for text in (secret, f"https://user:{secret}@host/x", f"a {secret}, b", f"key={secret}"):
         assert secret not in without_secrets(text)
     assert without_secrets("cuda:0,1 expandable_segments:True") == "cuda:0,1 expandable_segments:True"
+
+
+@pytest.mark.parametrize("own", [None, "300000"])
+def test_threads_that_wait_sleep_soon_unless_the_user_says_otherwise(own: str | None) -> None:
+    """Set before torch is loaded, which reads it once. Fails when: the import sets nothing, takes the user's value away, or loads torch."""
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"} | ({"GOMP_SPINCOUNT": own} if own else {})
+    program = "import os, sys, toolkit; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True, timeout=60)
+    assert done.stdout.split() == [own or "10000", "False"]
