@@ -404,7 +404,7 @@ def test_table_of_biases_does_not_decay():
 
 
 def test_muon_is_given_weights_alone_and_no_tables_of_other_numbers():
-    """Fails when: a matrix is told by its two dimensions: XLNet's biases of heads and Mamba's log decay rates have them too."""
+    """Fails when: two dimensions are enough for a matrix: XLNet's biases of heads and Mamba's log decay rates have them too."""
     xlnet = XLNetLMHeadModel(XLNetConfig(d_model=16, n_layer=2, n_head=2, d_inner=32, vocab_size=50))
     mamba = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=50, state_size=4))
     for model, weights in (

@@ -230,7 +230,7 @@ def in_groups(state: State, names: list[list[str]]) -> State:
     if sorted(order) != sorted(numbers) or len(groups) != len(names) or grouped == sorted(map(sorted, state.parameter_names)):
         raise Refusal("the checkpoint's optimizer holds other parameters, or another order of them, than this model's.")
     for group in names:
-        if len({tuple(moments.get(numbers[name], ())) for name in group}) > 1:
+        if len({tuple(moments[numbers[name]]) for name in group if numbers[name] in moments}) > 1:
             raise Refusal("the checkpoint's optimizer updates some parameters by another rule than this one.")
     count = itertools.count()
     held = [{**group, "params": [next(count) for _ in each]} for group, each in zip(groups, names, strict=True)]

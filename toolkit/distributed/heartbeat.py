@@ -2,7 +2,7 @@
 
 A collective that waits for a dead or stuck rank says only that it waited. Here each rank publishes three numbers in the store
 that torch.distributed has anyway: a count that a thread drives, which stops when the process does, the training's step, and
-how many collectives it has entered, by which a rank that lives but hangs is told from those that wait for it.
+how many collectives it has entered, in which a rank that lives but hangs falls behind those that wait for it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Heartbeat:
 
     def lagging(self) -> list[int]:
         """The ranks that live, and have not come to the step and the collective at which another one is."""
-        foremost = max([(self._step, self._entered), *((seen.step, seen.entered) for seen in self._others.values())])
+        foremost = self._foremost()
         return [
             rank for rank, seen in self._others.items() if seen.count != _FAREWELL and (seen.step, seen.entered) < foremost
         ]
@@ -150,8 +150,12 @@ class Heartbeat:
                 self._judge(unjudged)
                 unjudged = 0.0
 
+    def _foremost(self) -> tuple[int, int]:
+        """The step and the collective of the rank that is farthest."""
+        return max([(self._step, self._entered), *((seen.step, seen.entered) for seen in self._others.values())])
+
     def _judge(self, passed: float) -> None:
-        foremost = max([(self._step, self._entered), *((seen.step, seen.entered) for seen in self._others.values())])
+        foremost = self._foremost()
         for other, seen in self._others.items():
             if seen.count in (0, _FAREWELL) or seen.reported:
                 continue
