@@ -5,7 +5,8 @@ random tokens: neither changes how long anything takes. Time is CPU time, which 
 less than the clock on the wall; with several --threads, which use CPU time while they wait, and on a GPU (--device cuda)
 it is the time that passes, for which nothing else may run. What is counted is
 training, and for preferences the reference model's work: not imports, not loading, not tokenizing, not the making of a
-trainer. All of these are in the time to the first step, which begins with the process.
+trainer. All of these are in the time to the first step, which begins with the process. Under our seconds stands their floor
+(`floor.py`): how much of them no other way to train could save.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from flag_search import Flags, best_flags, named, settings_of
 BEGAN = time.perf_counter()
 END, PAD, FIRST_WORD = 0, 1, 2
 OURS, DEFAULTS, BEST = "ours", "TRL, its defaults", "TRL, best flags"
+ITS_FLOOR = ", its floor"  # after a side's name: what floor.py replays of it
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Stopwatch:
     before: float = 0.0
     first_step: float = 0.0
     steps: int = 0
+    recorder: Any = None  # of floor.py
     _since: float = 0.0
 
     def now(self) -> float:
@@ -99,7 +102,8 @@ class Stopwatch:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         self._since = self.now()
-        yield
+        with self.recorder or contextlib.nullcontext():
+            yield
         if self.steps:
             self.seconds += self.now() - self._since
         else:
@@ -111,6 +115,8 @@ class Stopwatch:
             self.first_step = self.now()
         if self.steps == self.warm_up:
             self.seconds, self._since = 0.0, self.now()
+            if self.recorder:
+                self.recorder.calls.clear()
 
     def share(self) -> float:
         """Of all steps those that were timed."""
@@ -210,7 +216,8 @@ def compare(comparison: Comparison, description: str | None) -> None:
     parser.add_argument("--examples", type=int, help="rows to train on, once")
     parser.add_argument("--batch", type=int, help="examples in a step")
     parser.add_argument("--only", metavar="SHAPE:RATIO", help="one cell, such as head-heavy:1:1")
-    parser.add_argument("--sides", nargs="+", metavar="SIDE", help=f"{', '.join(everything)}; or two flags: TRL, a + b")
+    sides_help = f"{', '.join(everything)}; or two flags: TRL, a + b; or SIDE{ITS_FLOOR}"
+    parser.add_argument("--sides", nargs="+", metavar="SIDE", help=sides_help)
     parser.add_argument("--flags", action="store_true", help="TRL's defaults, and next to them each of its flags alone")
     parser.add_argument("--search", action="store_true", help="finds TRL's best flags, one after the other")
     parser.add_argument("--float32", action="store_true", help="all sides in float32, not in bfloat16 as TRL's default is")
@@ -221,12 +228,13 @@ def compare(comparison: Comparison, description: str | None) -> None:
     settings.examples = settings.examples or comparison.default_examples[settings.device]
     settings.batch = settings.batch or comparison.default_batch[settings.device]
     if settings.run:
-        _run_one(comparison.side(settings.sides[0]), settings)
+        _run_one(comparison, settings.sides[0], settings)
         return
-    for name in settings.sides or []:
+    for name in [side.removesuffix(ITS_FLOOR) for side in settings.sides or []]:
         if name not in everything and not set(name.removeprefix("TRL, ").split(" + ")) <= comparison.flags.keys():
             parser.error(f"--sides {name!r}: is none of {', '.join(everything)}")
-    usual = list(comparison.in_float32 if settings.float32 else comparison.sides)
+    own, *peers = comparison.in_float32 if settings.float32 else comparison.sides
+    usual = [own, *([own + ITS_FLOOR] if settings.device == "cpu" else []), *peers]
     names = settings.sides or ([DEFAULTS, *alone] if settings.flags else usual)
     cells = [f"{shape}:{ratio}" for shape in SHAPES_OF[settings.device] for ratio in PROMPT_SHARES]
     for cell in [settings.only] if settings.only else cells:
@@ -323,10 +331,17 @@ def _in_a_process(script: str, cell: str, name: str, folder: Path, settings: Any
     return {}
 
 
-def _run_one(side: Side, settings: Any) -> None:
+def _run_one(comparison: Comparison, name: str, settings: Any) -> None:
     """One run; what it took goes out as the last line."""
     watch = Stopwatch(settings.device, settings.threads, UNTIMED_STEPS[settings.device])
     task = Task(settings.run, _cell(settings.only)[0], settings.device, settings.batch, watch)
+    side = comparison.side(name.removesuffix(ITS_FLOOR))
+    if name.endswith(ITS_FLOOR):
+        from floor import Recorder
+
+        recorder = watch.recorder = Recorder()
+        print(f"\n{json.dumps({**side(task), 'seconds': recorder.seconds()})}")
+        return
     measured = {**side(task), "seconds": task.watch.total(), "first step": task.watch.first_step}
     measured["peak GB"] = peak_memory()
     if settings.device == "cuda":

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from flag_search import Flags, best_flags, named, settings_of
-from side_by_side import OURS
+from side_by_side import ITS_FLOOR, OURS
 from task_job import BATCHES, CHECKED_ROWS, MAX_LENGTHS, Job, StepWatch
 from task_peers import PEERS
 from task_rows import write_inputs
@@ -146,7 +146,7 @@ def main() -> None:
 
 def _compare(task: str, settings: argparse.Namespace) -> None:
     steps = settings.steps or STEPS[task]
-    usual = [OURS, DEFAULTS, *([BEST] if HELPFUL[task] else [])]
+    usual = [OURS, OURS + ITS_FLOOR, DEFAULTS, *([BEST] if HELPFUL[task] else [])]
     alone = [DEFAULTS, *[f"peer, {name}" for name in flags_of(task)]]
     names = settings.sides or (alone if settings.flags else usual)
     with tempfile.TemporaryDirectory() as temporary:
@@ -209,7 +209,16 @@ def _run_one(settings: argparse.Namespace) -> None:
     """One run; what it took goes out as the last line."""
     watch = StepWatch("cpu", warm_up=settings.warm_up)
     job = Job(settings.run, settings.tasks[0], settings.steps, settings.warm_up, settings.check, watch)
-    run_side(job, settings.sides[0])
+    name = settings.sides[0]
+    if name.endswith(ITS_FLOOR):
+        from floor import Recorder
+
+        recorder = watch.recorder = Recorder()
+        with recorder:
+            run_side(job, name.removesuffix(ITS_FLOOR))
+        print(f"\n{json.dumps({'seconds': recorder.seconds() / job.steps, 'steps': watch.steps})}")
+        return
+    run_side(job, name)
     measured = {"seconds": watch.seconds / job.steps, "peak GB": watch.peak, "steps": watch.steps}
     print(f"\n{json.dumps({**measured, **({'losses': job.losses} if job.is_check else {})})}")
 
@@ -223,10 +232,11 @@ def _table(task: str, results: dict[str, list[dict[str, Any]]]) -> str:
         if not seconds:
             lines.append(f"| {side} | failed | | | | 0 |")
             continue
-        middle, memory = _median(runs, "seconds"), _median(runs, "peak GB")
+        middle = _median(runs, "seconds")
+        memory = f"{_median(runs, 'peak GB'):.2f}" if "peak GB" in runs[0] else ""
         ratio = f"{middle / own:.2f}" if own and side != OURS else ""
         lines.append(
-            f"| {side} | {middle:.3g} | {seconds[0]:.3g} to {seconds[-1]:.3g} | {memory:.2f} | {ratio} | {len(runs)} |"
+            f"| {side} | {middle:.3g} | {seconds[0]:.3g} to {seconds[-1]:.3g} | {memory} | {ratio} | {len(runs)} |"
         )
     return "\n".join(lines)
 
