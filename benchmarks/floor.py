@@ -2,8 +2,10 @@
 
 What is left out is all else that a step does: norms, activation functions, casts, dropout, the loss, Python. A replayed
 call finds its arguments in the processor's caches more often than the step's own does, so the floor is a little low.
+Of memory the floor is what is held from step to step: weights (a teacher's and a reference's too), gradients, optimizer state.
 """
 
+import gc
 import time
 from collections import Counter
 from typing import Any, NamedTuple
@@ -47,12 +49,18 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[Any] = Counter()
+        self.held: dict[str, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.overloadpacket in REPLAYED:
             self.calls[func, _described(args), tuple((name, _described(value)) for name, value in kwargs.items())] += 1
         return func(*args, **kwargs)
+
+    def step_done(self, steps: int) -> None:
+        """Call it after each step: after the first one all that is held is there."""
+        if steps == 1:
+            self.held = _held()
 
     @torch.no_grad()
     def seconds(self) -> float:
@@ -67,3 +75,19 @@ class Recorder(TorchDispatchMode):
                 func(*args, **kwargs)
             total += count * (time.process_time() - began) / repeats
         return total
+
+
+def _held() -> dict[str, float]:
+    """GB of all parameters in this process, of the gradients that optimizers take, and of the optimizers' state."""
+    alive = gc.get_objects()
+    weights = [each for each in alive if isinstance(each, torch.nn.Parameter)]
+    optimizers = [each for each in alive if isinstance(each, torch.optim.Optimizer)]
+    trained = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    states = [each for optimizer in optimizers for state in optimizer.state.values() for each in state.values()]
+    parts = {"weights": weights, "gradients": trained, "optimizer": states}
+    return {f"{name} GB": _bytes(tensors) / 1e9 for name, tensors in parts.items()}
+
+
+def _bytes(tensors: list[Any]) -> int:
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors if torch.is_tensor(each)}
+    return sum(storages.values())

@@ -6,13 +6,13 @@
 Ours does what `recipes/sft.py` does, with AdamW and bfloat16 as TRL: packed rows, the head at supervised positions only. TRL
 runs with its defaults (1.16: bfloat16, padded, activations recomputed), and with flags that save work: no recomputation with
 packing, or with one row at a time, so that nothing is padded. What each flag brings on this machine, --flags measures, which
-to take, --search. A step
-sees as many tokens packed as padded: rows of the longest text's length, as many as hold the mean batch.
-`benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head is applied at every position, on a GPU at supervised ones
-only: its ratios don't carry over. With --device cuda layers are compiled, the first steps are not
-timed, and model FLOP/s are 6 x parameters x tokens.
+to take, --search. A step sees as many tokens packed as padded: rows of the longest text's length, as many as hold the mean
+batch. `benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head is applied at every position, on a GPU at
+supervised ones only: its ratios don't carry over. With --device cuda layers are compiled, the first steps are not timed, and
+model FLOP/s are 6 x parameters x tokens.
 """
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,9 +96,12 @@ def measured(task: Task, model: Any) -> dict[str, float]:
 def ours(task: Task, **settings: Any) -> dict[str, float]:
     from datasets import DatasetDict
 
+    rows, ranks = packed_rows_of_a_step(task), int(os.environ.get("WORLD_SIZE", "1"))
+    at_once = settings.pop("rows_at_once", max(1, rows // ranks))  # of a rank
     config = Config(**{
         **our_settings(task), "packing": True, "max_length": task.shape.longest, "learning_rate": 2e-5,
-        "per_device_train_batch_size": packed_rows_of_a_step(task), **settings,
+        "per_device_train_batch_size": at_once, "global_batch_size": max(1, rows // (at_once * ranks)) * at_once * ranks,
+        **settings,
     })  # fmt: skip
     accelerator = tk.build_accelerator(config)
     tokenizer = tk.load_tokenizer(config)
@@ -149,6 +152,7 @@ COMPARISON = Comparison(
     },
     peer=trl,
     flags=FLAGS,
+    others={f"{OURS}, rows at once: {number}": partial(ours, rows_at_once=number, bf16=True) for number in (1, 2, 4, 8)},
     make_rows=make_rows,
     counted=("supervised tokens",),
     default_examples={"cpu": 48, "cuda": 512},

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from importlib.metadata import version
@@ -117,6 +117,8 @@ class Stopwatch:
             self.seconds, self._since = 0.0, self.now()
             if self.recorder:
                 self.recorder.calls.clear()
+        if self.recorder:
+            self.recorder.step_done(self.steps)
 
     def share(self) -> float:
         """Of all steps those that were timed."""
@@ -223,11 +225,12 @@ def compare(comparison: Comparison, description: str | None) -> None:
     parser.add_argument("--float32", action="store_true", help="all sides in float32, not in bfloat16 as TRL's default is")
     parser.add_argument("--device", choices=[*SHAPES_OF], default="cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # one run, in a process of its own
+    parser.add_argument("--ranks", type=int, default=1, help="processes; what is shown is rank 0's, but for the tokens of all")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # one run, in a process of its own
     settings = parser.parse_args()
     settings.examples = settings.examples or comparison.default_examples[settings.device]
     settings.batch = settings.batch or comparison.default_batch[settings.device]
-    if settings.run:
+    if settings.folder:
         _run_one(comparison, settings.sides[0], settings)
         return
     for name in [side.removesuffix(ITS_FLOOR) for side in settings.sides or []]:
@@ -240,13 +243,13 @@ def compare(comparison: Comparison, description: str | None) -> None:
     for cell in [settings.only] if settings.only else cells:
         results = _search(comparison, cell, settings) if settings.search else _measure(comparison, cell, names, settings)
         print(f"\n{_table(comparison, cell, results, settings)}", flush=True)
-    print(f"\n{_circumstances(settings)}")
+    print(f"\n{circumstances(settings)}")
 
 
 def _measure(comparison: Comparison, cell: str, names: list[str], settings: Any) -> Results:
     """All runs of a cell, in turn: each round in the opposite order of the one before."""
     results: Results = {name: [] for name in names}
-    with _runs(comparison, cell, settings) as measured:
+    with runs(comparison, cell, settings) as measured:
         for number in range(settings.pairs):
             for name in names if number % 2 == 0 else reversed(names):
                 results[name] += measured(name)
@@ -256,7 +259,7 @@ def _measure(comparison: Comparison, cell: str, names: list[str], settings: Any)
 def _search(comparison: Comparison, cell: str, settings: Any) -> Results:
     """What was tried to find TRL's best flags; the best are printed."""
     results: Results = {}
-    with _runs(comparison, cell, settings) as measured:
+    with runs(comparison, cell, settings) as measured:
 
         def measure(names: tuple[str, ...]) -> float | None:
             side = f"TRL, {named(names)}" if names else DEFAULTS
@@ -269,7 +272,7 @@ def _search(comparison: Comparison, cell: str, settings: Any) -> Results:
 
 
 @contextlib.contextmanager
-def _runs(comparison: Comparison, cell: str, settings: Any) -> Iterator[Callable[[str], list[dict[str, float]]]]:
+def runs(comparison: Comparison, cell: str, settings: Any) -> Iterator[Callable[[str], list[dict[str, float]]]]:
     """A function that runs a side in a process of its own; what was measured, an empty list where it failed."""
     with tempfile.TemporaryDirectory() as temporary:
         shared, own = Path(temporary, "shared"), Path(temporary, "run")
@@ -310,14 +313,21 @@ def _prepare(comparison: Comparison, cell: str, folder: Path, settings: Any) -> 
 
 
 def _cell(cell: str) -> tuple[Shape, float]:
+    """A shape, changed as in `body-heavy,num_hidden_layers=24,median_tokens=50:1:1`, and the prompt's share."""
     name, _, ratio = cell.partition(":")
+    name, *changes = name.split(",")
     if name not in SHAPES or ratio not in PROMPT_SHARES:
         sys.exit(f"--only {cell}: is SHAPE:RATIO of {', '.join(SHAPES)} and {', '.join(PROMPT_SHARES)}")
-    return SHAPES[name], PROMPT_SHARES[ratio]
+    numbers = {key: int(number) for key, number in (change.split("=") for change in changes)}
+    texts = {key: numbers.pop(key) for key in ("median_tokens", "longest") if key in numbers}
+    return replace(SHAPES[name], settings={**SHAPES[name].settings, **numbers}, **texts), PROMPT_SHARES[ratio]
 
 
 def _in_a_process(script: str, cell: str, name: str, folder: Path, settings: Any) -> dict[str, float]:
-    command = [sys.executable, script, "--run", str(folder), "--only", cell, "--sides", name, "--device", settings.device]
+    start = [sys.executable]
+    if settings.ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.ranks)]
+    command = [*start, script, "--folder", str(folder), "--only", cell, "--sides", name, "--device", settings.device]
     command += ["--batch", str(settings.batch), "--threads", str(settings.threads)]
     environment = {
         **os.environ, "OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -334,15 +344,17 @@ def _in_a_process(script: str, cell: str, name: str, folder: Path, settings: Any
 def _run_one(comparison: Comparison, name: str, settings: Any) -> None:
     """One run; what it took goes out as the last line."""
     watch = Stopwatch(settings.device, settings.threads, UNTIMED_STEPS[settings.device])
-    task = Task(settings.run, _cell(settings.only)[0], settings.device, settings.batch, watch)
+    task = Task(settings.folder, _cell(settings.only)[0], settings.device, settings.batch, watch)
     side = comparison.side(name.removesuffix(ITS_FLOOR))
     if name.endswith(ITS_FLOOR):
         from floor import Recorder
 
         recorder = watch.recorder = Recorder()
-        print(f"\n{json.dumps({**side(task), 'seconds': recorder.seconds()})}")
+        print(f"\n{json.dumps({**side(task), 'seconds': recorder.seconds(), **recorder.held})}")
         return
     measured = {**side(task), "seconds": task.watch.total(), "first step": task.watch.first_step}
+    if os.environ.get("RANK", "0") != "0":
+        return
     measured["peak GB"] = peak_memory()
     if settings.device == "cuda":
         import torch
@@ -367,7 +379,8 @@ def _table(comparison: Comparison, cell: str, results: Results, settings: Any) -
         side: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for side, runs in results.items() if runs
     }
     columns = [*rates, "seconds", "peak GB", "first step"]
-    columns += [name for name in ("MFU %", "teacher s", "first loss") if any(name in measured for measured in medians.values())]
+    sometimes = ("weights GB", "gradients GB", "optimizer GB", "MFU %", "teacher s", "first loss")
+    columns += [name for name in sometimes if any(name in measured for measured in medians.values())]
     lines = [f"| {cell} | {' | '.join(columns)} | runs |", "| --- " * (len(columns) + 2) + "|"]
     for side, runs in results.items():
         shown = [_number(medians[side].get(name)) for name in columns] if runs else ["failed", *[""] * (len(columns) - 1)]
@@ -388,7 +401,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _circumstances(settings: Any) -> str:
+def circumstances(settings: Any) -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "accelerate"))
     seconds = "CPU seconds" if settings.device == "cpu" and settings.threads == 1 else "seconds that pass"
     return (

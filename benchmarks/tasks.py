@@ -216,7 +216,7 @@ def _run_one(settings: argparse.Namespace) -> None:
         recorder = watch.recorder = Recorder()
         with recorder:
             run_side(job, name.removesuffix(ITS_FLOOR))
-        print(f"\n{json.dumps({'seconds': recorder.seconds() / job.steps, 'steps': watch.steps})}")
+        print(f"\n{json.dumps({'seconds': recorder.seconds() / job.steps, 'steps': watch.steps, **recorder.held})}")
         return
     run_side(job, name)
     measured = {"seconds": watch.seconds / job.steps, "peak GB": watch.peak, "steps": watch.steps}
@@ -233,7 +233,7 @@ def _table(task: str, results: dict[str, list[dict[str, Any]]]) -> str:
             lines.append(f"| {side} | failed | | | | 0 |")
             continue
         middle = _median(runs, "seconds")
-        memory = f"{_median(runs, 'peak GB'):.2f}" if "peak GB" in runs[0] else ""
+        memory = ", ".join(f"{_median(runs, name):.2f} {name.removesuffix(' GB')}" for name in runs[0] if name.endswith(" GB"))
         ratio = f"{middle / own:.2f}" if own and side != OURS else ""
         lines.append(
             f"| {side} | {middle:.3g} | {seconds[0]:.3g} to {seconds[-1]:.3g} | {memory} | {ratio} | {len(runs)} |"
