@@ -17,10 +17,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from flag_search import settings_of
 from side_by_side import (
-    BEST,
-    DEFAULTS,
     END,
     OURS,
     Comparison,
@@ -48,7 +45,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "Liger": {"use_liger_kernel": True},
     "Hub kernels": {"model_init_kwargs": {"dtype": "float32", "use_kernels": True}},
 }
-HELPFUL = {  # on a CPU as --search found them head-heavy; body-heavy the reference is precomputed too
+BEST_FLAGS = {  # on a CPU as --search found them head-heavy; body-heavy the reference is precomputed too
     "cpu": "one pair at a time, accumulated + eager attention + no checkpointing",
     "cuda": "no checkpointing + reference precomputed",
 }  # fmt: skip
@@ -153,26 +150,17 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
     return measured(task)
 
 
-def best_trl(task: Task, **settings: Any) -> dict[str, float]:
-    return trl(task, **settings_of(HELPFUL[task.device], FLAGS), **settings)
-
-
 def in_twos(task: Task, **settings: Any) -> dict[str, float]:
     return ours(task, per_device_train_batch_size=2, gradient_accumulation_steps=task.batch // 2, **settings)
 
 
 COMPARISON = Comparison(
     script=__file__,
-    sides={
-        OURS: partial(ours, bf16=True), f"{OURS}, two pairs at a time": partial(in_twos, bf16=True),
-        DEFAULTS: trl, BEST: best_trl,
-    },
-    in_float32={
-        f"{OURS}, float32": ours, f"{DEFAULTS}, float32": partial(trl, bf16=False),
-        f"{BEST}, float32": partial(best_trl, bf16=False),
-    },
+    ours=ours,
+    ours_too={f"{OURS}, two pairs at a time": in_twos},
     peer=trl,
     flags=FLAGS,
+    best=BEST_FLAGS,
     make_rows=make_rows,
     counted=("pairs", "supervised tokens"),
     default_examples={"cpu": 32, "cuda": 512},

@@ -20,18 +20,7 @@ from typing import Any
 import numpy as np
 from flag_search import settings_of
 from sft import make_rows as tokenized_rows
-from side_by_side import (
-    BEST,
-    DEFAULTS,
-    OURS,
-    Comparison,
-    Shape,
-    Task,
-    compare,
-    first_step_callback,
-    our_settings,
-    trl_arguments,
-)
+from side_by_side import OURS, Comparison, Shape, Task, compare, first_step_callback, our_settings, trl_arguments
 
 import toolkit as tk
 
@@ -41,7 +30,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "no checkpointing": {"gradient_checkpointing": False},
     "one row at a time, accumulated": {"per_device_train_batch_size": 1},
 }
-BEST_FLAGS = settings_of("one row at a time, accumulated + no checkpointing", FLAGS)
+BEST_FLAGS = "one row at a time, accumulated + no checkpointing"
+BEST_SETTINGS = settings_of(BEST_FLAGS, FLAGS)
 OWN_ANSWERS = {"lmbda": 1.0, "max_new_tokens": NEW_TOKENS, "temperature": 1.0}
 
 
@@ -154,31 +144,22 @@ def _train(task: Task, trainer: Any, own: bool) -> dict[str, float]:
     return measured(task, NEW_TOKENS * len(rows) if own else sum(rows["supervised_tokens"]), losses[0])
 
 
-def sides(**precision: Any) -> dict[str, Any]:
-    ours_in = {"bf16": precision.get("bf16", True)}
-    return {
-        OURS: partial(ours, **ours_in),
-        f"{OURS}, 32 stored": partial(ours, teacher_top_k=32, **ours_in),
-        DEFAULTS: partial(trl, **precision),
-        BEST: partial(trl, **BEST_FLAGS, **precision),
-    }
-
-
 def all_stored(task: Task) -> dict[str, float]:
     return ours(task, teacher_top_k=task.shape.settings["vocab_size"])
 
 
 COMPARISON = Comparison(
     script=__file__,
-    sides=sides(),
-    in_float32={f"{name}, float32": side for name, side in sides(bf16=False).items()},
+    ours=ours,
+    ours_too={f"{OURS}, 32 stored": partial(ours, teacher_top_k=32)},
     peer=trl,
     flags=FLAGS,
+    best=dict.fromkeys(("cpu", "cuda"), BEST_FLAGS),
     others={
         f"{OURS}, all stored, float32": all_stored,
         f"{OURS}, own answers": partial(ours, on_policy_share=1.0, max_new_tokens=NEW_TOKENS),
         "TRL GKD, own answers": partial(trl, **OWN_ANSWERS, bf16=False),
-        "TRL GKD, own answers, best flags": partial(trl, **OWN_ANSWERS, **BEST_FLAGS, bf16=False),
+        "TRL GKD, own answers, best flags": partial(trl, **OWN_ANSWERS, **BEST_SETTINGS, bf16=False),
         "TRL DistillationTrainer": partial(distillation_trainer, bf16=False),
         "TRL DistillationTrainer, best flags": partial(distillation_trainer, gradient_checkpointing=False, bf16=False),
     },

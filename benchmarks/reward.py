@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 import dpo
-from flag_search import settings_of
-from side_by_side import BEST, DEFAULTS, OURS, Comparison, Task, compare, first_step_callback, our_settings, trl_arguments
+from side_by_side import Comparison, Task, compare, first_step_callback, our_settings, trl_arguments
 
 import toolkit as tk
 
@@ -29,7 +28,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "eager attention": {"model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager"}},
     "two loader processes": {"dataloader_num_workers": 2},
 }
-HELPFUL = {"cpu": "no checkpointing + one pair at a time", "cuda": "no checkpointing"}
+BEST_FLAGS = {"cpu": "no checkpointing + one pair at a time", "cuda": "no checkpointing"}
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,12 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
     return dpo.measured(task)
 
 
-def best_trl(task: Task, **settings: Any) -> dict[str, float]:
-    return trl(task, **settings_of(HELPFUL[task.device], FLAGS), **settings)
-
-
 COMPARISON = Comparison(
     script=__file__,
-    sides={OURS: partial(ours, bf16=True), DEFAULTS: trl, BEST: best_trl},
-    in_float32={
-        f"{OURS}, float32": ours, f"{DEFAULTS}, float32": partial(trl, bf16=False),
-        f"{BEST}, float32": partial(best_trl, bf16=False),
-    },
+    ours=ours,
     peer=trl,
     flags=FLAGS,
+    best=BEST_FLAGS,
     make_rows=dpo.make_rows,
     counted=("pairs", "supervised tokens"),
     default_examples={"cpu": 64, "cuda": 512},

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import sft
 from side_by_side import BEST, ITS_FLOOR, OURS, circumstances, runs
 
-PEER = f"{BEST}, one row"
-
 
 class Point(NamedTuple):
     """One place on an axis: what is changed."""
@@ -25,7 +23,7 @@ class Point(NamedTuple):
     batch: int = 8
     examples: int = 32
     ranks: int = 1
-    sides: tuple[str, ...] = (OURS, OURS + ITS_FLOOR, PEER)
+    sides: tuple[str, ...] = (OURS, OURS + ITS_FLOOR, BEST)
 
 
 def at_once(number: int) -> str:

@@ -4,12 +4,12 @@
     python benchmarks/sft.py --only head-heavy:1:1 --flags --pairs 1
 
 Ours does what `recipes/sft.py` does, with AdamW and bfloat16 as TRL: packed rows, the head at supervised positions only. TRL
-runs with its defaults (1.16: bfloat16, padded, activations recomputed), and with flags that save work: no recomputation with
-packing, or with one row at a time, so that nothing is padded. What each flag brings on this machine, --flags measures, which
-to take, --search. A step sees as many tokens packed as padded: rows of the longest text's length, as many as hold the mean
-batch. `benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head is applied at every position, on a GPU at
-supervised ones only: its ratios don't carry over. With --device cuda layers are compiled, the first steps are not timed, and
-model FLOP/s are 6 x parameters x tokens.
+runs with its defaults (1.16: bfloat16, padded, activations recomputed), and with flags that save work: no recomputation and one
+row at a time, so that nothing is padded, or on a GPU packing. What each flag brings on this machine, --flags measures, which to
+take, --search. A step sees as many tokens packed as padded: rows of the longest text's length, as many as hold the mean batch.
+`benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head is applied at every position, on a GPU at supervised ones
+only: its ratios don't carry over. With --device cuda layers are compiled, the first steps are not timed, and model FLOP/s are
+6 x parameters x tokens.
 """
 
 import os
@@ -18,10 +18,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from flag_search import settings_of
 from side_by_side import (
-    BEST,
-    DEFAULTS,
     END,
     OURS,
     Comparison,
@@ -52,9 +49,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     "Liger": {"use_liger_kernel": True},
     "Hub kernels": {"model_init_kwargs": {"dtype": "float32", "use_kernels": True}},
 }
-# The best with packing, and those that --search found head-heavy; body-heavy two loader processes are as good as the last.
-PACKED = settings_of("no checkpointing + packing", FLAGS)
-ONE_ROW = settings_of("one row at a time, accumulated + no checkpointing + eager attention + lengths grouped", FLAGS)
+BEST_FLAGS = {  # on a CPU as --search found them
+    "cpu": "one row at a time, accumulated + no checkpointing + eager attention + lengths grouped",
+    "cuda": "no checkpointing + packing",
+}
 
 
 @dataclass(frozen=True)
@@ -141,17 +139,10 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
 
 COMPARISON = Comparison(
     script=__file__,
-    sides={
-        OURS: partial(ours, bf16=True), DEFAULTS: trl, BEST: partial(trl, **PACKED),
-        f"{BEST}, one row": partial(trl, **ONE_ROW),
-    },
-    in_float32={
-        f"{OURS}, float32": ours, f"{DEFAULTS}, float32": partial(trl, bf16=False),
-        f"{BEST}, float32": partial(trl, **PACKED, bf16=False),
-        f"{BEST}, one row, float32": partial(trl, **ONE_ROW, bf16=False),
-    },
+    ours=ours,
     peer=trl,
     flags=FLAGS,
+    best=BEST_FLAGS,
     others={f"{OURS}, rows at once: {number}": partial(ours, rows_at_once=number, bf16=True) for number in (1, 2, 4, 8)},
     make_rows=make_rows,
     counted=("supervised tokens",),

@@ -34,7 +34,7 @@ from flag_search import Flags, best_flags, named, settings_of
 BEGAN = time.perf_counter()
 END, PAD, FIRST_WORD = 0, 1, 2
 OURS, DEFAULTS, BEST = "ours", "TRL, its defaults", "TRL, best flags"
-ITS_FLOOR = ", its floor"  # after a side's name: what floor.py replays of it
+ITS_FLOOR, IN_FLOAT32 = ", its floor", ", float32"  # after a side's name; the first is what floor.py replays of it
 
 
 @dataclass(frozen=True)
@@ -166,26 +166,41 @@ MakeRows = Callable[[Shape, float, int, np.random.Generator], dict[str, list[Any
 
 @dataclass(frozen=True)
 class Comparison:
-    """A script's part: its sides by name, TRL's trainer and its flags, how rows are made, and which columns matter."""
+    """A script's part: our side, TRL's with its flags, how rows are made, and which columns matter."""
 
     script: str
-    sides: dict[str, Side]
-    in_float32: dict[str, Side]
+    ours: Side
     peer: Side
     flags: Flags
+    best: dict[str, str]  # flags to take, by device
     make_rows: MakeRows
     counted: tuple[str, ...]  # what is shown per second; the first one is compared
     default_examples: dict[str, int]  # rows, by device
     default_batch: dict[str, int]  # of them in a step, by device
+    ours_too: dict[str, Side] = field(default_factory=dict)  # shown below ours
     others: dict[str, Side] = field(default_factory=dict)  # that are run where --sides names them
     teacher_of: Callable[[Shape], Shape] | None = None  # of a distillation
 
-    def side(self, name: str) -> Side:
-        """One by its name; `TRL, a + b` is TRL with two of the flags."""
-        named_ones = {**self.sides, **self.in_float32, **self.others}
-        if name in named_ones:
-            return named_ones[name]
-        return partial(self.peer, **settings_of(name.removeprefix("TRL, "), self.flags))
+    def usual(self, device: str, float32: bool) -> list[str]:
+        """The sides of a table, in its order."""
+        names = [OURS, *([OURS + ITS_FLOOR] if device == "cpu" else []), *self.ours_too, DEFAULTS, BEST]
+        return [f"{name}{IN_FLOAT32}" for name in names] if float32 else names
+
+    def side(self, name: str, device: str) -> Side:
+        """One by its name: `TRL, a + b` is TRL with two of the flags, `SIDE, float32` one in float32."""
+        if name in self.others:
+            return self.others[name]
+        plain = name.removesuffix(IN_FLOAT32)
+        precision = {"bf16": False} if plain != name else {}
+        if plain in (own := {OURS: self.ours, **self.ours_too}):
+            return partial(own[plain], **{"bf16": True, **precision})
+        if plain in (DEFAULTS, "TRL"):
+            return partial(self.peer, **precision)
+        flags = self.best[device] if plain == BEST else plain.removeprefix("TRL, ")
+        if not set(flags.split(" + ")) <= self.flags.keys():
+            known = ", ".join([*self.usual(device, False), *self.others, *(f"TRL, {each}" for each in self.flags)])
+            sys.exit(f"--sides {name!r}: is none of {known}")
+        return partial(self.peer, **settings_of(flags, self.flags), **precision)
 
 
 def random_lengths(shape: Shape, count: int, random_numbers: np.random.Generator) -> np.ndarray:
@@ -211,14 +226,13 @@ def first_step_callback(watch: Stopwatch) -> Any:
 
 def compare(comparison: Comparison, description: str | None) -> None:
     """The command line of a benchmark."""
-    alone = [f"TRL, {name}" for name in comparison.flags]
-    everything = [*comparison.sides, *comparison.in_float32, *alone, *comparison.others]
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="runs of each side; medians are shown")
     parser.add_argument("--examples", type=int, help="rows to train on, once")
     parser.add_argument("--batch", type=int, help="examples in a step")
     parser.add_argument("--only", metavar="SHAPE:RATIO", help="one cell, such as head-heavy:1:1")
-    sides_help = f"{', '.join(everything)}; or two flags: TRL, a + b; or SIDE{ITS_FLOOR}"
+    named_ones = ", ".join([*comparison.usual("cpu", False), *comparison.others])
+    sides_help = f"{named_ones}; two flags, as in `TRL, a + b`; SIDE{ITS_FLOOR}; SIDE{IN_FLOAT32}"
     parser.add_argument("--sides", nargs="+", metavar="SIDE", help=sides_help)
     parser.add_argument("--flags", action="store_true", help="TRL's defaults, and next to them each of its flags alone")
     parser.add_argument("--search", action="store_true", help="finds TRL's best flags, one after the other")
@@ -233,12 +247,10 @@ def compare(comparison: Comparison, description: str | None) -> None:
     if settings.folder:
         _run_one(comparison, settings.sides[0], settings)
         return
-    for name in [side.removesuffix(ITS_FLOOR) for side in settings.sides or []]:
-        if name not in everything and not set(name.removeprefix("TRL, ").split(" + ")) <= comparison.flags.keys():
-            parser.error(f"--sides {name!r}: is none of {', '.join(everything)}")
-    own, *peers = comparison.in_float32 if settings.float32 else comparison.sides
-    usual = [own, *([own + ITS_FLOOR] if settings.device == "cpu" else []), *peers]
-    names = settings.sides or ([DEFAULTS, *alone] if settings.flags else usual)
+    alone = [DEFAULTS, *(f"TRL, {name}" for name in comparison.flags)]
+    names = settings.sides or (alone if settings.flags else comparison.usual(settings.device, settings.float32))
+    for name in names:
+        comparison.side(_with_floor(name)[0], settings.device)
     cells = [f"{shape}:{ratio}" for shape in SHAPES_OF[settings.device] for ratio in PROMPT_SHARES]
     for cell in [settings.only] if settings.only else cells:
         results = _search(comparison, cell, settings) if settings.search else _measure(comparison, cell, names, settings)
@@ -341,12 +353,18 @@ def _in_a_process(script: str, cell: str, name: str, folder: Path, settings: Any
     return {}
 
 
+def _with_floor(name: str) -> tuple[str, bool]:
+    """The side's name alone, and whether its floor is meant."""
+    return name.replace(ITS_FLOOR, ""), ITS_FLOOR in name
+
+
 def _run_one(comparison: Comparison, name: str, settings: Any) -> None:
     """One run; what it took goes out as the last line."""
     watch = Stopwatch(settings.device, settings.threads, UNTIMED_STEPS[settings.device])
     task = Task(settings.folder, _cell(settings.only)[0], settings.device, settings.batch, watch)
-    side = comparison.side(name.removesuffix(ITS_FLOOR))
-    if name.endswith(ITS_FLOOR):
+    plain, its_floor = _with_floor(name)
+    side = comparison.side(plain, settings.device)
+    if its_floor:
         from floor import Recorder
 
         recorder = watch.recorder = Recorder()

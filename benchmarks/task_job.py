@@ -14,6 +14,7 @@ MAX_LENGTHS = {
     "token_classification": 128, "question_answering": 384, "seq2seq": 256, "masked_lm": 256, "embedding": 128, "reranker": 128,
     "multiple_choice": 128, "classification": 128, "classification_of_documents": 512,
 }  # fmt: skip
+ROWS_A_STEP = {"masked_lm": 22}  # texts of which a batch of packed rows is made; of all others as many as the batch
 CHECKED_ROWS = 8
 
 
@@ -45,11 +46,12 @@ class Job:
     doc_stride: int = 128
     max_target_length: int = 64
     mlm_probability: float = 0.15
+    texts: int | None = None  # in a step, where they are not cut into blocks
 
     @property
     def batch(self) -> int:
         """Examples in a step. A check has all its rows in one; Trainer has each window alone, as its loss counts padding."""
-        return BATCHES[self.task] if not self.is_check else 1 if self.task == "question_answering" else 64
+        return self.texts or BATCHES[self.task] if not self.is_check else 1 if self.task == "question_answering" else 64
 
     @property
     def max_length(self) -> int:

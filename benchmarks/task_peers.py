@@ -6,9 +6,10 @@ run_classification.py, which pads to the longest of a batch here; embeddings hav
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from task_job import Job
+from task_job import ROWS_A_STEP, Job
 
 
 def token_classification(job: Job, **flags: Any) -> None:
@@ -81,6 +82,8 @@ def masked_lm(job: Job, *, line_by_line: bool = False, **flags: Any) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     model = AutoModelForMaskedLM.from_pretrained(job.model, **_of_model(flags))
+    if line_by_line:
+        job = replace(job, texts=ROWS_A_STEP["masked_lm"])  # as many tokens as the blocks have
 
     def tokenized(rows: dict[str, list[Any]]) -> dict[str, Any]:
         if line_by_line or job.is_check:

@@ -29,7 +29,7 @@ from typing import Any
 
 from flag_search import Flags, best_flags, named, settings_of
 from side_by_side import ITS_FLOOR, OURS
-from task_job import BATCHES, CHECKED_ROWS, MAX_LENGTHS, Job, StepWatch
+from task_job import BATCHES, CHECKED_ROWS, MAX_LENGTHS, ROWS_A_STEP, Job, StepWatch
 from task_peers import PEERS
 from task_rows import write_inputs
 
@@ -39,7 +39,6 @@ STEPS = {
     "token_classification": 12, "question_answering": 8, "seq2seq": 6, "masked_lm": 6, "embedding": 4, "reranker": 4,
     "multiple_choice": 6, "classification": 12, "classification_of_documents": 6,
 }  # fmt: skip
-ROWS_A_STEP = {"masked_lm": 22}  # texts of which a batch of packed rows is made; of all others as many as the batch
 OUR_SETTINGS: dict[str, dict[str, Any]] = {
     "question_answering": {"doc_stride": Job.doc_stride},
     "seq2seq": {"max_target_length": Job.max_target_length},
@@ -72,10 +71,10 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "classification_of_documents": {"lengths grouped": BY_LENGTH, **ACCUMULATED},
 }
 GROUPED_IN_FOURS = "lengths grouped + four examples at a time"
-HELPFUL = {  # as --search found them, but for masked_lm, embedding, reranker and documents, where it was not run
+HELPFUL = {  # as --search found them
     "token_classification": f"{GROUPED_IN_FOURS} + eager attention",
     "question_answering": "padded to the longest + one example at a time + lengths grouped",
-    "seq2seq": GROUPED_IN_FOURS, "masked_lm": None, "embedding": "mini-batches of 16", "reranker": "mini-batches of 4",
+    "seq2seq": GROUPED_IN_FOURS, "masked_lm": None, "embedding": "mini-batches of 8 + eager attention", "reranker": "mini-batches of 4",
     "multiple_choice": "one example at a time + eager attention", "classification": f"{GROUPED_IN_FOURS} + eager attention",
     "classification_of_documents": "lengths grouped",
 }  # fmt: skip
