@@ -74,7 +74,8 @@ GROUPED_IN_FOURS = "lengths grouped + four examples at a time"
 HELPFUL = {  # as --search found them
     "token_classification": f"{GROUPED_IN_FOURS} + eager attention",
     "question_answering": "padded to the longest + one example at a time + lengths grouped",
-    "seq2seq": GROUPED_IN_FOURS, "masked_lm": None, "embedding": "mini-batches of 8 + eager attention", "reranker": "mini-batches of 4",
+    "seq2seq": GROUPED_IN_FOURS, "masked_lm": None, "embedding": "mini-batches of 8 + eager attention",
+    "reranker": "mini-batches of 4",
     "multiple_choice": "one example at a time + eager attention", "classification": f"{GROUPED_IN_FOURS} + eager attention",
     "classification_of_documents": "lengths grouped",
 }  # fmt: skip
