@@ -1,5 +1,6 @@
 """Plain data parallelism: its norm, and models that it can't train."""
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,3 +59,30 @@ def test_a_model_that_is_not_prepared_is_not_trained_by_several_ranks(last: bool
     for accelerator in (alone, ranks):
         with accumulating(accelerator, made, last):  # type: ignore[arg-type]
             pass
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_a_large_embedding_are_added_to_its_gradient(tied: bool) -> None:
+    """Next to torch's own accumulation, with tokens that come twice, padding, and a head on the same weights.
+
+    Fails when: rows are not added but put there; `sparse` stays on (the first micro-batch of the next step).
+    """
+    gradients = []
+    for by_rows in (False, True):
+        torch.manual_seed(0)
+        table = nn.Embedding(1000, 1001, padding_idx=0, dtype=torch.float64)
+        seen = []
+        table.register_forward_pre_hook(lambda module, _, seen=seen: seen.append(module.sparse))
+        for step in range(2):
+            table.weight.grad = None
+            for tokens in (7, 3, 5):
+                context = accumulating(SimpleNamespace(num_processes=1), table, last=False)  # type: ignore[arg-type]
+                with context if by_rows else contextlib.nullcontext():
+                    rows = table(torch.tensor([0, 1, 1, *range(2, tokens + step)]))
+                    head = rows[:4].detach() @ table.weight.t() if tied else rows
+                    (rows.square().sum() + head.square().sum()).backward()
+        assert seen == (2 * [False, True, True] if by_rows else 6 * [False])
+        assert table.weight.grad is not None
+        assert not table.weight.grad.is_sparse
+        gradients.append(table.weight.grad)
+    assert torch.allclose(*gradients, rtol=1e-14, atol=1e-12)

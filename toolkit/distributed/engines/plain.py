@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from toolkit.distributed.compat import is_compiled_whole
 from toolkit.distributed.engines.engine import Engine
 from toolkit.system.devices import chosen_type
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.optim import Optimizer
 
+_LARGE_TABLE = 1_000_000  # numbers
 _OF_PREPARED = ("no_sync", "set_requires_gradient_sync")  # of DDP's wrapper, and of a model that FSDP2 shards
 
 
@@ -24,12 +27,38 @@ def backward(accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, las
 
 
 def accumulating(accelerator: Accelerator, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
-    if accelerator.num_processes > 1 and not any(hasattr(model, name) for name in _OF_PREPARED):
+    if any(hasattr(model, name) for name in _OF_PREPARED):
+        return contextlib.nullcontext() if last else accelerator.no_sync(model)
+    if accelerator.num_processes > 1:
         raise ValueError(
             f"{type(model).__name__}: the model is not prepared for {accelerator.num_processes} ranks, so each would train one "
             "of its own. Before the first step: model, optimizer = accelerator.prepare(model, optimizer)"
         )
-    return contextlib.nullcontext() if last else accelerator.no_sync(model)
+    return _adding_rows(model)
+
+
+@contextlib.contextmanager
+def _adding_rows(model: nn.Module) -> Iterator[None]:
+    """Gradients of large embeddings on a CPU are added to what is there row by row, for the tokens that were read.
+
+    Else torch fills a table of zeros for each micro-batch and adds that: 25 to 50 ms, where 1,500 tokens of 32,768 are read,
+    384 wide, in place of half of one.
+    """
+    embeddings = [] if is_compiled_whole(model) else [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    tables = [each for each in embeddings if _takes_rows(each)]
+    for table in tables:
+        table.sparse = True
+    try:
+        yield
+    finally:
+        for table in tables:
+            table.sparse = False
+
+
+def _takes_rows(table: nn.Embedding) -> bool:
+    gradient = table.weight.grad
+    is_large = gradient is not None and gradient.numel() >= _LARGE_TABLE and chosen_type(gradient.device) == "cpu"
+    return is_large and not (table.sparse or table.scale_grad_by_freq)
 
 
 def clip_and_update(
