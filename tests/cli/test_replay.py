@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -84,7 +85,7 @@ def test_a_replay_has_the_same_weights_bit_for_bit(run: Path) -> None:
     """Two processes, dropout on. Fails when: the layout, the threads or a setting of the run is not taken over."""
     done = toolkit(run.parent, "replay", "run")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "identical: the weights and the logged losses" in done.stdout
+    assert re.search(r"^identical: .*weights.*losses", done.stdout, re.MULTILINE)
     one, other = (load_file(path / "model/adapter_model.safetensors") for path in (run, run.parent / "run-replay"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -124,7 +125,8 @@ def test_other_weights_are_named_and_end_with_1(run: Path, tmp_path: Path, monke
     assert code == 1
     assert "first loss that differs: step 1: " in said
     code, said = compared("seldom", 0.0, (2,), 1.0)  # which would be the mean over the steps 1 and 2
-    assert (code, said.partition(" of /")[0]) == (0, "identical: the weights and the logged losses (0 of 3: those logged of the same steps in both)")
+    assert code == 0
+    assert re.match(r"identical: .*losses \(0 of 3\b", said)
 
 
 def _edited(run: Path, folder: Path, **changes: Any) -> Path:
@@ -199,7 +201,7 @@ def test_other_training_data_are_refused_before_the_first_step(run: Path, tmp_pa
     other = _edited(run, tmp_path / "other", data=card["data"] | {"fingerprint": "another"})
     done = toolkit(tmp_path, "replay", str(other))
     assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.count("the training data are not those of the run that is replayed") == 1
+    assert done.stderr.count("training data are not those") == 1
     assert "Traceback" not in done.stderr
     assert "step " not in done.stdout
     assert not (tmp_path / "other-replay").exists()
@@ -316,7 +318,8 @@ def test_ctrl_c_ends_a_replay_with_130_and_no_traceback(run: Path, tmp_path: Pat
         process.kill()
     assert process.returncode == 130, said
     assert "Traceback" not in said
-    assert said.count("the replay was interrupted, and nothing was compared") == 1
+    assert said.count("the replay was interrupted") == 1
+    assert "identical" not in said
 
 
 def test_a_run_whose_models_files_are_others_now_is_not_replayed(run: Path, tmp_path: Path) -> None:
@@ -332,7 +335,7 @@ def test_a_run_whose_models_files_are_others_now_is_not_replayed(run: Path, tmp_
     recipe = str(run.parent / "mine.py")
     check_inputs(recipe, card)
     (base / "model.safetensors").write_bytes(b"Weights")
-    with pytest.raises(tk.Refusal, match=f"{base}: the model's files have changed since that run"):
+    with pytest.raises(tk.Refusal, match=f"^{base}: .*files.*changed"):
         check_inputs(recipe, card)
 
 

@@ -61,9 +61,9 @@ def test_completions_are_scored_again(run: Path, monkeypatch: pytest.MonkeyPatch
     """By the answers of their rows. Fails when: the rewards of the ledger are shown."""
     monkeypatch.setattr("toolkit.models.tokenizer.load_tokenizer", lambda config: None)
     lines = said(run, "--reward-funcs", "exact_match", "--step", 1, "--best", 2)
-    assert [line for line in lines if line.startswith("step")] == [
-        "step 1, made.jsonl:1, completion 1: reward 1, without an end", "step 1, made.jsonl:2, completion 1: reward 1, without an end"
-    ]  # fmt: skip
+    assert [line.split(", ") for line in lines if line.startswith("step")] == [
+        ["step 1", f"made.jsonl:{row}", "completion 1: reward 1", "without an end"] for row in (1, 2)
+    ]
 
 
 def test_a_conversation_is_shown_turn_by_turn(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_file_for_more_gpus_than_there_are_ends_with_2_and_one_message(tmp_pat
     file.write_text("distributed_type: MULTI_GPU\nnum_processes: 1000\n")
     ran = train(tmp_path, SHOWS_ITS_RANK, "--accelerate-config", "mine.yaml")
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("refused: mine.yaml: 1000 processes on this machine")
+    assert ran.stderr.startswith("refused: mine.yaml: 1000 processes ")
     assert len(ran.stderr.splitlines()) == 1
 
 
