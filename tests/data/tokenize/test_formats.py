@@ -211,7 +211,7 @@ def test_alpacas_columns_are_a_prompt_and_its_completion(tokenizer, has_template
     (sample,) = sample_prompts(DatasetDict(validation=Dataset.from_list(rows[:1])), tokenizer, SampleConfig())
     assert tokenizer.decode(found[0]["input_ids"]).startswith(sample["prompt"])
     assert sample["reference"] == "3"
-    with pytest.raises(Refusal, match=r"row 1 of the train split: output"):
+    with pytest.raises(Refusal, match=r"row 1 .*train.*: output"):
         tokenize_for_sft(DatasetDict(train=Dataset.from_list([rows[0], {**rows[1], "output": ""}])), tokenizer, DataConfig())
     whole = tokenize_for_sft(DatasetDict(train=Dataset.from_list(rows)), tokenizer, DataConfig(completion_only_loss=False))["train"]
     assert "labels" not in whole.column_names
@@ -472,7 +472,7 @@ def test_labels_that_do_not_fit_are_refused_with_the_row(encoder_tokenizer, case
 def test_labels_out_of_range_or_unknown_to_train_are_refused_with_the_row(encoder_tokenizer):
     """Fails when an unknown class gets a new number, or -1 counts from the end."""
     splits = splits_of(labeled(["pos", "neg"]), validation=labeled(["pos", "posi"]))
-    with pytest.raises(Refusal, match=r"r:1: the label 'posi' .*: neg, pos.*'pos'"):
+    with pytest.raises(Refusal, match=r"r:1: .*'posi' .*: neg, pos.*'pos'"):
         tokenize_for_classification(splits, encoder_tokenizer, ClassifyConfig())
     features = Features({"text": Value("string"), "label": ClassLabel(names=["a", "b"]), "origin": Value("string")})
     splits = DatasetDict(train=Dataset.from_list(labeled([0, 1, -1]), features=features))

@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import re
 import textwrap
 from types import SimpleNamespace
 
@@ -364,9 +365,8 @@ def test_a_list_makes_the_pairs_that_are_asked_for_those_furthest_apart_first(to
             assert [made["margin"] for made in mine] == leads
     assert prepared.report.splits[0].remarks == {"ties": 1} | ({"capped": capped} if capped else {})
     assert (capped > 0) is (most < 5)
-    by = "scores (the highest" if source == "scores" else "ranks (the lowest"
-    words = {"best_others": "the best with each worse one", "all": "each with each worse one"}[which]
-    assert prepared.report.layout.startswith(f"pairs of text: of each row's responses {words} by {by} is the best)")
+    best, words = {"scores": "highest", "ranks": "lowest"}[source], {"best_others": "the best with each", "all": "each with each"}[which]
+    assert re.match(rf"pairs of text: .*responses {words} .*{source} \(the {best}", prepared.report.layout)
 
 
 def test_more_pairs_of_rows_that_are_pairs_are_refused(tokenizer):
@@ -480,7 +480,7 @@ def test_overlong_pairs_are_dropped_or_refused_by_row_when_asked(tokenizer):
     assert [parts_of(row) for row in found] == [parts for parts, length in zip(whole, lengths, strict=True) if length <= most]
     assert len(tokenized(rows, tokenizer, max_length=max(lengths), overlong="refuse")) == len(rows)
     worst = lengths.index(max(lengths))
-    with pytest.raises(Refusal, match=rf"train.jsonl:{worst + 1}: {max(lengths)} tokens in the prompt with its longer answer"):
+    with pytest.raises(Refusal, match=rf"train\.jsonl:{worst + 1}: {max(lengths)} tokens .*longer answer"):
         tokenized(rows, tokenizer, max_length=max(lengths) - 1, overlong="refuse")
 
 
@@ -567,7 +567,7 @@ def test_a_bos_that_is_doubled_or_stands_within_is_refused_by_row(tokenizer):
     tokenizer = with_bos(tokenizer)
     with pytest.raises(Refusal, match=r"train.jsonl:2: .*BOS \(token \d+\) twice"):
         prepare("preference", splits_of([GOOD, {**GOOD, "prompt": "<s><s>Is it?\n"}]), tokenizer, DataConfig())
-    with pytest.raises(Refusal, match=r"train.jsonl:2: rejected begins with BOS"):
+    with pytest.raises(Refusal, match=r"train\.jsonl:2: rejected .*BOS"):
         prepare("preference", splits_of([GOOD, {**GOOD, "rejected": "<s>No."}]), tokenizer, DataConfig())
 
 
@@ -595,16 +595,13 @@ def test_the_preflight_names_the_parts_of_its_example_and_what_is_peculiar(token
         "  chosen\n  | Yes.<|im_end|>\n"
         "  rejected\n  | No.<|im_end|>\n  | <|im_start|>user\n  | Sure?<|im_end|>\n  | <|im_start|>assistant\n  | Yes.<|im_end|>\n"
     )
-    assert "train: 1 pair has turns of others" in shown
+    assert "train: 1 pair has turns" in shown
     assert "train: 1 pair has a chosen answer" in shown
     assert "median, 95 % and longest" in shown
-    for key, by in (("rating", "scores in them (the highest"), ("rank", "ranks in them (the lowest")):
+    for key, by in (("rating", r"scores .*\(the highest"), ("rank", r"ranks .*\(the lowest")):
         rows = [{"prompt": "Is it?\n", "answers": [{"text": "Yes.", key: 1}, {"text": "No.", key: 2}]}]
         layout = prepare("preference", splits_of(rows), tokenizer, DataConfig()).report.layout
-        assert (
-            layout
-            == f"pairs of text: of each row's answers the best and the worst by the {by} is the best); both answers supervised"
-        )
+        assert re.match(f"pairs of text: .*answers .*best .*worst .*{by}", layout)
 
 
 def test_counts_and_rows_are_the_same_from_the_cache(tokenizer):

@@ -125,7 +125,7 @@ def test_a_row_of_one_document_is_refused_by_its_own_line_after_it_was_gathered(
     """Fails when: a gathered list has the origin of its first row alone."""
     rows = [{"query": "a", "document": f"d{i}", "label": label} for i, label in enumerate((1, 0, 0.5, 2))]
     config = Config(dataset=written(tmp_path, rows), ranking_loss="bce")
-    with pytest.raises(Refusal, match=r"judged\.jsonl:4: the label 2 of document 4"):
+    with pytest.raises(Refusal, match=r"judged\.jsonl:4: .*label 2 .*document 4"):
         tk.tokenize_for_ranking(tk.load_splits(config), encoder, config)
 
 

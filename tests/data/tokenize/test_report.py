@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import re
 import textwrap
 from dataclasses import field, make_dataclass
 
@@ -113,7 +114,7 @@ def test_the_example_shows_what_is_supervised(tokenizer):
     indented = "\n".join("  | " + line for line in shown.split("\n"))
     assert printed(preflight).endswith(indented.format("[[", "]]") + "\n")
     assert printed(preflight, Terminal()).endswith(indented.format("\x1b[4;32m", "\x1b[0m") + "\n")
-    assert "Example train.jsonl:1, supervised text between [[ and ]]:" in printed(preflight)
+    assert re.search(r"Example train\.jsonl:1, .*\[\[ .*\]\]:\n", printed(preflight))
 
 
 def test_pieces_of_an_example_join_to_its_text_and_carry_its_marks(tokenizer):
@@ -163,7 +164,7 @@ def test_the_first_rows_of_a_stream_are_counted_and_all_are_checked_as_they_come
     assert prepared.report.splits[0].examples == prepared.report.first_rows == 256
     assert "the first 256 rows of a stream" in printed(prepared.report)
     assert tokenizer.decode(next(iter(prepared["train"]))["input_ids"]) == "text number 0<|endoftext|>"
-    with pytest.raises(Refusal, match="row 600 of the train split: text"):
+    with pytest.raises(Refusal, match=r"row 600 .*train.*: text"):
         list(prepared["train"])
 
 
@@ -263,7 +264,7 @@ def test_rows_without_an_origin_are_named_by_number_and_split(tokenizer):
     """Fails when the number restarts with each batch."""
     rows = [{"text": "a"}] * 700 + [{"text": ""}]
     splits = DatasetDict(train=Dataset.from_list([{"text": "a"}]), validation=Dataset.from_list(rows))
-    with pytest.raises(Refusal, match="row 700 of the validation split: text"):
+    with pytest.raises(Refusal, match=r"row 700 .*validation.*: text"):
         prepare("lm", splits, tokenizer, DataConfig())
 
 
@@ -303,7 +304,7 @@ def test_a_count_of_one_is_told_in_the_singular(tokenizer, count, said):
     """Fails when: `_counted` takes the plural always."""
     train = [{"prompt": f"{number} b", "completion": "c"} for number in range(30)]
     shown = printed(prepare("sft", splits_of(train, validation=train[:count]), tokenizer, DataConfig()).report)
-    assert f"validation: {said} to tell one model from another" in shown
+    assert f"validation: {said}" in shown
     assert f"validation: {'1 is' if count == 1 else '2 are'} in train too" in shown
 
 
@@ -318,8 +319,8 @@ def test_a_few_long_documents_are_many_rows(tokenizer):
     """19 documents of 40 tokens, cut into rows of 16 or truncated to one. Fails when: documents are counted alone, or tokens that are cut off."""
     rows = [{"text": " ".join(f"word{number}{place}" for place in range(20))} for number in range(19)]
     wrapped = DataConfig(max_length=16, packing=True, packing_strategy="wrapped")
-    assert "too few to tell" not in printed(prepare("lm", splits_of(rows, validation=rows), tokenizer, wrapped).report)
-    assert "19 rows are too few to tell" in printed(prepare("lm", splits_of(rows, validation=rows), tokenizer, DataConfig(max_length=16)).report)
+    assert "too few" not in printed(prepare("lm", splits_of(rows, validation=rows), tokenizer, wrapped).report)
+    assert "19 rows are too few" in printed(prepare("lm", splits_of(rows, validation=rows), tokenizer, DataConfig(max_length=16)).report)
 
 
 def test_what_may_surprise_is_noted(tokenizer):
@@ -328,12 +329,12 @@ def test_what_may_surprise_is_noted(tokenizer):
     own.model_max_length = 32
     notes = prepare("sft", splits_of([{**GOOD_PAIR, "id": 3, "source": "x"}]), own, DataConfig(max_length=64)).report.notes
     assert "columns not read: id, source" in notes
-    assert any("--max-length 64 is above the limit of 32" in note for note in notes)
+    assert any(re.search(r"--max-length 64 .*\b32\b", note) for note in notes)
 
 
 def test_an_empty_training_split_is_refused(tokenizer):
     """Fails when it is left out like an empty evaluation split."""
     splits = splits_of([GOOD_PAIR], validation=[GOOD_PAIR])
     splits["train"] = splits["train"].select([])
-    with pytest.raises(Refusal, match="The train split has no rows"):
+    with pytest.raises(Refusal, match="train split has no rows"):
         prepare("sft", splits, tokenizer, DataConfig())

@@ -296,7 +296,7 @@ def test_columns_that_hold_no_tags_at_all_are_refused(rows: list[dict[str, Any]]
 
 def test_a_tag_that_training_does_not_have_is_refused_in_the_validation_split() -> None:
     """Fails when: the tags of all splits are put together."""
-    with pytest.raises(Refusal, match=r"a.conll:1: word 1, 'x': the label 'B-NEW'"):
+    with pytest.raises(Refusal, match=r"a\.conll:1: word 1, 'x': .*'B-NEW'"):
         tokenize_for_token_classification(DatasetDict(train=rows(), validation=rows([(["x"], ["B-NEW"])])), wordpiece(), Config())
 
 

@@ -78,7 +78,7 @@ def test_a_call_is_supervised_through_every_template_or_its_row_is_refused(make_
     tokenizer = make_tokenizer((TRL_TEMPLATES / f"{name}.jinja").read_text() if name else CHATML)
     row = {"messages": called(), "tools": SCHEMA}
     if name.removesuffix("_training") in WITHOUT_TOOLS:
-        with pytest.raises(Refusal, match=r"^chats.jsonl:2: the chat template (does not write .* \(--chat-template|can't render)"):
+        with pytest.raises(Refusal, match=r"^chats\.jsonl:2: .*chat template .*(--chat-template|can't render)"):
             tokenized(tokenizer, [{"messages": called()[-2:], "tools": None}, row])
         return
     whole, supervised = written(tokenizer, tokenized(tokenizer, [row])[0])
@@ -245,7 +245,7 @@ def test_a_content_in_parts_is_its_text_and_other_parts_are_refused_by_row() -> 
     assert [message["content"] for message in read_messages(chat, "messages", "a.jsonl:1")] == ["How much?", "4."]
     wrong = {"of type 'image_url'": {"type": "image_url", "image_url": {"url": "x"}}, "the number 5": 5, "of type 'text'": {"type": "text"}}
     for said, part in wrong.items():
-        with pytest.raises(Refusal, match=f"a.jsonl:1: message 1 of messages: content has a part {said}"):
+        with pytest.raises(Refusal, match=f"a.jsonl:1: message 1 of messages: content .*{said}"):
             read_messages([{"role": "user", "content": [*parts, part]}, chat[1]], "messages", "a.jsonl:1")
-    with pytest.raises(Refusal, match="an assistant turn with nothing in it"):
+    with pytest.raises(Refusal, match=r"a\.jsonl:1: message 2 .*assistant.*nothing"):
         read_messages([chat[0], {"role": "assistant", "content": [{"type": "text", "text": " "}]}], "messages", "a.jsonl:1")
