@@ -170,13 +170,13 @@ def test_what_cannot_be_replayed_is_refused_before_anything_is_trained(run: Path
     (_edited(run, tmp_path / "again").with_name("again-replay") / "checkpoints").mkdir(parents=True)
     (_edited(run, tmp_path / "onfile").with_name("onfile-replay")).write_text("")
     cases = {
-        "edited": "is not the recipe of that run", "going": "Continue it with --resume", "killed": "the run has not ended",
-        "other": "max_steps was 2 and is 3: allowed by --allow-change, and 1 more). It can't be replayed",
+        "edited": "is not the recipe", "going": "Continue it with --resume", "killed": "the run has not ended",
+        "other": "--allow-change, and 1 more)",
         "empty": "run.json: is missing", "absent": "there is no such directory",
         "longer": "adapter_model.safetensors: is damaged", "cut": "adapter_model.safetensors: is damaged",
         "nothing": "adapter_model.safetensors: is damaged", "bare": "bare/model: *.safetensors is missing",
         "shard": "shard/model: model-2-of-2.safetensors is missing", "onfile": "onfile-replay: is a file",
-        "again": "again-replay: a run is already there. Remove it, or name another directory for the new one: --into DIR",
+        "again": "again-replay: a run is already there",
     }  # fmt: skip
     for folder, words in cases.items():
         said = _replayed(tmp_path / folder, monkeypatch)
@@ -232,7 +232,7 @@ def test_a_run_of_one_plain_process_is_replayed_from_elsewhere_and_changes_are_s
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    words = ("the toolkit's code has changed since that run: it was 0.1.0 (sha256 000000000000, commit abc-dirty) and is", "step 1/3", "identical")
+    words = ("0.1.0 (sha256 000000000000, commit abc-dirty)", "step 1/3", "identical")
     assert -1 < done.stdout.find(words[0]) < done.stdout.find(words[1]) < done.stdout.find(words[2])
 
 

@@ -147,7 +147,7 @@ def test_what_cannot_be_meant_is_refused_with_code_2(words: list[str], said: str
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("train chats.jsonl", "chats.jsonl: is not a Python file. Did you mean `toolkit train sft --dataset chats.jsonl`?"),
+        ("train chats.jsonl", "Did you mean `toolkit train sft --dataset chats.jsonl`?"),
         ("train texts.csv --max-steps 3", "Did you mean `toolkit train sft --dataset texts.csv`?"),
         ("train qwen_dpo.yaml", "Did you mean `toolkit train dpo --config qwen_dpo.yaml`?"),
         ("train named.yml", "Did you mean `toolkit train kto --config named.yml`?"),
