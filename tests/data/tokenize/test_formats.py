@@ -449,13 +449,13 @@ def test_a_test_split_with_withheld_labels_is_left_out_and_said(encoder_tokenize
 
 REFUSED_LABELS = {
     "missing": (["a", "b", None], {}, r"r:2: the label is missing"),
-    "fraction": ([0.5, 1.5], {}, r"r:0: the label is the number 0.5.*--problem-type regression"),
-    "list": ([["a"], ["b"]], {}, r"r:0: the label is a list of 1.*multi_label"),
-    "text for a number": (["a", "b"], {"problem_type": "regression"}, r"r:0: the label is the text 'a'.*finite number"),
+    "fraction": ([0.5, 1.5], {}, r"r:0: .*number 0\.5.*--problem-type regression"),
+    "list": ([["a"], ["b"]], {}, r"r:0: .*list of 1.*multi_label"),
+    "text for a number": (["a", "b"], {"problem_type": "regression"}, r"r:0: .*'a'.*finite number"),
     "not a number": ([1.0, float("nan")], {"problem_type": "regression"}, r"r:1: .*finite number"),
     "class for several": (["a", "b"], {"problem_type": "multi_label"}, r"r:0: .*list of classes"),
-    "one class": (["a"], {}, r"All labels of the train split are 'a'"),
-    "too few weights": (["a", "b"], {"class_weights": [1.0]}, r"--class-weights gives 1 weights; there are 2 classes: a, b"),
+    "one class": (["a"], {}, r"All labels .*train .*'a'"),
+    "too few weights": (["a", "b"], {"class_weights": [1.0]}, r"--class-weights .*1 weights; .*2 classes: a, b"),
     "weights of numbers": ([0.5, 1.0], {"class_weights": [1.0], "problem_type": "regression"}, r"no effect"),
     "split": (["a", "b"], {"overlong": "split"}, r"--overlong split.*truncate, drop or refuse"),
 }
