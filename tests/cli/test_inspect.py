@@ -109,7 +109,7 @@ def test_every_row_that_fits_no_column_is_named(tmp_path: Path) -> None:
     rows = [{"text": f"a {number}", "tags": ["x"] if number not in (20, 25) else [1]} for number in range(40)]
     code, output = inspect(write(tmp_path / "inside.jsonl", rows), "--eval-fraction", "0")
     assert code == 1
-    assert [int(n) for n in re.findall(r"inside\.jsonl:(\d+): 'tags' ", output)] == [21, 26]
+    assert [int(n) for n in re.findall(r"inside\.jsonl:(\d+): 'tags' doesn't fit", output)] == [21, 26]
 
 
 def test_what_is_refused_is_what_training_refuses(tmp_path: Path) -> None:

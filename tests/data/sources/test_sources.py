@@ -216,7 +216,7 @@ BROKEN = {
     "odd.jsonl": (b'{"text": "a"}\n' * 16 + b'{"text": 7}\n', "data/odd.jsonl:17: 'text' .*number, .*string in 16"),
     "nested.jsonl": (b'{"text": ["a"]}\n' + b'{"text": "a"}\n' * 3, "data/nested.jsonl:1: 'text' .*list, .*string in 3"),
     "late.jsonl": (b'{"text": "a"}\n' * 5000 + b'{"text": {}}\n', "data/late.jsonl:5001: 'text' is an object"),
-    "inside.jsonl": (b'{"a": [{"b": 1}]}\n{"a": [{"b": "x"}]}\n', "data/inside.jsonl:2: 'a' "),
+    "inside.jsonl": (b'{"a": [{"b": 1}]}\n{"a": [{"b": "x"}]}\n', "data/inside.jsonl:2: 'a' doesn't fit"),
     "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "data/half.jsonl:2: .*ud800"),
     "huge.jsonl": (b'{"n": 1}\n{"n": 99999999999999999999}\n', "data/huge.jsonl:2: 'n' (holds|doesn't fit)"),
 }  # fmt: skip
