@@ -38,6 +38,6 @@ def test_a_test_that_writes_into_the_working_tree_fails_the_session(tmp_path: Pa
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert "2 passed" in done.stdout, done.stdout
     assert done.returncode == (0 if what == "nothing" else 1), done.stdout
-    assert ("the working tree was written to" in done.stdout) == (what != "nothing")
+    assert ("working tree was written" in done.stdout) == (what != "nothing")
     named = {"a new file": "folder/mlflow.db", "a new folder": "runs/", "nothing": ""}.get(what, "README.md")
     assert named in done.stdout

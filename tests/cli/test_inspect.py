@@ -105,11 +105,11 @@ def test_every_row_that_fits_no_column_is_named(tmp_path: Path) -> None:
         rows[number] = {"messages": "hello"}
     code, output = inspect(write(tmp_path / "mixed.jsonl", rows), "--eval-fraction", "0")
     assert code == 1
-    assert [int(n) for n in re.findall(r"mixed.jsonl:(\d+): 'messages' is a string, but a list in 37 rows", output)] == [5, 8, 31]
+    assert [int(n) for n in re.findall(r"mixed\.jsonl:(\d+): 'messages' .*string.* list .*\b37 rows", output)] == [5, 8, 31]
     rows = [{"text": f"a {number}", "tags": ["x"] if number not in (20, 25) else [1]} for number in range(40)]
     code, output = inspect(write(tmp_path / "inside.jsonl", rows), "--eval-fraction", "0")
     assert code == 1
-    assert [int(n) for n in re.findall(r"inside.jsonl:(\d+): 'tags' doesn't fit the rows before it", output)] == [21, 26]
+    assert [int(n) for n in re.findall(r"inside\.jsonl:(\d+): 'tags' doesn't fit", output)] == [21, 26]
 
 
 def test_what_is_refused_is_what_training_refuses(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_nothing_more_is_said_of_rows_that_were_all_refused(tmp_path: Path) -> N
     rows: list[dict[str, Any]] = [{"prompt": f"q {n}", "completion": f" a {n}", "label": n % 2} for n in range(40)]
     code, output = inspect(write(tmp_path / "kto.jsonl", rows), "--task", "unpaired", "--examples", "0")
     assert code == 1
-    assert re.search(r"label is the number [01], and must be true", output)
+    assert re.search(r"label .*\bnumber [01]\b.*\btrue\b", output)
     assert "1 problem, in 40 rows:" in output
     assert "in each row" not in output
     assert "too few" not in output
@@ -268,7 +268,7 @@ def test_nothing_more_is_said_of_rows_that_were_all_refused(tmp_path: Path) -> N
     rows = [{**row, "label": True} for row in rows]
     code, output = inspect(write(tmp_path / "kto.jsonl", rows), "--eval-fraction", "0", "--examples", "0")
     assert code == 1
-    assert "label is true in each row" in output
+    assert re.search(r"label .*\btrue in each row", output)
 
 
 def test_calls_of_tools_that_are_not_there_are_counted_and_named(tmp_path: Path) -> None:
@@ -298,8 +298,8 @@ def test_calls_of_tools_that_are_not_there_are_counted_and_named(tmp_path: Path)
     )
     code, output = inspect(path, "--eval-fraction", "0", "--examples", "0", "--chat-template", template)
     assert code == 0, output
-    assert f"train: WARNING: 2 chats call a function that is not among their tools: first at {path}:4" in output
-    assert f"train: WARNING: 1 chat has the result of a call that it does not hold (tool_call_id): {path}:10" in output
+    assert re.search(rf"train: WARNING: 2 chats .*function.*tools: .*{path}:4\b", output)
+    assert re.search(rf"train: WARNING: 1 chat .*tool_call_id.*{path}:10\b", output)
 
 
 def test_a_run_in_place_of_data_is_refused_with_what_to_type(tmp_path: Path) -> None:
@@ -309,7 +309,8 @@ def test_a_run_in_place_of_data_is_refused_with_what_to_type(tmp_path: Path) -> 
     (tmp_path / "run/run.json").write_text("{}")
     code, output = inspect(tmp_path / "run")
     assert code == 2
-    assert f"is a run, and inspect takes data. The data of that run: toolkit inspect --config {tmp_path}/run/config.yaml" in output
+    assert output.startswith(f"{tmp_path}/run: ")
+    assert f"toolkit inspect --config {tmp_path}/run/config.yaml" in output
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ def test_an_adapter_without_a_tokenizer_takes_its_bases(tmp_path: Path) -> None:
     assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
     for path in (tmp_path / "base").glob("tokenizer*"):
         path.unlink()
-    assert "has a tokenizer that can be loaded" in refusal_of(adapter, "--into", tmp_path / "again")
+    assert re.search(rf"^{adapter}: .*{tmp_path}/base .*tokenizer", refusal_of(adapter, "--into", tmp_path / "again"))
 
 
 def test_the_rows_compared_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,15 +293,11 @@ def test_a_damaged_adapter_is_refused(tmp_path: Path) -> None:
     good = load_file(path)
     name = sorted(good)[0]
     save_file({**good, name: good[name] * float("nan")}, path)
-    done = merge(adapter, "--into", tmp_path / "merged")
-    assert isinstance(done.exception, tk.Refusal)
-    assert f"{name} holds NaN" in str(done.exception)
+    assert f"{name} holds NaN" in refusal_of(adapter, "--into", tmp_path / "merged")
     save_file({**good, name: torch.full_like(good[name], 3e38)}, path)  # finite, but no product with it is
     done = merge(adapter, "--into", tmp_path / "merged")
     assert done.exit_code == 1
     assert "nan of the largest" in done.output
     save_file({**good, name: torch.ones(5, 5)}, path)
-    done = merge(adapter, "--into", tmp_path / "merged")
-    assert isinstance(done.exception, tk.Refusal)
-    assert "can't be put on its base" in str(done.exception)
+    assert re.search(rf"^{adapter}: .*{tmp_path}/base: ", refusal_of(adapter, "--into", tmp_path / "merged"))
     assert not (tmp_path / "merged").exists()

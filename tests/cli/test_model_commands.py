@@ -6,6 +6,7 @@ Each test names the one-line change under which it was seen to fail.
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -429,7 +430,7 @@ def test_the_rows_that_training_holds_out_can_be_asked_for(made: Path, tmp_path:
     assert evaluated(made / "run", "--dataset", path, "--split", "validation")["rows"] == held_out < 80
     (tmp_path / "config.yaml").write_text(f"dataset: {path}\nmodel: tiny-llama\nhidden_size: 32\nlearning_rate: 1\n")
     assert evaluated(made / "run", "--config", tmp_path / "config.yaml")["rows"] == held_out
-    with pytest.raises(Refusal, match=r"--split tset: .* has no such split"):
+    with pytest.raises(Refusal, match=r"--split tset: .*texts\.jsonl .*: train\."):
         evaluated(made / "run", "--dataset", path, "--split", "tset")
 
 
@@ -454,7 +455,7 @@ def test_a_run_is_evaluated_on_what_it_held_out_and_told_what_it_was_trained_on(
     (tmp_path / "others.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [*trained[:3], "one one", "two two"]))
     assert evaluated(run, "--dataset", tmp_path / "others.jsonl")["trained_on"] == 3
     said = toolkit("evaluate", run, "--dataset", tmp_path / "others.jsonl").stdout
-    assert "3 of these rows have a prompt or text that the run was trained on" in said
+    assert re.search(r"\b3 of these rows .*trained on", said)
     (run / "config.yaml").write_text(config + "eval_fraction: 0\n")
     found = evaluated(run)
     assert (found["rows"], found["trained_on"]) == (80, 80)

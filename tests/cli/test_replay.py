@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -84,7 +85,7 @@ def test_a_replay_has_the_same_weights_bit_for_bit(run: Path) -> None:
     """Two processes, dropout on. Fails when: the layout, the threads or a setting of the run is not taken over."""
     done = toolkit(run.parent, "replay", "run")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "identical: the weights and the logged losses" in done.stdout
+    assert re.search(r"^identical: .*weights.*losses", done.stdout, re.MULTILINE)
     one, other = (load_file(path / "model/adapter_model.safetensors") for path in (run, run.parent / "run-replay"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -124,7 +125,8 @@ def test_other_weights_are_named_and_end_with_1(run: Path, tmp_path: Path, monke
     assert code == 1
     assert "first loss that differs: step 1: " in said
     code, said = compared("seldom", 0.0, (2,), 1.0)  # which would be the mean over the steps 1 and 2
-    assert (code, said.partition(" of /")[0]) == (0, "identical: the weights and the logged losses (0 of 3: those logged of the same steps in both)")
+    assert code == 0
+    assert re.match(r"identical: .*losses \(0 of 3\b", said)
 
 
 def _edited(run: Path, folder: Path, **changes: Any) -> Path:
@@ -168,13 +170,13 @@ def test_what_cannot_be_replayed_is_refused_before_anything_is_trained(run: Path
     (_edited(run, tmp_path / "again").with_name("again-replay") / "checkpoints").mkdir(parents=True)
     (_edited(run, tmp_path / "onfile").with_name("onfile-replay")).write_text("")
     cases = {
-        "edited": "is not the recipe of that run", "going": "Continue it with --resume", "killed": "the run has not ended",
-        "other": "max_steps was 2 and is 3: allowed by --allow-change, and 1 more). It can't be replayed",
+        "edited": "is not the recipe", "going": "Continue it with --resume", "killed": "the run has not ended",
+        "other": "--allow-change, and 1 more)",
         "empty": "run.json: is missing", "absent": "there is no such directory",
         "longer": "adapter_model.safetensors: is damaged", "cut": "adapter_model.safetensors: is damaged",
         "nothing": "adapter_model.safetensors: is damaged", "bare": "bare/model: *.safetensors is missing",
         "shard": "shard/model: model-2-of-2.safetensors is missing", "onfile": "onfile-replay: is a file",
-        "again": "again-replay: a run is already there. Remove it, or name another directory for the new one: --into DIR",
+        "again": "again-replay: a run is already there",
     }  # fmt: skip
     for folder, words in cases.items():
         said = _replayed(tmp_path / folder, monkeypatch)
@@ -199,7 +201,7 @@ def test_other_training_data_are_refused_before_the_first_step(run: Path, tmp_pa
     other = _edited(run, tmp_path / "other", data=card["data"] | {"fingerprint": "another"})
     done = toolkit(tmp_path, "replay", str(other))
     assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.count("the training data are not those of the run that is replayed") == 1
+    assert done.stderr.count("training data are not those") == 1
     assert "Traceback" not in done.stderr
     assert "step " not in done.stdout
     assert not (tmp_path / "other-replay").exists()
@@ -230,7 +232,7 @@ def test_a_run_of_one_plain_process_is_replayed_from_elsewhere_and_changes_are_s
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    words = ("the toolkit's code has changed since that run: it was 0.1.0 (sha256 000000000000, commit abc-dirty) and is", "step 1/3", "identical")
+    words = ("0.1.0 (sha256 000000000000, commit abc-dirty)", "step 1/3", "identical")
     assert -1 < done.stdout.find(words[0]) < done.stdout.find(words[1]) < done.stdout.find(words[2])
 
 
@@ -316,7 +318,8 @@ def test_ctrl_c_ends_a_replay_with_130_and_no_traceback(run: Path, tmp_path: Pat
         process.kill()
     assert process.returncode == 130, said
     assert "Traceback" not in said
-    assert said.count("the replay was interrupted, and nothing was compared") == 1
+    assert said.count("the replay was interrupted") == 1
+    assert "identical" not in said
 
 
 def test_a_run_whose_models_files_are_others_now_is_not_replayed(run: Path, tmp_path: Path) -> None:
@@ -332,7 +335,7 @@ def test_a_run_whose_models_files_are_others_now_is_not_replayed(run: Path, tmp_
     recipe = str(run.parent / "mine.py")
     check_inputs(recipe, card)
     (base / "model.safetensors").write_bytes(b"Weights")
-    with pytest.raises(tk.Refusal, match=f"{base}: the model's files have changed since that run"):
+    with pytest.raises(tk.Refusal, match=f"^{base}: .*files.*changed"):
         check_inputs(recipe, card)
 
 

@@ -147,7 +147,7 @@ def test_what_cannot_be_meant_is_refused_with_code_2(words: list[str], said: str
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("train chats.jsonl", "chats.jsonl: is not a Python file. Did you mean `toolkit train sft --dataset chats.jsonl`?"),
+        ("train chats.jsonl", "Did you mean `toolkit train sft --dataset chats.jsonl`?"),
         ("train texts.csv --max-steps 3", "Did you mean `toolkit train sft --dataset texts.csv`?"),
         ("train qwen_dpo.yaml", "Did you mean `toolkit train dpo --config qwen_dpo.yaml`?"),
         ("train named.yml", "Did you mean `toolkit train kto --config named.yml`?"),
@@ -178,15 +178,15 @@ def test_a_mistyped_option_of_train_is_told_once_the_recipe_has_refused_it(recip
     """Fails when: nobody looks for it among the recipe's flags, or whether the recipe knew it doesn't matter."""
     ran = toolkit("train", "mine", word, "2", "--end", str(end), cwd=recipe.parents[1])
     assert ran.returncode == end
-    assert ran.stderr.splitlines()[1:] == ([f"{word.partition('=')[0]}: did you mean {meant}, an option of `toolkit train` itself?"] if meant else [])
+    told = [re.findall(r"--\w[\w-]+|`.*?`", line) for line in ran.stderr.splitlines()[1:]]
+    assert told == ([[word.partition("=")[0], meant, "`toolkit train`"]] if meant else [])
 
 
 def test_help_after_a_recipe_is_the_recipes_own_and_names_the_options_of_train() -> None:
     """Fails when: Typer takes --help wherever it is, or the last lines are left out."""
     shown = toolkit("train", "sft", "--help")
     assert shown.returncode == 0
-    assert "--processes, --accelerate-config, --nodes, --node-rank" in shown.stdout
-    assert "--learning-rate" in shown.stdout
+    assert {"--processes", "--accelerate-config", "--nodes", "--node-rank", "--learning-rate"} <= set(re.findall(r"--[\w-]+", shown.stdout))
     assert shown.stderr == ""
 
 
@@ -234,7 +234,8 @@ def test_damage_is_named_and_ends_with_1(saved: Path) -> None:
     assert in_process("checkpoints", saved)[0] == 0
     code, output = in_process("checkpoints", saved, "--verify")
     assert code == 1
-    assert [row[2] for row in rows(output)] == ["whole", "model.safetensors: contents changed (SHA-256 differs)", "whole"]
+    assert [row[2].partition(":")[0] for row in rows(output)] == ["whole", "model.safetensors", "whole"]
+    assert "SHA-256" in rows(output)[1][2]
     file.write_bytes(contents[:-1])
     code, output = in_process("checkpoints", saved)
     assert code == 1
@@ -262,7 +263,7 @@ def test_verify_resume_finds_the_first_step_and_the_tensor_of_a_recipe_that_forg
     assert start in (2, 4, 6)
     assert step == start + 2, output  # the weights were right, the first update after them was not
     assert [float(said[2]), float(said[3])] == [loss_at(step, None), loss_at(step, start)]
-    assert re.search(r"first tensor that differs: weight: largest difference \S+, 3 of 3 numbers", output)
+    assert re.search(r"tensor that differs: weight: .*\b3 of 3\b", output)
     kept = Path(re.search(r"kept in (\S+)", output)[1])
     assert (kept / "resumed/checkpoints/step-8").is_dir()
 
@@ -294,7 +295,7 @@ def test_verify_resume_finds_an_average_of_weights_that_no_checkpoint_holds(tmp_
     assert code == 1, output
     assert ": loss differs" not in output
     assert "first tensor that differs" not in output
-    assert re.search(r"model/: model.embed_tokens.weight: largest difference \S+, \d+ of \d+ numbers differ", output), output
+    assert re.search(r"model/: model\.embed_tokens\.weight: .*\b\d+ of \d+\b", output), output
     start = int(re.search(r"resumed from step (\d)", output)[1])
     found = re.search(r"distance differs first at step (\d+): \S+ uninterrupted, 0.0 resumed", output)  # the first behind the checkpoint
     assert found, output
@@ -330,9 +331,10 @@ def test_verify_resume_finds_a_recipe_identical_and_leaves_nothing_behind(tmp_pa
     assert code == 0, output
     assert "killed after step 5" in output
     compared = dict(line.strip().split(": ", 1) for line in output.partition("identical\n")[2].splitlines())
-    assert compared["step-8"] == "model and optimizer, bit for bit"
+    assert re.search("model.*optimizer", compared["step-8"])
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= set(compared["model/"].split(", "))
-    assert {"loss", "grad_norm", "token_accuracy", "of 8 steps; no evaluation was logged"} <= set(compared["metrics.jsonl"].split(", "))
+    assert {"loss", "grad_norm", "token_accuracy"} <= set(compared["metrics.jsonl"].split(", "))
+    assert re.search(r"\b8 steps; no evaluation", compared["metrics.jsonl"])
     assert "train_loss" in compared["summary.json"].split(", ")
     assert "seconds" not in compared["summary.json"].split(", ")
     assert list(temporary.iterdir()) == []

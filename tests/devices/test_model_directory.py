@@ -124,13 +124,13 @@ def test_a_directory_that_does_not_hold_the_model_is_told(tmp_path: Path) -> Non
     check(good)
     check({"renamed": good["embedding"], "norm": good["norm"]})  # libraries write some models under other names
     bad = {
-        "norm was written with shape \\[0\\], not \\[4\\]": {**good, "norm": torch.ones(0)},
-        "renamed was written with shape \\[0\\]\\.": {**good, "renamed": torch.ones(0)},
-        "embedding was written with shape \\[4, 6\\], not \\[6, 4\\]": {**good, "embedding": torch.ones(4, 6)},
-        "embedding holds numbers that are not finite": {**good, "embedding": torch.full((6, 4), torch.nan)},
-        "norm holds numbers": {**good, "norm": torch.tensor([1, 2, torch.inf, 4])},
-        "24 elements were written, and the model has 28": {"embedding": good["embedding"]},
-        "52 elements were written, and the model has 28": {**good, "twice": good["embedding"]},
+        "norm .*\\[0\\], not \\[4\\]": {**good, "norm": torch.ones(0)},
+        "renamed .*\\[0\\]\\.": {**good, "renamed": torch.ones(0)},
+        "embedding .*\\[4, 6\\], not \\[6, 4\\]": {**good, "embedding": torch.ones(4, 6)},
+        "embedding .*not finite": {**good, "embedding": torch.full((6, 4), torch.nan)},
+        "norm .*not finite": {**good, "norm": torch.tensor([1, 2, torch.inf, 4])},
+        "24 elements .*28": {"embedding": good["embedding"]},
+        "52 elements .*28": {**good, "twice": good["embedding"]},
     }
     for message, tensors in bad.items():
         with pytest.raises(BadModel, match=message):

@@ -430,7 +430,7 @@ def test_a_command_that_fits_starts_the_same_run_from_the_same_folder(
 def test_time_and_cost_are_of_all_steps() -> None:
     """Fails when: the cost is of one step, or of seconds."""
     found = plan("accelerated", "--max-steps", "1800", "--step-seconds", "2", "--price", "40").stdout
-    assert "1,800 steps of 2.0 s: 1 h 0 min, 40.00 at 40.00 an hour" in found
+    assert re.search(r"1,800 steps .*2\.0 s.*1 h 0 min.*40\.00 at 40\.00", found)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,8 +90,8 @@ def made(padding: float = 0.0, device: str = "mps", busy: float | None = None, *
         (made(optimizer=0.4), {}, "--global-batch-size"),
         (made(), {"gradient_checkpointing": True}, "--gradient-checkpointing"),
         (made(other=0.5), {}, "your loop"),
-        (made(device="cuda"), {"bf16": True, "torch_compile": False}, "The model is most of a step: try --torch-compile"),
-        (made(device="cuda", busy=0.7), {"bf16": True, "torch_compile": False}, "for 30% of a step: take the largest micro-batch"),
+        (made(device="cuda"), {"bf16": True, "torch_compile": False}, "try --torch-compile"),
+        (made(device="cuda", busy=0.7), {"bf16": True, "torch_compile": False}, "for 30% of a step"),
         (made(device="cuda", busy=0.7), {"bf16": True, "torch_compile": True}, "larger and fewer micro-batches"),
         (made(device="cuda", busy=0.9), {"bf16": True, "torch_compile": True}, "no single bottleneck"),
         (made(), {}, "no single bottleneck"),
@@ -110,18 +111,18 @@ def saved(share: float, saves: int = 10, **shares: float) -> Profile:
 @pytest.mark.parametrize(
     ("profile", "settings", "said"),
     [
-        (saved(0.5, saves=50), {"async_save": False}, "50% of the run is saving: take --save-steps 38, which makes it 5%, or --async-save."),
-        (saved(0.3), {"async_save": True}, "30% of the run is saving: take --save-steps 82, which makes it 5%."),
-        (saved(0.5), {}, "--save-steps 100, which makes it 9%."),
+        (saved(0.5, saves=50), {"async_save": False}, r"50% .*--save-steps 38, .*\b5%.*--async-save\."),
+        (saved(0.3), {"async_save": True}, r"30% .*--save-steps 82, .*\b5%\.$"),
+        (saved(0.5), {}, r"--save-steps 100, .*\b9%\.$"),
         (saved(0.3, data=0.4), {}, "waits for data"),
-        (saved(0.3, data=0.2), {}, "30% of the run is saving"),
+        (saved(0.3, data=0.2), {}, "30% of the run"),
         (saved(0.05), {}, "no single bottleneck"),
         (saved(0.3, saves=1), {}, "no single bottleneck"),
     ],
 )
 def test_saving_comes_first_where_it_is_the_largest_loss(profile: Profile, settings: dict[str, object], said: str) -> None:
     """Fails when: it is asked before or after all else, or the one save of a short run is to be made less often."""
-    assert said in first_change(profile, settings)
+    assert re.search(said, first_change(profile, settings))
 
 
 def test_a_save_waits_for_one_that_is_still_being_written() -> None:
@@ -215,10 +216,10 @@ def job(exchanged: Any = "nothing", late: str = "", exchanging: float = 0.0, wai
 @pytest.mark.parametrize(
     ("profile", "settings", "said"),
     [
-        (job(late="data", exchanging=0.3, waiting=0.2), {"dataloader_num_workers": 3}, "rank 1, which is behind in data: take --dataloader-num-workers 6"),
-        (job(late="other", exchanging=0.3, waiting=0.2), {}, "rank 1, which is behind in other: look at what your loop"),
-        (job(late="forward", exchanging=0.3, waiting=0.2), {"packing": False}, "rank 1, which is behind in forward: compare its device"),
-        (job(exchanging=0.3, waiting=0.2), {"packing": False}, "now one, now another, as their rows differ in length or their devices are shared: take --packing"),
+        (job(late="data", exchanging=0.3, waiting=0.2), {"dataloader_num_workers": 3}, "rank 1, .* data: take --dataloader-num-workers 6"),
+        (job(late="other", exchanging=0.3, waiting=0.2), {}, "rank 1, .* other: .*your loop"),
+        (job(late="forward", exchanging=0.3, waiting=0.2), {"packing": False}, "rank 1, .* forward: .*device"),
+        (job(exchanging=0.3, waiting=0.2), {"packing": False}, "differ in length .*take --packing"),
         (job(exchanging=0.3, waiting=0.2), {"group_by_length": False}, "--group-by-length"),
         (job("nothing", exchanging=0.3), {}, "--gradient-accumulation-steps"),
         (job("gradients", exchanging=0.3), {}, "--per-device-train-batch-size"),
@@ -228,7 +229,7 @@ def job(exchanged: Any = "nothing", late: str = "", exchanging: float = 0.0, wai
 )  # fmt: skip
 def test_ranks_that_wait_come_before_everything_else(profile: Profile, settings: dict[str, object], said: str) -> None:
     """Fails when: the late rank is the one that waits most, or transfer counts as waiting."""
-    assert said in first_change(profile, settings)
+    assert re.search(said, first_change(profile, settings))
 
 
 @pytest.mark.parametrize(("stage", "exchanged"), [(1, "nothing"), (2, "gradients"), (3, "weights")])
@@ -265,7 +266,7 @@ def test_a_late_rank_is_named_once_for_the_job(engine: list[str], tmp_path: Path
     assert late["other"] > 0.5 + punctual["other"]
     assert punctual["communication"] > 0.5 + late["communication"]
     assert sum(profile["seconds"].values()) == pytest.approx(profile["step"])
-    assert "rank 1, which is behind in other" in profile["first"]
+    assert re.search(r"\brank 1, .* in other\b", profile["first"])
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["t-rank0.json", "t-rank1.json"]
     assert "step 7: backward" in (tmp_path / "t-rank1.json").read_text()
 

@@ -103,8 +103,8 @@ def test_a_json_file_is_read_like_a_yaml_file(tmp_path: Path) -> None:
         ("num_processes: 2", "`distributed_type` must be specified"),
         ("distributed_type: FOO\nnum_processes: 2", "FOO"),
         ("distributed_type: MULTI_GPU\nnum_processes: 2\nnum_proceses: 3", "num_proceses"),
-        ("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_sage: 3}", "zero_sage: Accelerate knows no such key. Did you mean zero_stage"),
-        ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_versoin: 2}", "Did you mean fsdp_version"),
+        ("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_sage: 3}", "zero_sage: .*zero_stage"),
+        ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_versoin: 2}", "fsdp_versoin: .*fsdp_version"),
         ("distributed_type: XLA\nnum_processes: 2", "accelerate launch --config_file"),
         ("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 3", "must be a multiple"),
     ],
@@ -113,16 +113,14 @@ def test_a_file_that_cannot_be_meant_is_refused_by_name(text: str, said: str, tm
     """Fails when: Accelerate's own exception reaches the user, or a misspelled key of a section counts as nothing."""
     file = tmp_path / "mine.yaml"
     file.write_text(text)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(Refusal, match=f"(?s){file}.*{said}"):
         read_accelerate_config(str(file))
-    assert str(file) in str(refusal.value)
-    assert said in str(refusal.value)
 
 
 @pytest.mark.parametrize(
     ("gpus", "extra", "said"),
     [
-        (0, "", "no GPU was found: --processes 2 starts two on the CPU"),
+        (0, "", "no GPU was found: --processes 2 "),
         (2, "", "2 GPUs found: type --processes 2"),
         (4, "", None),
         (8, "gpu_ids: 0,1,5", "3 GPUs found"),

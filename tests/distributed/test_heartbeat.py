@@ -103,7 +103,7 @@ def test_a_stopped_process_is_named_with_its_step_even_if_it_holds_the_store(bot
     assert both.wait(15) == 0
     for stopped in (1, 0):
         said = (tmp_path / f"heard.{1 - stopped}").read_text()
-        assert re.fullmatch(rf"rank {stopped} has been silent since step 41 \([12] s\)\n", said)
+        assert re.fullmatch(rf"rank {stopped} .*step 41 \([12] s\)\n", said)
 
 
 def test_a_rank_whose_step_stands_still_while_others_went_on_is_named_once_by_each(open_ranks) -> None:
@@ -116,8 +116,9 @@ def test_a_rank_whose_step_stands_still_while_others_went_on_is_named_once_by_ea
         time.sleep(0.15)
     until(lambda: bool(heard[0] and heard[2]), 5)
     time.sleep(1.2)
-    assert heard[0] == heard[2] == ["rank 1 has been silent since step 2 (1 s)"]
-    assert heard[1] == []
+    (line,) = heard[0]
+    assert re.match(r"rank 1 .*step 2 \(1 s\)", line)
+    assert heard[1:] == [[], [line]]
 
 
 def test_ranks_that_are_slow_together_are_not_reported(open_ranks) -> None:
@@ -150,7 +151,8 @@ def test_a_rank_that_others_wait_for_in_a_collective_is_named_later_unless_it_is
         assert heard[-2:] == [[], []]
         until(lambda heard=heard, late=late: bool(heard[1 - late]) or late == 0, 5)
         time.sleep(1.5)
-        assert heard == ([["rank 1 has been silent since step 0 (2 s)"], []] if late else [[], []])
+        assert [len(lines) for lines in heard] == [late, 0]
+        assert all(re.match(r"rank 1 .*step 0 \(2 s\)", line) for line in heard[0])
         assert [each.lagging() for each in heartbeats[-2:]] == [[late] if rank != late else [] for rank in range(2)]
 
 

@@ -103,7 +103,7 @@ def test_a_rank_that_is_gone_ends_the_run_and_is_named(tiny: Any, tally: Any, co
             )
             survivor, seconds = ranks[1 - victim], began[1] - began[0]
             assert survivor.code == 1, survivor.out
-            assert re.search(rf"rank {victim} (gives no sign of life|has been silent since step \d+)", survivor.out), survivor.out
+            assert re.search(rf"rank {victim} .*(no sign|silent .*step \d+)", survivor.out), survivor.out
             assert re.search(r"checkpoints/step-\d+", survivor.out)
             assert "--resume" in survivor.out
             assert seconds < 18
@@ -126,7 +126,7 @@ def test_a_rank_that_lives_but_hangs_is_named_by_those_that_wait_for_it(tiny: An
     waiting = tiny.ranks(2, *flags, while_running=strike, timeout=20, ill=ill)[0]
     assert waiting.code == 1, waiting.out
     step = 3 if where == "step" else 4
-    assert re.search(rf"rank 1 has been silent since step {step} \([67] s\)", waiting.out), waiting.out
+    assert re.search(rf"rank 1 .*silent .*step {step} \([67] s\)", waiting.out), waiting.out
     assert "--resume" in waiting.out
 
 

@@ -174,7 +174,7 @@ def test_the_card_of_an_adapter_that_was_trained_further_names_its_base(tmp_path
         (Path(output_dir) / "run.json").write_text(json.dumps({"model": {"name": model, "base": base_of_adapter(model)}}))
         card = (tk.save_model(None, adapted, tokenizer, output_dir) / "README.md").read_text()
         assert ModelCard(card).data.license == "mit"
-    assert "An adapter of `model`, whose license is `mit`, trained further from `first/model`." in card
+    assert re.search(r"An adapter of `model`, .*`mit`, .*`first/model`\.", card)
     (whole.parent / "run.json").write_text("{}")
     merged = model_card(RUN_CARD | {"model": {"name": str(whole.resolve())}}, METRICS, "run", "LlamaForCausalLM")
     assert "A model trained from `base/model`." in merged

@@ -224,5 +224,5 @@ def test_infinity_in_a_mask_is_meant_and_sums_that_overflow_are_finite() -> None
         model.weight.fill_(3e38)
     check_finite(model, "it")
     model.register_buffer("statistics", torch.tensor([1.0, math.nan]))
-    with pytest.raises(Refusal, match="it: the buffer statistics holds NaN"):
+    with pytest.raises(Refusal, match=r"^it: .*buffer statistics .*NaN"):
         check_finite(model, "it")

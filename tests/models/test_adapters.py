@@ -311,7 +311,7 @@ def test_a_token_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """Fails when: an unknown token trains the row of another, or a whole embedding is cut down to single rows."""
     base = base_directory(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    with pytest.raises(Refusal, match=re.escape("<|im_strat|>: the tokenizer has no such token. Nearest: <|im_start|>")):
+    with pytest.raises(Refusal, match=r" <\|im_strat\|>: .*: <\|im_start\|>"):
         load(on_directory(base, lora_trainable_tokens=["<|im_strat|>"]), tokenizer)
     whole = on_directory(base, lora_trainable_tokens=["<|im_start|>"], lora_modules_to_save=["embed_tokens"])
     with pytest.raises(Refusal, match="the embedding is trained whole"):
@@ -332,7 +332,7 @@ def test_four_bits_are_refused_where_they_cannot_be(tmp_path: Path, monkeypatch:
         tk.load_model(CAUSAL, config)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr("toolkit.models.load._device", lambda config: "mps")
-    with pytest.raises(Refusal, match=re.escape("trains on CUDA devices and CPUs, and training would be on the MPS")):
+    with pytest.raises(Refusal, match=r"--load-in-4bit: .*CUDA.*MPS"):
         tk.load_model(CAUSAL, config)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import socket
 from dataclasses import dataclass
 
@@ -293,7 +294,7 @@ def test_each_layer_is_compiled_by_itself(monkeypatch, name):
     ("name", "value", "message"),
     [
         ("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"), r"none was found\. Install g\+\+"),
-        ("torch.__file__", "/my clone/torch/__init__.py", "a folder with a space in its name, '/my clone/torch"),
+        ("torch.__file__", "/my clone/torch/__init__.py", "space .*'/my clone/torch"),
     ],
     ids=["no compiler", "a space"],
 )
@@ -352,7 +353,7 @@ def test_a_new_head_is_said_and_a_function_of_the_seed(tmp_path, capsys):
     assert (model.config.num_labels, model.config.problem_type, heads[0].shape) == (7, "regression", (7, 32))
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
-    assert "(seed 1) for the head: classifier.bias" in capsys.readouterr().out
+    assert re.search(r"\(seed 1\) .*head: classifier\.bias", capsys.readouterr().out)
 
 
 def test_weights_missing_from_the_body_are_warned_of_and_misshapen_ones_refused(tmp_path, capsys):
@@ -363,7 +364,7 @@ def test_weights_missing_from_the_body_are_warned_of_and_misshapen_ones_refused(
     rest = {key: tensor for key, tensor in tensors.items() if key != name}
     save_file(rest, directory / "model.safetensors", {"format": "pt"})
     load_model(CAUSAL, ModelConfig(model=str(directory)))
-    assert f"WARNING: {directory} lacks 1 tensors of its body, which are random now: {name}" in capsys.readouterr().out
+    assert re.search(rf"WARNING: {directory} .*\b1 tensors .*random.*: {name}", capsys.readouterr().out)
     save_file({**tensors, name: tensors[name][:9].contiguous()}, directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(Refusal, match=f"do not have the shapes .*{name}"):
         load_model(CAUSAL, ModelConfig(model=str(directory)))
@@ -408,8 +409,8 @@ def test_a_broken_directory_is_refused_in_one_message_that_names_it(tmp_path, wh
 @pytest.mark.parametrize(
     ("auto", "settings", "message"),
     [
-        (CAUSAL, {"hidden_size": 64}, "--hidden-size 64: is for the built-in shapes"),
-        (CAUSAL, {"model_revision": "main"}, "--model-revision main: has no effect on a directory"),
+        (CAUSAL, {"hidden_size": 64}, "--hidden-size 64: .*built-in"),
+        (CAUSAL, {"model_revision": "main"}, "--model-revision main: .*directory"),
         (CAUSAL, {"attn_implementation": "flash_attention_2"}, "--attn-implementation flash_attention_2: needs"),
         ("AutoModelForSeq2SeqLM", {}, "model type 'llama' is no encoder-decoder"),
     ],
@@ -451,5 +452,5 @@ def test_an_encoder_decoder_whose_texts_have_no_end_is_refused_as_a_classifier()
     from toolkit.models.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(["a b c"] * 9, 300)
-    with pytest.raises(Refusal, match=r"--model tiny-t5: .* end-of-text token"):
+    with pytest.raises(Refusal, match=r"--model tiny-t5: .*end-of-text"):
         load_model(CLASSES, ModelConfig(model="tiny-t5"), tokenizer, num_labels=2)

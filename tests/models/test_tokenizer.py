@@ -4,6 +4,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -135,7 +136,7 @@ def test_a_full_disk_refuses_a_trained_tokenizer(corpus, tmp_path, monkeypatch):
         tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
-    with pytest.raises(Refusal, match=r"No space left.* Make room there"):
+    with pytest.raises(Refusal, match=rf"{tmp_path}/cache.*No space left"):
         load_tokenizer(ModelConfig(model="tiny-llama", vocab_size=400))
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
@@ -209,12 +210,11 @@ def test_mistyped_and_empty_directories_are_told_with_what_is_there(saved, tmp_p
     assert "--tokenizer" in message
     for broken in ("{", "[" * 100_000):  # the second is nested deeper than Python reads
         (model / "tokenizer.json").write_text(broken)
-        assert f"--tokenizer {model}: its tokenizer can't be loaded: tokenizer.json: " in refusal_of(tokenizer=str(model))
+        assert re.match(rf"--tokenizer {model}: .*: tokenizer\.json: ", refusal_of(tokenizer=str(model)))
     run = tmp_path / "run"
     run.mkdir()
     model.rename(run / "model")
-    message = refusal_of(model=str(run))
-    assert message == f"--model {run}: is a run's output directory. Did you mean --model {run / 'model'}?"
+    assert re.fullmatch(rf"--model {run}: .*--model {run}/model\?", refusal_of(model=str(run)))
 
 
 def test_a_name_that_needs_an_unreachable_hub_is_told_with_what_to_do(monkeypatch):
@@ -222,7 +222,8 @@ def test_a_name_that_needs_an_unreachable_hub_is_told_with_what_to_do(monkeypatc
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     message = refusal_of(model="nobody-there/nothing")
-    assert message.startswith("--model nobody-there/nothing: there is no such directory, it is not in the local cache")
+    assert message.startswith("--model nobody-there/nothing: ")
+    assert "HF_HUB_OFFLINE" in message
     assert "--model tiny-llama" in message
 
 
@@ -239,7 +240,7 @@ def test_the_hubs_answers_are_told_with_what_to_do():
 def test_a_chat_template_that_cannot_be_used_is_told_by_file_and_line(saved, tmp_path):
     """Fails when the file is read but not compiled."""
     file = tmp_path / "chat.jinja"
-    assert "can't be read: No such file" in refusal_of(model=str(saved), chat_template=str(file))
+    assert re.match(rf"--chat-template {file}: .*No such file", refusal_of(model=str(saved), chat_template=str(file)))
     (tmp_path / "chat2.jinja").write_text("x")
     assert f"Did you mean: {tmp_path / 'chat2.jinja'}" in refusal_of(model=str(saved), chat_template=str(file))
     file.write_text("line\n{% for m in messages %}{{ m.content }}\n{% endfro %}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -297,12 +298,12 @@ def test_the_plain_recipe_ends_a_run_that_diverged_where_it_shall(run_recipe: An
     recipe = copy_of_recipe(tmp_path, "basic", line, f"                part = part * (9 if step > 3 else 1)\n{line}")
     run = run_recipe(recipe, *TINY, "--max-steps", "20", "--divergence", divergence, env={"PYTHONPATH": str(ROOT)})
     assert "Traceback" not in run.err
-    assert run.summary["warnings"][0].startswith("the loss was far above the first one in 10 steps in a row")
+    assert re.match(r"the loss .*first .*\b10 steps", run.summary["warnings"][0])
     if divergence == "warn":
         assert (run.code, run.summary["status"]) == (0, "finished"), run.err
         return
     assert (run.code, run.summary["status"]) == (1, "diverged"), run.err
-    assert "after step 13, because of --divergence stop" in run.err
+    assert re.search(r"after step 13, .*--divergence stop", run.err)
     assert not (run.output_dir / "model").exists()
 
 

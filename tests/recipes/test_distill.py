@@ -1,6 +1,7 @@
 """recipes/distill.py: what the student learns, which teachers are refused, on ranks, through an adapter."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def test_without_a_teacher_one_is_trained_and_the_student_comes_closer_to_it(run
     flags += ["--save-strategy", "no", "--temperature", "2", "--overwrite-output-dir", "--teacher-top-k", "300"]
     again = run_recipe("distill", *flags, env={"HF_DATASETS_CACHE": str(tmp_path / "cache")})
     assert "out-teacher is taken" in again.out
-    assert "teacher: log-probabilities of all tokens at" in again.out
+    assert re.search(r"^teacher: .*\ball tokens at [\d,]+ positions", again.out, re.MULTILINE)
     assert again.summary["eval_kl"] == pytest.approx(run.summary["eval_kl"], rel=1e-3)
 
 
@@ -92,15 +93,12 @@ def test_a_teacher_that_does_not_fit_is_refused_in_one_message(
     taught.save_pretrained(tmp_path / "tokens")
     AutoModel.from_pretrained("short").save_pretrained(tmp_path / "headless")
     cases = {
-        "tokens": "--teacher tokens", "tiny-llama": "--teacher tiny-llama: is a shape with random weights",
-        "short": "--teacher short: has 32 positions, and rows are up to 48 tokens long", "headless": "and a teacher predicts next tokens",
-        "other": "only the teacher has 'zebra' (300)",
+        "tokens": "", "tiny-llama": "random weights", "short": r"32 positions.*\b48 tokens", "headless": "predicts next tokens",
+        "other": r"only the teacher has 'zebra' \(300\)",
     }  # fmt: skip
     for name, words in cases.items():
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(Refusal, match=f"^--teacher {name}: .*{words}"):
             tk.build_teacher(Accelerator(cpu=True), student, taught, tk.DistillationConfig(), None, None, teacher=name, max_length=48, packed=False)
-        assert words in str(refused.value), name
-        assert str(refused.value).startswith(f"--teacher {name}: ")
     run = run_recipe("distill", *TINY, "--teacher", "nowhere/at-all", env={"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert run.code == 2, run.err
     assert "--teacher nowhere/at-all: " in run.err
@@ -132,7 +130,7 @@ def test_a_teacher_with_other_numbers_for_its_tokens_teaches_the_same(
     second = run_recipe("distill", *TINY, "--teacher", "moved", "--tokenizer", "teacher", output_dir="second")
     assert second.code == 0, second.err
     assert "has another chat template" in second.out
-    assert "whose numbers for them are others" in second.out
+    assert re.search(r"^--teacher moved: .*tokens shared, .*numbers", second.out, re.MULTILINE)
     losses = [[event["loss"] for event in run.metrics if "loss" in event] for run in (first, second)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
@@ -204,7 +202,7 @@ def test_a_resumed_adapter_has_the_same_bits_and_another_teacher_is_refused(
     make_teacher(tmp_path / "teacher", taught, seed=3)
     refused = run_recipe("distill", *flags, "--resume")
     assert refused.code == 2, refused.err
-    assert "which the teacher is made of" in refused.err
+    assert "--allow-change teacher" in refused.err
     assert run_recipe("distill", *flags, "--resume", "--allow-change", "teacher").code == 0
 
 
@@ -245,7 +243,7 @@ def test_rows_that_the_teacher_wrote_train_a_student_whose_card_says_so(
     assert run.code == 0, run.err
     (writer,) = json.loads((tmp_path / "out/run.json").read_text())["data"]["written_by"]
     assert writer.startswith("teacher@")
-    assert f"with answers that were written by `{writer}`" in (tmp_path / "out/model/README.md").read_text()
+    assert f"written by `{writer}`" in (tmp_path / "out/model/README.md").read_text()
 
 
 def test_a_teacher_on_a_server_is_asked_once(run_recipe: Any, rows: None, taught: PreTrainedTokenizerFast, tmp_path: Path) -> None:

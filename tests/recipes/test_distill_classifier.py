@@ -86,24 +86,18 @@ def test_a_teacher_that_does_not_fit_is_refused_in_one_message(tmp_path: Path, t
     language.save_pretrained("language")
     taught.save_pretrained("language")
     cases: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-        ("flat", "has the classes even, odd, flat, and the data have even, odd, round", {}, {}),
-        ("number", "was trained for regression", {}, {}),
-        ("shallow", "has 1 layers and the student 2", {}, {}),
-        ("short", "has 24 positions, and rows are up to 48 tokens long", {}, {}),
-        ("language", "is a CausalLM model, and a teacher of a classifier is one too", {}, {}),
-        ("empty", "there is no model in it", {}, {}),
-        ("heads", "the student has 2 heads and the teacher 4", {"match_attention": True}, {"attention_dropout": 0.0}),
-        ("teacher", "drops 0.1 of its attention", {"match_attention": True}, {"attention_dropout": 0.1}),
+        ("flat", "even, odd, flat,.* even, odd, round", {}, {}), ("number", "regression", {}, {}), ("shallow", r"\b1 layers .*student 2\b", {}, {}),
+        ("short", r"\b24 positions,.* 48 tokens", {}, {}), ("language", "CausalLM", {}, {}), ("empty", "no model", {}, {}),
+        ("heads", r"student .*\b2 heads .*teacher 4\b", {"match_attention": True}, {"attention_dropout": 0.0}),
+        ("teacher", r"\b0\.1 of its attention", {"match_attention": True}, {"attention_dropout": 0.1}),
     ]  # fmt: skip
     (tmp_path / "empty").mkdir()
     for name, words, settings, of_student in cases:
         student = classifier(taught, hidden_size=16, num_hidden_layers=2, **of_student)
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(Refusal, match=f"^{'--match-attention' if settings else f'--teacher {name}'}: .*{words}"):
             tk.build_classifier_teacher(
                 Accelerator(cpu=True), student, taught, tk.ClassifierDistillationConfig(**settings), teacher=name, max_length=48, seed=0
             )
-        assert words in str(refused.value), name
-        assert str(refused.value).startswith(f"--teacher {name}: " if not settings else "--match-attention: ")
 
 
 def test_a_model_without_attention_probabilities_is_refused(tmp_path: Path, taught: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +106,7 @@ def test_a_model_without_attention_probabilities_is_refused(tmp_path: Path, taug
     student = classifier(taught, attention_dropout=0.0)
     monkeypatch.setattr(type(student), "set_attn_implementation", lambda *_: None)
     config = tk.ClassifierDistillationConfig(match_attention=True)
-    with pytest.raises(Refusal, match="the student returns no attention probabilities"):
+    with pytest.raises(Refusal, match=r"--match-attention: the student .*no attention"):
         tk.build_classifier_teacher(Accelerator(cpu=True), student, taught, config, teacher=str(tmp_path / "teacher"), max_length=48, seed=0)
 
 
@@ -146,7 +140,7 @@ def test_another_teacher_is_refused_at_a_resume_and_the_rest_is_the_same_bits(
     make_teacher(tmp_path / "teacher", taught, seed=3)
     refused = run_recipe("distill_classifier", *flags, "--resume")
     assert refused.code == 2, refused.err
-    assert "which the teacher is made of" in refused.err
+    assert "--allow-change teacher" in refused.err
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -43,7 +44,7 @@ def test_it_learns_from_rows_with_a_label_which_answers_are_wanted(run_recipe: A
     assert run.code == 0, run.err
     assert run.summary["eval_reward_auc"] > 0.95
     assert run.summary["eval_reward_margin"] > 0.3
-    assert "to beat, eval_reward_auc: chance 0.5000" in run.out
+    assert "eval_reward_auc: chance 0.5000" in run.out
     assert any(event.get("kl", 0) > 0 for event in run.metrics)
 
 
@@ -68,7 +69,7 @@ def test_a_run_does_not_go_on_with_another_reference(run_recipe: Any, rows: Path
     model.save_pretrained(base)
     refused = run_recipe(recipe, *flags, "--resume")
     assert refused.code == 2, refused.err
-    assert "which the reference is made of" in refused.err
+    assert re.search(r"--model, .*reference.*--allow-change model", refused.err)
     assert run_recipe(recipe, *flags, "--resume", "--allow-change", "model").code == 0
 
 

@@ -1,6 +1,7 @@
 """recipes/multiple_choice.py as users run it: what it saves is what was evaluated, an adapter of it too, and mistakes end with 2."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_a_saved_model_chooses_as_it_was_evaluated(run_recipe: Any) -> None:
         hits += int(scores.argmax()) == row["label"]
     assert run.summary["eval_loss"] == pytest.approx(sum(losses) / QUESTIONS, rel=1e-5)
     assert run.summary["eval_accuracy"] == hits / QUESTIONS
-    assert "to beat, eval_accuracy: chance 0.2500  longest choice" in run.out
+    assert "eval_accuracy: chance 0.2500  longest choice" in run.out
     record = evaluate(run.output_dir)
     assert evaluate(run.output_dir, "--split", "validation", "--max-eval-examples", str(QUESTIONS)) == record
     assert (record["task"], record["rows"]) == ("multiple_choice", QUESTIONS)
@@ -88,4 +89,4 @@ def test_a_question_with_one_choice_ends_the_run_with_file_and_row(run_recipe: A
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = run_recipe("multiple_choice", *SHAPE, "--dataset", "asked.jsonl", "--eval-fraction", "0")
     assert run.code == 2
-    assert "asked.jsonl:2: choices has one choice" in run.err
+    assert re.search(r"asked\.jsonl:2: choices .*\bone\b", run.err)

@@ -1,6 +1,7 @@
 """recipes/question_answering.py as users run it: SQuAD 2.0's JSON, windows, samples, an adapter; and what evaluate and inspect make of it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_squad_2_trains_evaluates_and_shows_its_best_answers(run_recipe: Any, tm
     """
     run = run_recipe("question_answering", *SMALL, *data)
     assert run.code == 0, run.out + run.err
-    assert "questions have no answer in their context" in run.out
+    assert re.search(r"\d questions have no answer", run.out)
     names = {"loss", "exact_match", "f1", *(f"{kind}_{name}" for kind in ("HasAns", "NoAns", "best") for name in ("exact", "f1"))}
     names |= {"best_exact_thresh", "best_f1_thresh"}
     assert names <= {name.removeprefix("eval_") for name in run.metrics[-1]}

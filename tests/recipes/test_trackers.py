@@ -1,6 +1,7 @@
 """Trackers of a recipe: real ones offline, all at once and over a resume; and ones that raise or hang, which cost a run nothing."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def test_a_recipe_trains_the_same_beside_a_tracker_that_fails(run_recipe: Any, t
     assert tracked.code == 0, tracked.out + tracked.err
     losses = [[event["loss"] for event in run.metrics if "loss" in event] for run in (alone, tracked)]
     assert losses[0] == losses[1]
-    expected = {"raises": "could not start, and is left out: ConnectionError: the service is away", "hangs": "does not end"}
-    assert f"WARNING: wandb: {expected[fault]}" in tracked.out
+    expected = {"raises": "ConnectionError: the service is away", "hangs": "does not end"}
+    assert re.search(f"WARNING: wandb: .*{expected[fault]}", tracked.out)
     # without a tracker a run has a name too. Fails when: --run-name is refused, or its card or report has the directory's name
     assert alone.code == 0, alone.err
     title = {"alone": "The first one", "tracked": "tracked"}

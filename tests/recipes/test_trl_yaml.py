@@ -6,6 +6,7 @@ The files in fixtures/ were written by hand from TRL's documentation, as a user 
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,10 @@ def test_what_cannot_be_honored_is_told_key_by_key_in_one_message(run_recipe: An
     (tmp_path / "theirs.yaml").write_text(text + "eos_token: <|im_end|>\ndataset_config: small\npackin: true\n")
     run = run_recipe("sft", "--config", "theirs.yaml", "--neftune_noise_alpha", "5", output_dir="")
     assert run.code == 2
-    assert "neftune-noise-alpha 5: leave it out" in run.err.replace("neftune_noise_alpha", "neftune-noise-alpha")
+    assert re.search(r"neftune[-_]noise[-_]alpha 5: .*\bleave\b", run.err)
     run = run_recipe("sft", "--config", "theirs.yaml", output_dir="")
     assert run.code == 2
-    assert run.err.startswith("refused: theirs.yaml: settings of Trainer and TRL that can't be taken as they are\n")
+    assert run.err.startswith("refused: theirs.yaml: settings of Trainer and TRL ")
     said = {line.split()[1]: line for line in run.err.splitlines() if line.startswith("  - ")}
     assert set(said) == {"load_in_8bit", "dataloader_drop_last", "loss_type", "eos_token", "dataset_config", "unknown:"}
     assert "dataset_name: data:small" in said["dataset_config"]
@@ -195,16 +196,16 @@ def test_a_training_and_an_evaluation_file_of_one_folder_are_that_folder(tmp_pat
         ({"packing": True, "eval_packing": False}, "evaluation packs as training does"),
         ({"data_seed": 7, "seed": 8}, "seed draws the order"),
         ({"dataloader_drop_last": 1}, "every example is trained on"),
-        ({"hub_token": "hf_verysecret"}, "Tokens and keys are never settings"),
+        ({"hub_token": "hf_verysecret"}, "Tokens and keys"),
         ({"train_file": "a.jsonl", "validation_file": "b.jsonl"}, "ln -s \"$(realpath b.jsonl)\" both/validation.jsonl; then write dataset: both"),
         ({"config_name": "org/n", "model_name_or_path": "org/m"}, "the shape is the model's own"),
         ({"task_name": "stsb"}, "write dataset: nyu-mll/glue:TASK"),
         ({"validation_split_percentage": "some"}, "take eval_fraction"),
-        ({"precompute_ref_log_probs": True}, "this recipe has no such thing"),
-        ({"dataset_text_field": "a", "rename_columns": "b=text"}, "are one setting: give it once"),
+        ({"precompute_ref_log_probs": True}, "no such thing"),
+        ({"dataset_text_field": "a", "rename_columns": "b=text"}, "are one setting"),
         ({"use_peft": True}, "take recipes/lora.py"),
         ({"fsdp": "full_shard offload"}, "--fsdp full_shard offload"),
-        ({"eos_token": "<|im_end|>"}, "tokenizer: a directory whose tokenizer_config.json says it"),
+        ({"eos_token": "<|im_end|>"}, "tokenizer_config.json"),
         ({"truncation_mode": "keep_end"}, "overlong: split, drop or refuse"),
         ({"datasets": [{"path": "org/a", "fraction": 0.7}, {"path": "b", "name": "small", "fraction": 0.3}]},
          "--dataset org/a:0.7,b:small:0.3)"),
@@ -306,7 +307,7 @@ def test_keys_of_other_trainers_get_their_counterparts_and_no_guess(recipe: str,
     with pytest.raises(Refusal) as refusal:
         read_values(SETTINGS[recipe], written, "theirs.yaml")
     message = str(refusal.value)
-    assert message.startswith(("theirs.yaml: settings of other trainers that can't be taken as they are\n", "theirs.yaml: unknown settings\n"))
+    assert message.startswith(("theirs.yaml: settings of other trainers ", "theirs.yaml: unknown settings\n"))
     assert "Did you mean" not in message
     assert "--help lists them all" not in message
     reported = {line.removeprefix("  - ").removeprefix("unknown: ").split()[0].rstrip(".") for line in message.splitlines()[1:]}

@@ -1,6 +1,7 @@
 """What a run continued with otherwise than it began is in its card, whatever it is continued with afterwards."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ def test_an_allowed_change_is_told_ever_after(tiny: Any) -> None:
     longer = ["--max-steps", "6", "--resume"]
     assert tiny(*longer, "--allow-change", "max_steps").code == 0
     folder = tiny.folder / "out"
-    first = "step 4: max_steps was 4 and is 6: allowed by --allow-change"
-    assert card_of(folder)["continued"] == [first]
+    (first,) = card_of(folder)["continued"]
+    assert re.match(r"step 4: max_steps .*\b4 .*\b6: .*--allow-change$", first)
     settings = (folder / "config.yaml").read_text()
     again = tiny(*longer, "--logging-steps", "5")
     assert again.code == 0
@@ -33,7 +34,7 @@ def test_an_allowed_change_is_told_ever_after(tiny: Any) -> None:
     assert (folder / "config.yaml").read_text() == settings
     card = card_of(folder)
     assert (card["continued"], card["settings"]["logging_steps"], card["end"]["status"]) == ([first], 1, "finished")
-    with pytest.raises(Refusal, match=r"\(step 4: max_steps was 4 and is 6"):
+    with pytest.raises(Refusal, match=re.escape(f"({first}")):
         read_run(folder)
     assert tiny("--max-steps", "8", "--resume", "--learning-rate", "0.5", "--allow-change", "max_steps,learning_rate").code == 0
     card = card_of(folder)
@@ -57,11 +58,12 @@ def test_a_run_that_began_as_another_one_says_so(tiny: Any) -> None:
     """Also with nothing left to train in the new directory. Fails when: only settings are compared, or it is forgotten later."""
     assert tiny("--max-steps", "4", output_dir="one").code == 0
     assert tiny("--max-steps", "4", "--resume-from", "one/checkpoints/step-4", output_dir="two").code == 0
-    assert card_of(tiny.folder / "two")["continued"] == ["step 4: resumed from a checkpoint of another run, one/checkpoints/step-4"]
+    (came,) = card_of(tiny.folder / "two")["continued"]
+    assert re.match("step 4: .*another run, one/checkpoints/step-4$", came)
     more = ["--max-steps", "8", "--allow-change", "max_steps"]
     assert tiny(*more, "--resume-from", "one/checkpoints/step-4", output_dir="three").code == 0
     assert tiny("--max-steps", "8", "--resume", output_dir="three").code == 0
-    assert card_of(tiny.folder / "three")["continued"][0] == "step 4: resumed from a checkpoint of another run, one/checkpoints/step-4"
+    assert card_of(tiny.folder / "three")["continued"][0] == came
 
 
 def test_other_ways_to_round_are_told_too(tiny: Any) -> None:
@@ -71,4 +73,4 @@ def test_other_ways_to_round_are_told_too(tiny: Any) -> None:
     assert card["continued"] == []
     flags = ["--per-device-train-batch-size", "1", "--gradient-accumulation-steps", "2", "--max-steps", "6", "--allow-change", "max_steps"]
     assert tiny(*flags, "--resume").code == 0
-    assert any("per_device_train_batch_size was 2 and is 1" in line for line in card_of(tiny.folder / "out")["continued"])
+    assert any(re.search(r"per_device_train_batch_size .*\b2 .*\b1: ", line) for line in card_of(tiny.folder / "out")["continued"])

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 import toolkit as tk
+from toolkit.config.files import NOT_READ
 from toolkit.config.reading import add_reads, forget_reads, settings_read, values_of
 from toolkit.config.setting import setting, settings_of
 from toolkit.metrics.baselines import compared_with_baselines, in_words
@@ -92,9 +93,9 @@ def test_the_records_of_an_edited_run_list_what_it_read_and_the_optimizer_it_bui
     assert card["optimizer"]["class"] == "torch.optim.adamw.AdamW"
     assert (card["optimizer"]["defaults"]["lr"], card["optimizer"]["defaults"]["betas"]) == (1e-3, [0.8, 0.9])
     text = (tmp_path / "run/config.yaml").read_text()
-    assert re.search(r"^weight_decay: 0.3  # default: 0; not read by this run$", text, re.MULTILINE)
-    assert re.search(r"^momentum: \S+  # not read by this run$", text, re.MULTILINE)
-    assert not re.search(r"^seed: .*not read", text, re.MULTILINE)
+    assert re.search(rf"^weight_decay: 0.3  # default: 0; {NOT_READ}$", text, re.MULTILINE)
+    assert re.search(rf"^momentum: \S+  # {NOT_READ}$", text, re.MULTILINE)
+    assert not re.search(rf"^seed: .*{NOT_READ}", text, re.MULTILINE)
     written = yaml.safe_load(text)
     assert (written["optim"], written["weight_decay"], written["seed"]) == ("sgd", 0.3, 5)  # it repeats the run
     run(script, "--config", str(tmp_path / "run/config.yaml"), "--output-dir", str(tmp_path / "again"))
@@ -116,7 +117,7 @@ def test_a_recipe_that_takes_the_schedule_alone_is_recorded_with_its_own_optimiz
     assert (card["optimizer"]["class"], card["optimizer"]["from_settings"]) == ("torch.optim.adamax.Adamax", False)
     assert {"learning_rate", "lr_scheduler_type", "warmup_steps"} <= card["settings"].keys()
     assert {"optim", "momentum", "weight_decay"} <= card["not_read"].keys()
-    assert re.search(r"^optim: muon .*not read by this run$", (tmp_path / "own/config.yaml").read_text(), re.MULTILINE)
+    assert re.search(rf"^optim: muon .*{NOT_READ}$", (tmp_path / "own/config.yaml").read_text(), re.MULTILINE)
     text = model_card(card, {}, "m", "LlamaForCausalLM")
     assert "| optim |" not in text
     row = re.search(r"\| optimizer \| (.*) \|", text)[1]
@@ -190,7 +191,7 @@ def test_a_line_says_what_a_run_is_before_it_begins() -> None:
     for part in ("2 processes on cpu", "bf16 over float32", "1,000,000 parameters, 4,096 trained", "24 examples a step",
                  "(micro-batch 4 x accumulation 3 x 2 processes)", "50 steps", "AdamW"):  # fmt: skip
         assert part in said
-    assert copied == "mine.py: an edited copy of sft.py, 1 line changed"
+    assert re.match(r"mine\.py: .*sft\.py, 1 line ", copied)
     assert "the last ones not full" in what_the_run_is(card(global_batch_size=22))[0]
     assert "--no-bf16" not in said
     assert "24 packed rows a step" in what_the_run_is({**card(), "settings": {"packing": True}})[0]
@@ -258,7 +259,7 @@ def test_the_run_says_so_itself_before_its_first_step_and_with_accelerate_launch
     assert "accelerate launch" not in said
     launched = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     alone = run(ROOT / "tests/tiny_run.py", *flags, "--output-dir", str(tmp_path / "alone"), **launched)
-    assert re.search(r"WARNING: accelerate launch was called with several processes and started this one alone.*--processes 2", alone)
+    assert re.search(r"WARNING: accelerate launch .*--processes 2", alone)
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def test_what_is_within_the_limits_is_taken(sdk: Any, fields: dict[str, Any]) ->
         ({"name": "a-"}, "--job-name a-: must match"),
         ({"role": "arn:aws:iam::123456789012:user/me"}, "--role arn:.*: must match"),
         ({"image_uri": "x" * 256}, "--image-uri: 256 characters"),
-        ({"max_wait": 90000}, "--max-wait 90000: has no effect without --spot"),
-        ({"spot": True, "max_run": 61, "max_wait": 60}, "--max-wait 60: must be at least --max-run 61"),
+        ({"max_wait": 90000}, "--max-wait 90000: .*--spot"),
+        ({"spot": True, "max_run": 61, "max_wait": 60}, "--max-wait 60: .*--max-run 61"),
         ({"keep_alive": -1}, "--keep-alive -1: -1, .* 0 to 21600"),
         ({"keep_alive": 21601}, "--keep-alive 21601: 21601, .* 0 to 21600"),
         ({"keep_alive": 60, "spot": True}, "--keep-alive 60: .*--spot"),
@@ -111,8 +111,8 @@ def test_without_the_sdk_the_check_says_what_to_install(monkeypatch: pytest.Monk
     ("instance_type", "said"),
     [
         ("ml.g5.2xlarge", None),
-        ("ml.g5.2xlrge", "WARNING: --instance-type ml.g5.2xlrge: is none of the types that the installed botocore knows for training. Did you mean ml.g5.2xlarge?"),
-        ("ml.g5.999xlarge", "WARNING: --instance-type ml.g5.999xlarge: is none of the types"),
+        ("ml.g5.2xlrge", r"WARNING: --instance-type ml\.g5\.2xlrge: .*ml\.g5\.2xlarge\?"),
+        ("ml.g5.999xlarge", r"WARNING: --instance-type ml\.g5\.999xlarge: "),
     ],
 )  # fmt: skip
 def test_an_instance_type_that_botocore_does_not_know_is_warned_of_and_let_through(sdk: Any, instance_type: str, said: str | None) -> None:
@@ -120,7 +120,7 @@ def test_an_instance_type_that_botocore_does_not_know_is_warned_of_and_let_throu
     ran = sdk.toolkit("sagemaker", "submit", "sft", "--max-steps", "3", "--region", "eu-west-1", "--dry-run", "--instance-type", instance_type)
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["ResourceConfig"]["InstanceType"] == instance_type
-    assert (said in ran.err) if said else ("WARNING" not in ran.err)
+    assert re.search(said, ran.err) if said else ("WARNING" not in ran.err)
 
 
 @pytest.mark.parametrize("stem", ["sft", "a_recipe.of-mine", "x" * 200, "___"])

@@ -221,9 +221,9 @@ def test_a_killed_population_has_the_bits_of_its_replay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--strategy", "tpe"], "draws its first members by random"),
-        (["--search", "hidden_size=16,32"], "goes on from the checkpoint of another member"),
-        (["--trials", "1"], "a population has 2 members or more"),
+        (["--strategy", "tpe"], "first members by random"),
+        (["--search", "hidden_size=16,32"], "hidden_size.*checkpoint of another member"),
+        (["--trials", "1"], "2 members or more"),
         (["--constraint", "parameters<=1e6"], "knows no constraints"),
     ],
 )

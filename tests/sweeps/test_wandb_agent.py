@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -99,7 +100,7 @@ def test_each_run_that_the_server_asks_for_is_a_trial_with_its_id(server: Server
     server.commands = [run_command("good", 0.01)]
     done = agent(server, tmp_path, *SMALL, "--max-steps", "6", "--sweep-dir", "s", "--trials", "1")
     assert done.returncode == 0, done.stderr
-    assert "trial good  exit code 0  --learning-rate 0.01" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"\bgood .*exit code 0 .*--learning-rate 0\.01", done.stdout), done.stdout + done.stderr
     runs = tmp_path / "s" / "trials"
     assert "learning_rate: 0.01" in (runs / "good" / "config.yaml").read_text()
     assert [path.name.rsplit("-", 1)[1] for path in (runs / "good" / "trackers" / "wandb").glob("offline-run-*")] == ["good"]

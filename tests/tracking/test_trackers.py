@@ -243,17 +243,16 @@ def _in_tensorboard(folder: Path) -> list[tuple[int, float]]:
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        (["wandb"], "--report-to wandb: the library is not installed. Type: pip install wandb"),
-        (["wandb", "mlflow"], "--report-to wandb,mlflow: their libraries are not installed. Type: pip install wandb mlflow-skinny sqlalchemy alembic"),
+        (["wandb"], "--report-to wandb: .*pip install wandb"),
+        (["wandb", "mlflow"], "--report-to wandb,mlflow: .*pip install wandb mlflow-skinny sqlalchemy alembic"),
     ],
 )
 def test_all_missing_trackers_are_told_at_once_with_what_to_install(missing: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when: the first one is refused alone, or MLflow is to be installed whole, next to which pyarrow is another."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else find_spec(name))
-    with pytest.raises(tk.Refusal) as refused:
+    with pytest.raises(tk.Refusal, match=f"^{said}$"):
         tracker_names(tk.RunConfig(report_to=["wandb", "tensorboard", "mlflow"]))
-    assert str(refused.value) == said
 
 
 def test_report_to_takes_the_trackers_that_there_are() -> None:

@@ -83,10 +83,9 @@ def test_each_is_said_once_also_after_a_resume() -> None:
     for step in range(60):
         said += watch.after_step(0.5 if step < 3 else 90.0, 0.0 if step > 30 else 1.0, applied=True)
         watch = saved_and_restored(watch)
-    assert [warning.split(":")[0] for warning in said] == [
-        f"the loss was far above the first one in {IN_A_ROW} steps in a row",
-        f"the gradient was exactly 0 in {WITHOUT_GRADIENT} steps in a row (loss 90)",
-    ]
+    high, flat = said
+    assert re.match(rf"the loss .*first .*\b{IN_A_ROW} steps", high)
+    assert re.match(rf"the gradient .*\b0 .*\b{WITHOUT_GRADIENT} steps .*\(loss 90\)", flat)
     assert RunState.from_record({}).divergence == Divergence()  # a checkpoint that is older than it
 
 
@@ -128,7 +127,7 @@ def test_a_run_that_diverges_says_so_in_its_log_and_its_summary(tmp_path: Path) 
     for warning in summary["warnings"]:
         assert f"WARNING: {warning}" in said
     assert any(warning.startswith("the gradient was exactly 0") for warning in summary["warnings"])
-    assert re.search(r"finished: eval_loss is no better than at the first evaluation \(5\.56\d*\)$", said.strip())
+    assert re.search(r"finished: eval_loss .*first evaluation \(5\.56\d*\)$", said.strip())
 
 
 def test_with_divergence_stop_the_run_ends_there_with_code_1(tmp_path: Path) -> None:
@@ -145,7 +144,8 @@ def test_a_worse_metric_stops_a_run_before_its_model_is_saved(tmp_path: Path) ->
     """Made-up evaluations. Fails when: the end is looked at after the block alone, or the best weights are taken for the last ones."""
     flags = ["--max-steps", "8", "--eval-steps", "4", "--save-steps", "4", "--eval-on-start", "--divergence", "stop"]
     code, _, summary = run(tmp_path / "run", *flags, eval_losses=[1.0, 0, 0, 0, 0.5, 0, 0, 0, 2.0])
-    assert (code, summary["status"], summary["warnings"][0].split(":")[0]) == (1, "diverged", "eval_loss is worse at the end than at the first evaluation")
+    assert (code, summary["status"]) == (1, "diverged")
+    assert re.match(r"eval_loss is worse .*: 2, .*\b1 ", summary["warnings"][0])
     assert not (tmp_path / "run/result.json").exists()
     best = run(tmp_path / "best", *flags, "--load-best-model-at-end", eval_losses=[1.0, 0, 0, 0, 0.5, 0, 0, 0, 2.0])
     assert (best[0], best[2]["status"], best[2]["warnings"], best[2]["eval_loss"]) == (0, "finished", [], 0.5)
@@ -166,7 +166,7 @@ def test_with_divergence_stop_a_run_ends_as_soon_as_most_of_its_last_steps_were_
     at = [step for step in range(1, 61) if step % 3 != 1]
     code, _, summary = run(tmp_path / "run", "--max-steps", "60", "--divergence", "stop", nonfinite="loss", at=at)
     assert (code, summary["status"], summary["steps"]) == (1, "diverged", 17)
-    assert summary["warnings"][0].startswith("11 of the last 17 steps were skipped")
+    assert re.match(r"11 of .*\b17 steps .*skipped", summary["warnings"][0])
     watch = Divergence()
     for step in range(100):  # half of them are not most of them
         assert watch.after_step(math.nan if step % 2 else 1.0, 1.0, applied=not step % 2) == []
@@ -179,7 +179,7 @@ def test_a_run_that_ends_with_steps_that_are_not_finite_says_that_the_loss_had_d
     """Fails when: the rows are named as the cause of a rate that is too high, or the rate as that of a bad row."""
     code, said, summary = run(tmp_path / "run", "--learning-rate", "1000", "--max-steps", "30", nonfinite="loss", at=[4, 5, 6])
     assert (code, summary["status"], summary["steps"]) == (1, "diverged", 6)
-    assert re.match(r"the loss diverged: 5\.\d+ at the first step, \S+ before it was no longer finite. Lower --learning-rate", summary["warnings"][-1])
+    assert re.match(r"the loss diverged: 5\.\d+ .*, \S*\d .*--learning-rate", summary["warnings"][-1])
     assert summary["warnings"][-1] in said.strip().splitlines()[-1]
     assert "Look at the rows" not in said
     code, said, summary = run(tmp_path / "rows", "--max-steps", "30", nonfinite="loss", at=[4, 5, 6])

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -104,9 +105,9 @@ def test_a_rollback_that_a_crash_undid_is_done_and_recorded_once(tmp_path: Path)
 def test_a_loss_that_jumps_again_and_again_from_one_checkpoint_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """And before there is a checkpoint a spike is a warning. Fails when: rollbacks are not counted, or the first spike raises."""
     config = settings(tmp_path / "run", save_steps=40)
-    with pytest.raises(Diverged, match="4 times on the way from step 40"):
+    with pytest.raises(Diverged, match=r"\b4 times .*\bstep 40\b"):
         train(config, **spiking(35, 45, 50, 55, 60))
-    assert "no checkpoint to go back to" in capsys.readouterr().out
+    assert re.search(r"--loss-spike rollback: .*no checkpoint", capsys.readouterr().out)
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "diverged"
     assert ckpt.latest_checkpoint(tmp_path / "run/checkpoints").name == "step-40"
 

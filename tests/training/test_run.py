@@ -4,6 +4,7 @@ import ast
 import copy
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -309,7 +310,7 @@ def test_a_directory_that_another_run_writes_is_refused(tmp_path: Path) -> None:
     config = Config(output_dir=str(tmp_path / "run"))
 
     def second_writer(run: tk.Run) -> None:
-        with pytest.raises(tk.Refusal, match=r"process \d+ on .* is writing there now"):
+        with pytest.raises(tk.Refusal, match=f"--output-dir {tmp_path}/run: process {os.getpid()} on "):
             train(replace(config, overwrite_output_dir=True))
 
     train(replace(config, max_steps=1), second_writer)
@@ -538,7 +539,7 @@ def test_a_dictionary_of_kept_tensors_survives_a_resume_bit_for_bit(tmp_path: Pa
     assert torch.equal(resumed.kept["ema"]["table"], whole.kept["ema"]["table"])
     assert resumed.kept["ema"]["a/b"]["c"].tolist() == [0, 0]
     assert resumed.kept["ema"]["a"]["b/c"].tolist() == [1, 1]
-    with pytest.raises(TypeError, match=r"ema'\]\['decay'\] is of type float"):
+    with pytest.raises(TypeError, match=r"ema'\]\['decay'\] .*\bfloat\b"):
         resumed.keep("ema", {"decay": 0.9})
 
 
@@ -620,9 +621,9 @@ def test_what_changes_the_mathematics_is_refused_by_name_and_allowed_by_name(tmp
     config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2)
     train(config, lambda run: run.step == 5)
     before = (tmp_path / "run/metrics.jsonl").read_text()
-    with pytest.raises(tk.Refusal, match=r"weight_decay was 0.0 and is 0.1; .*--allow-change .*weight_decay") as refused:
+    with pytest.raises(tk.Refusal, match=r"weight_decay .*\b0\.0 .*\b0\.1; .*--allow-change .*weight_decay") as refused:
         train(replace(config, resume=True, weight_decay=0.1, adam_beta1=0.8))
-    assert "adam_beta1 was 0.9 and is 0.8" in str(refused.value)
+    assert re.search(r"adam_beta1 .*\b0\.9 .*\b0\.8\b", str(refused.value))
     assert (tmp_path / "run/metrics.jsonl").read_text() == before
     _, run = train(replace(config, resume=True, weight_decay=0.1, allow_change=["weight_decay"]))
     assert run.step == 11
@@ -642,13 +643,13 @@ def test_another_micro_batch_is_another_loss_where_the_loss_compares_its_example
     config = PairsConfig(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, loss_type=["sft", loss])
     train(config, lambda run: run.step == 5)
     other = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-    with pytest.raises(tk.Refusal, match=rf"had 2 examples and has 3, and --loss-type sft,{loss} .*--allow-change per_device_train"):
+    with pytest.raises(tk.Refusal, match=rf"\b2 examples .*\b3, .*--loss-type sft,{loss} .*--allow-change per_device_train"):
         train(replace(config, resume=True, **other))
     train(replace(config, resume=True), lambda run: run.step == 6)
     capsys.readouterr()
     train(replace(config, resume=True, allow_change=["per_device_train_batch_size"], **other))
     reported = capsys.readouterr().out
-    assert "per_device_train_batch_size was 2 and is 3" in reported
+    assert re.search(r"per_device_train_batch_size .*\b2 .*\b3\b", reported)
     assert "dropout masks" not in reported
 
 

@@ -96,7 +96,7 @@ def test_no_documents_make_no_rows(pack):
 
 def test_a_document_longer_than_a_row_is_refused_by_number():
     """Fails when: one more token than a row holds is let through."""
-    with pytest.raises(ValueError, match="document 1 has 9 tokens, more than the 8"):
+    with pytest.raises(ValueError, match=r"document 1 .*\b9 tokens.*\b8\b"):
         pack_best_fit(np.array([3, 9, 8]), 8)
 
 

@@ -7,6 +7,7 @@ import json
 import lzma
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -176,10 +177,10 @@ def test_a_folder_s_files_go_to_the_split_that_their_names_tell(files: list[str]
         ("nowhere/train.jsonl", "there is no folder nowhere"),
         ("data/*.parquet", "no file matches"),
         ("data/notes.md", r"unknown kind of file.*\.jsonl, .*\.parquet"),
-        ("empty", r"no data files in this folder \(it is empty\)"),
+        ("empty", "no data files .*empty"),
         ("unclear", "unclear/more.jsonl belongs to no split"),
         ("twice", "files of several formats"),
-        ("a b", "is not a local path and not the name of a dataset"),
+        ("a b", "not a local path"),
     ],
 )
 def test_what_cannot_be_found_is_refused_with_what_is_there(dataset: str, said: str) -> None:
@@ -193,30 +194,30 @@ def test_what_cannot_be_found_is_refused_with_what_is_there(dataset: str, said: 
 
 
 BROKEN = {
-    "empty.jsonl": (b"", "data/empty.jsonl has no rows: the file is empty"),
+    "empty.jsonl": (b"", "data/empty.jsonl has no rows: .*empty"),
     "blank.jsonl": (b"\n \n", "data/blank.jsonl has no rows"),
     "header.csv": (b"text,label\n", "data/header.csv has no rows"),
     "empty.txt": (b"", "data/empty.txt has no rows"),
     "empty.json": (b"[]", "data/empty.json has no rows"),
-    "cut.jsonl": (b'{"text": "a"}\n\n{"text": "b\n', "data/cut.jsonl:3: not valid JSON at column 10"),
+    "cut.jsonl": (b'{"text": "a"}\n\n{"text": "b\n', "data/cut.jsonl:3: .*JSON .*column 10"),
     "cut.json": (b'[{"text": "a"},\n{"text": "b"', "data/cut.json:2: is not JSON"),
     "cut.csv": (b'text,label\na,1\n"b,2\n', "data/cut.csv:3: not valid CSV"),
     "cut.parquet": (b"PAR1....", "data/cut.parquet can't be read"),
-    "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 99)[:-20], "data/cut.jsonl.gz is damaged or cut short"),
-    "latin.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}\n', "data/latin.jsonl:2: not UTF-8 .byte 0xe9 in place 11"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 99)[:-20], "data/cut.jsonl.gz is damaged"),
+    "latin.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}\n', "data/latin.jsonl:2: .*UTF-8 .*0xe9 .*11"),
     "latin.csv": (b"text\na\n\xe9\n", "data/latin.csv:3: not UTF-8"),
     "latin.txt": (b"a\n\xe9\n", "data/latin.txt:2: not UTF-8"),
     "wide.txt": ("text".encode("utf-16"), "data/wide.txt is UTF-16"),
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', "data/list.jsonl:2 is a list"),
     "list.json": (b'[{"text": "a"}, "b"]', "data/list.json: row 2 is a string"),
     "wrapped.json": (b'{"version": 1,\n"data": [{"text": "a"}]}', "one object.*|is an object.*under 'data'"),
-    "ragged.csv": (b'text,label\n"a\nb",1\nc,2,3\n', "data/ragged.csv:4: 3 fields, but the header has 2"),
-    "twice.csv": (b"text,text\na,b\n", "data/twice.csv:1: the column 'text' is twice"),
-    "odd.jsonl": (b'{"text": "a"}\n' * 16 + b'{"text": 7}\n', "data/odd.jsonl:17: 'text' is a number, but a string in 16"),
-    "nested.jsonl": (b'{"text": ["a"]}\n' + b'{"text": "a"}\n' * 3, "data/nested.jsonl:1: 'text' is a list, but a string in 3"),
+    "ragged.csv": (b'text,label\n"a\nb",1\nc,2,3\n', "data/ragged.csv:4: 3 fields, .*header .*2"),
+    "twice.csv": (b"text,text\na,b\n", "data/twice.csv:1: .*'text' .*twice"),
+    "odd.jsonl": (b'{"text": "a"}\n' * 16 + b'{"text": 7}\n', "data/odd.jsonl:17: 'text' .*number, .*string in 16"),
+    "nested.jsonl": (b'{"text": ["a"]}\n' + b'{"text": "a"}\n' * 3, "data/nested.jsonl:1: 'text' .*list, .*string in 3"),
     "late.jsonl": (b'{"text": "a"}\n' * 5000 + b'{"text": {}}\n', "data/late.jsonl:5001: 'text' is an object"),
-    "inside.jsonl": (b'{"a": [{"b": 1}]}\n{"a": [{"b": "x"}]}\n', "data/inside.jsonl:2: 'a' doesn't fit the rows before it"),
-    "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "data/half.jsonl:2: holds .ud800, half of a surrogate pair"),
+    "inside.jsonl": (b'{"a": [{"b": 1}]}\n{"a": [{"b": "x"}]}\n', "data/inside.jsonl:2: 'a' doesn't fit"),
+    "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "data/half.jsonl:2: .*ud800"),
     "huge.jsonl": (b'{"n": 1}\n{"n": 99999999999999999999}\n', "data/huge.jsonl:2: 'n' (holds|doesn't fit)"),
 }  # fmt: skip
 
@@ -239,7 +240,7 @@ def test_a_small_file_has_one_row_held_out_and_says_so() -> None:
     splits = load(write("data/a.jsonl", [{"text": f"row {number}"} for number in range(20)]))
     assert len(splits["validation"]) >= 1
     assert len(splits["train"]) + len(splits["validation"]) == 20
-    assert "held out by a hash of the content" in splits["train"].info.description
+    assert re.search(r"validation .*hash .*\(--eval-fraction ", splits["train"].info.description)
 
 
 def test_a_file_of_one_row_is_trained_on_where_nothing_is_evaluated() -> None:
@@ -278,8 +279,8 @@ def test_splits_are_chosen_by_name_and_cut_after_that(settings: dict[str, Any], 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"train_split": "training"}, "--train-split training: .* has no such split. It has: train"),
-        ({"eval_split": "dev"}, "--eval-split dev: .* has no such split. It has: train"),
+        ({"train_split": "training"}, "--train-split training: .*: train"),
+        ({"eval_split": "dev"}, "--eval-split dev: .*: train"),
         ({"eval_split": "train"}, "would measure memory"),
         ({"rename_columns": ["txt=text"]}, "no column 'txt'. It has: a, b"),
         ({"rename_columns": ["a=b"]}, "has a column 'b' already"),
@@ -297,19 +298,20 @@ def test_settings_that_do_not_fit_the_source_are_refused(settings: dict[str, Any
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_columns_are_renamed_before_anything_else_and_may_swap(streaming: bool) -> None:
-    """Fails when: renames are applied one after the other."""
-    write("data/a.jsonl", [{"completion": "p", "prompt": "c"}])
-    renames = ["completion=prompt", " prompt = completion"]
+@pytest.mark.parametrize(
+    ("row", "renames"),
+    [
+        ({"completion": "p", "prompt": "c"}, ["completion=prompt", " prompt = completion"]),
+        ({"prompt": "p", " answer": "c"}, ["answer=completion"]),
+    ],
+    ids=["swapped", "a blank in the header"],
+)
+def test_columns_are_renamed_before_anything_else(row: dict[str, str], renames: list[str], streaming: bool) -> None:
+    """Two that swap, and one with a blank as a header "prompt, answer" makes it.
+
+    Fails when: renames are applied one after the other, or only the exact name is looked for."""
+    write("data/a.jsonl", [row])
     rows = load("data/a.jsonl", rename_columns=renames, eval_fraction=0.0, streaming=streaming)
-    assert without_origin(rows["train"]) == [{"prompt": "p", "completion": "c"}]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_column_with_blanks_around_its_name_is_renamed(streaming: bool) -> None:
-    """As a header "prompt, completion" makes it. Fails when: only the exact name is looked for."""
-    write("data/a.jsonl", [{"prompt": "p", " answer": "c"}])
-    rows = load("data/a.jsonl", rename_columns=["answer=completion"], eval_fraction=0.0, streaming=streaming)
     assert without_origin(rows["train"]) == [{"prompt": "p", "completion": "c"}]
 
 
@@ -445,10 +447,10 @@ def test_a_mixture_never_drops_a_part_of_the_input(first: dict, second: dict, mi
 @pytest.mark.parametrize(
     ("dataset", "said"),
     [
-        ("a.jsonl:0.7,b.jsonl", "'b.jsonl' should end in a weight above 0"),
-        ("a.jsonl:0.7,b.jsonl:0", "should end in a weight above 0"),
-        ("a.jsonl:0.7,b.jsonl:nan", "should end in a weight above 0"),
-        ("a.jsonl:0.7,c.jsonl:0.3", "has the columns text and c.jsonl has completion, prompt"),
+        ("a.jsonl:0.7,b.jsonl", "'b.jsonl' .*weight above 0"),
+        ("a.jsonl:0.7,b.jsonl:0", "'b.jsonl:0' .*weight above 0"),
+        ("a.jsonl:0.7,b.jsonl:nan", "'b.jsonl:nan' .*weight above 0"),
+        ("a.jsonl:0.7,c.jsonl:0.3", "a.jsonl .*text .*c.jsonl .*completion, prompt"),
         ("empty.yaml", "holds no list of sources"),
         ("typo.yaml", "entry 1 has the key 'wieght'"),
         ("weight.yaml", "entry 1: weight is None"),
@@ -561,13 +563,13 @@ def test_a_hub_name_has_a_configuration_and_a_revision(dataset: str, parts: tupl
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (ConnectionError("Couldn't reach 'o/n' on the Hub"), "the Hugging Face Hub can't be reached .*HF_HUB_OFFLINE=1"),
-        (FileNotFoundError("Couldn't find 'o/n' on the Hugging Face Hub either"), "the Hugging Face Hub can't be reached"),
-        (datasets.exceptions.DatasetNotFoundError("Dataset 'o/n' doesn't exist on the Hub"), "not on the Hub for this login"),
+        (ConnectionError("Couldn't reach 'o/n' on the Hub"), "Hub can't be reached .*HF_HUB_OFFLINE=1"),
+        (FileNotFoundError("Couldn't find 'o/n' on the Hugging Face Hub either"), "Hub can't be reached"),
+        (datasets.exceptions.DatasetNotFoundError("Dataset 'o/n' doesn't exist on the Hub"), "not on the Hub .*login"),
         (datasets.exceptions.DatasetNotFoundError("Dataset 'o/n' is a gated dataset on the Hub."), "gated.*hf auth login"),
         (datasets.exceptions.DataFilesNotFoundError("No (supported) data files"), "no data files"),
         (ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']"), r"Write o/n:NAME with one of \['a', 'b'\]"),
-        (RuntimeError("Dataset scripts are no longer supported"), "code from a dataset's repository is not run"),
+        (RuntimeError("Dataset scripts are no longer supported"), "code .*is not run"),
         (datasets.exceptions.DatasetGenerationError("An error occurred"), "the data can't be read"),
     ],
 )  # fmt: skip
@@ -592,7 +594,8 @@ def test_without_a_network_the_refusal_says_what_was_asked_and_what_works(tmp_pa
     last = done.stderr.strip().splitlines()[-1]
     assert "Refusal: --dataset someone/something:config@v1" in last
     assert "can't be reached" in last
-    assert "stdlib:sft and local files need no network" in last
+    assert "HF_HUB_OFFLINE=1" in last
+    assert "stdlib:sft" in last
     assert list(Path().iterdir()) == []
 
 

@@ -235,7 +235,7 @@ def test_a_prompt_whose_answers_open_alike_is_on_one_side_or_a_line_says_so(endi
         train, held_out = ({row["id"] for row in side} for side in split)
         said = capsys.readouterr().err
         assert bool(train & held_out) != is_told
-        assert (count in said and "Give the prompt a column of its own" in said) == (not is_told)
+        assert (count in said and "prompt, chosen, rejected" in said) == (not is_told)
 
 
 def test_rows_whose_prompt_is_said_keep_the_side_they_had() -> None:

@@ -1,6 +1,7 @@
 """Single answers that are marked desirable or not, against pairs and against transformers' own tokenizing of each text."""
 
 import io
+import re
 from typing import Any
 
 import numpy as np
@@ -139,18 +140,18 @@ def test_a_label_of_a_csv_file_is_read(tokenizer, tmp_path):
 GOOD = {"prompt": "Is it?\n", "completion": "Yes.", "label": True}
 BAD = {**GOOD, "completion": "No.", "label": False}
 REFUSED = {
-    "number": ([{**GOOD, "label": 1}, {**BAD, "label": 0}], r"train.jsonl:1: label is the number 1, and must be true, .* or false"),
-    "text": ([{**GOOD, "label": "good"}, {**BAD, "label": "bad"}], r"train.jsonl:1: label is the text 'good', and must be true"),
-    "missing": ([GOOD, {**BAD, "label": None}], r"train.jsonl:2: label is missing \(null\), and must be true"),
-    "empty answer": ([GOOD, {**BAD, "completion": " "}], r"train.jsonl:2: completion is nothing but white space"),
-    "no prompt": ([GOOD, {**BAD, "prompt": None}], r"train.jsonl:2: prompt is missing \(null\), and must be text"),
-    "empty prompt": ([GOOD, {**BAD, "prompt": ""}], r"train.jsonl:2: the prompt is empty.*no token is left for the prompt"),
-    "all desirable": ([GOOD, GOOD], r"label is true in each row of the train split: no answer in it is undesirable.*recipes/sft\.py"),
-    "all undesirable": ([BAD, BAD], r"label is false in each row of the train split: no answer in it is desirable\.$"),
-    "columns": ([{"question": "a", "answer": "b"}], r"train split has the columns question, answer.*prompt, completion and label"),
+    "number": ([{**GOOD, "label": 1}, {**BAD, "label": 0}], r"train.jsonl:1: label .*number 1, .*true, .*false"),
+    "text": ([{**GOOD, "label": "good"}, {**BAD, "label": "bad"}], r"train.jsonl:1: label .*'good', .*true"),
+    "missing": ([GOOD, {**BAD, "label": None}], r"train.jsonl:2: label .*null.*true"),
+    "empty answer": ([GOOD, {**BAD, "completion": " "}], r"train.jsonl:2: completion .*white space"),
+    "no prompt": ([GOOD, {**BAD, "prompt": None}], r"train.jsonl:2: prompt .*null"),
+    "empty prompt": ([GOOD, {**BAD, "prompt": ""}], r"train.jsonl:2: .*prompt is empty.*no token"),
+    "all desirable": ([GOOD, GOOD], r"label is true .*train.* undesirable.*recipes/sft\.py"),
+    "all undesirable": ([BAD, BAD], r"label is false .*train.* desirable\.$"),
+    "columns": ([{"question": "a", "answer": "b"}], r"train .*question, answer.*prompt, completion and label"),
     "user answers": (
         [{**row, "completion": [*row["completion"], {"role": "user", "content": "Hm."}]} for row in chat_rows(2)],
-        r"train.jsonl:1: completion ends with a turn of the user",
+        r"train.jsonl:1: completion ends .*user",
     ),
 }  # fmt: skip
 
@@ -169,8 +170,8 @@ def test_counts_of_both_kinds_and_of_contradictions_are_shown(tokenizer):
     labels = [row["label"] for row in rows]
     text = shown(rows, tokenizer)
     assert f"classes: desirable {np.mean(labels):.1%}, undesirable {1 - np.mean(labels):.1%}" in text
-    assert "train: 1 answer is marked desirable in one row" in text
-    assert "single answers, text: prompt, completion and label" in text
+    assert re.search(r"train: 1 answer .* desirable .* undesirable", text)
+    assert "text: prompt, completion and label" in text
     assert "train.jsonl:1, undesirable:\n  prompt\n" in text
     assert "each made into a desirable answer" in shown(pair_rows(), tokenizer)
 

@@ -63,7 +63,7 @@ def test_a_text_that_holds_the_mask_token_is_refused_by_its_row(tokenizer) -> No
     masked = with_mask_token(copy.deepcopy(tokenizer))
     for columns in ({"text": ["one", "say <|mask|> and two", "two"]}, {"prompt": ["say", "say"], "completion": ["one", "<|mask|>"]}):
         columns["origin"] = [f"texts.txt:{line}" for line in range(1, 1 + len(next(iter(columns.values()))))]
-        with pytest.raises(Refusal, match=r"texts.txt:2: holds the mask token"):
+        with pytest.raises(Refusal, match=r"texts\.txt:2: .*mask token"):
             rows(masked, columns)
         del columns["origin"]
         rows(tokenizer, columns)

@@ -211,7 +211,7 @@ def test_alpacas_columns_are_a_prompt_and_its_completion(tokenizer, has_template
     (sample,) = sample_prompts(DatasetDict(validation=Dataset.from_list(rows[:1])), tokenizer, SampleConfig())
     assert tokenizer.decode(found[0]["input_ids"]).startswith(sample["prompt"])
     assert sample["reference"] == "3"
-    with pytest.raises(Refusal, match=r"row 1 of the train split: output"):
+    with pytest.raises(Refusal, match=r"row 1 .*train.*: output"):
         tokenize_for_sft(DatasetDict(train=Dataset.from_list([rows[0], {**rows[1], "output": ""}])), tokenizer, DataConfig())
     whole = tokenize_for_sft(DatasetDict(train=Dataset.from_list(rows)), tokenizer, DataConfig(completion_only_loss=False))["train"]
     assert "labels" not in whole.column_names
@@ -449,13 +449,13 @@ def test_a_test_split_with_withheld_labels_is_left_out_and_said(encoder_tokenize
 
 REFUSED_LABELS = {
     "missing": (["a", "b", None], {}, r"r:2: the label is missing"),
-    "fraction": ([0.5, 1.5], {}, r"r:0: the label is the number 0.5.*--problem-type regression"),
-    "list": ([["a"], ["b"]], {}, r"r:0: the label is a list of 1.*multi_label"),
-    "text for a number": (["a", "b"], {"problem_type": "regression"}, r"r:0: the label is the text 'a'.*finite number"),
+    "fraction": ([0.5, 1.5], {}, r"r:0: .*number 0\.5.*--problem-type regression"),
+    "list": ([["a"], ["b"]], {}, r"r:0: .*list of 1.*multi_label"),
+    "text for a number": (["a", "b"], {"problem_type": "regression"}, r"r:0: .*'a'.*finite number"),
     "not a number": ([1.0, float("nan")], {"problem_type": "regression"}, r"r:1: .*finite number"),
     "class for several": (["a", "b"], {"problem_type": "multi_label"}, r"r:0: .*list of classes"),
-    "one class": (["a"], {}, r"All labels of the train split are 'a'"),
-    "too few weights": (["a", "b"], {"class_weights": [1.0]}, r"--class-weights gives 1 weights; there are 2 classes: a, b"),
+    "one class": (["a"], {}, r"All labels .*train .*'a'"),
+    "too few weights": (["a", "b"], {"class_weights": [1.0]}, r"--class-weights .*1 weights; .*2 classes: a, b"),
     "weights of numbers": ([0.5, 1.0], {"class_weights": [1.0], "problem_type": "regression"}, r"no effect"),
     "split": (["a", "b"], {"overlong": "split"}, r"--overlong split.*truncate, drop or refuse"),
 }
@@ -472,7 +472,7 @@ def test_labels_that_do_not_fit_are_refused_with_the_row(encoder_tokenizer, case
 def test_labels_out_of_range_or_unknown_to_train_are_refused_with_the_row(encoder_tokenizer):
     """Fails when an unknown class gets a new number, or -1 counts from the end."""
     splits = splits_of(labeled(["pos", "neg"]), validation=labeled(["pos", "posi"]))
-    with pytest.raises(Refusal, match=r"r:1: the label 'posi' .*: neg, pos.*'pos'"):
+    with pytest.raises(Refusal, match=r"r:1: .*'posi' .*: neg, pos.*'pos'"):
         tokenize_for_classification(splits, encoder_tokenizer, ClassifyConfig())
     features = Features({"text": Value("string"), "label": ClassLabel(names=["a", "b"]), "origin": Value("string")})
     splits = DatasetDict(train=Dataset.from_list(labeled([0, 1, -1]), features=features))

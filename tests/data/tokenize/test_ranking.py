@@ -105,27 +105,26 @@ def test_three_layouts_of_one_content_give_one_tokenized_dataset(encoder: Any) -
     ("row", "loss", "said"),
     [
         ({"documents": []}, "lambda", "documents is an empty list"),
-        ({"labels": [1]}, "lambda", "labels has 1 numbers, and documents are 2"),
-        ({"labels": [1, None]}, "lambda", "labels is missing (null), and must be a number"),
-        ({"labels": [3, 0]}, "bce", "the label 3 of document 1 is outside of what --ranking-loss bce takes: numbers from 0 to 1"),
-        ({"labels": [0, 31]}, "lambda", "the label 31 of document 2 is outside"),
-        ({"documents": ["a", " "]}, "bce", "documents is nothing but white space"),
+        ({"labels": [1]}, "lambda", "labels .*1 numbers, .*documents .*2"),
+        ({"labels": [1, None]}, "lambda", "labels .*null.*number"),
+        ({"labels": [3, 0]}, "bce", "the label 3 of document 1 .*--ranking-loss bce .* 0 to 1"),
+        ({"labels": [0, 31]}, "lambda", "the label 31 of document 2 .*--ranking-loss lambda"),
+        ({"documents": ["a", " "]}, "bce", "documents .*white space"),
         ({"query": ""}, "bce", "query is empty"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_its_row(encoder: Any, row: dict[str, Any], loss: str, said: str) -> None:
     """Fails when: the range of a loss is not looked up, or the origin of the list is taken from its batch's first row."""
     good = {"query": "a", "documents": ["b", "c"], "labels": [1, 0]}
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Refusal, match=rf"^judged\.jsonl:2: {said}"):
         tk.tokenize_for_ranking(splits_of([good, good | row]), encoder, Config(ranking_loss=loss))
-    assert str(refused.value).startswith(f"judged.jsonl:2: {said}")
 
 
 def test_a_row_of_one_document_is_refused_by_its_own_line_after_it_was_gathered(encoder: Any, tmp_path: Path) -> None:
     """Fails when: a gathered list has the origin of its first row alone."""
     rows = [{"query": "a", "document": f"d{i}", "label": label} for i, label in enumerate((1, 0, 0.5, 2))]
     config = Config(dataset=written(tmp_path, rows), ranking_loss="bce")
-    with pytest.raises(Refusal, match=r"judged\.jsonl:4: the label 2 of document 4"):
+    with pytest.raises(Refusal, match=r"judged\.jsonl:4: .*label 2 .*document 4"):
         tk.tokenize_for_ranking(tk.load_splits(config), encoder, config)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import re
 import textwrap
 from dataclasses import field, make_dataclass
 
@@ -113,7 +114,7 @@ def test_the_example_shows_what_is_supervised(tokenizer):
     indented = "\n".join("  | " + line for line in shown.split("\n"))
     assert printed(preflight).endswith(indented.format("[[", "]]") + "\n")
     assert printed(preflight, Terminal()).endswith(indented.format("\x1b[4;32m", "\x1b[0m") + "\n")
-    assert "Example train.jsonl:1, supervised text between [[ and ]]:" in printed(preflight)
+    assert re.search(r"Example train\.jsonl:1, .*\[\[ .*\]\]:\n", printed(preflight))
 
 
 def test_pieces_of_an_example_join_to_its_text_and_carry_its_marks(tokenizer):
@@ -163,13 +164,13 @@ def test_the_first_rows_of_a_stream_are_counted_and_all_are_checked_as_they_come
     assert prepared.report.splits[0].examples == prepared.report.first_rows == 256
     assert "the first 256 rows of a stream" in printed(prepared.report)
     assert tokenizer.decode(next(iter(prepared["train"]))["input_ids"]) == "text number 0<|endoftext|>"
-    with pytest.raises(Refusal, match="row 600 of the train split: text"):
+    with pytest.raises(Refusal, match=r"row 600 .*train.*: text"):
         list(prepared["train"])
 
 
 GOOD_PAIR = {"prompt": "What is two?\n", "completion": "Two."}
 REFUSED = {
-    "no columns": ("sft", [{"a": "x"}], {}, r"train split has the columns a\. .*prompt and completion; or messages"),
+    "no columns": ("sft", [{"a": "x"}], {}, r"train .*columns a\. .*prompt and completion; .*messages"),
     "other names": (
         "sft", [{"question": "a", "input": "", "output": "b"}], {},
         r"--rename-columns question=prompt,output=completion",
@@ -177,32 +178,32 @@ REFUSED = {
     "misspelled": ("sft", [{"promt": "a", "completion": "b"}], {}, r"Did you mean: --rename-columns promt=prompt"),
     "preferences": ("sft", [{"prompt": "a", "chosen": "b", "rejected": "c"}], {}, r"--rename-columns chosen=completion"),
     "other text": ("lm", [{"content": "a"}], {}, r"--rename-columns content=text"),
-    "two layouts": ("sft", [{**GOOD_PAIR, "messages": CHAT}], {}, r"messages and also prompt and completion.*messages=unused"),
-    "empty object": ("lm", [{"text": {}}], {}, r"train.jsonl:1: text is an empty object, and must be text"),
+    "two layouts": ("sft", [{**GOOD_PAIR, "messages": CHAT}], {}, r"messages .*prompt and completion.*messages=unused"),
+    "empty object": ("lm", [{"text": {}}], {}, r"train.jsonl:1: text .*empty object"),
     "a large object": (
-        "lm", [{"text": {"k" * 3000 + str(i): 1 for i in range(30)}}], {}, r"jsonl:1: text is an object with (k{40}\.\.\., ){3}27 more, and must",
+        "lm", [{"text": {"k" * 3000 + str(i): 1 for i in range(30)}}], {}, r"jsonl:1: text .*object with (k{40}\.\.\., ){3}27 more",
     ),
     "empty text": ("lm", [{"text": "a"}, {"text": ""}], {}, r"train.jsonl:2: text is empty"),
-    "white space": ("lm", [{"text": "a"}, {"text": " \n"}], {}, r"train.jsonl:2: text is nothing but white space"),
-    "null text": ("lm", [{"text": "a"}, {"text": None}], {}, r"train.jsonl:2: text is missing \(null\), and must be text"),
-    "number": ("lm", [{"text": 7}], {}, r"train.jsonl:1: text is the number 7, and must be text"),
-    "list": ("lm", [{"text": ["a", "b"]}], {}, r"train.jsonl:1: text is a list of 2"),
+    "white space": ("lm", [{"text": "a"}, {"text": " \n"}], {}, r"train.jsonl:2: text .*white space"),
+    "null text": ("lm", [{"text": "a"}, {"text": None}], {}, r"train.jsonl:2: text .*null"),
+    "number": ("lm", [{"text": 7}], {}, r"train.jsonl:1: text .*number 7"),
+    "list": ("lm", [{"text": ["a", "b"]}], {}, r"train.jsonl:1: text .*list of 2"),
     "empty prompt": ("sft", [GOOD_PAIR, {"prompt": "", "completion": "x"}], {}, r"train.jsonl:2: prompt is empty"),
     "empty completion": ("sft", [GOOD_PAIR, {"prompt": "x", "completion": ""}], {}, r"train.jsonl:2: completion is empty"),
-    "no assistant": ("sft", [{"messages": CHAT[:1]}], {}, r"train.jsonl:1: the chat has no assistant turn \(its roles: user\)"),
+    "no assistant": ("sft", [{"messages": CHAT[:1]}], {}, r"train.jsonl:1: .*no assistant turn \(.*user\)"),
     "empty assistant": (
         "sft", [{"messages": [CHAT[0], {**CHAT[1], "content": " "}]}], {},
-        r"1: message 2 of messages is an assistant",
+        r"1: message 2 of messages .*assistant",
     ),
     "empty chat": ("sft", [{"messages": CHAT}, {"messages": []}], {}, r"train.jsonl:2: messages is an empty list"),
-    "chat as text": ("sft", [{"messages": "hello"}], {}, r"train.jsonl:1: messages is the text 'hello', and must be a list"),
+    "chat as text": ("sft", [{"messages": "hello"}], {}, r"train.jsonl:1: messages .*'hello', .*list"),
     "role": ("sft", [{"messages": [{**CHAT[0], "role": "usr"}, CHAT[1]]}], {}, r"has the role 'usr'.*Did you mean 'user'"),
     "sharegpt role": (
         "sft", [{"messages": [{**CHAT[0], "role": "human"}, CHAT[1]]}], {},
-        r"'human', which chat templates call 'user'",
+        r"'human', .*'user'",
     ),
-    "no role": ("sft", [{"messages": [{"text": "x"}]}], {}, r"message 1 of messages has no role, only text"),
-    "content": ("sft", [{"messages": [{"role": "user", "content": 1}]}], {}, r"1 of messages: content is the number 1"),
+    "no role": ("sft", [{"messages": [{"text": "x"}]}], {}, r"message 1 of messages has no role"),
+    "content": ("sft", [{"messages": [{"role": "user", "content": 1}]}], {}, r"1 of messages: content .*number 1"),
     "tools": ("sft", [{"messages": CHAT, "tools": "[{]"}], {}, r"train.jsonl:1: tools: not valid JSON"),
     "unsupervised": ("sft", [{"input_ids": [5, 6], "labels": [-100, -100]}], {}, r"train.jsonl:1: no token is supervised"),
     "first token alone": ("sft", [{"input_ids": [5, 6], "labels": [5, -100]}], {}, r"train.jsonl:1: no token is supervised"),
@@ -221,20 +222,20 @@ REFUSED = {
     ),
     "text as ids": (
         "lm", [{"input_ids": ["a"]}], {},
-        r"train.jsonl:1: input_ids is a list of 1, and must be a list of integers",
+        r"train.jsonl:1: input_ids .*list of 1, .*integers",
     ),
     "end masked": (
         "sft", [{"input_ids": [5, 6, 0], "labels": [-100, 6, -100]}], {},
-        r"No end of a text or turn .*train.jsonl:1",
+        r"No end .*train.jsonl:1",
     ),
-    "ends cut off": ("sft", [GOOD_PAIR], {"max_length": 11}, r"All were cut off by --max-length 11"),
+    "ends cut off": ("sft", [GOOD_PAIR], {"max_length": 11}, r"cut off by --max-length 11"),
     "too long": (
         "lm", [{"text": "a"}, {"text": "a b " * 99}], {"max_length": 20, "overlong": "refuse"},
         r"jsonl:2: \d+ tokens, more than",
     ),
     "all dropped": (
         "lm", [{"text": "a b " * 99}], {"max_length": 20, "overlong": "drop"},
-        r"Nothing is left of the train split.*longest",
+        r"Nothing is left .*train .*longest",
     ),
     "prompts too long": (
         "sft", [{"prompt": "a b " * 99, "completion": "x"}], {"max_length": 20},
@@ -263,7 +264,7 @@ def test_rows_without_an_origin_are_named_by_number_and_split(tokenizer):
     """Fails when the number restarts with each batch."""
     rows = [{"text": "a"}] * 700 + [{"text": ""}]
     splits = DatasetDict(train=Dataset.from_list([{"text": "a"}]), validation=Dataset.from_list(rows))
-    with pytest.raises(Refusal, match="row 700 of the validation split: text"):
+    with pytest.raises(Refusal, match=r"row 700 .*validation.*: text"):
         prepare("lm", splits, tokenizer, DataConfig())
 
 
@@ -303,7 +304,7 @@ def test_a_count_of_one_is_told_in_the_singular(tokenizer, count, said):
     """Fails when: `_counted` takes the plural always."""
     train = [{"prompt": f"{number} b", "completion": "c"} for number in range(30)]
     shown = printed(prepare("sft", splits_of(train, validation=train[:count]), tokenizer, DataConfig()).report)
-    assert f"validation: {said} to tell one model from another" in shown
+    assert f"validation: {said}" in shown
     assert f"validation: {'1 is' if count == 1 else '2 are'} in train too" in shown
 
 
@@ -318,8 +319,8 @@ def test_a_few_long_documents_are_many_rows(tokenizer):
     """19 documents of 40 tokens, cut into rows of 16 or truncated to one. Fails when: documents are counted alone, or tokens that are cut off."""
     rows = [{"text": " ".join(f"word{number}{place}" for place in range(20))} for number in range(19)]
     wrapped = DataConfig(max_length=16, packing=True, packing_strategy="wrapped")
-    assert "too few to tell" not in printed(prepare("lm", splits_of(rows, validation=rows), tokenizer, wrapped).report)
-    assert "19 rows are too few to tell" in printed(prepare("lm", splits_of(rows, validation=rows), tokenizer, DataConfig(max_length=16)).report)
+    assert "too few" not in printed(prepare("lm", splits_of(rows, validation=rows), tokenizer, wrapped).report)
+    assert "19 rows are too few" in printed(prepare("lm", splits_of(rows, validation=rows), tokenizer, DataConfig(max_length=16)).report)
 
 
 def test_what_may_surprise_is_noted(tokenizer):
@@ -328,12 +329,12 @@ def test_what_may_surprise_is_noted(tokenizer):
     own.model_max_length = 32
     notes = prepare("sft", splits_of([{**GOOD_PAIR, "id": 3, "source": "x"}]), own, DataConfig(max_length=64)).report.notes
     assert "columns not read: id, source" in notes
-    assert any("--max-length 64 is above the limit of 32" in note for note in notes)
+    assert any(re.search(r"--max-length 64 .*\b32\b", note) for note in notes)
 
 
 def test_an_empty_training_split_is_refused(tokenizer):
     """Fails when it is left out like an empty evaluation split."""
     splits = splits_of([GOOD_PAIR], validation=[GOOD_PAIR])
     splits["train"] = splits["train"].select([])
-    with pytest.raises(Refusal, match="The train split has no rows"):
+    with pytest.raises(Refusal, match="train split has no rows"):
         prepare("sft", splits, tokenizer, DataConfig())

@@ -76,7 +76,7 @@ BAD = {
     "an empty positive": ({"anchor": QUERIES, "positive": ["a", "b", " "]}, "made.jsonl:3: positive"),
     "an empty negative": ({"anchor": QUERIES, "positive": POSITIVES, "negatives": [["a"], ["b", ""], ["c"]]}, "made.jsonl:2: negatives"),
     "a negative that is the positive": (
-        {"query": QUERIES, "positive": POSITIVES, "negative": ["a", "b", POSITIVES[2] + " "]}, "made.jsonl:3: a negative is the same text",
+        {"query": QUERIES, "positive": POSITIVES, "negative": ["a", "b", POSITIVES[2] + " "]}, "made.jsonl:3: a negative",
     ),
     "other columns": ({"question": QUERIES, "passage": POSITIVES}, "anchor"),
 }  # fmt: skip

@@ -244,21 +244,21 @@ def test_the_dictionary_says_the_most_frequent_tag_of_a_word() -> None:
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"tokens": ["a", "b"], "tags": ["O"]}, {}, r"x.jsonl:2: 2 words and 1 tags"),
     ({"tokens": [], "tags": []}, {}, r"x.jsonl:2: tokens is an empty list"),
-    ({"tokens": ["a", " "], "tags": ["O", "O"]}, {}, r"x.jsonl:2: word 2 of tokens is nothing but white space"),
+    ({"tokens": ["a", " "], "tags": ["O", "O"]}, {}, r"x.jsonl:2: word 2 of tokens .*white space"),
     ({"tokens": ["a", None], "tags": ["O", "O"]}, {}, r"x.jsonl:2: word 2 of tokens is missing"),
-    ({"tokens": ["a"], "tags": [None]}, {}, r"x.jsonl:2: tags is a list in which a tag is missing"),
-    ({"tokens": ["a", "b"], "tags": ["O", "I-LOC"]}, {"tag_scheme": "iob2"}, r"x.jsonl:2: word 2, 'b', has the tag 'I-LOC' after O"),
+    ({"tokens": ["a"], "tags": [None]}, {}, r"x.jsonl:2: tags .*missing"),
+    ({"tokens": ["a", "b"], "tags": ["O", "I-LOC"]}, {"tag_scheme": "iob2"}, r"x.jsonl:2: word 2, 'b', .*'I-LOC' after O"),
     ({"tokens": ["a", "b"], "tags": ["O", "I-LOC"]}, {"strict_entities": True}, r"breaks IOB2"),
-    ({"tokens": ["a"], "tags": ["O"]}, {"tag_scheme": "iobes"}, r"--tag-scheme iobes: the tags are those of IOB2"),
+    ({"tokens": ["a"], "tags": ["O"]}, {"tag_scheme": "iobes"}, r"--tag-scheme iobes: .*IOB2"),
     ({"tokens": ["a"], "tags": ["O"]}, {"overlong": "split"}, r"--overlong split"),
-    ({"text": "abc", "spans": [{"start": 1, "end": 4, "label": "X"}]}, {}, r"x.jsonl:2: span 1 of spans, 1 to 4, is outside its text of 3"),
+    ({"text": "abc", "spans": [{"start": 1, "end": 4, "label": "X"}]}, {}, r"x.jsonl:2: span 1 of spans, 1 to 4, .*text of 3"),
     ({"text": "a b c", "spans": [{"start": 0, "end": 3, "label": "X"}, {"start": 2, "end": 5, "label": "Y"}]}, {}, r"x.jsonl:2: the spans .* overlap"),
-    ({"text": "abcd", "spans": [{"start": 0, "end": 2, "label": "X"}, {"start": 2, "end": 4, "label": "Y"}]}, {}, r"x.jsonl:2: the word 'abcd' has parts of two spans"),
-    ({"text": "a  b", "spans": [{"start": 1, "end": 3, "label": "X"}]}, {}, r"x.jsonl:2: the span 1 to 3 \(X\) holds no word"),
+    ({"text": "abcd", "spans": [{"start": 0, "end": 2, "label": "X"}, {"start": 2, "end": 4, "label": "Y"}]}, {}, r"x.jsonl:2: .*'abcd' .*two spans"),
+    ({"text": "a  b", "spans": [{"start": 1, "end": 3, "label": "X"}]}, {}, r"x.jsonl:2: .*span 1 to 3 \(X\) .*no word"),
     ({"text": "a b", "spans": None}, {}, r"x.jsonl:2: spans is missing"),
     ({"text": "", "spans": []}, {}, r"x.jsonl:2: text is empty"),
-    ({"text": "a b", "spans": [{"start": 0.5, "end": 1, "label": "X"}]}, {}, r"x.jsonl:2: span 1 of spans: its start is the number 0.5"),
-    ({"text": "a b", "spans": [{"start": 0, "end": 1, "label": None}]}, {}, r"x.jsonl:2: span 1 of spans: its label is missing"),
+    ({"text": "a b", "spans": [{"start": 0.5, "end": 1, "label": "X"}]}, {}, r"x.jsonl:2: span 1 of spans: .*start .*0\.5"),
+    ({"text": "a b", "spans": [{"start": 0, "end": 1, "label": None}]}, {}, r"x.jsonl:2: span 1 of spans: .*label .*missing"),
 ]  # fmt: skip
 
 
@@ -276,13 +276,13 @@ def test_what_cannot_be_trained_on_is_refused_by_file_and_row(number: int) -> No
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([{"tokens": [], "tags": []}] * 3, r"no tags: tags is an empty list in each row"),
-        ([{"text": "Ada", "spans": []}] * 3, r"no tags: spans is an empty list in each row"),
-        ([{"text": "Ada", "spans": {"start": 0, "end": 3, "label": "X"}}] * 3, r"x.jsonl:1: spans is an object with start, end, label"),
-        ([{"text": "Ada", "spans": [{"start": 0, "end": 3, "label": ["X"]}]}] * 3, r"x.jsonl:1: span 1 of spans: its label is a list"),
-        ([{"tokens": ["a"], "tags": [["X"]]}] * 3, r"x.jsonl:1: tags is a list in which a tag is a list of 1"),
-        ([{"tokens": ["a", "b"], "tags": [1, 2]}, {"tokens": ["a"], "tags": [0.5]}], r"x.jsonl:2: tags is a list in which a tag is the number 0.5"),
-        ([{"tokens": ["a", "b"], "tags": ["O", "B-X"]}, {"tokens": ["a"], "tags": ["O", 3]}], r"x.jsonl:2: 'tags' is a list of several kinds of values: a number, a string"),
+        ([{"tokens": [], "tags": []}] * 3, r"no tags: tags .*empty list"),
+        ([{"text": "Ada", "spans": []}] * 3, r"no tags: spans .*empty list"),
+        ([{"text": "Ada", "spans": {"start": 0, "end": 3, "label": "X"}}] * 3, r"x.jsonl:1: spans .*object .*start, end, label"),
+        ([{"text": "Ada", "spans": [{"start": 0, "end": 3, "label": ["X"]}]}] * 3, r"x.jsonl:1: span 1 of spans: .*label .*list"),
+        ([{"tokens": ["a"], "tags": [["X"]]}] * 3, r"x.jsonl:1: tags .*list of 1"),
+        ([{"tokens": ["a", "b"], "tags": [1, 2]}, {"tokens": ["a"], "tags": [0.5]}], r"x.jsonl:2: tags .*number 0\.5"),
+        ([{"tokens": ["a", "b"], "tags": ["O", "B-X"]}, {"tokens": ["a"], "tags": ["O", 3]}], r"x.jsonl:2: 'tags' .*a number, a string"),
     ],
 )  # fmt: skip
 def test_columns_that_hold_no_tags_at_all_are_refused(rows: list[dict[str, Any]], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,13 +296,13 @@ def test_columns_that_hold_no_tags_at_all_are_refused(rows: list[dict[str, Any]]
 
 def test_a_tag_that_training_does_not_have_is_refused_in_the_validation_split() -> None:
     """Fails when: the tags of all splits are put together."""
-    with pytest.raises(Refusal, match=r"a.conll:1: word 1, 'x': the label 'B-NEW'"):
+    with pytest.raises(Refusal, match=r"a\.conll:1: word 1, 'x': .*'B-NEW'"):
         tokenize_for_token_classification(DatasetDict(train=rows(), validation=rows([(["x"], ["B-NEW"])])), wordpiece(), Config())
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("a O\nb\n", r"a.conll:2: 1 column, and the lines before it have 2"), ("a\nb\n", r"a.conll:1: 1 column"), ("a\tO\nb c\n", r"a.conll:2: 1 column")],
+    [("a O\nb\n", r"a.conll:2: 1 column, .*2"), ("a\nb\n", r"a.conll:1: 1 column"), ("a\tO\nb c\n", r"a.conll:2: 1 column")],
 )
 def test_a_line_of_another_number_of_columns_is_refused(content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when: the widths are not compared."""

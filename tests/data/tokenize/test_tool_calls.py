@@ -78,7 +78,7 @@ def test_a_call_is_supervised_through_every_template_or_its_row_is_refused(make_
     tokenizer = make_tokenizer((TRL_TEMPLATES / f"{name}.jinja").read_text() if name else CHATML)
     row = {"messages": called(), "tools": SCHEMA}
     if name.removesuffix("_training") in WITHOUT_TOOLS:
-        with pytest.raises(Refusal, match=r"^chats.jsonl:2: the chat template (does not write .* \(--chat-template|can't render)"):
+        with pytest.raises(Refusal, match=r"^chats\.jsonl:2: .*chat template .*(--chat-template|can't render)"):
             tokenized(tokenizer, [{"messages": called()[-2:], "tools": None}, row])
         return
     whole, supervised = written(tokenizer, tokenized(tokenizer, [row])[0])
@@ -183,23 +183,23 @@ THOUGHT = [{"role": "user", "content": "zqquestion"}, {"role": "assistant", "con
     ("template", "row", "message"),
     [
         (OLD, {"messages": called()[-2:], "tools": SCHEMA}, "does not write the tools .*--rename-columns tools=unused"),
-        (OLD, {"messages": called()}, r"does not write a call of a tool \(message 2\)"),
-        (OLD, {"prompt": called()[:1], "completion": called()[1:2]}, r"does not write a call of a tool \(message 2\)"),
-        (NO_RESULTS, {"messages": called()}, r"does not write the result of a tool \(message 3\)"),
-        (CALL_OUTSIDE, {"messages": called()}, r"generation marks .* leave out a call of a tool \(message 2\)"),
-        (OLD, {"messages": THOUGHT}, r"does not write the reasoning.*\(message 2\)"),
-        (CHATML, {"messages": NO_JSON}, r"message 2 of messages: call 1: the arguments of zqweather: not valid JSON"),
-        (CHATML, {"messages": called('{"a": 1, "a": 2}')}, r"call 1: the arguments of zqweather: a is twice"),
-        (CHATML, {"messages": called('{"a": NaN}')}, r"call 1: the arguments of zqweather: holds NaN"),
-        (CHATML, {"messages": called('{"a": -Infinity}')}, r"call 1: the arguments of zqweather: holds -Infinity"),
-        (CHATML, {"messages": called('{"a": "\\ud800"}')}, r"call 1: the arguments of zqweather: holds .ud800"),
-        (CHATML, {"messages": called("[" * 100_000)}, r"call 1: the arguments of zqweather: .* nested more than"),
-        (CHATML, {"messages": called('{"a":' * 100 + "1" + "}" * 100)}, r"call 1: the arguments of zqweather: .* nested more than"),
-        (NAMELESS, {"messages": called()}, r"does not write the name of a tool that is called \(message 2\)"),
-        (NO_SYSTEM, {"messages": ORDERED}, r"does not write the system message \(message 1\)"),
-        (CHATML, {"messages": NO_OBJECT}, r"call 1: the arguments of zqweather are a list"),
+        (OLD, {"messages": called()}, r"not write a call .*\(message 2\)"),
+        (OLD, {"prompt": called()[:1], "completion": called()[1:2]}, r"not write a call .*\(message 2\)"),
+        (NO_RESULTS, {"messages": called()}, r"not write the result .*\(message 3\)"),
+        (CALL_OUTSIDE, {"messages": called()}, r"generation marks .* a call .*\(message 2\)"),
+        (OLD, {"messages": THOUGHT}, r"not write the reasoning.*\(message 2\)"),
+        (CHATML, {"messages": NO_JSON}, r"message 2 of messages: call 1: .*zqweather: .*JSON"),
+        (CHATML, {"messages": called('{"a": 1, "a": 2}')}, r"call 1: .*zqweather: a is twice"),
+        (CHATML, {"messages": called('{"a": NaN}')}, r"call 1: .*zqweather: holds NaN"),
+        (CHATML, {"messages": called('{"a": -Infinity}')}, r"call 1: .*zqweather: holds -Infinity"),
+        (CHATML, {"messages": called('{"a": "\\ud800"}')}, r"call 1: .*zqweather: holds .ud800"),
+        (CHATML, {"messages": called("[" * 100_000)}, r"call 1: .*zqweather: .* nested more than"),
+        (CHATML, {"messages": called('{"a":' * 100 + "1" + "}" * 100)}, r"call 1: .*zqweather: .* nested more than"),
+        (NAMELESS, {"messages": called()}, r"not write the name .*\(message 2\)"),
+        (NO_SYSTEM, {"messages": ORDERED}, r"not write the system message \(message 1\)"),
+        (CHATML, {"messages": NO_OBJECT}, r"call 1: .*zqweather are a list"),
         (CHATML, {"messages": NO_NAME}, r"message 2 of messages: call 1 names no function"),
-        (CHATML, {"messages": called()[-2:], "tools": '["zqweather"]'}, r"tools is a list of 1, and must be a list of objects"),
+        (CHATML, {"messages": called()[-2:], "tools": '["zqweather"]'}, r"tools .*list of 1, .*objects"),
     ],
 )
 def test_what_would_be_lost_is_refused_by_row(make_tokenizer, template: str, row: dict, message: str) -> None:
@@ -245,7 +245,7 @@ def test_a_content_in_parts_is_its_text_and_other_parts_are_refused_by_row() -> 
     assert [message["content"] for message in read_messages(chat, "messages", "a.jsonl:1")] == ["How much?", "4."]
     wrong = {"of type 'image_url'": {"type": "image_url", "image_url": {"url": "x"}}, "the number 5": 5, "of type 'text'": {"type": "text"}}
     for said, part in wrong.items():
-        with pytest.raises(Refusal, match=f"a.jsonl:1: message 1 of messages: content has a part {said}"):
+        with pytest.raises(Refusal, match=f"a.jsonl:1: message 1 of messages: content .*{said}"):
             read_messages([{"role": "user", "content": [*parts, part]}, chat[1]], "messages", "a.jsonl:1")
-    with pytest.raises(Refusal, match="an assistant turn with nothing in it"):
+    with pytest.raises(Refusal, match=r"a\.jsonl:1: message 2 .*assistant.*nothing"):
         read_messages([chat[0], {"role": "assistant", "content": [{"type": "text", "text": " "}]}], "messages", "a.jsonl:1")

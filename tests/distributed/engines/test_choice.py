@@ -6,6 +6,7 @@ The launcher's variables are made by Accelerate's own launcher from YAML files, 
 import ast
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -178,9 +179,9 @@ def test_configuration_made_in_a_recipes_code_stands_in_place_of_a_file(tmp_path
     chosen = choose_engine(Config(), NOBODY, in_code)
     assert (chosen.name, chosen.zero_stage, chosen.offload) == ("zero", 3, "optimizer")
     for settings, words in [
-        ({"zero_stage": 2}, "--zero-stage 2 contradicts zero_optimization.stage: 3 in the recipe's DeepSpeedPlugin"),
-        ({"fsdp": True}, "the recipe's DeepSpeedPlugin and --fsdp are two ways"),
-        ({"deepspeed": written(tmp_path, in_code)}, "and the recipe's DeepSpeedPlugin both configure DeepSpeed"),
+        ({"zero_stage": 2}, "--zero-stage 2 .*zero_optimization.stage: 3 .*DeepSpeedPlugin"),
+        ({"fsdp": True}, "DeepSpeedPlugin and --fsdp "),
+        ({"deepspeed": written(tmp_path, in_code)}, r"ds_config\.json .*DeepSpeedPlugin"),
     ]:
         with pytest.raises(Refusal, match=words):
             choose_engine(Config(**settings), NOBODY, in_code)
@@ -212,27 +213,27 @@ STAGE_2 = {"zero_optimization": {"stage": 2}}
 # (settings, launcher, DeepSpeed file, words of the message)
 REFUSED: list[tuple[dict[str, Any], tuple[str, dict[str, Any]] | None, Any, list[str]]] = [
     # Two engines
-    ({"zero_stage": 2, "fsdp": True}, None, None, ["--zero-stage 2 and --fsdp are two ways"]),
-    ({"fsdp": True}, None, STAGE_2, ["--deepspeed ", "ds_config.json and --fsdp are two ways"]),
+    ({"zero_stage": 2, "fsdp": True}, None, None, ["--zero-stage 2 and --fsdp "]),
+    ({"fsdp": True}, None, STAGE_2, ["--deepspeed ", "ds_config.json and --fsdp "]),
     ({"fsdp": True}, ("DEEPSPEED", {"zero_stage": 2}), None, ["DeepSpeed in the accelerate config and --fsdp"]),
     ({"zero_stage": 2}, ("FSDP", {"fsdp_version": 2}), None, ["--zero-stage 2 and FSDP in the accelerate config"]),
     # Stage
     ({"zero_stage": 3}, ("DEEPSPEED", {"zero_stage": 2}), None,
-     ["--zero-stage 3 contradicts zero_stage: 2 in the accelerate config: keep one of the two"]),
-    ({"zero_stage": 3}, None, STAGE_2, ["--zero-stage 3 contradicts zero_optimization.stage: 2 in ", "keep one of the two"]),
+     ["--zero-stage 3 contradicts zero_stage: 2 in ", "accelerate config"]),
+    ({"zero_stage": 3}, None, STAGE_2, ["--zero-stage 3 contradicts zero_optimization.stage: 2 in ", "ds_config.json"]),
     ({}, ("DEEPSPEED", {"zero_stage": 0}), None, ["zero_stage: 0 in the accelerate config", "plain data parallelism"]),
     ({}, None, {"zero_optimization": {"stage": 0}}, ["zero_optimization.stage: 0 in ", "plain data", "remove --deepspeed"]),
     ({}, None, {"zero_optimization": {"stage": 4}}, ["zero_optimization.stage: 4 in ", "stages of ZeRO are 1, 2 and 3"]),
     ({}, None, {"bf16": {"enabled": True}}, ["ds_config.json has no zero_optimization.stage", "--zero-stage 1, 2 or 3"]),
     # Offload
-    ({"offload": "optimizer"}, None, None, ["--offload optimizer has no effect where nothing is sharded", "--zero-stage 2"]),
+    ({"offload": "optimizer"}, None, None, ["--offload optimizer has no effect", "--zero-stage 2"]),
     ({"offload": "parameters"}, ("MULTI_GPU", {}), None, ["--offload parameters has no effect"]),
     ({"offload": "optimizer", "fsdp": True}, None, None, ["--offload optimizer with FSDP", "--offload parameters"]),
     ({"offload": "parameters", "zero_stage": 2}, None, None, ["--offload parameters with ZeRO stage 2", "--zero-stage 3"]),
     ({}, None, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
-     ["with ZeRO stage 1: parameters are sharded from stage 3 on"]),
+     ["with ZeRO stage 1: ", "stage 3"]),
     ({"offload": "parameters"}, ("DEEPSPEED", {"zero_stage": 3, "offload_optimizer_device": "cpu"}), None,
-     ["--offload parameters contradicts offload_optimizer_device: cpu in the accelerate config"]),
+     ["--offload parameters contradicts offload_optimizer_device: cpu in ", "accelerate config"]),
     ({"offload": "optimizer"}, None, {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
      ["--offload optimizer contradicts zero_optimization.offload_optimizer", "zero_optimization.offload_param"]),
     ({"zero_stage": 3}, ("DEEPSPEED", {"offload_param_device": "cpu"}), None,
@@ -240,7 +241,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, dict[str, Any]] | None, Any, list
     ({"zero_stage": 3}, None, {"zero_optimization": {"offload_param": {"device": "cpu"}}},
      ["zero_optimization.offload_param.device", "offload_optimizer"]),
     ({}, ("DEEPSPEED", {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/nvme"}), None,
-     ["offload_optimizer_device: nvme", "does not hand on the path", "--deepspeed"]),
+     ["offload_optimizer_device: nvme", "path", "--deepspeed"]),
     # Precision
     ({"fp16": True, "zero_stage": 2}, None, None, ["--fp16 with ZeRO", "--bf16"]),
     ({"fp16": True, "fsdp": True}, None, None, ["--fp16 with FSDP", "--bf16"]),
@@ -259,7 +260,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, dict[str, Any]] | None, Any, list
      ["--global-batch-size 32 (ranks: 2, accumulation: 2) contradicts"]),
     ({}, ("DEEPSPEED", {"gradient_clipping": 0.5}), None,
      ["--max-grad-norm 1 contradicts gradient_clipping: 0.5 in the accelerate config"]),
-    ({}, ("DEEPSPEED", {"zero_stage": "two"}), None, ["zero_stage: two in the accelerate config: must be a number"]),
+    ({}, ("DEEPSPEED", {"zero_stage": "two"}), None, ["zero_stage: two in ", "accelerate config: ", "number"]),
     # FSDP
     ({}, ("FSDP", {"fsdp_version": 1, "fsdp_reshard_after_forward": "true"}), None, ["fsdp_version: 1", "write 2"]),
     ({}, ("FSDP", {"fsdp_version": 2, "fsdp_activation_checkpointing": True}), None,
@@ -302,7 +303,7 @@ def test_two_devices_for_one_offload_are_refused(tmp_path: Path) -> None:
     """Fails when _zero_offload does not compare the devices: both say "optimizer"."""
     nvme = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}}
     environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}
-    words = "offload_optimizer_device: cpu in the accelerate config contradicts zero_optimization.offload_optimizer.device: .nvme. in"
+    words = "offload_optimizer_device: cpu .*zero_optimization.offload_optimizer.device: .nvme. in"
     with pytest.raises(Refusal, match=words):
         choose_engine(Config(deepspeed=written(tmp_path, nvme)), environment)
 
@@ -314,7 +315,7 @@ def test_two_deepspeed_files_are_refused(launched: Launched, tmp_path: Path) -> 
     environment = launched("DEEPSPEED", deepspeed_config_file=str(other))
     with pytest.raises(Refusal) as refusal:
         choose_engine(Config(deepspeed=written(tmp_path, STAGE_2)), environment)
-    assert f"--deepspeed {tmp_path}/ds_config.json contradicts deepspeed_config_file: {other}" in str(refusal.value)
+    assert re.search(rf"--deepspeed {tmp_path}/ds_config\.json .*deepspeed_config_file: {other}", str(refusal.value))
 
 
 @pytest.mark.parametrize("module", [choice, deepspeed_config, named], ids=lambda module: module.__name__)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,8 @@ def test_an_optimizer_that_shards_would_make_wrong_is_refused_with_its_reason(op
     for choice, name in ((ZERO, "ZeRO-3"), (replace(ZERO, zero_stage=1), "ZeRO-1"), (FSDP, "FSDP2")):
         with pytest.raises(Refusal) as refusal:
             check_engine(choice, config)
-        assert str(refusal.value) == f"--optim {optim} with {name}: {reason}. Take --optim adamw_torch, or muon."
+        assert str(refusal.value).startswith(f"--optim {optim} with {name}: {reason}. ")
+        assert "--optim adamw_torch" in str(refusal.value)
     check_engine(PLAIN, config)
 
 
@@ -49,15 +51,15 @@ def test_a_missing_deepspeed_is_told_with_an_instead_only_where_there_is_one(in_
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find_spec(name))
     with pytest.raises(Refusal) as refused:
         check_engine(ZERO, Config(), in_code=in_code)
-    instead = "" if in_code else " Or shard with --fsdp."
-    assert str(refused.value) == f"ZeRO-3 needs the library DeepSpeed: pip install deepspeed.{instead}"
+    assert re.match(r"ZeRO-3 .*pip install deepspeed\b", str(refused.value))
+    assert ("--fsdp" in str(refused.value)) == (not in_code)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_of_half_precision_are_refused_by_zero_alone(dtype: str) -> None:
     """DeepSpeed would make float32 weights of them. Fails when: bf16's mixed precision is not let through."""
     config = Config(dtype=dtype)
-    with pytest.raises(Refusal, match=f"--dtype {dtype} with ZeRO-3: .* Take --bf16 and --dtype float32"):
+    with pytest.raises(Refusal, match=f"--dtype {dtype} with ZeRO-3: .*--bf16 .*--dtype float32"):
         check_engine(ZERO, config)
     check_engine(replace(ZERO, mixed_precision="bf16"), config)
     check_engine(FSDP, config)
@@ -75,14 +77,13 @@ def test_a_refused_run_ends_with_code_2_on_every_rank_before_it_has_a_directory(
 
 
 @pytest.mark.parametrize(("written", "said"), [
-    ({"gradient_cliping": 1.0, "zero_optimization": {"stage": 2}}, "gradient_cliping is not a key of DeepSpeed's. Did you mean gradient_clipping?"),
-    ({"zero_optimization": {"stage": 2, "reduce_bucket_sise": 1}}, "zero_optimization.reduce_bucket_sise is not a key of DeepSpeed's. Did you mean reduce_bucket_size?"),
+    ({"gradient_cliping": 1.0, "zero_optimization": {"stage": 2}}, r" gradient_cliping .*gradient_clipping\?"),
+    ({"zero_optimization": {"stage": 2, "reduce_bucket_sise": 1}}, r" zero_optimization\.reduce_bucket_sise .*reduce_bucket_size\?"),
 ])  # fmt: skip
 def test_a_misspelled_key_of_a_deepspeed_file_is_refused_with_the_nearest(written: dict[str, Any], said: str) -> None:
     """Fails when: `check_known_keys` looks at the top level alone, or at zero_optimization alone."""
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(Refusal, match=said):
         check_known_keys(written)
-    assert said in str(refusal.value)
 
 
 def test_every_key_that_the_choice_itself_writes_is_known() -> None:
