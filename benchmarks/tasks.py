@@ -77,7 +77,7 @@ HELPFUL = {  # as --search found them
     "seq2seq": GROUPED_IN_FOURS, "masked_lm": None, "embedding": "mini-batches of 8 + eager attention",
     "reranker": "mini-batches of 4",
     "multiple_choice": "one example at a time + eager attention", "classification": f"{GROUPED_IN_FOURS} + eager attention",
-    "classification_of_documents": "lengths grouped",
+    "classification_of_documents": "one example at a time + lengths grouped + two loader processes",
 }  # fmt: skip
 
 
