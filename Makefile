@@ -46,6 +46,7 @@ chaos: $(DEV) $(SDK)
 
 bench: $(DEV)
 	for each in sft dpo gkd reward tasks; do $(BIN)/python benchmarks/$$each.py --pairs $(or $(PAIRS),3) || exit 1; done
+	$(BIN)/python benchmarks/scaling.py
 	for each in grpo rollouts; do $(BIN)/python benchmarks/$$each.py --rounds $(or $(PAIRS),3) || exit 1; done
 
 gpu: $(DEV)
