@@ -261,6 +261,18 @@ def test_a_run_of_one_step_is_evaluated_in_its_plan(words: list[str]) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_with_fewer_tokens_than_its_tokenizer_is_planned(tmp_path: Path) -> None:
+    """Fails when: the rows that its embedding lacks are drawn around a mean, which tensors without values don't have."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tk.train_tokenizer(["one two three"] * 20, 280).save_pretrained(tmp_path)
+    small = LlamaConfig(vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+    LlamaForCausalLM(small).save_pretrained(tmp_path)
+    rows = ["--dataset", "stdlib:pretrain", "--max-train-examples", "64", "--max-length", "64", "--overlong", "split"]
+    found = plan("pretrain", "--model", str(tmp_path), *rows, "--device", "24gb")
+    assert found.returncode == 0, found.stderr
+
+
 def test_what_does_not_fit_is_said_with_commands_that_do() -> None:
     """Fails when: an alternative has another global batch, or isn't planned itself."""
     whole = json.loads(plan(*SMALL, "--per-device-train-batch-size", "64", "--device", "24gb", "--json").stdout)

@@ -93,7 +93,7 @@ def test_a_server_is_asked_in_each_step_where_the_student_writes_answers(double:
 
 def test_what_a_server_lacks_is_refused_before_the_first_step(double: Double, tokenizer: PreTrainedTokenizerFast) -> None:
     """Fails when: the probe is left out, so that each text finds it out anew; `reading` catches nothing."""
-    for lie, message in (("tokenizer", "another tokenizer"), ("nologps", "without prompt_logprobs"), ("few", "4 log-probabilities, requested 5"), ("nan", "nan"), ("form", "in another form")):
+    for lie, message in (("tokenizer", "another tokenizer"), ("nologps", "without prompt_logprobs"), ("few", "4 log-probabilities, requested 5"), ("nan", "nan"), ("form", "in another form"), ("negative", "token -7 is likely")):
         double.lie = lie
         with pytest.raises(Refusal, match=message):
             connected(double, tokenizer)

@@ -298,6 +298,7 @@ def test_damaged_files_are_named_and_the_rest_is_compared(damage: str, run: Path
 LOST: dict[str, tuple[Plant, list[str]]] = {
     "metrics": (text("metrics.jsonl", lambda _: ""), ["step", "loss"]),
     "run.json": (gone("run.json"), ["environment", "model", "data"]),
+    "parts of run.json": (text("run.json", lambda card: json.dumps({**json.loads(card), "versions": 3, "model": []})), ["environment", "model"]),
     "the summary": (text("summary.json", lambda _: "{"), ["result"]),
     "a checkpoint's weights": (lambda run: os.truncate(run / MODEL, 100), ["tensor"]),
 }

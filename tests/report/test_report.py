@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
 import random
 import re
+import socket
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,6 +18,8 @@ from toolkit.config import Refusal
 from toolkit.report import write_report
 from toolkit.report.numbers import log_ticks, round_ticks, show_bytes, show_count, show_seconds
 from toolkit.report.plots import Plot, draw_plot, smooth, thin
+from toolkit.report.run_list import list_runs
+from toolkit.system.interruptions import time_limit
 from toolkit.system.numbers import show_digits
 
 pytestmark = pytest.mark.warm
@@ -301,6 +306,22 @@ def test_unreadable_files_are_said_and_the_rest_is_shown(tmp_path):
     assert [value for _, value in page.values("Loss", "train")] == pytest.approx([2.0, 1.5])
     complaints = [text.split()[:2] for text in page.texts if "could not be read" in text or "is not a JSON" in text]
     assert complaints == [["metrics.jsonl:", "2"], ["samples.jsonl:", "1"], ["summary.json", "is"]]
+
+
+def test_what_is_no_file_is_said_and_nobody_waits_for_it(tmp_path):
+    """Fails when: a file of a run is opened without `regular`, which a named pipe without a writer blocks for ever."""
+    run = write_run(tmp_path / "run", [{"step": 1, "loss": 2.0}])
+    for name in ("run.json", "samples.jsonl", "metrics.jsonl", ".lock", ".owner.json"):
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    began = time.monotonic()
+    with time_limit(4.0), socket.socket(socket.AF_UNIX) as listening:
+        (run / "summary.json").unlink(missing_ok=True)
+        listening.bind(os.path.relpath(run / "summary.json"))  # a socket's name is short
+        complaints = [text for text in report(run).texts if "cannot be read" in text]
+        assert {text.split()[0] for text in complaints} == {"run.json", "samples.jsonl", "metrics.jsonl", "summary.json"}
+        assert [line.status for line in list_runs(tmp_path)] == ["died"]
+    assert time.monotonic() - began < 4  # TimeoutError is an OSError, which the reading passes over
 
 
 def test_value_that_was_not_finite_breaks_the_curve_and_is_named(tmp_path):

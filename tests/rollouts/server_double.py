@@ -22,7 +22,7 @@ from toolkit.generation.sampler import sample_groups
 @dataclass
 class Double:
     """`faults`: what the next answers are, one each: "500", "429", "400", "drop", "stall", "garbage". `lie`: what all of them are,
-    until it is taken back: "old", "tokenizer", "logps", "count", "length", "nan", "nologps", "raw", "few", "form", "twice".
+    until it is taken back: "old", "tokenizer", "logps", "count", "length", "nan", "nologps", "raw", "few", "form", "negative", "twice".
     `asked`: paths and bodies. `longest`, `max_logprobs`: what it was started with.
     """
 
@@ -78,6 +78,8 @@ class Double:
             tables.append({str(each): {"logprob": float(row[each]), "rank": ranks.index(each) + 1, "decoded_token": "?"} for each in sorted(named)})
         if self.lie == "nan":
             tables[-1] = {token: {**said, "logprob": math.nan} for token, said in tables[-1].items()}
+        if self.lie == "negative":
+            tables[1:] = [{**said, "-7": {"logprob": -1e-6}} for said in tables[1:]]
         if self.lie == "form":
             tables[1:] = [["x", -1.0]] * (len(tables) - 1)
         return {"index": 0, "text": "", "finish_reason": "length", **({} if self.lie == "nologps" else {"prompt_logprobs": tables})}

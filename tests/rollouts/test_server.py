@@ -1,5 +1,7 @@
 """A server as the sampler, against a real one on the loopback: the same gradient, and what each of its faults and lies costs."""
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,7 +20,8 @@ from toolkit.config.rollouts import RolloutServerConfig
 from toolkit.data.loading.batch import Batch
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.models.tokenizer import train_tokenizer
-from toolkit.rollouts.server_client import ServerClient, ServerGone
+from toolkit.rollouts.server_client import ServerClient, ServerGone, at_once
+from toolkit.system.interruptions import time_limit
 
 SETTINGS = SamplingSettings(max_new_tokens=6, temperature=0.7, eos_token_ids=(2,))
 PROMPTS = ["one and one", "3+4="]
@@ -112,7 +115,7 @@ def test_an_honest_server_gives_the_gradient_of_the_local_sampler(
     assert float((ours - theirs).abs().max()) < 1e-5 * float(ours.abs().max())
 
 
-@pytest.mark.parametrize("fault", ["500", "503", "429", "drop", "stall"])
+@pytest.mark.parametrize("fault", ["500", "503", "429", "drop", "stall", "garbage"])
 def test_what_fails_is_asked_again_and_the_answer_is_the_same(double: Double, fault: str) -> None:
     """Twice, with two tries left; a third time ends it. Fails when: `range(tries)` is one less, or `_once` leaves out the fault."""
     client, ids = client_of(double), [5, 6, 7]
@@ -125,9 +128,26 @@ def test_what_fails_is_asked_again_and_the_answer_is_the_same(double: Double, fa
         client.complete(ids, SETTINGS, 2, 9, 320)
 
 
+def test_nobody_waits_for_a_request_that_stalls_when_another_is_refused_or_the_run_is_interrupted() -> None:
+    """Fails when: `at_once` is a ThreadPoolExecutor, or its threads are waited for."""
+    free = threading.Event()
+
+    def refuse() -> None:
+        raise Refusal("no")
+
+    began = time.monotonic()
+    with pytest.raises(Refusal):
+        list(at_once([partial(free.wait, 20.0), refuse], 2))
+    with pytest.raises(TimeoutError), time_limit(0.3):
+        list(at_once([partial(free.wait, 20.0)] * 3, 2))
+    assert time.monotonic() - began < 10
+    free.set()
+    assert sorted(at_once([partial(int, each) for each in "3142"], 3)) == [(0, 3), (1, 1), (2, 4), (3, 2)]
+
+
 @pytest.mark.parametrize(
     ("fault", "lie", "says"),
-    [("400", "", "HTTP 400"), ("garbage", "", "no JSON"), ("", "count", "completions 1, requested 2"),
+    [("400", "", "HTTP 400"), ("", "count", "completions 1, requested 2"),
      ("", "length", "7 tokens, requested 6"), ("", "nan", "log-probability nan"), ("", "nologps", "0 log-probabilities of"), ("", "form", "in another form"), ("", "twice", r"numbers \[0, 0\]"),
      ("", "raw", "processed_logprobs")],
 )  # fmt: skip

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from toolkit.distributed.ranks import on_main
 from toolkit.losses.causal_lm import supervised
 from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
 from toolkit.rollouts.server import PROBES, compare_tokenizers, find_served_model
-from toolkit.rollouts.server_client import ServerClient, ServerRefused
+from toolkit.rollouts.server_client import ServerClient, ServerRefused, at_once
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -48,13 +48,14 @@ def connect_teacher(
     """
     if top_k >= vocabulary:
         raise Refusal(f"--teacher-top-k {top_k}: the student has {vocabulary:,} tokens, of which a server returns only some.")
-    client = ServerClient(url, flag="--teacher", advice="Start it again, and the same command: what is stored is kept.")
+    advice = "Start it again, and the same command with --resume: what is stored is kept."
+    client = ServerClient(url, flag="--teacher", advice=advice)
 
     def find() -> dict[str, Any]:
         served = find_served_model(client, 0.0, start=f"vllm serve MODEL --max-logprobs {top_k}")
         client.model = str(served["id"])
-        advice = "Serve a teacher of the student's family, or give a student that begins from scratch --tokenizer THE_TEACHER."
-        compare_tokenizers(client, tokenizer, advice)
+        other = "Serve a teacher of the student's family, or give a student that begins from scratch --tokenizer THE_TEACHER."
+        compare_tokenizers(client, tokenizer, other)
         longest = served.get("max_model_len")
         if isinstance(longest, int) and longest <= max_length:  # the server writes a token behind the text
             raise Refusal(
@@ -80,8 +81,8 @@ def ask_server(client: ServerClient, top_k: int, vocabulary: int) -> TeacherFn:
 
     def ask(micro_batch: MicroBatch, temperature: float, body: Body) -> torch.Tensor:
         device = micro_batch["input_ids"].device
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            found = list(pool.map(partial(_likeliest, client, top_k, vocabulary), _texts(micro_batch)))
+        calls = [partial(_likeliest, client, top_k, vocabulary, text) for text in _texts(micro_batch)]
+        found = [answer for _, answer in sorted(at_once(calls, REQUESTS), key=itemgetter(0))]
         found = found or [(np.zeros((0, top_k + 1), np.float32), np.zeros((0, top_k), np.int64))]
         logps, ids = (torch.from_numpy(np.concatenate(each)).to(device) for each in zip(*found, strict=True))
         return body(lambda piece: TeacherLogps(logps[piece], ids[piece]), vocabulary)
@@ -153,7 +154,7 @@ def _problem(said: Sequence[tuple[float, int]], token: int, top_k: int, vocabula
         return f"log-probabilities such as {next(logp for logp, _ in said if not (math.isfinite(logp) and logp < 1e-3))}"
     if token not in [each for _, each in said]:
         return f"nothing of token {token}, which is there"
-    if (most := max(each for _, each in said[:top_k])) >= vocabulary:
-        return f"token {most} is likely, and the student has {vocabulary:,}: it has another vocabulary"
+    if others := [each for _, each in said[:top_k] if not 0 <= each < vocabulary]:
+        return f"token {others[0]} is likely, and the student has {vocabulary:,}: it has another vocabulary"
     mass = sum(math.exp(logp) for logp, _ in said[:top_k])
     return f"probabilities that add up to {mass:.4f}" if mass > 1.001 else ""

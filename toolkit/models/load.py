@@ -336,7 +336,8 @@ def _fit_to_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             say_once(
                 f"The tokenizer has {len(tokenizer)} tokens, the model {embedding.num_embeddings}: its embedding is enlarged."
             )
-            model.resize_token_embeddings(len(tokenizer))
+            has_values = not embedding.weight.is_meta  # a plan's model has none, of which no mean can be taken
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=has_values)
             embedding = model.get_input_embeddings()
             ends = (embedding, model.get_output_embeddings())
             enlarged = [name for name, module in model.named_modules() if any(module is each for each in ends)]

@@ -104,7 +104,8 @@ def compare(one: RunRecord, other: RunRecord) -> Comparison:
 
 def _recorded_stages(run: RunRecord) -> dict[str, bool]:
     """By stage whether a run has anything of it that can be read."""
-    card = dict.fromkeys(("environment", "model", "data"), bool(run.card))
+    card = {name: bool(_section(run.card, name)) for name in ("model", "data")}
+    card["environment"] = bool(run.card) and all(isinstance(run.card.get(name) or {}, dict) for name in _ENVIRONMENT)
     logged = {"step": bool(run.events), "loss": any("loss" in event for event in run.events)}
     weights = any(path.name != "random.safetensors" for path in run.directory.rglob("*.safetensors"))
     return {"setting": bool(_typed_settings(run, [])), **card, **logged, "tensor": weights, "result": bool(run.summary)}

@@ -19,6 +19,7 @@ from typing import Any
 from toolkit.config import Refusal
 from toolkit.config.files import NOT_READ
 from toolkit.report.numbers import finite_number
+from toolkit.system.files import regular
 from toolkit.system.json_lines import parse_object, read_blocks
 from toolkit.system.numbers import is_usable
 
@@ -127,7 +128,8 @@ def baselines_of(run: RunRecord) -> dict[str, float]:
 
 def _read_text(path: Path, complaints: list[str]) -> str | None:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
+            return file.read()
     except FileNotFoundError:
         return None
     except OSError as error:

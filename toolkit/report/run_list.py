@@ -14,6 +14,7 @@ from toolkit.metrics.direction import greater_is_better
 from toolkit.report.numbers import finite_number
 from toolkit.runs.directory import LOCK, OWNER, is_locked
 from toolkit.system.console import one_line
+from toolkit.system.files import regular
 from toolkit.system.json_lines import MOST_BYTES, parse_object, read_object
 
 SWEEP_JOURNAL = "sweep.jsonl"
@@ -173,7 +174,7 @@ def _last_events(path: Path) -> list[dict[str, Any]]:
 def _tail(path: Path, most: int = _TAIL) -> list[str]:
     """The last lines of a file, the first of them perhaps cut."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - most))
             return file.read().decode("utf-8", errors="replace").splitlines()
     except OSError:

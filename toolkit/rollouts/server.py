@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from toolkit.export.model_directory import write_model
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.sampler import Completion
 from toolkit.models.adapter_files import is_adapted
-from toolkit.rollouts.server_client import ServerClient, ServerGone, ServerRefused
+from toolkit.rollouts.server_client import ServerClient, ServerGone, ServerRefused, at_once
 from toolkit.system.console import say
 
 if TYPE_CHECKING:
@@ -221,14 +221,9 @@ def ask_for_groups(
     Raises:
         Refusal: of `ServerClient.complete`. Groups that are there by then have been given.
     """
-    with ThreadPoolExecutor(max_workers=min(server.requests, max(1, len(prompts)))) as pool:
-        waiting = {
-            pool.submit(server.client.complete, ids, settings, size, seeds[number], vocabulary, names[number]): number
-            for number, ids in enumerate(prompts)
-        }
-        try:
-            for done in as_completed(waiting):
-                on_group(waiting[done], done.result())
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    calls = [
+        partial(server.client.complete, ids, settings, size, seeds[number], vocabulary, names[number])
+        for number, ids in enumerate(prompts)
+    ]
+    for number, group in at_once(calls, server.requests):
+        on_group(number, group)

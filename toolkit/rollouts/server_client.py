@@ -11,13 +11,16 @@ import http.client
 import json
 import math
 import os
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +33,7 @@ LONGEST_PAUSE = 30.0  # seconds between two tries
 _NOTHING = -9000.0  # nats: vLLM says -9999 for a token that could not be drawn
 _TOKEN = "token_id:"
 _PROXY_FREE = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+Result = TypeVar("Result")
 
 
 class ServerGone(Refusal):
@@ -71,11 +75,12 @@ class ServerClient:
     def ask(self, path: str, body: Mapping[str, Any] | None = None, retries: int | None = None) -> Any:
         """The answer to a POST of a body, or to a GET without one, as JSON gives it; None where it is empty.
 
-        Sent again, after a pause that doubles, where the connection fails or stalls, the server fails (5xx) or is busy (429).
+        Sent again, after a pause that doubles, where the connection fails or stalls, the server fails (5xx) or is busy (429),
+        or the answer is no JSON: one without a length may have ended in the middle.
 
         Raises:
             ServerGone: it failed every time.
-            Refusal: the server refuses the request, or answers with what is no JSON.
+            Refusal: the server refuses the request.
         """
         tries = 1 + (self.retries if retries is None else retries)
         for number in range(tries):
@@ -129,7 +134,7 @@ class ServerClient:
         try:
             return json.loads(text) if text.strip() else None
         except (ValueError, RecursionError) as error:
-            raise Refusal(f"{self.flag} {self.shown}: {path} answered with what is no JSON: {text[:200]!r}.") from error
+            raise _Again(f"an answer that is no JSON: {text[:200]!r}") from error
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
@@ -171,6 +176,37 @@ class ServerClient:
         except _Wrong as wrong:
             raise Refusal(f"{self.flag} {self.shown}: of the prompt {named} it answered: {wrong}.") from wrong
         return completions
+
+
+def at_once(calls: Sequence[Callable[[], Result]], threads: int) -> Iterator[tuple[int, Result]]:
+    """The number of each call and what it returned, as soon as it is there; what one raises ends it.
+
+    Nobody waits for calls that are running then, or when Ctrl-C or the deadline of a run interrupts the caller: a
+    ThreadPoolExecutor would, for as long as a server stalls.
+    """
+    waiting, done = deque(enumerate(calls)), SimpleQueue[tuple[int, Any, BaseException | None]]()
+
+    def work() -> None:
+        while waiting:
+            try:
+                number, call = waiting.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
+            try:
+                done.put((number, call(), None))
+            except BaseException as error:
+                done.put((number, None, error))
+
+    for _ in range(min(threads, len(calls))):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        for _ in calls:
+            number, result, error = done.get()
+            if error is not None:
+                raise error
+            yield number, result
+    finally:
+        waiting.clear()
 
 
 class _Again(Exception):

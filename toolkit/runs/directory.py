@@ -16,7 +16,7 @@ from toolkit.config import OutputConfig, Refusal, RunConfig, write_config_file
 from toolkit.config.places import check_place, unwritable
 from toolkit.runs.summary import Summary
 from toolkit.system.console import one_line, without_passwords
-from toolkit.system.files import make_folder, write_atomically
+from toolkit.system.files import make_folder, regular, write_atomically
 from toolkit.system.json_lines import strict_json
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def is_locked(directory: Path) -> bool:
     import fcntl
 
     try:
-        with open(directory / LOCK, "rb") as file:
+        with open(directory / LOCK, "rb", opener=regular) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

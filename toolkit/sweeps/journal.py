@@ -17,7 +17,7 @@ from toolkit.sweeps.records import made_of
 from toolkit.sweeps.space import Point
 from toolkit.sweeps.workers import Liveness, beats_in
 from toolkit.system.console import as_typed
-from toolkit.system.files import make_folder, sync
+from toolkit.system.files import make_folder, regular, sync
 from toolkit.system.json_lines import append_line, parse_object
 
 JOURNAL, LOCK = "sweep.jsonl", ".sweep.lock"
@@ -179,7 +179,7 @@ class JournalFile:
         """What follows the records that were read, and how many bytes of it are whole lines."""
         content = b""
         if self._path.exists():
-            with open(self._path, "rb") as file:
+            with open(self._path, "rb", opener=regular) as file:
                 file.seek(self._offset)
                 content = file.read()
         return content, content.rfind(b"\n") + 1

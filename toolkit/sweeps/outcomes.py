@@ -50,7 +50,7 @@ def read_outcome(run: Path, plan: Plan, until: int | None = None) -> Outcome:
                 value = (max if first.maximize else min)(each for _, each in curve)
         if value is None and name not in logged and f"eval_{name}" not in logged:
             numbers = ", ".join(sorted(each for each, number in logged.items() if isinstance(number, float)))
-            raise Refusal(f"{run}: the trial did not log {name}, by which the sweep judges; it has {numbers}.")
+            raise Refusal(f"{run}: the trial did not log {name}, by which the sweep judges; it has {numbers or 'none at all'}.")
         if (number := _number(value)) is not None and math.isfinite(number):
             values[name] = number
     missing = [name for name in metrics_of(plan) if name not in values]

@@ -1,6 +1,7 @@
 """Files and folders that a crash leaves whole: written next to their place, synced, then renamed into it. Locks of files."""
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -18,6 +19,20 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync(folder.parent)
+
+
+def regular(path: str, flags: int) -> int:
+    """An `opener` for `open`: a named pipe, a socket or a device in a file's place is an error, and nobody waits for it.
+
+    Raises:
+        OSError: what is there is none of a file and a folder, which `open` itself refuses.
+    """
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor
 
 
 def sync(path: Path) -> None:

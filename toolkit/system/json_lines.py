@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.system.files import write_atomically
+from toolkit.system.files import regular, write_atomically
 
 MOST_BYTES = 1 << 24  # of a file that holds one object: a run's card has some thousand
 _BLOCK = 1 << 20  # characters that are parsed at once
@@ -74,7 +74,7 @@ def read_blocks(path: Path) -> Iterator[tuple[list[dict[str, Any]], int]]:
     Raises:
         OSError: the file cannot be read.
     """
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
         while text := file.read(_BLOCK):
             yield _parse_lines(text + file.readline())
 
@@ -107,7 +107,7 @@ def parse_object(text: str) -> dict[str, Any] | None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where there is none that can be read."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
             return parse_object(file.read(MOST_BYTES)) or {}
     except OSError:
         return {}

@@ -1,5 +1,6 @@
 """Batches and their totals, against plain loops over the dataset."""
 
+import resource
 from functools import partial
 
 import numpy as np
@@ -248,3 +249,22 @@ def test_what_is_no_tokenized_split_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(Refusal, match=named):
             build_dataloaders(splits, collate_padded, DataConfig())  # type: ignore[arg-type]
+
+
+def test_loader_processes_may_open_as_many_files_as_the_system_permits_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the limit is left as it was, or too low a one is not refused."""
+    limits = (64, 1000)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+
+    def set_limits(_: int, wanted: tuple[int, int]) -> None:
+        nonlocal limits
+        limits = wanted
+
+    monkeypatch.setattr(resource, "setrlimit", set_limits)
+    splits = {"train": Dataset.from_list([{"input_ids": [1, 2], "labels": [1, 2], "length": 2, "supervised_tokens": 1}] * 4)}
+    for workers, wanted in ((0, (64, 1000)), (2, (1000, 1000))):
+        build_dataloaders(splits, collate_padded, DataConfig(dataloader_num_workers=workers))
+        assert limits == wanted
+    limits = (40, 40)
+    with pytest.raises(Refusal, match="--dataloader-num-workers"):
+        build_dataloaders(splits, collate_padded, DataConfig(dataloader_num_workers=2))

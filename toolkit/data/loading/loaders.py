@@ -5,6 +5,7 @@ The position of a run is one integer, the examples consumed. Everything else fol
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import signal
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "EvalLoader", "StreamLoader", "TrainLoader", "build_dataloaders", "packing_name"]
 
 LONGEST_STOP = 600  # seconds
+LEAST_OPEN_FILES, OPEN_FILES = 256, 4096
 _UNPACKED = (  # collate functions whose rows --packing is not for
     (collate_padded, " puts documents of several examples into one row, which this recipe's padded rows cannot hold."),
     (collate_pairs, ": pairs are one behind the other without padding as it is (--pair-layout). Remove it."),
@@ -224,6 +226,8 @@ def build_dataloaders(
         Refusal: no splits, or not tokenized ones; settings that contradict the collate function or the order.
     """
     check_splits(splits, "length")
+    if config.dataloader_num_workers:
+        _allow_open_files()
     rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     pin_memory = accelerator is not None and accelerator.device.type == "cuda"
     for function, why in _UNPACKED:
@@ -272,6 +276,29 @@ def build_dataloaders(
         order=order or epoch_order, **common,
     )  # fmt: skip
     return train, evaluation
+
+
+def _allow_open_files() -> None:
+    """Let this process open as many files as the system permits it: loader processes send each tensor as one.
+
+    Raises:
+        Refusal: fewer than `LEAST_OPEN_FILES`, with which loader processes fail somewhere in the middle, in endless tracebacks.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if 0 <= soft < most:
+        with contextlib.suppress(ValueError, OSError):  # macOS allows fewer than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= soft < LEAST_OPEN_FILES:
+        raise Refusal(
+            f"--dataloader-num-workers: this process may open {soft} files, too few for loader processes. Type ulimit -n "
+            f"{OPEN_FILES} before, or take --dataloader-num-workers 0."
+        )
 
 
 def _map_style(split: Any) -> Any:
