@@ -72,7 +72,7 @@ def rows(poisoned: int | None = None) -> DatasetDict:
     )  # fmt: skip
 
 
-def train(config: Config, on_step=None, step_loss=loss_fn, before_step=None) -> tuple[nn.Module, tk.Run]:
+def train(config: Config, on_step=None, step_loss=loss_fn, before_step=None, before_training=None) -> tuple[nn.Module, tk.Run]:
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(config.seed)
     model = Bigram()
@@ -80,6 +80,8 @@ def train(config: Config, on_step=None, step_loss=loss_fn, before_step=None) -> 
     loader, _ = tk.build_dataloaders(rows(), tk.collate_padded, config, accelerator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     with tk.open_run(accelerator, config, model, optimizer, loader) as run:
+        if before_training is not None:
+            before_training(run)
         for batch in run:
             if before_step is not None:
                 before_step(run)
@@ -381,6 +383,28 @@ def test_the_best_weights_come_back_and_training_stops_when_nothing_improves(tmp
     tk.load_best(run)
     assert torch.equal(weights(model), at_best[0])
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "stopped early"
+
+
+def test_the_evaluation_before_training_is_not_the_best_since_no_checkpoint_has_its_weights(tmp_path: Path) -> None:
+    """Trainer loads the best of its checkpoints here too. Fails when: step 0 counts as the best, and the last weights stay."""
+    metrics = {0: 0.5, 1: 3.0, 2: 1.0, 3: 2.0}
+    at_best: list[torch.Tensor] = []
+    config = Config(
+        output_dir=str(tmp_path / "run"), eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, save_total_limit=1,
+        save_strategy="steps", save_steps=1, max_steps=3,
+    )  # fmt: skip
+
+    def evaluate(run: tk.Run) -> bool:
+        if run.step == 2:
+            at_best.append(weights(run.model))
+        run.log({"eval_loss": metrics[run.step]})
+        return False
+
+    model, run = train(config, evaluate, before_training=evaluate)
+    assert run.history("eval_loss") == list(metrics.values())
+    tk.load_best(run)
+    assert torch.equal(weights(model), at_best[0])
+    assert run.state.best["step"] == 2
 
 
 def test_a_metric_named_without_its_prefix_is_that_of_the_evaluations(tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ class Run:
             if state.judged_by_another(name, sign):
                 self.say(f"the best so far was judged by {state.best['name']}; from here on by {name}")
             is_among_best = state.add_evaluation(name, metrics[name], sign, config.save_best_limit)
-            self._best_is_unsaved |= is_among_best and config.load_best_model_at_end and self.step > 0
+            self._best_is_unsaved |= is_among_best and config.load_best_model_at_end
             if state.best.get("step") == self.step and self.accelerator.is_main_process:
                 self.saver.point_to_best(self.step)
         self._record(metrics)

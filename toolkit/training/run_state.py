@@ -154,8 +154,9 @@ class RunState:
 
     def add_evaluation(self, name: str, value: float, sign: int, most: int) -> bool:
         """Take the deciding metric of an evaluation: is it one of the best `most` so far? `sign` is 1 where more is better."""
-        if self.step > 0:  # Trainer doesn't count the evaluation before training either
-            self.objective.append(-sign * value)
+        if not self.step:  # no checkpoint has the weights before training; Trainer doesn't count their evaluation either
+            return False
+        self.objective.append(-sign * value)
         if not math.isfinite(value):
             return False
         if self.judged_by_another(name, sign):
