@@ -401,7 +401,8 @@ def test_the_evaluation_before_training_is_not_the_best_since_no_checkpoint_has_
         return False
 
     model, run = train(config, evaluate, before_training=evaluate)
-    assert run.history("eval_loss") == list(metrics.values())
+    assert run.history("eval_loss", from_step=0) == list(metrics.values())
+    assert run.history("eval_loss") == list(metrics.values())[1:]  # what early stopping goes by
     tk.load_best(run)
     assert torch.equal(weights(model), at_best[0])
     assert run.state.best["step"] == 2
@@ -638,6 +639,20 @@ def test_what_changes_randomness_is_said_and_what_changes_nothing_is_not(tmp_pat
     train(replace(config, resume=True, **changed))
     lines = [line for line in capsys.readouterr().out.splitlines() if " was " in line and " is " in line]
     assert (reported in " ".join(lines)) if reported else not lines
+
+
+def test_a_file_with_another_content_is_named_once(tmp_path: Path, capsys) -> None:
+    """A stream reads on from its position, in other rows. Fails when: `_begin` does not look for `files_changed`."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
+    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, dataset=str(tmp_path / "rows.jsonl"))
+    train(config, lambda run: run.step == 3)
+    named = []
+    for step, row in enumerate(("one", "two", "two"), start=5):
+        (tmp_path / "rows.jsonl").write_text(f'{{"text": "{row}"}}\n')
+        capsys.readouterr()
+        train(replace(config, resume=True), lambda run, step=step: run.step == step)
+        named.append("rows.jsonl has another content" in capsys.readouterr().out)
+    assert named == [False, True, False]
 
 
 def test_what_changes_the_mathematics_is_refused_by_name_and_allowed_by_name(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from toolkit.runs.provenance import digests_of_files, toolkit_identity, working_
 from toolkit.system.digests import digests_of_directories, sha256_of
 from toolkit.system.environment import git_commit, package_version, processor_name
 from toolkit.system.files import write_atomically
-from toolkit.system.json_lines import strict_json
+from toolkit.system.json_lines import read_object, strict_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -72,8 +72,7 @@ def write_run_card(
     device = accelerator.device if accelerator else next(model.parameters()).device
     processes = accelerator.num_processes if accelerator else 1
     settings, values = public_settings(config), values_of(config)
-    named = ("dataset", "model", "model_revision", "tokenizer", "chat_template", "deepspeed")
-    names = {name: values.get(name) for name in named}
+    names = {name: values.get(name) for name in ("dataset", "model", "model_revision", "tokenizer")}
     described, get_base = describe_optimizer(optimizer), getattr(model, "get_base_model", None)  # of peft
     card = {
         "settings": settings,
@@ -105,7 +104,7 @@ def write_run_card(
         },
         "reference": reference and dict(reference),
         "optimizer": described and {**described, "from_settings": is_made_of_settings(unwrapped_optimizer(optimizer))},
-        "files": digests_of_files(*(names[name] for name in ("dataset", "chat_template", "deepspeed"))),
+        "files": _files_of(config),
         "seeds": {name: value for name, value in settings.items() if name == "seed" or name.endswith("_seed")},
         "layout": {
             "processes": processes,
@@ -127,6 +126,20 @@ def write_run_card(
     write_atomically(path, json.dumps(card, indent=1, default=str) + "\n")
     for line in what_the_run_is(card):
         say(line)
+
+
+def files_changed(path: Path, config: Settings) -> list[str]:
+    """A line about each file that settings name, and whose content is another than when the card at `path` was written."""
+    before = read_object(path).get("files")
+    return [
+        f"{name} has another content than when the run began"
+        for name, digest in _files_of(config).items() if isinstance(before, dict) and before.get(name, digest) != digest
+    ]  # fmt: skip
+
+
+def _files_of(config: Settings) -> dict[str, str]:
+    values = values_of(config)
+    return digests_of_files(*(values.get(name) for name in ("dataset", "chat_template", "deepspeed")))
 
 
 def end_run_card(

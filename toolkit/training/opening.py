@@ -18,7 +18,7 @@ from toolkit.distributed.ranks import close_process_group, on_main
 from toolkit.hub.uploads import hub_uploads
 from toolkit.runs import directory as output
 from toolkit.runs.overview import verdict_of
-from toolkit.runs.run_card import end_run_card, unwrapped_optimizer, write_run_card
+from toolkit.runs.run_card import end_run_card, files_changed, unwrapped_optimizer, write_run_card
 from toolkit.system.interruptions import Interrupted, OutOfTime
 from toolkit.system.json_lines import read_lines
 from toolkit.tracking.console import Progress
@@ -133,6 +133,7 @@ def _begin(
     kept, events, is_over = dict[str, Any](), list[dict[str, Any]](), False
     if source is not None:
         saved, state, notes = put_back(source, saver, train, state)
+        notes += on_main(accelerator, lambda: files_changed(source.parent.parent / "run.json", config))
         on_main(accelerator, lambda: settle_directory(source, saver, state))
         kept, events = saved.kept, read_lines(saver.output_dir / "metrics.jsonl")
         own = is_own(source, saver.writer.root)

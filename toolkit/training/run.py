@@ -230,11 +230,14 @@ class Run:
             memory = memory_in_use(self.accelerator.device)
             self._warn(self.resources.after_event(self.step, seconds, event["data_wait"], memory), stops=False)
 
-    def history(self, name: str) -> list[float]:
-        """Every value of a metric that was logged so far, in order; `loss` is that of evaluations, where there are any."""
+    def history(self, name: str, *, from_step: int = 1) -> list[float]:
+        """Every value of a metric that was logged so far, in order; `loss` is that of evaluations, where there are any.
+
+        The evaluation before training is not in it, unless `from_step` is 0: Trainer's early stopping does not count it either.
+        """
         of_evaluations = f"eval_{name}"
         name = of_evaluations if any(of_evaluations in event for event in self.events) else name
-        return [event[name] for event in self.events if event.get(name) is not None]
+        return [event[name] for event in self.events if event["step"] >= from_step and event.get(name) is not None]
 
     def say(self, text: str) -> None:
         """Print a line, on the main process."""
@@ -294,7 +297,7 @@ class Run:
     def check_decided(self) -> None:
         """Refuse a step that was evaluated when the deciding metric was never logged, where something depends on it."""
         name, logged, self._undecided = self.config.metric_for_best_model, self._undecided, []
-        if logged and is_decided_by_a_metric(self.config) and not self.history(name):
+        if logged and is_decided_by_a_metric(self.config) and not self.history(name, from_step=0):
             raise Refusal(f"--metric-for-best-model {name}: not a metric of the evaluation: {', '.join(logged)}")
 
     def check_ranks(self) -> None:
@@ -307,7 +310,7 @@ class Run:
     def check_end(self) -> None:
         """Warn of the run as a whole: most steps skipped, or the metric it is judged by worse than at the first evaluation."""
         name = self.config.metric_for_best_model
-        values, name = self.history(name), name if name.startswith("eval_") else f"eval_{name}"
+        values, name = self.history(name, from_step=0), name if name.startswith("eval_") else f"eval_{name}"
         if self.saver.model_step is not None and values:  # the best weights were loaded
             values = [*values[:-1], self.summary.metrics.get(name, values[-1])]
         watch = self.state.divergence
