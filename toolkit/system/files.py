@@ -178,3 +178,18 @@ def _permit_as_usual(folder: Path) -> None:
         if path.is_file() and not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) != usual:
             with contextlib.suppress(OSError):  # a file system without permissions
                 path.chmod(usual)
+
+
+def allow_open_files(number: int) -> int:
+    """How many files this process may open, after its own limit was raised to `number` or the most that the system permits."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return number
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = number if hard == resource.RLIM_INFINITY else min(hard, number)
+    if 0 <= soft < most:
+        with contextlib.suppress(ValueError, OSError):  # macOS allows fewer than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return soft if soft != resource.RLIM_INFINITY else number

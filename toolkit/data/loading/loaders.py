@@ -5,7 +5,6 @@ The position of a run is one integer, the examples consumed. Everything else fol
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import signal
@@ -28,6 +27,7 @@ from toolkit.data.loading.order import Order, StepPlan, batch_of, checked, cut_s
 from toolkit.data.loading.packing import Augment, PackedRows, Packing, PlainRows, Rows, pack_best_fit, pack_wrapped
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.data.sources.load import commits_of_sources
+from toolkit.system.files import allow_open_files
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -226,8 +226,12 @@ def build_dataloaders(
         Refusal: no splits, or not tokenized ones; settings that contradict the collate function or the order.
     """
     check_splits(splits, "length")
-    if config.dataloader_num_workers:
-        _allow_open_files()
+    # loader processes send each tensor as a file; with too few they fail somewhere in the middle, in endless tracebacks
+    if config.dataloader_num_workers and (most := allow_open_files(OPEN_FILES)) < LEAST_OPEN_FILES:
+        raise Refusal(
+            f"--dataloader-num-workers: this process may open {most} files, too few for loader processes. Type ulimit -n "
+            f"{OPEN_FILES} before, or take --dataloader-num-workers 0."
+        )
     rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     pin_memory = accelerator is not None and accelerator.device.type == "cuda"
     for function, why in _UNPACKED:
@@ -276,29 +280,6 @@ def build_dataloaders(
         order=order or epoch_order, **common,
     )  # fmt: skip
     return train, evaluation
-
-
-def _allow_open_files() -> None:
-    """Let this process open as many files as the system permits it: loader processes send each tensor as one.
-
-    Raises:
-        Refusal: fewer than `LEAST_OPEN_FILES`, with which loader processes fail somewhere in the middle, in endless tracebacks.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if 0 <= soft < most:
-        with contextlib.suppress(ValueError, OSError):  # macOS allows fewer than it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= soft < LEAST_OPEN_FILES:
-        raise Refusal(
-            f"--dataloader-num-workers: this process may open {soft} files, too few for loader processes. Type ulimit -n "
-            f"{OPEN_FILES} before, or take --dataloader-num-workers 0."
-        )
 
 
 def _map_style(split: Any) -> Any:
