@@ -24,6 +24,7 @@ from torch import nn
 import toolkit as tk
 from toolkit import checkpoint as ckpt
 from toolkit.data.loading.loaders import TrainLoader
+from toolkit.runs.run_card import files_changed
 from toolkit.system.console import own_ends
 from toolkit.system.interruptions import Interrupted
 from toolkit.system.json_lines import read_lines
@@ -642,17 +643,23 @@ def test_what_changes_randomness_is_said_and_what_changes_nothing_is_not(tmp_pat
 
 
 def test_a_file_with_another_content_is_named_once(tmp_path: Path, capsys) -> None:
-    """A stream reads on from its position, in other rows. Fails when: `_begin` does not look for `files_changed`."""
-    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
-    config = Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, dataset=str(tmp_path / "rows.jsonl"))
-    train(config, lambda run: run.step == 3)
+    """Not that of data whose rows are compared anyway. Fails when: `_begin` does not look for `files_changed`, or for all of them."""
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("dataset", "chat_template")}
+    config = Config(
+        output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=2, **{name: str(path) for name, path in files.items()}
+    )
     named = []
-    for step, row in enumerate(("one", "two", "two"), start=5):
-        (tmp_path / "rows.jsonl").write_text(f'{{"text": "{row}"}}\n')
+    for step, row in enumerate(("one", "one", "two", "two"), start=3):
+        for path in files.values():
+            path.write_text(f'{{"text": "{row}"}}\n')
         capsys.readouterr()
-        train(replace(config, resume=True), lambda run, step=step: run.step == step)
-        named.append("rows.jsonl has another content" in capsys.readouterr().out)
-    assert named == [False, True, False]
+        train(replace(config, resume=step > 3), lambda run, step=step: run.step == step)
+        named.append(re.findall(r"(\w+)\.jsonl has another content", capsys.readouterr().out))
+    assert named == [[], [], ["chat_template"], []]
+    path, stream = tmp_path / "run/run.json", ["dataset", "chat_template"]
+    assert not files_changed(path, config, stream)
+    files["dataset"].write_text("three")
+    assert [re.findall(r"\w+\.jsonl", line) for line in files_changed(path, config, stream)] == [["dataset.jsonl"]]
 
 
 def test_what_changes_the_mathematics_is_refused_by_name_and_allowed_by_name(tmp_path: Path) -> None:

@@ -128,18 +128,19 @@ def write_run_card(
         say(line)
 
 
-def files_changed(path: Path, config: Settings) -> list[str]:
-    """A line about each file that settings name, and whose content is another than when the card at `path` was written."""
+def files_changed(path: Path, config: Settings, names: Sequence[str]) -> list[str]:
+    """A line about each file of these settings whose content is another than when the card at `path` was written."""
     before = read_object(path).get("files")
     return [
         f"{name} has another content than when the run began"
-        for name, digest in _files_of(config).items() if isinstance(before, dict) and before.get(name, digest) != digest
+        for name, digest in _files_of(config, names).items() if isinstance(before, dict) and before.get(name, digest) != digest
     ]  # fmt: skip
 
 
-def _files_of(config: Settings) -> dict[str, str]:
+def _files_of(config: Settings, names: Sequence[str] = ("dataset", "chat_template", "deepspeed")) -> dict[str, str]:
     values = values_of(config)
-    return digests_of_files(*(values.get(name) for name in ("dataset", "chat_template", "deepspeed")))
+    given = {name: values.get(name) for name in names}
+    return digests_of_files(given.pop("dataset", None), *given.values())
 
 
 def end_run_card(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from toolkit import checkpoint as ckpt
 from toolkit.config import RunConfig
 from toolkit.config.reading import add_reads, add_reads_of
+from toolkit.data.loading.streams import StreamLoader
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.heartbeat import Heartbeat, start_heartbeat
 from toolkit.distributed.ranks import close_process_group, on_main
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
-    from toolkit.data.loading.loaders import StreamLoader, TrainLoader
+    from toolkit.data.loading.loaders import TrainLoader
 
 
 @contextlib.contextmanager
@@ -133,7 +134,9 @@ def _begin(
     kept, events, is_over = dict[str, Any](), list[dict[str, Any]](), False
     if source is not None:
         saved, state, notes = put_back(source, saver, train, state)
-        notes += on_main(accelerator, lambda: files_changed(source.parent.parent / "run.json", config))
+        of_stream = ["dataset"] if isinstance(train, StreamLoader) else []  # rows of others are compared
+        files = ["chat_template", "deepspeed", *of_stream]
+        notes += on_main(accelerator, lambda: files_changed(source.parent.parent / "run.json", config, files))
         on_main(accelerator, lambda: settle_directory(source, saver, state))
         kept, events = saved.kept, read_lines(saver.output_dir / "metrics.jsonl")
         own = is_own(source, saver.writer.root)
