@@ -16,11 +16,11 @@ import pytest
 
 from toolkit.config import Refusal
 from toolkit.report import write_report
-from toolkit.report.numbers import log_ticks, round_ticks, show_bytes, show_count, show_seconds
+from toolkit.report.numbers import log_ticks, round_ticks, show_count, show_seconds
 from toolkit.report.plots import Plot, draw_plot, smooth, thin
 from toolkit.report.run_list import list_runs
 from toolkit.system.interruptions import time_limit
-from toolkit.system.numbers import show_digits
+from toolkit.system.numbers import show_bytes, show_digits
 
 pytestmark = pytest.mark.warm
 

@@ -118,7 +118,8 @@ def _show(script: str, profile: "Profile") -> None:
 
 
 def _saving(profile: "Profile") -> str:
-    from toolkit.report.numbers import show_bytes, show_seconds
+    from toolkit.report.numbers import show_seconds
+    from toolkit.system.numbers import show_bytes
 
     saving = profile.saving
     if saving is None:

@@ -8,9 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from toolkit.report.numbers import show_bytes
 from toolkit.report.reading import RunRecord, SettingLine
-from toolkit.system.numbers import show_digits
+from toolkit.system.numbers import show_bytes, show_digits
 
 FILES = (
     ("summary.json", "final metrics"), ("metrics.jsonl", "every logged metric"), ("samples.jsonl", "every sample"),

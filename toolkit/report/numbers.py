@@ -1,4 +1,4 @@
-"""Seconds, counts, bytes and the ticks of an axis as a person reads them on a page."""
+"""Seconds, counts and the ticks of an axis as a person reads them on a page."""
 
 import math
 
@@ -25,15 +25,6 @@ def show_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:,.0f}"
-
-
-def show_bytes(size: float) -> str:
-    """12 kB · 5.2 MB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
 
 
 def round_ticks(low: float, high: float, about: int = 4) -> list[float]:

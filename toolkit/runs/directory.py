@@ -18,6 +18,7 @@ from toolkit.runs.summary import Summary
 from toolkit.system.console import one_line, without_passwords
 from toolkit.system.files import make_folder, regular, write_atomically
 from toolkit.system.json_lines import strict_json
+from toolkit.system.numbers import show_bytes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -154,7 +155,7 @@ def check_disk_space(directory: str | Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise Refusal(
-            f"--output-dir {directory}: {free / 1e9:.2f} GB free, but {what} needs about {needed / 1e9:.2f} GB. "
+            f"--output-dir {directory}: {show_bytes(free)} free, but {what} needs about {show_bytes(needed)}. "
             "Free some space, take another --output-dir, or write less with --save-strategy no or --save-total-limit 1."
         )
 

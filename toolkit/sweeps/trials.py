@@ -235,7 +235,7 @@ def _reason(printed: str, code: int) -> str:
 
 def _is_out_of_space(run: Path, printed: str) -> bool:
     """Whether a trial ended because the disk is full: what it printed says so, or there is no room for a log."""
-    words = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), f"[Errno {errno.ENOSPC}]", " GB free, but ")
+    words = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), f"[Errno {errno.ENOSPC}]", " free, but ")
     return any(word in printed[-20_000:] for word in words) or shutil.disk_usage(run).free < 1 << 20
 
 

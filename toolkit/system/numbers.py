@@ -41,6 +41,15 @@ def show_time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def show_bytes(size: float) -> str:
+    """12 kB · 5.2 MB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+
+
 def is_usable(value: float) -> bool:
     """Whether a number from a file is finite, and no whole number of hundreds of digits, which no float is."""
     return abs(value) < 1e300
