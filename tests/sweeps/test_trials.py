@@ -84,6 +84,13 @@ def test_a_metric_that_is_no_number_fails_the_trial_alone(summary: str, value: f
     assert curve_of(tmp_path, "other") == []
 
 
+def test_the_evaluation_before_training_is_no_trials_best(tmp_path: Path) -> None:
+    """At a rung, too, where trials that got worse would be as good as one another. Fails when: `_curve` takes step 0."""
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "eval_loss": {loss}}}\n' for step, loss in ((0, 1.0), (2, 3.0), (4, 2.0))))
+    assert read_outcome(tmp_path, PLAN, until=2).values == {"eval_loss": 3.0}
+    assert read_outcome(tmp_path, PLAN).values == {"eval_loss": 2.0}
+
+
 def test_a_full_disk_fails_no_trial(tmp_path: Path) -> None:
     """Fails when: poll in trials.py does not ask _is_out_of_space."""
     with pytest.raises(OSError, match="No space left"):

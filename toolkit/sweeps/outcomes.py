@@ -97,9 +97,10 @@ def planned_steps_of(run: Path) -> int | None:
 
 
 def _curve(events: Sequence[Mapping[str, Any]], metric: str) -> Curve:
+    """Without the evaluation before training, by which no checkpoint is the best and no trial better than another."""
     names = (metric, f"eval_{metric}")
     found = [(_step(event), _number(next((event[name] for name in names if name in event), None))) for event in events]
-    return [(step, value) for step, value in found if value is not None]
+    return [(step, value) for step, value in found if step and value is not None]
 
 
 def _number(value: object) -> float | None:
