@@ -178,8 +178,8 @@ def test_a_mistyped_option_of_train_is_told_once_the_recipe_has_refused_it(recip
     """Fails when: nobody looks for it among the recipe's flags, or whether the recipe knew it doesn't matter."""
     ran = toolkit("train", "mine", word, "2", "--end", str(end), cwd=recipe.parents[1])
     assert ran.returncode == end
-    told = [re.findall(r"--\w[\w-]+|`.*?`", line) for line in ran.stderr.splitlines()[1:]]
-    assert told == ([[word.partition("=")[0], meant, "`toolkit train`"]] if meant else [])
+    offered = [re.findall(r"--\w[\w-]+|`.*?`", line) for line in ran.stderr.splitlines()[1:]]
+    assert offered == ([[word.partition("=")[0], meant, "`toolkit train`"]] if meant else [])
 
 
 def test_help_after_a_recipe_is_the_recipes_own_and_names_the_options_of_train() -> None:

@@ -24,7 +24,7 @@ from torch import nn
 import toolkit as tk
 from toolkit import checkpoint as ckpt
 from toolkit.data.loading.loaders import TrainLoader
-from toolkit.runs.run_card import files_changed
+from toolkit.runs.run_card import digests_of_settings, files_changed
 from toolkit.system.console import own_ends
 from toolkit.system.interruptions import Interrupted
 from toolkit.system.json_lines import read_lines
@@ -364,8 +364,11 @@ def test_strategies_say_when_something_is_due(tmp_path: Path) -> None:
 
 
 def test_the_best_weights_come_back_and_training_stops_when_nothing_improves(tmp_path: Path) -> None:
-    """A made-up metric that is best at step 3. Fails when: the best checkpoint is pruned, or the wrong direction is taken."""
-    metrics = {1: 5.0, 2: 4.0, 3: 1.0, 4: 2.0, 5: 3.0, 6: 1.0}
+    """A made-up metric that is best at step 3, but for the evaluation before training, whose weights no checkpoint has.
+
+    Fails when: the best checkpoint is pruned, the wrong direction is taken, or step 0 counts as the best or in the patience.
+    """
+    metrics = {0: 0.5, 1: 5.0, 2: 4.0, 3: 1.0, 4: 2.0, 5: 3.0, 6: 1.0}
     at_best: list[torch.Tensor] = []
     config = Config(
         output_dir=str(tmp_path / "run"), eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, save_total_limit=1,
@@ -378,35 +381,15 @@ def test_the_best_weights_come_back_and_training_stops_when_nothing_improves(tmp
         run.log({"eval_loss": metrics[run.step]})
         return tk.stopped_improving(run.history("eval_loss"), config.early_stopping_patience)
 
-    model, run = train(config, evaluate)
+    model, run = train(config, evaluate, before_training=evaluate)
     assert run.step == 6
+    assert run.history("eval_loss", from_step=0) == list(metrics.values())
+    assert run.history("eval_loss") == list(metrics.values())[1:]
     assert not torch.equal(weights(model), at_best[0])
     tk.load_best(run)
     assert torch.equal(weights(model), at_best[0])
+    assert run.state.best["step"] == 3
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "stopped early"
-
-
-def test_the_evaluation_before_training_is_not_the_best_since_no_checkpoint_has_its_weights(tmp_path: Path) -> None:
-    """Trainer loads the best of its checkpoints here too. Fails when: step 0 counts as the best, and the last weights stay."""
-    metrics = {0: 0.5, 1: 3.0, 2: 1.0, 3: 2.0}
-    at_best: list[torch.Tensor] = []
-    config = Config(
-        output_dir=str(tmp_path / "run"), eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, save_total_limit=1,
-        save_strategy="steps", save_steps=1, max_steps=3,
-    )  # fmt: skip
-
-    def evaluate(run: tk.Run) -> bool:
-        if run.step == 2:
-            at_best.append(weights(run.model))
-        run.log({"eval_loss": metrics[run.step]})
-        return False
-
-    model, run = train(config, evaluate, before_training=evaluate)
-    assert run.history("eval_loss", from_step=0) == list(metrics.values())
-    assert run.history("eval_loss") == list(metrics.values())[1:]  # what early stopping goes by
-    tk.load_best(run)
-    assert torch.equal(weights(model), at_best[0])
-    assert run.state.best["step"] == 2
 
 
 def test_a_metric_named_without_its_prefix_is_that_of_the_evaluations(tmp_path: Path) -> None:
@@ -656,10 +639,9 @@ def test_a_file_with_another_content_is_named_once(tmp_path: Path, capsys) -> No
         train(replace(config, resume=step > 3), lambda run, step=step: run.step == step)
         named.append(re.findall(r"(\w+)\.jsonl has another content", capsys.readouterr().out))
     assert named == [[], [], ["chat_template"], []]
-    path, stream = tmp_path / "run/run.json", ["dataset", "chat_template"]
-    assert not files_changed(path, config, stream)
     files["dataset"].write_text("three")
-    assert [re.findall(r"\w+\.jsonl", line) for line in files_changed(path, config, stream)] == [["dataset.jsonl"]]
+    of_stream = files_changed(tmp_path / "run/run.json", digests_of_settings(config), config, with_data=True)
+    assert [re.findall(r"\w+\.jsonl", line) for line in of_stream] == [["dataset.jsonl"]]
 
 
 def test_what_changes_the_mathematics_is_refused_by_name_and_allowed_by_name(tmp_path: Path) -> None:

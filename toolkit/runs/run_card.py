@@ -43,13 +43,14 @@ LIBRARIES = (
     "torch", "accelerate", "transformers", "datasets", "evaluate", "peft", "safetensors", "tokenizers", "numpy",
     "huggingface_hub", "deepspeed",
 )  # fmt: skip
+_FILE_SETTINGS = ("chat_template", "deepspeed")  # next to the dataset
 REPLAYED_DATA = "TOOLKIT_REPLAYED_DATA"  # the variable with the training data that a replay's run must have
 
 
 def write_run_card(
     path: Path, accelerator: Accelerator | None, config: Settings, model: PreTrainedModel, train: TrainLoader | StreamLoader,
     optimizer: torch.optim.Optimizer | None = None, continued: Sequence[str] = (), say: Callable[[str], None] = print,
-    reference: Mapping[str, Any] | None = None,
+    reference: Mapping[str, Any] | None = None, files: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Write settings, recipe, data, model, libraries, hardware and layout of a run as JSON. What is in it is listed here.
 
@@ -60,6 +61,7 @@ def write_run_card(
         optimizer: the object that updates the weights; what the settings say of it is not what an edited recipe uses.
         continued: what the run continued with otherwise than it began, at which step; the settings tell the last of it alone.
         reference: what the reference or the teacher is made of, that `open_run` is given.
+        files: what `digests_of_settings` gives, where it was called before.
 
     Raises:
         Refusal: it is the run of a replay, and its training data are not those of the original.
@@ -104,7 +106,7 @@ def write_run_card(
         },
         "reference": reference and dict(reference),
         "optimizer": described and {**described, "from_settings": is_made_of_settings(unwrapped_optimizer(optimizer))},
-        "files": _files_of(config),
+        "files": digests_of_settings(config) if files is None else dict(files),
         "seeds": {name: value for name, value in settings.items() if name == "seed" or name.endswith("_seed")},
         "layout": {
             "processes": processes,
@@ -128,19 +130,18 @@ def write_run_card(
         say(line)
 
 
-def files_changed(path: Path, config: Settings, names: Sequence[str]) -> list[str]:
-    """A line about each file of these settings whose content is another than when the card at `path` was written."""
-    before = read_object(path).get("files")
-    return [
-        f"{name} has another content than when the run began"
-        for name, digest in _files_of(config, names).items() if isinstance(before, dict) and before.get(name, digest) != digest
-    ]  # fmt: skip
-
-
-def _files_of(config: Settings, names: Sequence[str] = ("dataset", "chat_template", "deepspeed")) -> dict[str, str]:
+def digests_of_settings(config: Settings) -> dict[str, str]:
+    """By name: digests of the files that settings name."""
     values = values_of(config)
-    given = {name: values.get(name) for name in names}
-    return digests_of_files(given.pop("dataset", None), *given.values())
+    return digests_of_files(values.get("dataset"), *(values.get(name) for name in _FILE_SETTINGS))
+
+
+def files_changed(path: Path, files: Mapping[str, str], config: Settings, *, with_data: bool) -> list[str]:
+    """A line about each of these files whose content is another than when the card at `path` was written."""
+    before, others = read_object(path).get("files"), [values_of(config).get(name) for name in _FILE_SETTINGS]
+    before = before if isinstance(before, dict) else {}
+    changed = [name for name, digest in files.items() if before.get(name, digest) != digest and (with_data or name in others)]
+    return [f"{name} has another content than when the run began" for name in changed]
 
 
 def end_run_card(

@@ -1,4 +1,4 @@
-"""Files and folders that a crash leaves whole: written next to their place, synced, then renamed into it. Locks of files."""
+"""Files and folders that a crash leaves whole: written next to their place, synced, then renamed into it. Locks; open files."""
 
 import contextlib
 import errno

@@ -19,7 +19,7 @@ from toolkit.distributed.ranks import close_process_group, on_main
 from toolkit.hub.uploads import hub_uploads
 from toolkit.runs import directory as output
 from toolkit.runs.overview import verdict_of
-from toolkit.runs.run_card import end_run_card, files_changed, unwrapped_optimizer, write_run_card
+from toolkit.runs.run_card import digests_of_settings, end_run_card, files_changed, unwrapped_optimizer, write_run_card
 from toolkit.system.interruptions import Interrupted, OutOfTime
 from toolkit.system.json_lines import read_lines
 from toolkit.tracking.console import Progress
@@ -131,12 +131,12 @@ def _begin(
         examples_to_consume=train.examples_to_consume, fingerprint=train.fingerprint, settings=plain_settings(config),
         layout=run_layout(accelerator, train), reference_made_of=dict(reference_made_of) if reference_made_of else None,
     )  # fmt: skip
-    kept, events, is_over = dict[str, Any](), list[dict[str, Any]](), False
+    kept, events, is_over, files = dict[str, Any](), list[dict[str, Any]](), False, None
     if source is not None:
         saved, state, notes = put_back(source, saver, train, state)
-        of_stream = ["dataset"] if isinstance(train, StreamLoader) else []  # rows of others are compared
-        files = ["chat_template", "deepspeed", *of_stream]
-        notes += on_main(accelerator, lambda: files_changed(source.parent.parent / "run.json", config, files))
+        files = on_main(accelerator, lambda: digests_of_settings(config))
+        card, is_stream = source.parent.parent / "run.json", isinstance(train, StreamLoader)  # rows of others are compared
+        notes += on_main(accelerator, lambda: files_changed(card, files, config, with_data=is_stream))
         on_main(accelerator, lambda: settle_directory(source, saver, state))
         kept, events = saved.kept, read_lines(saver.output_dir / "metrics.jsonl")
         own = is_own(source, saver.writer.root)
@@ -152,10 +152,10 @@ def _begin(
 
     def describe() -> None:
         output.write_config(config)
-        card = saver.output_dir / "run.json"
         write_run_card(
-            card, accelerator, config, saver.model, train, saver.optimizer, state.continued, say, state.reference_made_of
-        )
+            saver.output_dir / "run.json", accelerator, config, saver.model, train, saver.optimizer, state.continued, say,
+            state.reference_made_of, files,
+        )  # fmt: skip
 
     if not is_over:
         on_main(accelerator, describe)
