@@ -100,7 +100,7 @@ def followed(seen: Seen, values: Mapping[str, Any]) -> Iterator[None]:
         replace.attribute(kernels, "one_by_one", functools.partial(first_and_last, seen.ledger, _KEPT))
         replace.attribute(nn.Module, "to", _stay)
         replace.attribute(reference, "reference_table", lambda *_, **__: AnyRow())
-        replace.attribute(reference, "_place_frozen", functools.partial(_frozen, seen))
+        replace.attribute(reference, "place_frozen", functools.partial(_frozen, seen))
         replace.attribute(load, "check_compiler", lambda *_: None)
         replace.attribute(run, "report_incident", lambda *_: None)  # of losses without a value, with all rows of a step
         seen.layers.replace(replace)

@@ -15,10 +15,9 @@ from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.packing import Rows
 from toolkit.diagnostics.ledger import Ledger
 from toolkit.diagnostics.replacements import Replacements
-from toolkit.distillation import on_policy, teacher
+from toolkit.distillation import classifier_teacher, on_policy, teacher
 from toolkit.distillation.own_teacher import Average
 from toolkit.distillation.store import TaughtRows, collate_taught
-from toolkit.distillation.trained_teacher import TrainedTeacher
 from toolkit.generation.sampler import Completion
 
 TEACHER = "teacher"
@@ -28,13 +27,14 @@ def replace_teachers(replacements: Replacements, ledger: Ledger) -> None:
     """Replace what asks a teacher beforehand, and what the student would write; a teacher in memory is asked as always."""
     replacements.attribute(teacher, "store_teacher", _any_answers)
     replacements.attribute(teacher, "connect_teacher", lambda *_, **__: (None, {}))
-    replacements.attribute(TrainedTeacher, "load", functools.partial(_loaded, ledger))
+    for builder in (teacher, classifier_teacher):
+        replacements.attribute(builder, "place_frozen", functools.partial(_placed, ledger))
     replacements.attribute(Average, "__init__", functools.partial(_averaged, ledger))
     replacements.attribute(on_policy, "sample_on_rank", _longest_answers)
     replacements.public("with_own_answers", _with_longer_answers)
 
 
-def _loaded(ledger: Ledger, original: Any, *values: object, **named: object) -> nn.Module:
+def _placed(ledger: Ledger, original: Any, *values: object, **named: object) -> nn.Module:
     model: nn.Module = original(*values, **named)
     _see(ledger, model)
     return model

@@ -13,11 +13,11 @@ from toolkit.config import ClassifierDistillationConfig, Refusal
 from toolkit.data.loading.batch import MicroBatch, model_inputs
 from toolkit.distillation.trained_teacher import find_teacher
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
-from toolkit.distributed.engines import engine_of
 from toolkit.distributed.ranks import say_once
 from toolkit.losses.matching import AskClassifier, LayerPairs, pair_layers
 from toolkit.models.added_heads import add_projections
 from toolkit.models.attention.interface import ATTENTION_DROPOUTS
+from toolkit.models.frozen import place_frozen
 from toolkit.system.console import first_of
 from toolkit.system.evaluation_mode import evaluation_mode
 
@@ -76,8 +76,9 @@ def build_classifier_teacher(
         pairs = _match(student, model, config, teacher)
         add_projections(student, {own for own, _ in pairs}, int(model.config.get_text_config().hidden_size), seed)
     asked = {"output_hidden_states": bool(pairs), "output_attentions": config.match_attention}
-    placed = engine_of(accelerator).place_frozen(accelerator, model)
-    return ClassifierTeacher(ask_classifier(placed, shared, order, asked, found.computed_in(accelerator)), pairs, found.made_of)
+    half = found.computed_in(accelerator)
+    placed = place_frozen(accelerator, model, half)
+    return ClassifierTeacher(ask_classifier(placed, shared, order, asked, half), pairs, found.made_of)
 
 
 def ask_classifier(

@@ -19,7 +19,7 @@ from toolkit.distillation.fill_store import ask_stored, store_teacher
 from toolkit.distillation.on_policy import check_prompts
 from toolkit.distillation.own_teacher import Average, ask_without_adapter
 from toolkit.distillation.server_teacher import connect_teacher
-from toolkit.distillation.trained_teacher import check_teacher_on_disk, find_teacher, half_of, named_as_teacher
+from toolkit.distillation.trained_teacher import check_teacher_on_disk, find_teacher, named_as_teacher
 from toolkit.distillation.vocabulary import SharedVocabulary, shared_vocabulary
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import say_once
@@ -28,6 +28,7 @@ from toolkit.losses.chunked import Logits
 from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
 from toolkit.losses.selective_head import at_positions
 from toolkit.models.adapter_files import is_adapted
+from toolkit.models.frozen import half_of, place_frozen
 from toolkit.models.tokenizer import load_tokenizer
 from toolkit.models.trained import find_model
 
@@ -117,7 +118,7 @@ def build_teacher(
     def load() -> TeacherFn:
         model = found.load(packed=packed)
         found.describe(f"--teacher {teacher}", model, shared)
-        return ask_model(engine_of(accelerator).place_frozen(accelerator, model), shared, half)
+        return ask_model(place_frozen(accelerator, model, half), shared, half)
 
     if config.teacher_top_k is None:
         return Teacher(load(), made_of), train, evaluation

@@ -14,6 +14,7 @@ import torch
 from toolkit.config import DeviceConfig, ModelConfig, Refusal, TeacherConfig
 from toolkit.distributed.ranks import say_once
 from toolkit.models.compat import commit_of
+from toolkit.models.frozen import half_of
 from toolkit.models.shapes import positions_of
 from toolkit.models.tokenizer import load_tokenizer
 from toolkit.models.trained import auto_class_of, find_model, load_trained, published_config
@@ -59,11 +60,9 @@ class TrainedTeacher:
         return half_of(accelerator) if is_float32 else None
 
     def load(self, *, packed: bool = False) -> PreTrainedModel:
-        """Its weights on the CPU, frozen, in evaluation mode."""
+        """Its weights, on the CPU."""
         with named_as_teacher():
-            model, _ = load_trained(self.auto_class, self.settings, torch.device("cpu"), packed=packed)
-        model.requires_grad_(False)
-        return model
+            return load_trained(self.auto_class, self.settings, torch.device("cpu"), packed=packed)[0]
 
     def compare_templates(self, flag: str, student: PreTrainedTokenizerBase) -> None:
         """Say where its chat template is another than the student's."""
@@ -77,11 +76,6 @@ class TrainedTeacher:
         kind = str(next(model.parameters()).dtype).removeprefix("torch.")
         other = ", whose numbers for them are others" if shared.of_teacher is not None else ""
         say_once(f"{flag}: {size:,} parameters in {kind}, {shared.size:,} tokens shared{other}")
-
-
-def half_of(accelerator: Accelerator) -> torch.dtype | None:
-    """The type that autocast has in a run, None in full precision."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
 
 
 def find_teacher(

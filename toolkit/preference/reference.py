@@ -26,6 +26,7 @@ from toolkit.losses.pair_losses import PairLogps
 from toolkit.losses.preference import needs_reference
 from toolkit.losses.unpaired import LogpsOf as LogpsOfBoth
 from toolkit.models.compat import commit_of
+from toolkit.models.frozen import half_of, place_frozen
 from toolkit.preference.reference_cache import ReferenceSettings, is_of_pairs, reference_table
 from toolkit.system.digests import digests_of_directories
 from toolkit.system.evaluation_mode import evaluation_mode
@@ -97,7 +98,7 @@ def build_reference(
             say_once("reference: the model with its adapter off")
             reference = Reference(way, _with_adapter_off(logps_of), _with_adapter_off(mismatched_logps))
         else:
-            frozen = _place_frozen(accelerator, make_model)
+            frozen = _second_model(accelerator, make_model, moves=config.sync_ref_model)
             own, mismatched = (_of_frozen(accelerator, frozen, each) for each in (logps_of, mismatched_logps))
             reference = Reference(way, own, mismatched, frozen=frozen)
     # checkpoints keep it: a run that continues must have the same reference
@@ -145,9 +146,9 @@ def _with_adapter_off(logps_of: LogpsOf) -> LogpsOf:
     return logps
 
 
-def _place_frozen(accelerator: Accelerator, make_model: Callable[[], PreTrainedModel]) -> nn.Module:
+def _second_model(accelerator: Accelerator, make_model: Callable[[], PreTrainedModel], moves: bool = False) -> nn.Module:
     engine = engine_of(accelerator)
-    frozen = engine.place_frozen(accelerator, make_model().eval().requires_grad_(False))
+    frozen = place_frozen(accelerator, make_model(), None if moves else half_of(accelerator))
     how = f"sharded by {engine.label(accelerator)}" if engine.shards_weights(accelerator) else "whole on every rank"
     say_once(f"reference: a second model, frozen, {how}")
     return frozen
@@ -171,7 +172,7 @@ def reference_logps(
     if config.use_peft and not is_adapter(model) and config.init_lora_weights in STARTS_ON_THE_BASE:
         say_once("reference: the model with its adapter off")
         return _with_adapter_off(logps_of)
-    return _of_frozen(accelerator, _place_frozen(accelerator, make_model), logps_of)
+    return _of_frozen(accelerator, _second_model(accelerator, make_model), logps_of)
 
 
 @torch.no_grad()
