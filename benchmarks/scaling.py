@@ -58,7 +58,7 @@ def main() -> None:
         for point in AXES[axis]:
             for side in point.sides:
                 print(_line(point, side), flush=True)
-    shown = SimpleNamespace(examples="as many as the table says", batch="8", device="cpu", threads=1)
+    shown = SimpleNamespace(examples="each axis its own", batch="8 where it has no number of its own", device="cpu", threads=1)
     print(f"\n{circumstances(shown)}")
 
 
