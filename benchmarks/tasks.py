@@ -81,8 +81,8 @@ HELPFUL = {  # as --search found them
 }  # fmt: skip
 
 
-def ours(job: Job) -> None:
-    """The recipe's `main`, with a look at the clock after each step."""
+def ours(job: Job, at_a_time: int | None = None) -> None:
+    """The recipe's `main`, with a look at the clock after each step; a batch whole, or some of its examples at a time."""
     import toolkit as tk
 
     spec = importlib.util.spec_from_file_location(job.task, RECIPES / f"{RECIPE_OF.get(job.task, job.task)}.py")
@@ -101,6 +101,7 @@ def ours(job: Job) -> None:
         return metrics
 
     tk.train_step = watched  # type: ignore[assignment]
+    in_parts = {"per_device_train_batch_size": at_a_time, "global_batch_size": job.batch} if at_a_time else {}
     how_long = {"num_train_epochs": 1.0} if job.is_check else {"max_steps": job.steps + job.warm_up}
     recipe.main(recipe.Config(**{
         "model": job.model, "dataset": str(job.rows), "output_dir": str(job.folder / "output"), "max_length": job.max_length,
@@ -108,7 +109,7 @@ def ours(job: Job) -> None:
         "learning_rate": job.learning_rate, "weight_decay": 0.0, "lr_scheduler_type": "linear", "warmup_steps": 0.0,
         "eval_strategy": "no", "eval_fraction": 0.0, "eval_on_start": False, "save_strategy": "no", "use_cpu": True,
         "bf16": False, **how_long,
-        **OUR_SETTINGS.get(job.task, {}), **(OURS_IN_A_CHECK.get(job.task, {}) if job.is_check else {}),
+        **OUR_SETTINGS.get(job.task, {}), **(OURS_IN_A_CHECK.get(job.task, {}) if job.is_check else {}), **in_parts,
     }))  # fmt: skip
 
 
@@ -117,9 +118,10 @@ def flags_of(task: str) -> Flags:
 
 
 def run_side(job: Job, name: str) -> None:
-    """Ours, the peer's defaults, its best flags, or those that are named: `peer, a + b`."""
-    if name == OURS:
-        return ours(job)
+    """Ours, `ours, N at a time`, the peer's defaults, its best flags, or those that are named: `peer, a + b`."""
+    if name.startswith(OURS):
+        at_a_time = name.removeprefix(OURS).removesuffix("at a time").strip(", ")
+        return ours(job, int(at_a_time) if at_a_time else None)
     flags = HELPFUL[job.task] if name == BEST else None if name == DEFAULTS else name.removeprefix("peer, ")
     PEERS[job.task](job, **(settings_of(flags, flags_of(job.task)) if flags else {}))
 
@@ -132,7 +134,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2, help="steps before these")
     parser.add_argument("--flags", action="store_true", help="the peer's defaults, and next to them each of its flags alone")
     parser.add_argument("--search", action="store_true", help="finds the peer's best flags, one after the other")
-    parser.add_argument("--sides", nargs="+", metavar="SIDE", help="some sides alone; `peer, a + b` is the peer with two flags")
+    parser.add_argument("--sides", nargs="+", metavar="SIDE", help="`ours, 4 at a time`, `peer, a + b` ...")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # one run, in a process of its own
     parser.add_argument("--check", action="store_true", help="only compare the loss at the start")
     settings = parser.parse_args()

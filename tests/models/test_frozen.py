@@ -1,6 +1,7 @@
 """Second models that are only evaluated: the same numbers as autocast makes of them, with half the memory for linear layers."""
 
 import copy
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import toolkit as tk
+from toolkit.distributed.compat import forget_process_state
 from toolkit.distributed.engines import engine_of
-from toolkit.models import frozen
+from toolkit.models import frozen, lora
 from toolkit.preference.reference import _second_model
 
 SIZES: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -89,3 +92,51 @@ def test_a_reference_that_is_drawn_toward_the_model_stays_in_float32(moves: bool
     """Fails when: averages of weights are rounded to bfloat16."""
     model: Any = _second_model(Accelerator(cpu=True, mixed_precision="bf16"), lambda: decoder(False), moves)
     assert model.lm_head.weight.dtype == (torch.float32 if moves else torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Config(tk.ModelConfig, tk.AdapterConfig):
+    model: str = "tiny-llama"
+    hidden_size: int | None = 32
+    num_hidden_layers: int | None = 2
+    vocab_size: int | None = 300
+    use_peft: bool = True
+
+
+@pytest.mark.parametrize(("precision", "settings", "held"), [
+    ("bf16", {}, True), ("no", {}, False), ("bf16", {"use_dora": True}, False),
+])  # fmt: skip
+def test_the_weights_below_an_adapter_are_held_in_half_precision_and_gradients_keep_their_bits(
+    precision: str, settings: dict[str, Any], held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when: the adapter's weights or a head that is trained whole are rounded; or a gradient is another one."""
+    forget_process_state()
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    tokens = torch.arange(12).reshape(2, 6) + 5
+
+    def trained() -> tuple[Any, list[torch.Tensor]]:
+        config = Config(**settings)
+        tokenizer = tk.load_tokenizer(config)
+        model: Any = accelerator.prepare(tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer), config, tokenizer))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        parts = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        assert {parameter.dtype for _, parameter in parts} == {torch.float32}
+        return model, [parameter.grad for _, parameter in parts]
+
+    model, gradients = trained()
+    base = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.base_layer").weight
+    assert base.dtype == (torch.bfloat16 if held else torch.float32)
+    monkeypatch.setattr(lora, "hold_in_half", lambda *_: None)
+    _, expected = trained()
+    assert all(torch.equal(found, wanted) for found, wanted in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
+def test_an_engine_that_shards_gets_weights_of_one_type(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: a shard would hold numbers of two types."""
+    Accelerator(cpu=True, mixed_precision="bf16")
+    config = Config()
+    tokenizer = tk.load_tokenizer(config)
+    monkeypatch.setattr(lora, "settled_kind", lambda: kind)
+    model = tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer), config, tokenizer)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -118,7 +118,8 @@ def build_teacher(
     def load() -> TeacherFn:
         model = found.load(packed=packed)
         found.describe(f"--teacher {teacher}", model, shared)
-        return ask_model(place_frozen(accelerator, model, half), shared, half)
+        held_in = half if config.teacher_top_k is None else None  # queried once, it is not worth a second copy
+        return ask_model(place_frozen(accelerator, model, held_in), shared, half)
 
     if config.teacher_top_k is None:
         return Teacher(load(), made_of), train, evaluation

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from toolkit.config import AdapterConfig, Refusal
-from toolkit.distributed.engines import is_fsdp_settled
+from toolkit.distributed.compat import settled_precision
+from toolkit.distributed.engines import settled_kind
 from toolkit.distributed.ranks import say_once
 from toolkit.models.adapter_files import pass_on_inputs, put_adapter
 from toolkit.models.adapter_saving import initial_adapter
 from toolkit.models.dropout import take_fast_dropout
+from toolkit.models.frozen import HALVES, hold_in_half
 from toolkit.models.loaded import loaded, note_loaded
 
 if TYPE_CHECKING:
@@ -69,6 +71,9 @@ def add_adapter(
             note_loaded(adapted, known, initial_adapter=initial_adapter(adapted, config.init_lora_weights))
     take_fast_dropout(adapted)
     settings = adapted.peft_config["default"]
+    half, takes_norms = HALVES.get(settled_precision() or "no"), getattr(settings, "use_dora", False)
+    if half and not takes_norms and settled_kind() not in ("DEEPSPEED", "FSDP"):
+        hold_in_half(adapted, half)
     base = settings.base_model_name_or_path or ""
     if os.path.isdir(base):  # the adapter is read from another working directory than the one it was trained in
         settings.base_model_name_or_path = str(Path(base).resolve())
@@ -164,7 +169,7 @@ def trainable_tokens(
         ids.add(tokenizer.get_vocab()[token])
     if not ids:
         return {}
-    if is_fsdp_settled():  # peft 0.21.2 gives the embedding and a tied head one parameter, which fully_shard splits twice
+    if settled_kind() == "FSDP":  # peft 0.21.2 gives embedding and tied head one parameter, which fully_shard splits twice
         if set(wanted) != {TEMPLATE}:
             raise Refusal(f"{flag} {', '.join(wanted)}: not under FSDP2. Leave it out, or take --zero-stage 3.")
         say_once("single tokens of the embedding are not trained under FSDP2")

@@ -25,6 +25,12 @@ def keep_freed_memory() -> None:
         libc.mallopt(_TRIM_THRESHOLD, _KEPT)
 
 
+def give_back_memory() -> None:
+    """Give freed memory back to the system, on Linux with glibc: transformers loads in threads, each with a heap of its own."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def keep_few_primitives() -> None:
     """Have oneDNN and ideep, which multiply bfloat16 on a CPU, keep 48 and 16 primitives if the environment gives no number.
 

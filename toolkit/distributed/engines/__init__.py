@@ -27,11 +27,11 @@ def engine_of(accelerator: Accelerator) -> Engine:
     return ENGINE
 
 
-def is_fsdp_settled() -> bool:
-    """Whether this process's Accelerator, made before, shards by FSDP2."""
+def settled_kind() -> str | None:
+    """Accelerate's name of how this process's Accelerator is distributed, such as FSDP; None before it is made."""
     from toolkit.distributed.compat import process_state
 
-    return getattr(process_state().get("distributed_type"), "value", None) == "FSDP"
+    return getattr(process_state().get("distributed_type"), "value", None)
 
 
 def element_count(parameter: nn.Parameter) -> int:
