@@ -107,9 +107,11 @@ class Sweep:
                     return job_or_not
 
     def end(self, number: int, outcome: Outcome) -> None:
-        """Write down how a job of this process has ended."""
+        """Write down how a job of this process has ended; not over the value of another process, which took this one for dead."""
         with self.journal.exclusive():
-            self.journal.append(end_record(number, outcome))
+            self.read()
+            if not result_of(self.jobs[number], self.plan).values:
+                self.journal.append(end_record(number, outcome))
         self.read()
 
     def told_to(self, job: Job) -> Sequence[Job]:

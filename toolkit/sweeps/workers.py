@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,11 +37,16 @@ def new_worker() -> str:
 
 
 def _started(pid: int) -> float | None:
+    """When a process was started; None where it is gone. The same at each call, however the clock is set meanwhile."""
     import psutil
 
     try:
         process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        # psutil (7.2) adds on Linux when the machine was booted, which the kernel moves with each correction of the clock
+        booted = psutil.boot_time() if sys.platform == "linux" else 0.0
+        return float(round(process.create_time() - booted, 2))
     except psutil.Error:
         return None
 
