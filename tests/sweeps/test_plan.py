@@ -29,7 +29,7 @@ RATE = ["learning_rate=log:1e-4..1e-2"]
      ([], {"search": RATE, "rungs": "3,9"}, "no effect"), ([], {"search": RATE, "reduction": 4}, "no effect"),
      (["--max-steps", "20"], {"search": RATE, "prune": "median", "rungs": "3,9"}, "no effect"),
      ([], {"search": ["max_steps=5,10"], "prune": "asha", "rungs": "2,5"}, "length of every trial"),
-     ([], {"search": RATE, "budget_hours": math.nan}, "--budget-hours"), ([], {"search": RATE, "budget_hours": 0.0}, "--budget-hours"),
+     ([], {"search": RATE, "budget_hours": math.nan}, "--budget-hours"), ([], {"search": RATE, "hang_minutes": math.inf}, "--hang-minutes"), ([], {"search": RATE, "budget_hours": 0.0}, "--budget-hours"),
      ([], {"search": RATE, "objective": ["eval_nope"]}, "--objective eval_nope"), ([], {"search": ["allow_change=a,b"]}, "decides that one"),
      ([], {"search": RATE, "objective": [":max"]}, "write METRIC:max")],
 )  # fmt: skip

@@ -1,13 +1,17 @@
 """How a trial of a recipe ended, from what its process left behind."""
 
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from toolkit.distributed.launch import REFUSED
-from toolkit.sweeps import outcomes
+from toolkit.sweeps import outcomes, trials
 from toolkit.sweeps.journal import Job, Objective, Outcome, Plan
 from toolkit.sweeps.outcomes import curve_of, read_outcome, trial_folder
 from toolkit.sweeps.trials import Recipe
@@ -109,6 +113,62 @@ def test_a_signal_while_a_trial_starts_fails_no_trial(number: int, code: int, tm
     trial.interrupt(number)
     found = trial.poll()
     assert (found and found.code, trial.interrupted()) == ((REFUSED, None) if code == REFUSED else (None, code))
+
+
+HANGS = """import faulthandler, signal, sys, threading
+faulthandler.enable()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[1] == "deaf": signal.signal(signal.SIGABRT, signal.SIG_IGN)
+print("begun", flush=True)
+def waits_for_ever(): threading.Event().wait()
+waits_for_ever()"""
+WRITES = """import pathlib, sys, time
+for step in range(8):
+    time.sleep(0.2)
+    with open(sys.argv[1] + "/metrics.jsonl", "a") as file: file.write(f'{{"step": {step}, "eval_loss": 1.0}}\\n')"""
+
+
+class Running(Recipe):
+    """A recipe whose trials run a program of one line."""
+
+    program: Sequence[str] = ()
+
+    def spawn(self, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with open(log, "ab") as file:
+            return subprocess.Popen([sys.executable, "-c", *self.program], stdout=file, stderr=file, start_new_session=True)
+
+
+def watched(folder: Path, *program: str) -> Outcome:
+    recipe = type("Now", (Running,), {"program": program})(folder, replace(PLAN, hang_minutes=0.01), True, [{}])
+    trial = recipe.start(Job(0, 0, {"rate": 0.5}), 0, None)
+    until = time.monotonic() + 30
+    try:
+        while (found := trial.poll()) is None and time.monotonic() < until:
+            time.sleep(0.02)
+    finally:
+        trial.interrupt(signal.SIGKILL)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("kind", ["listening", "deaf"])
+def test_a_trial_that_hangs_is_killed_and_fails_with_the_place(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose code is in a deadlock and hears no SIGTERM, nor perhaps SIGABRT. Each attempt goes on where the one before was.
+
+    Fails when: _end_a_hang in trials.py sends no SIGABRT, no SIGKILL after it, or is not called.
+    """
+    monkeypatch.setattr(trials, "_LAST_WORDS_SECONDS", 0.2)
+    found = watched(tmp_path, HANGS, kind)
+    log = (trial_folder(tmp_path, 0) / "log.txt").read_text()
+    assert log.count("begun") == 3
+    assert log.count("waits_for_ever") == (3 if kind == "listening" else 0)
+    assert found.code == 128 + (signal.SIGABRT if kind == "listening" else signal.SIGKILL)
+    assert "0.01 minutes, 3 times" in found.reason
+
+
+def test_a_trial_that_writes_does_not_hang(tmp_path: Path) -> None:
+    """It prints nothing, and takes longer than a silence may. Fails when: _end_a_hang looks at the log alone."""
+    assert watched(tmp_path, WRITES, str(trial_folder(tmp_path, 0))).values == {"eval_loss": 1.0}
 
 
 def test_the_log_of_a_run_is_read_again_only_when_it_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.sweep_plan import PRUNERS, SweepOptions, base_of, check_agent, check_given, check_hours, make_plan
+from toolkit.cli.sweep_plan import PRUNERS, SweepOptions, base_of, check_agent, check_given, check_times, make_plan
 from toolkit.command_line.placement import ConfigFile, Processes
 from toolkit.command_line.reading import read_command_line
 from toolkit.command_line.recipe import config_class_of_file
@@ -39,7 +39,7 @@ from toolkit.system.standard_streams import outlive_the_log
 # What can be done with the directory of a sweep, and the options that each of it takes.
 ACTIONS = {
     "status": {"storage"}, "best": {"storage"}, "report": {"storage", "output"},
-    "continue": {"storage", "trials", "parallel", "slots", "budget_steps", "budget_hours"},
+    "continue": {"storage", "trials", "parallel", "slots", "budget_steps", "budget_hours", "hang_minutes"},
 }  # fmt: skip
 OF_AN_AGENT = {"wandb", "trials", "sweep_dir"}
 NOT_OF_A_RECIPE = {"output"}
@@ -84,6 +84,10 @@ def sweep(
         int | None, typer.Option(metavar="N", min=1, help="Start no trial after N steps of all trials.")
     ] = None,
     budget_hours: Annotated[float | None, typer.Option(metavar="H", min=0.0, help="Start no trial after H hours.")] = None,
+    hang_minutes: Annotated[
+        float | None,
+        typer.Option(metavar="M", min=0.0, help="Kill a trial that writes nothing for M minutes; the third time it fails."),
+    ] = None,
     storage: Annotated[
         str | None,
         typer.Option(metavar="URL", help="A database for the journal, such as sqlite:///sweeps.db, without a common folder."),
@@ -210,8 +214,9 @@ def _of_directory(action: str, folder: Path, values: dict[str, Any]) -> None:
             )
         os.chdir(plan.folder)
         digest = recipe_digest(Path(plan.recipe)) if Path(plan.recipe).is_file() else "missing"
-        check_hours(values["budget_hours"])
-        changed = {name: values[name] for name in ("trials", "parallel", "budget_steps", "budget_hours") if values[name]}
+        check_times(values["budget_hours"], values["hang_minutes"])
+        may_change = ("trials", "parallel", "budget_steps", "budget_hours", "hang_minutes")
+        changed = {name: values[name] for name in may_change if values[name] is not None}
         if plan.strategy == "grid" and "trials" in changed:
             changed["trials"] = min(changed["trials"], grid_size(read_space(plan.search)))
         _run(replace(plan, recipe_digest=digest, **changed), here, journal, values["slots"])

@@ -48,6 +48,7 @@ class SweepOptions:
     reduction: int = 3
     budget_steps: int | None = None
     budget_hours: float | None = None
+    hang_minutes: float | None = None
     processes: int | None = None
     accelerate_config: str | None = None
 
@@ -94,7 +95,7 @@ def make_plan(script: str, words: Sequence[str], options: SweepOptions) -> Plan:
         strategy=options.strategy, seed=options.sweep_seed, trials=trials, objectives=objectives,
         constraints=list(options.constraint), parallel=options.parallel or 1, seeds=options.seeds, prune=options.prune,
         rungs=rungs, reduction=options.reduction, budget_steps=options.budget_steps, budget_hours=options.budget_hours,
-        placement=list(placement.typed), folder=os.getcwd(),
+        hang_minutes=options.hang_minutes, placement=list(placement.typed), folder=os.getcwd(),
     )  # fmt: skip
 
 
@@ -165,15 +166,16 @@ def _check_options(space: Sequence[Dimension], options: SweepOptions) -> None:
         raise Refusal(f"{given}: has no effect without --prune {', '.join(BY_RUNGS[:-1])} or {BY_RUNGS[-1]}.")
     if options.prune in BY_RUNGS and any(dimension.name == "max_steps" for dimension in space):
         raise Refusal(f"--search max_steps: with --prune {options.prune} the last of --rungs is the length of every trial.")
-    check_hours(options.budget_hours)
+    check_times(options.budget_hours, options.hang_minutes)
 
 
-def check_hours(budget: float | None) -> None:
+def check_times(budget_hours: float | None, hang_minutes: float | None) -> None:
     """Raises:
-        Refusal: it is no length of time.
+        Refusal: one of them is no length of time.
     """
-    if budget is not None and not 0 < budget < math.inf:
-        raise Refusal(f"--budget-hours {budget:g}: a number of hours above 0 is expected, such as 1.5.")
+    for flag, value in (("--budget-hours", budget_hours), ("--hang-minutes", hang_minutes)):
+        if value is not None and not 0 < value < math.inf:
+            raise Refusal(f"{flag} {value:g}: a number of {flag.rpartition('-')[2]} above 0 is expected, such as 1.5.")
 
 
 def _check_on_recipe(config_class: type[Settings], words: Sequence[str], space: Sequence[Dimension]) -> Settings:

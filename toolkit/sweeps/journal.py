@@ -52,6 +52,7 @@ class Plan:
     reduction: int = 3  # one of this many goes on to the next rung
     budget_steps: int | None = None
     budget_hours: float | None = None
+    hang_minutes: float | None = None  # after which a trial that writes nothing is killed
     placement: list[str] = field(default_factory=list)  # --processes and --accelerate-config
     folder: str = ""  # in which it was started, to which relative paths belong
 
@@ -268,7 +269,7 @@ def named_record(line: int) -> Iterator[None]:
 
 def other_fields(before: Plan, now: Plan) -> list[str]:
     """The fields in which two plans differ, of those that may not change while a sweep goes on."""
-    may_change = ("trials", "folder", "parallel", "budget_steps", "budget_hours")
+    may_change = ("trials", "folder", "parallel", "budget_steps", "budget_hours", "hang_minutes")
     names = [each.name for each in fields(Plan) if each.name not in may_change]
     return [name for name in names if getattr(before, name) != getattr(now, name)]
 

@@ -107,7 +107,7 @@ class Sweep:
                     return job_or_not
 
     def end(self, number: int, outcome: Outcome) -> None:
-        """Write down how a job of this process has ended; not over the value of another process, which took this one for dead."""
+        """Write down how a job of this process has ended; not over a value of another one, which took this one for dead."""
         with self.journal.exclusive():
             self.read()
             if not result_of(self.jobs[number], self.plan).values:

@@ -26,7 +26,8 @@ from toolkit.sweeps.zygote import Zygote
 
 ATTEMPTS = 3  # of a trial that is killed: each goes on from its newest checkpoint
 _KILLED = 128
-_WATCH_SECONDS = 0.5  # between looks at the metrics of a trial that may be pruned
+_WATCH_SECONDS = 0.5  # between looks at the files of a trial that may be pruned, or hang
+_LAST_WORDS_SECONDS = 5.0  # for a trial that hangs to write where
 
 
 class Running(Protocol):
@@ -93,6 +94,7 @@ class RecipeTrial:
         self._run = trial_folder(recipe.folder, job.trial)
         self._began, self._attempts, self._is_ending = time.monotonic(), 0, False
         self._watched, self._code = 0.0, 0
+        self._signs, self._silent_since, self._aborted = list[int](), 0.0, 0.0
         self._log_start = 0  # of this attempt: earlier ones failed for reasons of their own
         self._process: Process | None = None
         # An earlier process may have been killed after the trial had come to its end, and before that was written down.
@@ -120,7 +122,8 @@ class RecipeTrial:
             printed = self._printed()
             if _is_out_of_space(self._run, printed):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run))
-            return Outcome(reason=_reason(printed, code), code=code, seconds=seconds, step=step)
+            hung = f"wrote nothing for {self._recipe.plan.hang_minutes} minutes, {self._attempts} times; see its log.txt"
+            return Outcome(reason=hung if self._aborted else _reason(printed, code), code=code, seconds=seconds, step=step)
         outcome = read_outcome(self._run, self._recipe.plan, pruned_at or job.until)
         return replace(outcome, seconds=seconds, pruned=pruned_at is not None)
 
@@ -138,6 +141,7 @@ class RecipeTrial:
 
     def _start(self) -> Process:
         self._attempts += 1
+        self._silent_since, self._aborted = time.monotonic(), 0.0
         self._run.mkdir(parents=True, exist_ok=True)
         log = self._run / "log.txt"
         self._log_start = log.stat().st_size if log.exists() else 0
@@ -155,12 +159,27 @@ class RecipeTrial:
             return file.read().decode(errors="replace")
 
     def _watch(self) -> None:
-        """Stop the trial, with a checkpoint, once its curve so far says so."""
+        """Stop the trial, with a checkpoint, once its curve so far says so; kill it when it hangs."""
         now = time.monotonic()
-        if self._prune and self._process and not self._is_ending and now - self._watched >= _WATCH_SECONDS:
-            self._watched = now
-            if self._pruned_at() is not None:
-                self.interrupt(signal.SIGTERM)
+        if now - self._watched < _WATCH_SECONDS:
+            return
+        self._watched = now
+        if self._prune and not self._is_ending and self._pruned_at() is not None:
+            self.interrupt(signal.SIGTERM)
+        if self._recipe.plan.hang_minutes is not None:
+            self._end_a_hang(now, self._recipe.plan.hang_minutes * 60)
+
+    def _end_a_hang(self, now: float, seconds: float) -> None:
+        """By SIGABRT, at which Python writes into the log where each of its threads is."""
+        assert self._process
+        signs = [_changed(self._run / name) for name in ("log.txt", "metrics.jsonl", "checkpoints")]
+        if signs != self._signs:
+            self._signs, self._silent_since = signs, now
+        elif self._aborted and now - self._aborted > _LAST_WORDS_SECONDS:
+            kill_group(self._process)
+        elif not self._aborted and now - self._silent_since > seconds:
+            self._aborted = now
+            self._process.send_signal(signal.SIGABRT)
 
     def _pruned_at(self) -> int | None:
         return self._prune(curve_of(self._run, self._recipe.plan.objectives[0].metric)) if self._prune else None
@@ -219,6 +238,14 @@ def commands_of(plan: Plan, jobs: Sequence[Job], trial: int) -> list[Sequence[st
 def shown_command(plan: Plan, settings: Point) -> Sequence[str]:
     """What to type for one run with these settings."""
     return ["toolkit", "train", plan.recipe, *plan.placement, *plan.words, *flags_of(settings)]
+
+
+def _changed(path: Path) -> int:
+    """When a file or a folder changed; 0 where it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _reason(printed: str, code: int) -> str:
