@@ -27,6 +27,7 @@ from toolkit.data.loading.order import Order, StepPlan, batch_of, checked, cut_s
 from toolkit.data.loading.packing import Augment, PackedRows, Packing, PlainRows, Rows, pack_best_fit, pack_wrapped
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.data.sources.load import commits_of_sources
+from toolkit.data.worker_processes import started
 from toolkit.system.files import allow_open_files
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def _load(reader: _StepReader, plans: Iterator[StepPlan], workers: int, pin_memo
         reader, sampler=plans, batch_size=None, num_workers=workers, pin_memory=pin_memory,
         generator=torch.Generator().manual_seed(0), prefetch_factor=2 if workers else None, worker_init_fn=_outlive_a_stop,
     )  # fmt: skip
-    return iter(loader)
+    return started(loader, "--dataloader-num-workers")
 
 
 def _outlive_a_stop(worker: int) -> None:

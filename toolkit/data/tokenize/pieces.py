@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.cache.arrow import BATCH_ROWS
 from toolkit.data.tokenize.columns import Batch
+from toolkit.data.worker_processes import started
 from toolkit.system.console import say
 from toolkit.system.json_lines import intact_records, parse_object, sealed_line
 
@@ -117,19 +118,19 @@ def read_in_order(
             return error
 
     tasks: Any = rows if isinstance(rows, Iterator) else range(begin, len(rows), size)
-    results = map(work, tasks)
+    results: Iterator[Any] = map(work, tasks)
     if (processes := min(processes, len(tasks) if isinstance(tasks, range) else processes)) > 1:
         import torch
         from torch.utils.data import DataLoader
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="This DataLoader will create")  # more than cores, if that was requested
-            results = iter(DataLoader(
+            results = started(DataLoader(
                 _Itself(),  # type: ignore[arg-type]  # what is sent to a process is what it works on
                 sampler=tasks, batch_size=None, collate_fn=work,
                 num_workers=processes, multiprocessing_context="fork",
                 worker_init_fn=_use_one_thread, generator=torch.Generator(),  # its own: the global random state must not move
-            ))  # fmt: skip
+            ), "--preprocessing-num-workers")  # fmt: skip
     for result in results:
         if isinstance(result, Exception):
             raise result

@@ -1,0 +1,37 @@
+"""Worker processes of a DataLoader, started all or none."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config import Refusal
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+
+def started(loader: DataLoader[Any], flag: str) -> Iterator[Any]:
+    """What a DataLoader yields, by the worker processes that `flag` asks for; they run when this returns.
+
+    Raises:
+        Refusal: they can't be started, for a limit of processes or threads, or without /dev/shm.
+    """
+    before = multiprocessing.active_children()
+    try:
+        return iter(loader)
+    except (OSError, RuntimeError) as error:
+        if not loader.num_workers:
+            raise
+        # torch (2.13) leaves those that were started, and Python waits for them at its end
+        for process in multiprocessing.active_children():
+            if process not in before:
+                with contextlib.suppress(RuntimeError):  # of torch, which hears of a worker's end
+                    process.kill()
+                    process.join()
+        raise Refusal(
+            f"{flag} {loader.num_workers}: the worker processes can't be started ({error}). They need processes, threads and "
+            f"/dev/shm, of which a container may have few. Take a smaller number."
+        ) from error
