@@ -1,6 +1,10 @@
-"""Worker processes that can't be started."""
+"""Worker processes that can't be started, and those that one which dies leaves behind."""
 
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 from multiprocessing import popen_fork, synchronize
 from typing import Any
 
@@ -47,3 +51,26 @@ def test_workers_that_cannot_be_started_are_refused_and_none_is_left(what: str, 
     assert left == before
     assert refused.value.__cause__  # held so far, as by a process that ends: without it torch's pipes are closed, and so are its workers
     assert [int(row) for row in running] == list(range(8))
+
+
+LOSES_ONE = """import multiprocessing, os, signal, torch
+from torch.utils.data import DataLoader
+from toolkit.data.loading.loaders import _outlive_a_stop
+from toolkit.data.worker_processes import started
+rows = started(DataLoader(torch.arange(10**6), num_workers=2, worker_init_fn=_outlive_a_stop), "--dataloader-num-workers")
+next(rows)
+os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+for row in rows: pass"""
+
+
+def test_a_worker_that_is_killed_ends_the_process_at_once() -> None:
+    """As the kernel kills one when memory runs out; the other hears no SIGTERM. Fails when: _end_them_at_the_end in
+    worker_processes.py is not called, or kills nobody."""
+    process = subprocess.Popen([sys.executable, "-c", LOSES_ONE], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        _, printed = process.communicate(timeout=40)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        _, printed = process.communicate()
+    assert process.returncode == 1
+    assert "DataLoader worker" in printed

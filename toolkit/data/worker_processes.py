@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import multiprocessing
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ def started(loader: DataLoader[Any], flag: str) -> Iterator[Any]:
     Raises:
         Refusal: they can't be started, for a limit of processes or threads, or without /dev/shm.
     """
+    _end_them_at_the_end()
     before = multiprocessing.active_children()
     try:
         return iter(loader)
@@ -35,3 +38,16 @@ def started(loader: DataLoader[Any], flag: str) -> Iterator[Any]:
             f"{flag} {loader.num_workers}: the worker processes can't be started ({error}). They need processes, threads and "
             f"/dev/shm, of which a container may have few. Take a smaller number."
         ) from error
+
+
+@functools.cache
+def _end_them_at_the_end() -> None:
+    """When one worker has died (of the kernel, for want of memory, say) torch leaves the others to Python, which ends them by
+    SIGTERM. Those of a run don't hear it, and Python would wait for them."""
+
+    def end() -> None:
+        for process in multiprocessing.active_children():
+            if process.daemon:
+                process.kill()
+
+    atexit.register(end)  # after multiprocessing's own, so called before it
