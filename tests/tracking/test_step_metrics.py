@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from toolkit.data.loading.batch import Batch
+from toolkit.tracking import step_metrics
 from toolkit.tracking.step_metrics import Window
 
 
@@ -25,6 +26,23 @@ def test_an_event_has_means_over_its_steps_and_maxima_of_what_is_one() -> None:
     assert event["ratio_max"] == 5.0
     assert event["ratio_min"] == -5.0
     assert event["nonfinite_steps"] == 1
+
+
+@pytest.mark.parametrize("micro_batch", [{"prompt_ids": [[1, 2]]}, {"input_ids": torch.zeros(2, 3)}])
+def test_utilization_is_logged_where_a_batch_says_what_was_computed(
+    micro_batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of prompts, whose completions a step samples. Fails when: that is logged as 0."""
+    monkeypatch.setattr(step_metrics, "peak_flops", lambda _: 1e12)
+    window = Window()
+    metrics = {"loss": torch.tensor(1.0), "grad_norm": torch.tensor(1.0)}
+    window.add(1, Batch([micro_batch], {"examples": 2.0}, []), metrics)
+    window.read()
+    window.seconds = 1.0
+    model: Any = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(get_text_config=SimpleNamespace)
+    anything: Any = SimpleNamespace(device=torch.device("cpu"), param_groups=[{"lr": 0.1}])
+    assert ("mfu" in window.event(anything, model, anything)) == ("input_ids" in micro_batch)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
 import toolkit as tk
 from toolkit.config.reading import public_settings
@@ -49,6 +49,34 @@ def test_flops_are_those_that_torch_counts_in_a_step(tied: bool, frozen: bool) -
     assert training_flops(model, 18, 5, 2 * 9 * 9) == pytest.approx(counted.get_total_flops(), rel=0.02)
 
 
+def test_flops_of_experts_are_those_that_a_token_goes_through() -> None:
+    """Fails when: all experts count."""
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=FEED, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2, attn_implementation="eager",
+    )  # fmt: skip
+    model, ids = MixtralForCausalLM(config).train(), torch.randint(0, VOCABULARY, (2, 9))
+    model.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    assert training_flops(model, 18, 18, 2 * 9 * 9) == pytest.approx(counted.get_total_flops(), rel=0.02)
+
+
+def test_flops_of_a_decoder_behind_an_encoder_are_of_the_targets_tokens() -> None:
+    """4 sources of 30 tokens, targets of 5. Fails when: a decoder's weights are multiplied with the source's tokens, or the keys
+    and values of its cross-attention are not."""
+    config = T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=4, d_ff=FEED, num_layers=LAYERS, num_heads=4)
+    model = T5ForConditionalGeneration(config).train()
+    source, target = torch.randint(3, VOCABULARY, (4, 30)), torch.randint(3, VOCABULARY, (4, 5))
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=source, decoder_input_ids=target).logits.sum().backward()
+    work = model_work({"input_ids": source, "decoder_input_ids": target, "supervised_positions": torch.arange(20)})
+    assert work["pairs"] == 4 * (30 * 31 / 2 + 5 * 6 / 2 + 5 * 30)
+    every_pair = 4 * (30 * 30 + 5 * 5 + 5 * 30)  # eager attention computes them
+    flops = training_flops(model, work["model_tokens"], work["head_positions"], every_pair, work["decoder_tokens"])
+    assert flops == pytest.approx(counted.get_total_flops(), rel=0.02)
+
+
 def test_weights_in_4_bits_count_as_the_numbers_they_stand_for() -> None:
     """Fails when: the bytes that hold them are counted."""
     whole, packed = llama(), llama()
@@ -71,6 +99,14 @@ def test_the_work_of_a_micro_batch_is_counted_document_by_document() -> None:
     shared = alone | {"cu_seq_lens_k": torch.tensor([0, 7, 15])}  # the second one's queries are the last 5 of 8
     assert model_work(shared)["pairs"] == sum(range(1, 8)) + sum(range(4, 9))
     assert model_work({"input_ids": ids.view(3, 4)}) == {"model_tokens": 12.0, "head_positions": 12.0, "pairs": 30.0}
+
+
+def test_padding_that_is_not_computed_is_no_work() -> None:
+    """Fails when: a padded row counts whole where the body leaves its padding out, or rows are read in groups of like length."""
+    ids, ends = torch.zeros(3, 10, dtype=torch.long), torch.tensor([0, 10, 12, 15])
+    alone = model_work({"input_ids": ids, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends})
+    assert alone == {"model_tokens": 15.0, "head_positions": 15.0, "pairs": 55.0 + 3.0 + 6.0}
+    assert model_work({"input_ids": ids, "groups": [(2, 3), (1, 10)]})["model_tokens"] == 16.0
 
 
 # The names that drivers give (nvidia-smi -L), and dense bf16 of the makers' data sheets in TFLOP/s

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
-WORK = ("model_tokens", "head_positions", "pairs")  # of this rank's model, for its FLOPs
+WORK = ("model_tokens", "head_positions", "pairs", "decoder_tokens")  # of this rank's model, for its FLOPs
 FLAGS = ("applied", "nonfinite")  # of a step, not metrics to average
 
 
@@ -78,7 +78,7 @@ class Window:
         work = dict.fromkeys(WORK, 0.0)
         for micro_batch in batch.micro_batches:
             if "input_ids" in micro_batch:
-                work = {name: work[name] + value for name, value in model_work(micro_batch).items()}
+                work |= {name: work[name] + value for name, value in model_work(micro_batch).items()}
         totals = {**batch.totals, **work}
         self.unread.append(StepMetrics(step, dict(metrics), totals, batch.position, batch.size, batch.examples))
 
@@ -120,9 +120,9 @@ class Window:
         if "tokens" in steps[0].totals:
             event["tokens_per_second"] = sum(step.totals["tokens"] for step in steps) / seconds
         event["data_wait"] = waiting / seconds
+        work = [sum(step.totals.get(name, 0.0) for step in steps) for name in WORK]
         peak = peak_flops(accelerator.device)
-        if peak:
-            work = (sum(step.totals[name] for step in steps) for name in WORK)
+        if peak and any(work):  # a batch of prompts doesn't have the tokens of the completions
             event["mfu"] = training_flops(model, *work) / seconds / peak
         if len(good) < len(steps):
             event["nonfinite_steps"] = len(steps) - len(good)
@@ -146,26 +146,38 @@ def peak_flops(device: torch.device) -> float | None:
     return next((PEAK_FLOPS[part] for part in by_length if re.search(rf"{part}(?![0-9A-Za-z])", name)), None)  # an L40 is no L4
 
 
-def training_flops(model: PreTrainedModel, tokens: float, head_positions: float, pairs: float) -> float:
+def training_flops(
+    model: PreTrainedModel, tokens: float, head_positions: float, pairs: float, decoder_tokens: float = 0.0
+) -> float:
     """FLOPs of forward and backward (PaLM, https://arxiv.org/abs/2204.02311, appendix B), recomputation left out.
 
     A number in a matrix takes 2 forward, 2 for the gradient of what goes in, and 2 for its own where it is trained, with each
-    of the `tokens`; the output head with the `head_positions` it is applied at. Attention takes 4 x heads x head dimension
-    forward and twice that backward, in each layer, for each of the `pairs` of a token and one it sees. Look-ups, norms and
-    biases take none. Of experts all are counted; of what lies below the first trained weight, a gradient that nobody needs.
+    of the `tokens`, in the decoder behind an encoder with each of the `decoder_tokens`; the output head with the
+    `head_positions` it is applied at. Attention takes 4 x heads x head dimension forward and twice that backward, in each
+    layer, for each of the `pairs` of a token and one it sees. Look-ups, norms and biases take none. Of experts those count that
+    a token goes through; of what lies below the first trained weight, a gradient that nobody needs.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head_weights = {id(weight) for weight in head.parameters()} if head is not None else set()
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    decoder = {id(weight) for weight in model.get_decoder().parameters()} if decoder_tokens else set()
+    shape = model.config.get_text_config()
     flops = 0.0
     for name, weight in model.named_parameters():
-        is_matrix = len(getattr(weight, "ds_shape", weight.shape)) >= 2
+        dimensions = getattr(weight, "ds_shape", weight.shape)
+        is_matrix = len(dimensions) >= 2
         if not is_matrix or id(weight) in looked_up - head_weights or ".original_module." in name:  # peft's, not in use
             continue
         quantized = getattr(weight, "quant_state", None)  # of bitsandbytes: two numbers lie in one byte
-        numbers = quantized.shape.numel() if quantized is not None else element_count(weight)
-        flops += (6 if weight.requires_grad else 4) * numbers * (head_positions if id(weight) in head_weights else tokens)
-    shape = model.config.get_text_config()
+        numbers: float = quantized.shape.numel() if quantized is not None else element_count(weight)
+        if len(dimensions) == 3 and ".experts." in name:
+            numbers *= getattr(shape, "num_experts_per_tok", dimensions[0]) / dimensions[0]
+        times = tokens
+        if id(weight) in head_weights:
+            times = head_positions
+        elif id(weight) in decoder and not _OF_ENCODED.search(name):
+            times = decoder_tokens
+        flops += (6 if weight.requires_grad else 4) * numbers * times
     heads = getattr(shape, "num_attention_heads", None)
     if not heads:  # a model without attention
         return flops
@@ -173,21 +185,29 @@ def training_flops(model: PreTrainedModel, tokens: float, head_positions: float,
     return flops + 12.0 * shape.num_hidden_layers * heads * head_dim * pairs
 
 
-def model_work(micro_batch: MicroBatch) -> dict[str, float]:
-    """What a causal model does with a micro-batch: tokens that go through, positions of its head, pairs in full attention.
+_OF_ENCODED = re.compile(r"\.(EncDecAttention|encoder_attn)\.[kv]")  # keys and values in a decoder, of the encoder's tokens
 
-    A padded row counts as long as it is; with a window fewer pairs are seen, and without causality about twice as many.
+
+def model_work(micro_batch: MicroBatch) -> dict[str, float]:
+    """What a model does with a micro-batch: tokens that go through, positions of its head, pairs in full causal attention.
+
+    Where padding is computed, a padded row counts as long as it is; with a window fewer pairs are seen, and without causality
+    about twice as many. `decoder_tokens`: those of the targets behind an encoder.
     """
-    tokens = micro_batch["input_ids"].numel()
     positions = micro_batch.get("supervised_positions", micro_batch.get("answer_positions"))
-    if "cu_seq_lens_q" in micro_batch:
+    if "cu_seq_lens_q" in micro_batch:  # padded rows may have them too, whose padding the model's body leaves out
         own, seen = (micro_batch[f"cu_seq_lens_{side}"].diff().double() for side in "qk")
-        pairs = float((own * (seen - own) + own * (own + 1) / 2).sum())
+        tokens, pairs = float(own.sum()), float((own * (seen - own) + own * (own + 1) / 2).sum())
     else:
-        rows, length = micro_batch["input_ids"].shape
-        pairs = rows * length * (length + 1) / 2
-    applied = tokens if positions is None else positions.numel()
-    return {"model_tokens": float(tokens), "head_positions": float(applied), "pairs": pairs}
+        groups = micro_batch.get("groups") or [micro_batch["input_ids"].shape]  # rows that are read together, and their length
+        tokens = float(sum(rows * length for rows, length in groups))
+        pairs = sum(rows * length * (length + 1) / 2 for rows, length in groups)
+    work = {"model_tokens": tokens, "head_positions": tokens if positions is None else float(positions.numel()), "pairs": pairs}
+    if "decoder_input_ids" in micro_batch:
+        rows, length = micro_batch["decoder_input_ids"].shape
+        seen_each = (length + 1) / 2 + micro_batch["input_ids"].shape[1]
+        work |= {"pairs": pairs + rows * length * seen_each, "decoder_tokens": float(rows * length)}
+    return work
 
 
 def peak_memory_gb(device: torch.device) -> float:
