@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+import toolkit as tk
 from toolkit.baselines import language as language_baselines
 from toolkit.baselines.classes import class_baselines, label_baselines
 from toolkit.baselines.language import answer_baselines, compression_baselines, ngram_bits_per_byte, text_baselines
@@ -127,6 +128,16 @@ def test_of_a_large_validation_split_the_first_documents_are_compared_with(monke
     first = text_baselines({"train": splits["train"], "validation": splits["first"]}, Letters())
     monkeypatch.setattr(language_baselines, "HELD_OUT_TOKENS", 110)
     assert text_baselines(splits, Letters()) == first != whole
+
+
+def test_a_character_that_a_split_cuts_is_counted_once() -> None:
+    """Pieces of 5 tokens, each of a byte, of characters of three. Fails when: both of its pieces are decoded to a character."""
+    text = "\u4e16\u754c" * 20
+    tokenizer = tk.train_tokenizer(["plain words"], vocab_size=300)
+    (tokens,) = tokenizer([text], add_special_tokens=False)["input_ids"]
+    assert len(tokens) == len(text.encode()) == 120
+    pieces = Dataset.from_dict({"input_ids": [tokens[start : start + 5] for start in range(0, 120, 5)]})
+    assert text_size({"validation": pieces}, tokenizer)["num_bytes"] == 120
 
 
 def test_answers_are_judged_by_their_supervised_tokens_only() -> None:

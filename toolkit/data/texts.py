@@ -41,8 +41,23 @@ def texts_of(split: Dataset | IterableDataset) -> Iterator[str]:
 
 
 def texts_of_tokens(documents: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of each document's tokens: what is left of it after truncation, splitting and dropping."""
-    return [str(tokenizer.decode(document, skip_special_tokens=True)) for document in documents]
+    """The text of each document's tokens: what is left of it after truncation, splitting and dropping.
+
+    Two pieces of a document that was split within a character are one text, in which that character is whole.
+    """
+    texts, tokens = list[str](), list[int]()  # those of the last text
+    for document in documents:
+        text = str(tokenizer.decode(document, skip_special_tokens=True))
+        if texts and texts[-1].endswith(_BROKEN) and text.startswith(_BROKEN):
+            tokens = [*tokens, *document]
+            texts[-1] = str(tokenizer.decode(tokens, skip_special_tokens=True))
+        else:
+            texts.append(text)
+            tokens = document
+    return texts
+
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no whole character are decoded to
 
 
 def text_size(tokenized: Mapping[str, Dataset], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

@@ -199,7 +199,9 @@ def model_work(micro_batch: MicroBatch) -> dict[str, float]:
         own, seen = (micro_batch[f"cu_seq_lens_{side}"].diff().double() for side in "qk")
         tokens, pairs = float(own.sum()), float((own * (seen - own) + own * (own + 1) / 2).sum())
     else:
-        groups = micro_batch.get("groups") or [micro_batch["input_ids"].shape]  # rows that are read together, and their length
+        groups = [micro_batch["input_ids"].shape]
+        if "groups" in micro_batch and not torch.distributed.is_initialized():  # as `score_lists` reads them
+            groups = micro_batch["groups"]
         tokens = float(sum(rows * length for rows, length in groups))
         pairs = sum(rows * length * (length + 1) / 2 for rows, length in groups)
     work = {"model_tokens": tokens, "head_positions": tokens if positions is None else float(positions.numel()), "pairs": pairs}
