@@ -132,7 +132,7 @@ def main(config: Config) -> tk.Summary:
                 tk.train_step(accelerator, model, optimizer, update, loss_fn, rates, max_grad_norm=config.max_grad_norm)
                 for update in updates
             ]
-            run.log({**tk.mean_metrics(steps), **of_server, **tk.rollout_metrics(sampled, phase)})
+            run.log({**tk.mean_metrics(steps), **of_server, **tk.rollout_metrics(sampled, phase, rollouts)})
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
                 run.add_samples(tk.best_and_worst(rollouts, config.num_samples))

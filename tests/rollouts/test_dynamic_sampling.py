@@ -1,11 +1,14 @@
 """Groups without spread are replaced by those of the next prompts, and nothing else changes."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.rollouts.rollouts_of import rollouts_of
 from toolkit.rollouts.advantages import groups_with_spread, prompts_to_add
+from toolkit.rollouts.ledger import Phase
+from toolkit.rollouts.overview import rollout_metrics
 from toolkit.rollouts.rollout import Rollout
 
 
@@ -36,3 +39,14 @@ def test_the_first_groups_with_spread_are_kept_in_their_order_and_others_fill_up
     assert [each.prompt for each in groups_with_spread(rollouts, 2)] == [1, 1, 3, 3]
     assert [each.prompt for each in groups_with_spread(rollouts, 4)] == [0, 0, 1, 1, 3, 3, 4, 4]
     assert groups_with_spread(rollouts, 5) == rollouts
+
+
+def test_tokens_learned_per_second_are_those_of_the_groups_that_are_kept() -> None:
+    """Fails when: those of the groups that were replaced count."""
+    rollouts = scored(EQUAL, SPREAD, EQUAL, SPREAD)
+    kept = groups_with_spread(rollouts, 2)
+    phase = Phase(Path(), 1, {}, began=0.0, sampling=1.0, saved=1.0)
+    for learned, tokens in ((None, rollouts), (kept, kept)):
+        found = rollout_metrics(rollouts, phase, learned)
+        expected = sum(len(each.completion_ids) for each in tokens)
+        assert float(found["learned_tokens_per_second"] * found["learning_seconds"]) == pytest.approx(expected)

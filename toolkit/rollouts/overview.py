@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from toolkit.rollouts.ledger import Phase
 
 
-def rollout_metrics(rollouts: Sequence[Rollout], phase: Phase | None = None) -> dict[str, torch.Tensor]:
+def rollout_metrics(
+    rollouts: Sequence[Rollout], phase: Phase | None = None, learned: Sequence[Rollout] | None = None
+) -> dict[str, torch.Tensor]:
     """What the rollouts of a step are like, 0-d each.
 
     `reward`, the mean weighted sum, and `reward_std`, the mean of the groups' standard deviations (of all rewards where a group
@@ -27,7 +29,8 @@ def rollout_metrics(rollouts: Sequence[Rollout], phase: Phase | None = None) -> 
 
     With `phase`, in which they were sampled and saved, called when all updates are done: `sampling_seconds`, `scoring_seconds`
     (rewards, and writing the ledger), `learning_seconds`; tokens of completions over the first, `sampled_tokens_per_second`
-    (not a number where all were in the ledger), and over the last, `learned_tokens_per_second`.
+    (not a number where all were in the ledger), and over the last, `learned_tokens_per_second`: there of those `learned` from,
+    where these are not all.
     """
     table = reward_table(rollouts)
     several = table.shape[1] > 1
@@ -43,13 +46,13 @@ def rollout_metrics(rollouts: Sequence[Rollout], phase: Phase | None = None) -> 
         column = [rollout.rewards[name] for rollout in rollouts]
         values = torch.tensor([math.nan if value is None else value for value in column], dtype=torch.float64)
         found[f"reward_{name}"], found[f"reward_{name}_std"] = values.nanmean(), standard_deviation(values)[0]
-    return found | (_times(rollouts, phase) if phase else {})
+    return found | (_times(rollouts if learned is None else learned, phase) if phase else {})
 
 
-def _times(rollouts: Sequence[Rollout], phase: Phase) -> dict[str, torch.Tensor]:
+def _times(learned: Sequence[Rollout], phase: Phase) -> dict[str, torch.Tensor]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()  # else what is still queued would count as the next step's sampling
-    learning, tokens = time.monotonic() - phase.saved, sum(len(rollout.completion_ids) for rollout in rollouts)
+    learning, tokens = time.monotonic() - phase.saved, sum(len(rollout.completion_ids) for rollout in learned)
     found = {
         "sampling_seconds": phase.sampling, "scoring_seconds": phase.saved - phase.began - phase.sampling,
         "learning_seconds": learning, "sampled_tokens_per_second": phase.fresh / phase.sampling if phase.fresh else math.nan,
