@@ -90,6 +90,12 @@ def test_a_random_model_has_the_type_of_its_config() -> None:
         assert next(model.parameters()).dtype == torch.bfloat16
 
 
+def test_transformers_says_in_one_place_whether_torch_multiplies_experts_weights() -> None:
+    """Fails when: the function has another name or takes other arguments, and a plan of experts in float32 is refused."""
+    weight = torch.zeros(2, 4, 4)
+    assert compat.products_of_experts()._can_use_grouped_mm(input=weight[0], weight=weight, offs=torch.tensor([2, 4])) is True
+
+
 def test_a_group_of_nobody_has_ranks_and_shards_at_once() -> None:
     """Layers that FSDP2 shards over two ranks, of which there is one: half of the weights, and a gathered layer besides.
 

@@ -273,6 +273,25 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer_is_planned(tmp_path: Path)
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
+def test_a_mixture_of_experts_in_float32_is_planned(tmp_path: Path) -> None:
+    """Fails when: torch's fake kernel is asked for its product, which it has of bfloat16 alone."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    tokenizer = tk.train_tokenizer(["one two three"] * 20, 280)
+    tokenizer.save_pretrained(tmp_path)
+    small = MixtralConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=24, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = MixtralForCausalLM(small)
+    model.save_pretrained(tmp_path)
+    rows = ["--dataset", "stdlib:pretrain", "--max-train-examples", "64", "--max-length", "64", "--overlong", "split"]
+    found = plan("pretrain", "--model", str(tmp_path), *rows, "--device", "24gb", "--json")
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["parameters"] == model.num_parameters()
+
+
 def test_what_does_not_fit_is_said_with_commands_that_do() -> None:
     """Fails when: an alternative has another global batch, or isn't planned itself."""
     whole = json.loads(plan(*SMALL, "--per-device-train-batch-size", "64", "--device", "24gb", "--json").stdout)

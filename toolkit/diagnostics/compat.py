@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -131,3 +131,8 @@ def random_model(model_class: Any, config: Any) -> Any:
     """A model with random weights of a class of transformers or an Auto class, of the type that the config names."""
     build = getattr(model_class, "_from_config", None) or model_class.from_config
     return build(config)
+
+
+def products_of_experts() -> ModuleType:
+    """Where transformers multiplies weights of experts; its `_can_use_grouped_mm` says whether torch does that."""
+    return importlib.import_module("transformers.integrations.moe")

@@ -19,7 +19,7 @@ from torch import nn
 
 from toolkit.data.loading.batch import Batch, MicroBatch
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
-from toolkit.diagnostics.compat import FakeTensor
+from toolkit.diagnostics.compat import FakeTensor, products_of_experts
 from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.documents import Kept, first_and_last
 from toolkit.diagnostics.ledger import ENGINE, Ledger, as_fake, mark_phases
@@ -103,6 +103,7 @@ def followed(seen: Seen, values: Mapping[str, Any]) -> Iterator[None]:
         replace.attribute(reference, "place_frozen", functools.partial(_frozen, seen))
         replace.attribute(load, "check_compiler", lambda *_: None)
         replace.attribute(run, "report_incident", lambda *_: None)  # of losses without a value, with all rows of a step
+        replace.attribute(products_of_experts(), "_can_use_grouped_mm", _has_fake_kernel)
         seen.layers.replace(replace)
         replace.attribute(Accelerator, "prepare", functools.partial(_prepared, seen))
         if "teacher" in values:
@@ -111,6 +112,11 @@ def followed(seen: Seen, values: Mapping[str, Any]) -> Iterator[None]:
             size, updates = values["per_device_train_batch_size"], values["steps_per_generation"]
             PlannedRollouts(seen.ledger, size, updates, seen.updating).replace(replace)
         yield
+
+
+def _has_fake_kernel(original: Callable[..., bool], inputs: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+    """Of torch's (2.13) grouped product the fake kernel takes bfloat16 alone, the real ones the other types too."""
+    return weight.dtype == torch.bfloat16 and original(inputs, weight, offs)
 
 
 def _made(seen: Seen, original: Callable[..., Any], *values: object, **named: object) -> Any:
