@@ -6,6 +6,7 @@ Run as a script, this file is one rank of the test with two: `python test_evalua
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
 from tests.metrics.every_task import TASKS, share_of
 from toolkit.data.loading.batch import Batch
@@ -25,7 +27,7 @@ from toolkit.data.loading.collate import collate_packed, collate_padded
 from toolkit.losses.causal_lm import causal_lm_loss, causal_lm_metrics, metrics_with_bytes
 from toolkit.metrics.classification import classification_metrics
 from toolkit.metrics.metric import Metrics
-from toolkit.training.evaluation import eval_with_gather
+from toolkit.training.evaluation import eval_with_gather, stopped_improving
 
 pytestmark = pytest.mark.warm
 
@@ -330,6 +332,29 @@ def _run_as_a_rank(rank: int, world_size: int, store: str, result: str) -> None:
         found["failure"] = f"{type(error).__name__}: {error}"
     Path(result).write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("greater_is_better", [True, False])
+def test_evaluations_stop_a_run_when_those_of_trainer_would(greater_is_better: bool) -> None:
+    """Against transformers' EarlyStoppingCallback, with ties and losses that are no number.
+
+    Fails when: such values are left out, or an equal one counts as better.
+    """
+    draw, stops = random.Random(0), 0
+    for patience in (1, 2, 3) * 100:
+        values = [draw.choice([0.1, 0.2, 0.3])] + [draw.choice([0.1, 0.2, 0.3, math.nan]) for _ in range(draw.randrange(9))]
+        callback, control, state = EarlyStoppingCallback(patience), TrainerControl(), TrainerState()
+        settings: Any = SimpleNamespace(metric_for_best_model="m", greater_is_better=greater_is_better)
+        for count, value in enumerate(values, start=1):
+            callback.on_evaluate(settings, state, control, {"eval_m": value})
+            better = max if greater_is_better else min
+            best = value if state.best_metric is None else state.best_metric
+            state.best_metric = best if math.isnan(value) else better(value, best)
+            assert stopped_improving(values[:count], patience, greater_is_better) == control.should_training_stop
+            if control.should_training_stop:
+                stops += 1
+                break
+    assert stops > 50
 
 
 if __name__ == "__main__":

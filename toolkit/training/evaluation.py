@@ -155,10 +155,13 @@ def load_best(run: Run) -> None:
 
 
 def stopped_improving(values: Sequence[float], patience: int | None, greater_is_better: bool = False) -> bool:
-    """Whether the last `patience` values of a metric brought nothing better than those before; never where it is None."""
-    values = [value for value in values if math.isfinite(value)]
+    """Whether the last `patience` values of a metric brought nothing better than those before; never where it is None.
+
+    A value that is not finite is no better than any.
+    """
     if patience is None or len(values) <= patience:
         return False
-    best = max if greater_is_better else min
+    best, worst = (max, -math.inf) if greater_is_better else (min, math.inf)
+    values = [value if math.isfinite(value) else worst for value in values]
     earlier = best(values[:-patience])
     return best(earlier, *values[-patience:]) == earlier
