@@ -102,7 +102,7 @@ def main(config: Config) -> tk.Summary:
             rates = schedule(run.progress, run.objective)
             values = tk.train_step(accelerator, model, optimizer, batch, loss_fn, rates, max_grad_norm=config.max_grad_norm)
             tk.update_teacher(teacher, model)
-            run.log(values)
+            run.log(values, batch)
             if run.due("eval"):
                 run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))
                 run.add_samples(tk.sample_texts(accelerator, model, tokenizer, prompts, config))

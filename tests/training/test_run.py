@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import itertools
 import json
 import os
 import re
@@ -114,6 +115,22 @@ def test_the_trackers_of_a_resumed_run_are_told_of_the_lines_before_it(tmp_path:
     monkeypatch.setattr("toolkit.tracking.trackers.Trackers.catch_up", lambda self, events: reported.extend(event["step"] for event in events))
     train(replace(config, resume=True))
     assert reported == [1, 2, 3, 4]
+
+
+def test_tokens_are_those_of_the_batch_that_a_recipe_has_made(tmp_path: Path) -> None:
+    """Of each step three more than the data have, as of answers that the model writes. Fails when: those of the data count."""
+    config = Config(output_dir=str(tmp_path / "run"), logging_steps=1, max_steps=3)
+    accelerator = Accelerator(cpu=True)
+    model, (loader, _) = Bigram(), tk.build_dataloaders(rows(), tk.collate_padded, config, accelerator)
+    optimizer, expected = torch.optim.AdamW(model.parameters()), [0.0]
+    with tk.open_run(accelerator, config, model, optimizer, loader) as run:
+        for batch in run:
+            batch = replace(batch, totals={**batch.totals, "tokens": batch.totals["tokens"] + 3})
+            run.log(tk.train_step(accelerator, model, optimizer, batch, loss_fn, [1e-3]), batch)
+            expected.append(expected[-1] + batch.totals["tokens"])
+    assert [event["supervised_tokens"] for event in run.events] == expected[1:]
+    of_an_example = [event["tokens_per_second"] / event["examples_per_second"] for event in run.events]
+    assert of_an_example == pytest.approx([(after - before) / 6 for before, after in itertools.pairwise(expected)])
 
 
 def test_a_checkpoint_holds_the_fields_of_the_state_and_gives_them_back(tmp_path: Path) -> None:

@@ -204,16 +204,18 @@ class Run:
         size = self.train.epoch_size
         return self.position // size > self._position_before // size if size else False
 
-    def log(self, metrics: Mapping[str, Any]) -> None:
+    def log(self, metrics: Mapping[str, Any], batch: Batch | None = None) -> None:
         """Take the metrics of a step (0-d tensors, read when logging is due) or of an evaluation (numbers, written at once).
 
         Numbers of your own may be with either. A metric of some steps alone is logged as its mean over those. A step is also
-        known by its `grad_norm`.
+        known by its `grad_norm`. `batch`: the step's, where it has other tokens than the one that the run gave.
         """
         if "grad_norm" not in metrics and not any(isinstance(value, torch.Tensor) for value in metrics.values()):
             self._log_evaluation(metrics)
             return
-        self.window.add(self.step, self._batch, metrics)
+        if batch is not None:
+            self.state.tokens += batch.totals["tokens"] - self._batch.totals["tokens"]
+        self.window.add(self.step, batch or self._batch, metrics)
         log_is_due = self.due("log") or (self.finished and self.config.logging_strategy == "no")
         at_once = self.accelerator.device.type == "cpu" or self.config.loss_spike == "rollback"  # reading is free on the CPU
         if log_is_due or at_once:
