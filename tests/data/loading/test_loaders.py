@@ -176,6 +176,19 @@ def test_a_loop_over_a_loader_has_the_batches_of_the_run(stream: bool) -> None:
     assert len(list(train)) == train.num_steps == 20
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batches_of_a_stream_are_pinned_where_the_device_is_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a DataLoader pins those of other data. Fails when: `pin_memory` does not reach the stream's loader."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    stream = {"train": IterableDataset.from_generator(lambda: iter(token_dataset()))}
+    rank = Rank(0, 1)
+    rank.device = torch.device(device)
+    train, _ = build_dataloaders(stream, collate_padded, DataConfig(streaming=True, max_steps=2, per_device_train_batch_size=2), rank)
+    tensors = [value for batch in train for micro_batch in batch.micro_batches for value in micro_batch.values() if isinstance(value, torch.Tensor)]
+    assert len(pinned) == (len(tensors) if device == "cuda" else 0)
+
+
 def test_an_endless_stream_needs_an_end() -> None:
     """Fails when: nobody asks for max_steps."""
     stream = {"train": IterableDataset.from_generator(lambda: iter(token_dataset()))}

@@ -267,7 +267,10 @@ def build_dataloaders(
         if config.max_steps is None:
             raise Refusal("--streaming has no end of its own: give --max-steps.")
         consume = config.max_steps * global_batch_size
-        return StreamLoader(train_split, examples_to_consume=consume, pack=pack, augment=augment, **common), evaluation
+        train_stream = StreamLoader(
+            train_split, examples_to_consume=consume, pack=pack, augment=augment, pin_memory=pin_memory, **common
+        )
+        return train_stream, evaluation
     rows = PackedRows(train_split, pack(column(train_split, "length"))) if pack else PlainRows(train_split)
     if order is not None:
         order = checked(order)

@@ -42,6 +42,7 @@ class StreamLoader:
     epoch_size: int | None = None
     commits: dict[str, str] = dataclasses.field(default_factory=dict)  # of datasets of the Hub
     augment: Augment | None = None
+    pin_memory: bool = False
 
     def __post_init__(self) -> None:
         self._mark = _Mark()
@@ -80,7 +81,8 @@ class StreamLoader:
             plan = cut_step(places, position, self.micro_batch_size, self.rank, self.world_size)
             pieces = [[document for _, place in piece for document in taken[place - position]] for piece, _ in plan.pieces]
             totals = _stream_totals([document for row in taken for document in row], size)
-            yield batch_of(plan, [self.collate(piece) for piece in pieces], totals, self.seed)
+            batch = batch_of(plan, [self.collate(piece) for piece in pieces], totals, self.seed)
+            yield batch.pin_memory() if self.pin_memory else batch
             position += size
 
     def _augmented(self, row: list[Document], position: int) -> list[Document]:
