@@ -33,6 +33,33 @@ def test_a_mode_sees_every_operation_and_which_of_them_reads_a_value() -> None:
     assert compat.tree_leaves([one, {"a": (2, one)}]) == [one, 2, one]
 
 
+@pytest.mark.parametrize("name", compat.WRITES_OF_MANY)
+def test_many_tensors_are_changed_by_one_call(name: str) -> None:
+    """Fails when: torch renames one, so that doctor no longer sees who changes gradients."""
+    tensors = [torch.full((2,), 4.0), torch.full((1,), 6.0)]
+    getattr(torch, name)(tensors, 2.0)
+    made = {"mul": (8.0, 12.0), "div": (2.0, 3.0), "sub": (2.0, 4.0), "add": (6.0, 8.0)}[name.split("_")[2]]
+    assert tuple(tensor[0].item() for tensor in tensors) == made
+
+
+def test_an_index_is_chosen_and_written_by_these_operations_forward_and_backward() -> None:
+    """By a mask and by places. Fails when: torch has another operation for one of them, which a plan would not know."""
+    seen: set[object] = set()
+
+    class Mode(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    rows = torch.ones(3, 2, requires_grad=True)
+    with Mode():
+        rows[torch.tensor([True, False, True])].sum().backward()
+        torch.zeros(3)[torch.tensor([0, 1])] = 1.0
+        torch.zeros(3).index_put((torch.tensor([0]),), torch.ones(1))
+        torch.ops.aten._index_put_impl_(torch.zeros(3), [torch.tensor([0])], torch.ones(1), unsafe=True)
+    assert seen >= set(compat.INDEXING)
+
+
 def test_a_fake_tensor_has_a_device_and_a_storage_without_contents() -> None:
     """Fails when: torch moves fake tensors, or their storages have no keys of their own."""
     with compat.FakeTensorMode(allow_non_fake_inputs=True):

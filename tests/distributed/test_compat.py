@@ -3,6 +3,7 @@
 A failure here after an upgrade says which function of toolkit/distributed/compat.py needs another name.
 """
 
+import copy
 import importlib
 import inspect
 from types import SimpleNamespace
@@ -29,6 +30,21 @@ def test_the_state_that_accelerate_keeps_for_a_process_is_found_and_forgotten(mo
     assert state.distributed_type == PartialState().distributed_type == DistributedType.FSDP
     compat.forget_process_state()
     assert (compat.process_state(), compat.settled_precision()) == ({}, None)
+
+
+def test_a_copy_of_a_prepared_model_computes_as_before() -> None:
+    """Fails when: Accelerate keeps the forward pass that it has replaced under another name (accelerator.py: prepare_model)."""
+    from accelerate import Accelerator
+
+    compat.forget_process_state()
+    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(nn.Linear(2, 2))
+    copied = copy.deepcopy(model)
+    assert vars(copied).keys() - vars(nn.Linear(2, 2)).keys() == {"forward", "_original_forward", "_is_accelerate_prepared"}
+    compat.as_before_prepare(copied)
+    assert not vars(copied).keys() & {"forward", "_original_forward"}
+    assert (model(torch.ones(1, 2)) != copied(torch.ones(1, 2))).any()
+    assert "forward" in vars(model)
+    compat.forget_process_state()
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])

@@ -10,7 +10,10 @@ import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.config.setting import Settings
 
 _READ: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 _MADE_OF: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
@@ -79,7 +82,7 @@ def forget_reads(config: object) -> None:
     _READ.pop(type(config), None)
 
 
-def public_settings(config: Any) -> dict[str, Any]:
+def public_settings(config: Settings) -> dict[str, Any]:
     """The settings that may leave this machine, for trackers, cards and reports.
 
     They are those of the toolkit's own groups, and of a recipe's own the numbers only: its author may keep a key in a field of

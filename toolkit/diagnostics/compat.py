@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,9 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_unflatten"]
 
 # -- torch -----------------------------------------------------------------------------------------------------------
+
+# What changes many tensors in place, in one call.
+WRITES_OF_MANY = ("_foreach_mul_", "_foreach_div_", "_foreach_sub_", "_foreach_add_")
+# The operations by which an index or a mask chooses elements, forward and backward.
+INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
 
 
 def reads_a_value(function: object) -> bool:
@@ -127,9 +135,9 @@ def forget_deepspeed() -> None:
 # -- transformers ----------------------------------------------------------------------------------------------------
 
 
-def random_model(model_class: Any, config: Any) -> Any:
+def random_model(model_class: type, config: PretrainedConfig) -> PreTrainedModel:
     """A model with random weights of a class of transformers or an Auto class, of the type that the config names."""
-    build = getattr(model_class, "_from_config", None) or model_class.from_config
+    build: Any = getattr(model_class, "_from_config", None) or model_class.from_config  # type: ignore[attr-defined]
     return build(config)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from toolkit.diagnostics.compat import (
+    INDEXING,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
@@ -27,7 +28,6 @@ from toolkit.distributed.engines.engine import local_part
 ENGINE = "engine"  # the part that FSDP2 or DeepSpeed allocates: gathered weights, buckets, partitions of the gradients
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 FAKE.cache_enabled = False  # it holds tensors, and small objects all over the heap, that a run has not
-_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
@@ -69,7 +69,7 @@ class Ledger(TorchDispatchMode):
         # DeepSpeed's buffers are not made of the model's tensors, and would be real.
         if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
             func, args, kwargs = torch.ops.aten.stack.default, (_places(args[0]), 1), None
-        if func.overloadpacket in _INDEXING:  # a loss's `logits[labels != -100]`, and its backward
+        if func.overloadpacket in INDEXING:  # a loss's `logits[labels != -100]`, and its backward
             masks = [each is not None and each.dtype == torch.bool for each in args[1]]
             if any(masks) and any(isinstance(each, FakeTensor) for each in tree_leaves(args)):
                 places = zip(args[1], masks, strict=True)

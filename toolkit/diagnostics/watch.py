@@ -21,6 +21,7 @@ import toolkit as tk
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.diagnostics import wrappers
+from toolkit.diagnostics.compat import WRITES_OF_MANY
 from toolkit.diagnostics.records import Gradients, Record, Update
 from toolkit.diagnostics.replacements import Replacements
 
@@ -59,7 +60,7 @@ class Watch:
         self._undo.attribute(torch.nn.functional, "cross_entropy", functools.partial(wrappers.cross_entropy, self))
         for name in wrappers.WRITES:
             self._undo.attribute(torch.Tensor, name, functools.partial(wrappers.written, self))
-        for name in wrappers.WRITES_OF_MANY:
+        for name in WRITES_OF_MANY:
             self._undo.attribute(torch, name, functools.partial(wrappers.written, self))
         self._undo.attribute(torch.optim.lr_scheduler.LRScheduler, "step", functools.partial(wrappers.scheduled, self))
         self._undo.callback(register_optimizer_step_pre_hook(self._before_update).remove)

@@ -19,11 +19,10 @@ from toolkit.diagnostics.records import Documents, Forward, MadeBatch
 if TYPE_CHECKING:
     from toolkit.diagnostics.watch import Watch
 
-# What changes a tensor in place, of one and of many.
+# What changes a tensor in place; of many at once compat.WRITES_OF_MANY.
 WRITES = (
     "mul_", "div_", "sub_", "add_", "lerp_", "copy_", "addcmul_", "__imul__", "__isub__", "__iadd__", "__itruediv__",
 )  # fmt: skip
-WRITES_OF_MANY = ("_foreach_mul_", "_foreach_div_", "_foreach_sub_", "_foreach_add_")
 HELD_OUT = 25  # documents: a last batch is a short one
 
 

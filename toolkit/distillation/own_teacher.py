@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
+from toolkit.distributed.compat import as_before_prepare
 from toolkit.distributed.engines import unwrapped
 from toolkit.losses.causal_lm import supervised
 from toolkit.losses.chunked import Logits
@@ -35,8 +36,7 @@ class Average:
         inner = unwrapped(student)
         frozen = {id(each): each for each in inner.parameters() if not each.requires_grad}
         self.decay, self.model = decay, copy.deepcopy(inner, frozen).eval()
-        for name in ("forward", "_original_forward"):  # accelerate's (1.14), for the student's precision
-            self.model.__dict__.pop(name, None)
+        as_before_prepare(self.model)
         self.means = {
             name: precise(parameter.detach())
             for name, parameter in self.model.named_parameters() if parameter.requires_grad

@@ -68,6 +68,12 @@ def before_prepare(accelerator: Accelerator, engine: str, action: Callable[[nn.M
     setattr(accelerator, name, prepared)
 
 
+def as_before_prepare(copied: nn.Module) -> None:
+    """Take from a copy of a prepared model the forward pass in the run's precision, which is the original's own."""
+    for name in ("forward", "_original_forward"):
+        vars(copied).pop(name, None)
+
+
 def checked_launch_arguments(arguments: Namespace) -> tuple[Namespace, bool]:
     """What `accelerate launch` makes of its arguments and its file, and whether the file has the precision."""
     from accelerate.commands.launch import _validate_launch_command

@@ -22,7 +22,7 @@ from toolkit.rollouts.reward_calls import Call, RewardFunction, Source, carry_ou
 
 
 def main(descriptor: int) -> None:
-    users_code._IN_WORKER = True
+    users_code.IN_WORKER = True
     connection = Connection(descriptor)
     waiting: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, waiting), daemon=True).start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import io
 import os
 import sys
@@ -34,7 +33,7 @@ from toolkit.rollouts.reward_calls import (
 )
 from toolkit.rollouts.reward_processes import RewardProcesses
 from toolkit.rollouts.users_code import process_kept
-from toolkit.system.digests import digests_of_directories, directory_digest
+from toolkit.system.digests import digests_of_directories, directory_digest, sha256_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -135,7 +134,7 @@ def _digest_of(written: str) -> str:
     if not os.path.isfile(path):
         path = path.rpartition(":" if ":" in path else ".")[0]
         path = getattr(sys.modules.get(path), "__file__", None) or path  # `load_rewards` has imported it
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if os.path.isfile(path) else ""
+    return sha256_of(Path(path)) if os.path.isfile(path) else ""
 
 
 def _check_columns(written: str, reward: Reward, columns: Sequence[str], split: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from toolkit.config import Refusal
 from toolkit.config.setting import did_you_mean
 
-_IN_WORKER = False  # set by reward_worker
+IN_WORKER = False  # set by reward_worker
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _TOOLKIT = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -96,8 +96,8 @@ def _is_from_outside(error: BaseException) -> bool:
             return False
         return task is not None and task.cancelling() > 0
     if isinstance(error, KeyboardInterrupt):
-        return _is_by_signal(error) and not _IN_WORKER
-    return isinstance(error, GeneratorExit) and not _IN_WORKER
+        return _is_by_signal(error) and not IN_WORKER
+    return isinstance(error, GeneratorExit) and not IN_WORKER
 
 
 def _is_by_signal(error: KeyboardInterrupt) -> bool:
@@ -123,7 +123,7 @@ def process_kept() -> Iterator[None]:
 
 def _settings_of_the_process() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
     """How each is read and written; none in a worker process, which is the user's own."""
-    if _IN_WORKER:
+    if IN_WORKER:
         return []
     found: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(_folder, os.chdir)]
     if "torch" in sys.modules:
