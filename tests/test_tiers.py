@@ -64,6 +64,16 @@ def test_every_recipe_runs_in_the_fast_tier() -> None:
     assert {name for name in recipes if f'"{name}"' not in text} <= {"zero", "grpo", "ppo"}  # each has a file of its own
 
 
+def test_every_test_names_a_change_under_which_it_fails() -> None:
+    """In its docstring, or in that of its file for all of its tests. Fails when: a test is added without one."""
+    for path in TESTS.rglob("test_*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        of_all = "Fails when" in (ast.get_docstring(tree) or "")
+        tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+        silent = [test.name for test in tests if not (of_all or "Fails when" in (ast.get_docstring(test) or ""))]
+        assert silent == [], path
+
+
 def test_no_test_is_in_no_tier() -> None:
     """Fails when: `make test` and `make test-slow` leave out a marker between them."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

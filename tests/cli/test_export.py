@@ -118,6 +118,7 @@ def test_a_checkpoint_that_the_run_prunes_meanwhile_is_exported(folder: Path) ->
     ],
 )  # fmt: skip
 def test_what_cannot_be_exported_is_refused_with_one_message(folder: Path, words: tuple[str, ...], said: str) -> None:
+    """Fails when: --best of one checkpoint has no effect and no message."""
     if not (folder / "bare").exists():
         shutil.copytree(folder / "out/checkpoints", folder / "bare/checkpoints")
     done = toolkit(folder, "export", *words)
@@ -169,6 +170,7 @@ def test_no_export_takes_the_place_of_the_run(folder: Path, into: str) -> None:
 
 
 def test_commands_that_want_a_model_name_it_for_a_checkpoint(folder: Path) -> None:
+    """Fails when: the refusal of a model without a tokenizer or weights names another command than export."""
     for words in (("generate", "out/checkpoints/step-2", "--prompt", "a"), ("train", "sft", "--model", "out/checkpoints/step-2", "--output-dir", "other")):
         done = toolkit(folder, *words)
         assert done.returncode == 2

@@ -64,6 +64,7 @@ def test_a_plan_is_the_same_after_another_one_left_its_heap_in_pieces(heap: Heap
 
 
 def test_a_request_that_is_refused_is_known(heap: Heap) -> None:
+    """Fails when: what malloc returns for a block is not looked at."""
     heap.hold(1, 2**60)
     assert heap.is_refused
     heap.hold(1, 0)
