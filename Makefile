@@ -13,6 +13,7 @@ BIN := .venv/bin
 CORE := .venv/installed
 DEV := .venv/installed-dev
 SDK := .venv/installed-sagemaker
+SKYPILOT := .venv/installed-skypilot
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 # Packages are installed without their compiled form, which their first import writes: where that is forbidden (images often set
@@ -29,7 +30,7 @@ demo: $(CORE)
 # Three processes for two cores, since many tests wait for something; who is done first takes half of what another has left.
 RUN_TESTS := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests -n 3 --dist worksteal
 
-test: $(DEV) $(SDK)
+test: $(DEV) $(SDK) $(SKYPILOT)
 	$(RUN_TESTS) -m "not slow" $(PYTEST)
 
 test-slow: $(DEV) $(SDK)
@@ -83,6 +84,11 @@ $(SDK): tests/sagemaker_jobs/requirements.txt | $(DEV)
 	$(BIN)/python -m pip --python $(SDK_PYTHON) install --quiet --disable-pip-version-check --no-compile --requirement tests/sagemaker_jobs/requirements.txt
 	$(BIN)/python -m pip --python $(SDK_PYTHON) install --quiet --disable-pip-version-check --no-deps sagemaker-pytorch-training==3.0.0
 	@touch $(SDK)
+
+# SkyPilot for its schemas alone, which tests hold deploy/skypilot.yaml against: without the hundred packages that it requires.
+$(SKYPILOT): | $(CORE)
+	$(PIP) --no-deps --target .venv/skypilot skypilot==0.14.1
+	@touch $(SKYPILOT)
 
 clean:
 	rm -rf .venv runs build site *.egg-info
