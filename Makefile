@@ -48,6 +48,8 @@ chaos: $(DEV) $(SDK)
 bench: $(DEV)
 	for each in sft dpo gkd reward tasks; do $(BIN)/python benchmarks/$$each.py --pairs $(or $(PAIRS),3) || exit 1; done
 	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python -m benchmarks.data --bytes 3e7 --pairs $(or $(PAIRS),3)
+	$(BIN)/python benchmarks/saving.py
 	for each in grpo rollouts; do $(BIN)/python benchmarks/$$each.py --rounds $(or $(PAIRS),3) || exit 1; done
 
 gpu: $(DEV)

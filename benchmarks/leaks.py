@@ -34,6 +34,20 @@ FLAGS = {
     "pretrain": f"--max-length 48 {ONCE} {SAMPLES}",
     "dpo": f"--model nano-llama --max-length 256 {ONCE} --num-samples 0",
     "grpo": f"--model nano-llama --max-completion-length 8 --num-generations 2 {ONCE} --num-samples 0",
+    "ppo": f"--model nano-llama --max-completion-length 8 --num-generations 2 {ONCE} --num-samples 0",
+    "kto": f"--model nano-llama --max-length 256 {ONCE} --num-samples 0",
+    "reward": f"--model nano-llama --max-length 256 {ONCE}",
+    "lora": f"--model nano-llama --max-length 256 {ONCE} {SAMPLES}",
+    "distill": f"--max-length 48 {ONCE} {SAMPLES}",
+    "diffusion": f"--max-length 48 {ONCE} {SAMPLES}",
+    "masked_lm": f"--max-length 48 {ONCE}",
+    "embedding": f"--max-length 48 {ONCE}",
+    "reranker": f"--max-length 48 {ONCE}",
+    "multiple_choice": f"--max-length 48 {ONCE}",
+    "token_classification": f"--max-length 48 {ONCE}",
+    "question_answering": f"--max-length 64 --doc-stride 16 {ONCE} --num-samples 1",
+    "seq2seq": f"--max-length 48 --max-target-length 8 {ONCE} --num-samples 1",
+    "distill_classifier": f"--max-length 48 {ONCE}",
 }
 
 

@@ -238,6 +238,7 @@ def test_the_scale_of_rewards_is_read_as_trl_reads_it(written: Any, value: str) 
         ({"decay": 1}, "c.yaml: unknown setting decay. Did you mean weight_decay or layer_lr_decay?"),  # not the nearest spelling
         ({"packin": 1, "sed": 2}, "c.yaml: unknown settings\n  - packin. Did you mean packing?\n  - sed. Did you mean seed?"),
         ({"epochs": 3}, "Its counterpart here: num_train_epochs"),
+        ({"find_learning_rate": True}, "toolkit find-learning-rate"),  # and not: did you mean learning_rate?
         ({"hub_token": "hf_verysecret"}, "c.yaml: unknown setting hub_token. Tokens"),
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, "--warmup-ratio and --warmup-steps (c.yaml) "),
         ({"warmup_ratio": 1}, "--warmup-ratio 1: must be below 1"),

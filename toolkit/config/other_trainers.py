@@ -91,6 +91,7 @@ _NOTED = {
     ("", "a column chat_template_kwargs in the rows."): "enable_thinking",
     ("dataset", "a mixture, as a:0.7,b:0.3."): "mix_strategy interleave_probs",
     ("", "toolkit report RUN."): "plot_loss",
+    ("", "toolkit find-learning-rate RECIPE, with the recipe's flags."): "find_learning_rate auto_lr_find lr_find",
     ("", "give each chat as prompt and completion: the completion alone is learned."): "mask_history",
     ("packing", "documents in a row never see each other."): "neat_packing",
     ("loss_type loss_weights", "as [sigmoid, sft] and [1.0, PREF_FTX]."): "pref_ftx",
