@@ -20,6 +20,14 @@ def trained():
     return train_tokenizer([inspect.getsource(textwrap)], 500)
 
 
+@pytest.fixture(scope="session")
+def encoder():
+    """An encoder's tokenizer, which nothing changes."""
+    from toolkit.models.tokenizer import train_tokenizer
+
+    return train_tokenizer([inspect.getsource(textwrap)], 500, encoder=True)
+
+
 @pytest.fixture
 def tokenizer(trained):
     """A copy that a test may change."""

@@ -26,11 +26,6 @@ class Config(tk.ModelConfig, tk.DataConfig):
 
 
 @pytest.fixture(scope="module")
-def encoder() -> Any:
-    return tk.train_tokenizer([inspect.getsource(textwrap)], 500, encoder=True)
-
-
-@pytest.fixture(scope="module")
 def published(tmp_path_factory: Any) -> dict[str, Any]:
     """The columns and types that benchmarks have on the Hub, in Parquet: for each a question, whose right choice is "right"."""
     from datasets import ClassLabel, Features, Sequence, Value

@@ -26,11 +26,6 @@ class Config(tk.ModelConfig, tk.DataConfig, tk.RankingConfig):
     eval_fraction: float = 0.0
 
 
-@pytest.fixture(scope="module")
-def encoder() -> Any:
-    return tk.train_tokenizer([inspect.getsource(textwrap)], 500, encoder=True)
-
-
 def text(start: int, words: int) -> str:
     return " ".join(WORDS[start : start + words])
 
