@@ -26,6 +26,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 import toolkit as tk
 from toolkit.config import setting
 from toolkit.distributed.engines.pieces import whole_state_dict
+from toolkit.training import memory
 
 ROWS, POISON = 30, 63
 MISTAKES = ("mean of means", "schedule stepped by every rank", "contaminated packing", "duplicated evaluation rows", "noise of each rank")
@@ -231,6 +232,8 @@ def main(config: Config) -> None:
     train, evaluation = tk.build_dataloaders(splits, collate, config, accelerator, augment=replace_some if config.augmented else None)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
+    if "out_of_memory_above" in ILLNESS:
+        memory.is_far_below = lambda *_: False
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, loss_fn, config)
 
     with tk.open_run(accelerator, config, model, optimizer, train) as run:

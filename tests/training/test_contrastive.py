@@ -24,6 +24,7 @@ from toolkit.data.loading.loaders import build_dataloaders
 from toolkit.data.loading.order import cut_step, hash_numbers, seed_micro_batch
 from toolkit.losses.contrastive import ContrastiveLoss, Texts, cosent, cosine_regression, embedding_task, info_nce, matryoshka
 from toolkit.models.pooling import embed_texts
+from toolkit.training import memory
 from toolkit.training.contrastive import cache_gradients, cached_gradient_loss, trial_loss
 from toolkit.training.memory import fit_micro_batch
 from toolkit.training.step import accumulate_gradients
@@ -279,11 +280,12 @@ def test_false_negatives_are_counted() -> None:
     assert int(metrics["false_negatives"]) == 4
 
 
-def test_a_micro_batch_that_does_not_fit_is_halved_and_the_gradient_stays() -> None:
+def test_a_micro_batch_that_does_not_fit_is_halved_and_the_gradient_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 examples a step with room for 32 texts: 8 at a time, and still the gradient of one graph over all 16.
 
     Fails when: fit_micro_batch tries the step's loss, which has no gradients of embeddings yet.
     """
+    monkeypatch.setattr(memory, "is_far_below", lambda *_: False)
     rows = Dataset.from_list([{**group, "length": len(group["input_ids"])} for group in documents(16)])
     config = DataConfig(per_device_train_batch_size=16, auto_find_batch_size=True, max_steps=1)
     accelerator, model = Accelerator(cpu=True), encoder(torch.float64, 0.0)

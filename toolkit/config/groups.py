@@ -130,7 +130,8 @@ class BatchConfig(Settings):
         None, "Examples in a step over all devices; derives the accumulation.", least=1, most=2**24, on_resume="batches"
     )
     auto_find_batch_size: bool = setting(
-        True, "Try the longest micro-batch before the first step; while it doesn't fit, halve it and double the accumulation.",
+        True, "Try the longest micro-batch before the first step, unless far more memory is free; while it doesn't fit, "
+        "halve it and double the accumulation.",
         on_resume="free",
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.config import Refusal
 from toolkit.config.setting import nearest
+from toolkit.system.free_memory import container_limit
 
 if TYPE_CHECKING:
     from toolkit.diagnostics.plan import Plan
@@ -89,17 +90,7 @@ def _this() -> Device:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if torch.backends.mps.is_available():
         return Device("this Mac", "mps", round(memory * 2 / 3))
-    limits = [_limit(Path(f"/sys/fs/cgroup/{name}")) for name in ("memory.max", "memory/memory.limit_in_bytes")]
-    return Device("this CPU", "cpu", min([memory, *(limit for limit in limits if limit)]))
-
-
-def _limit(path: Path) -> int | None:
-    """A container's limit in bytes; None where there is none."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+    return Device("this CPU", "cpu", min(memory, container_limit() or memory))
 
 
 def beyond_tensors(device: Device, plan: Plan) -> tuple[int, int]:

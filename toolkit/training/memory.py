@@ -14,16 +14,19 @@ from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import largest
 from toolkit.optim.muon import workspace
 from toolkit.system.console import say
+from toolkit.system.free_memory import free_memory, memory_held
 from toolkit.training.step import LossFn, to_device
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
+    from toolkit.data.loading.batch import MicroBatch
     from toolkit.data.loading.loaders import StreamLoader, TrainLoader
 
 WHAT_HELPS = "Lower --max-length, take --gradient-checkpointing, --bf16, another --optim, or a smaller model."
 
+_INNER = ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner")  # of feed-forward layers
 _UNITS = ("examples", "tokens", "weight", "pairs", "chosen_tokens", "desirable", "undesirable", "documents", "comparisons")
 
 
@@ -44,23 +47,26 @@ def fit_micro_batch(
     step needs for a while is allocated next to the gradients, without a collective and without a trace: gradients are cleared
     and random numbers are seeded again in each step anyway. When it does not fit,
     the micro-batch is halved and accumulation doubled: the global batch, the order and so the mean gradient stay the same.
-    All ranks take the smallest that one of them needs. Streams, whose longest example nobody knows, are left as they are.
+    All ranks take the smallest that one of them needs. Nothing is tried where four times a generous estimate, and of all that
+    this process holds now, are free. Streams, whose longest example nobody knows, are left as they are.
 
     So are models that the engine shards, which a rank can't try alone.
 
     Raises:
         Refusal: not even one example fits; or a smaller micro-batch would be another loss (aot), which nobody requested.
     """
-    if not config.auto_find_batch_size or train.longest_micro_batch() is None:
+    longest = train.longest_micro_batch() if config.auto_find_batch_size else None
+    if longest is None:
         return train
     if engine_of(accelerator).shards:
         return train
     asked, size = train.micro_batch_size, train.micro_batch_size
     plain, totals = unwrapped(model), dict.fromkeys(_UNITS, 1.0)
-    while not _fits(accelerator, plain, optimizer, dataclasses.replace(train, micro_batch_size=size), loss_fn, totals):
-        size = -(-size // 2) if size > 1 else 0
-        if not size:
+    is_tried = not is_far_below(most_needed(plain, longest), accelerator.device)
+    while is_tried and size:
+        if _fits(accelerator, plain, optimizer, dataclasses.replace(train, micro_batch_size=size), loss_fn, totals):
             break
+        size = -(-size // 2) if size > 1 else 0
     size = -largest(accelerator, -size)
     if not size:
         raise Refusal(f"out of memory: not even one example of the longest fits. {WHAT_HELPS}")
@@ -79,6 +85,33 @@ def fit_micro_batch(
             f"{train.global_batch_size} examples stays, and so does the result, but for dropout masks."
         )
     return dataclasses.replace(train, micro_batch_size=size)
+
+
+def most_needed(model: nn.Module, micro_batch: MicroBatch) -> int | None:
+    """Bytes of a forward and backward pass and of an optimizer's moments, rather two times too many than too few.
+
+    In float32, for each token: in each layer 24 numbers of the model's width, six of the feed-forward layer's, and of each head
+    four for each token that may be seen; three times the logits. None of a model or a micro-batch of another kind.
+    """
+    shape = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+    read = ("input_ids", "labels") if getattr(shape, "is_encoder_decoder", False) else ("input_ids",)
+    texts = [value for name, value in micro_batch.items() if name.endswith(read)]
+    layers, width, heads = (getattr(shape, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    if not (texts and layers and width and heads):
+        return None
+    longest = micro_batch.get("max_length_q") or max(text.shape[-1] for text in texts)
+    inner = max(getattr(shape, name, None) or 0 for name in _INNER) or 4 * width
+    inner *= getattr(shape, "num_experts_per_tok", None) or 1
+    layers += getattr(shape, "num_decoder_layers", None) or 0
+    of_token = layers * (24 * width + 6 * inner + 4 * heads * longest) + 3 * max(shape.vocab_size, width)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return 4 * sum(text.numel() for text in texts) * of_token + 12 * trained
+
+
+def is_far_below(needed: int | None, device: torch.device) -> bool:
+    """Whether so much more is free that nothing need be tried. What is held counts too: next to a large teacher it is tried."""
+    free = free_memory(device)
+    return needed is not None and free is not None and 4 * (needed + memory_held(device)) < free
 
 
 def _fits(

@@ -1,0 +1,92 @@
+"""When the longest micro-batch is tried before the first step, and when so much is free that it need not be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from datasets import Dataset
+
+import toolkit as tk
+from toolkit.system import free_memory
+from toolkit.training import memory
+
+SIZES: dict[str, Any] = {"vocab_size": 500, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+OF_T5 = {"vocab_size": 500, "d_model": 32, "num_layers": 3, "num_heads": 4, "d_ff": 2000, "decoder_start_token_id": 0}
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "llama, eager": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation="eager")),
+    "bert": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, attn_implementation="eager")),
+    "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**OF_T5)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16, num_key_value_heads=2)),
+}
+
+
+def held_for_backward(model: Any, inputs: dict[str, torch.Tensor]) -> int:
+    """Bytes that a forward pass keeps for backward, and AdamW's moments and gradients."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(**inputs)
+    assert output.loss is not None
+    return sum(each.nbytes() for at, each in storages.items() if at not in own) + sum(12 * p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("length", [16, 200])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_estimate_is_more_than_a_step_keeps(name: str, length: int) -> None:
+    """Fails when: layers, the feed-forward layer of a T5, attention weights or the logits are left out of it."""
+    model = MODELS[name]()
+    ids = torch.randint(1, 500, (4, length))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros(4, dtype=torch.long) if name == "bert" else ids}
+    held, estimate = held_for_backward(model, inputs), memory.most_needed(model, inputs)
+    assert estimate is not None
+    assert 1.0 < estimate / held < 12.0
+
+
+@pytest.mark.parametrize(("free", "trials"), [(10**12, 0), (10**6, 1), (None, 1)])
+def test_nothing_is_tried_where_far_more_is_free(free: int | None, trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: every run is tried, or what is free counts as enough where it is unknown."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    rows = Dataset.from_list([{"input_ids": list(range(1, 9)), "labels": list(range(1, 9)), "length": 8, "supervised_tokens": 7}] * 4)
+    accelerator, model, called = Accelerator(cpu=True), MODELS["llama"](), []
+
+    def loss_fn(*values: Any) -> Any:
+        called.append(values)
+        return tk.causal_lm_loss(*values)
+
+    config = tk.DataConfig(per_device_train_batch_size=2)
+    train, _ = tk.build_dataloaders({"train": rows}, tk.collate_padded, config, accelerator)
+    assert tk.fit_micro_batch(accelerator, model, torch.optim.AdamW(model.parameters()), train, loss_fn, config) is train
+    assert len(called) == trials
+
+
+def test_a_model_that_says_nothing_of_its_size_is_tried() -> None:
+    """Fails when: what is unknown counts as nothing."""
+    assert memory.most_needed(torch.nn.Linear(2, 2), {"input_ids": torch.ones(2, 2)}) is None
+    assert memory.most_needed(MODELS["llama"](), {"pixels": torch.ones(2, 2)}) is None
+    assert not memory.is_far_below(None, torch.device("cpu"))
+
+
+def test_what_is_free_is_what_the_container_and_the_ranks_of_the_machine_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the machine's memory counts in a container of 2 GB, or each of two ranks takes all of it."""
+    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
+    whole = free_memory.free_memory(torch.device("cpu"))
+    assert whole is not None
+    assert free_memory.container_limit() is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("100\n")
+    assert free_memory.container_limit() is None
+    (tmp_path / "memory.max").write_text(f"{2 * 10**6}\n")
+    assert free_memory.container_limit() == 2 * 10**6
+    assert free_memory.free_memory(torch.device("cpu")) == 2 * 10**6 - 100
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert free_memory.free_memory(torch.device("cpu")) == 10**6 - 50
+    assert free_memory.free_memory(torch.device("mps")) is None

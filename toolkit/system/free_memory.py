@@ -1,0 +1,55 @@
+"""How much memory a device has left, and what limits the memory of this process."""
+
+import os
+from pathlib import Path
+
+import torch
+
+_CONTAINER = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def container_limit() -> int | None:
+    """Bytes that the container of this process may hold; None where there is none, or no limit."""
+    return min((limit for limit, _ in _of_container()), default=None)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that this process may still take on a device; a CPU's are shared with the ranks next to it. None: not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    import psutil  # with accelerate
+
+    left = [psutil.virtual_memory().available, *(limit - used for limit, used in _of_container())]
+    try:
+        import resource
+    except ImportError:  # Windows
+        limit = -1
+    else:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit >= 0:
+        left.append(limit - psutil.Process().memory_info().vms)
+    return max(0, min(left)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def memory_held(device: torch.device) -> int:
+    """Bytes that this process holds on a device."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def _of_container() -> list[tuple[int, int]]:
+    found = []
+    for names in _CONTAINER:
+        try:
+            limit, used = ((_CGROUP / name).read_text().strip() for name in names)
+        except OSError:
+            continue
+        if limit.isdigit() and used.isdigit():
+            found.append((int(limit), int(used)))
+    return found
