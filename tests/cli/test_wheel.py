@@ -171,6 +171,23 @@ def test_a_copy_shows_its_help(installed: Path, copied: Path, recipe: str) -> No
     assert "--output-dir" in done.stdout
 
 
+@pytest.mark.slow
+def test_copies_are_type_checked_against_the_wheel(installed: Path, copied: Path, tmp_path: Path) -> None:
+    """As an editor does, with the names that `tk` has. Fails when: py.typed or the stub is not in the wheel, or a recipe's types are wrong."""
+    (wheel,) = installed.parents[1].glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True, timeout=120)
+    python = tmp_path / "env/bin/python"
+    install = ["install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "-q", "--python", str(python), *install], check=True, timeout=300)
+    check = [sys.executable, "-m", "mypy", "--python-executable", python, "--cache-dir", tmp_path, "--disable-error-code", "import-not-found"]
+    done = run([*check, *(f"{name}.py" for name in RECIPES)], copied)
+    assert done.returncode == 0, done.stdout
+    misspelled = tmp_path / "mine.py"
+    misspelled.write_text((copied / "sft.py").read_text().replace("tk.train_step(", "tk.train_stepp("))
+    done = run([*check, misspelled], copied)
+    assert (done.returncode, "train_stepp" in done.stdout) == (1, True), done.stdout
+
+
 def test_the_environment_has_nothing_that_the_wheel_does_not_require(installed: Path) -> None:
     """Fails when: the libraries are found where they are installed for the tests."""
     script = "import importlib.util as u, sys; print([n for n in sys.argv[1:] if u.find_spec(n)])"
