@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -93,7 +93,7 @@ def most_needed(model: nn.Module, micro_batch: MicroBatch) -> int | None:
     In float32, for each token: in each layer 24 numbers of the model's width, six of the feed-forward layer's, and of each head
     four for each token that may be seen; three times the logits. None of a model or a micro-batch of another kind.
     """
-    shape = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+    shape: Any = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
     read = ("input_ids", "labels") if getattr(shape, "is_encoder_decoder", False) else ("input_ids",)
     texts = [value for name, value in micro_batch.items() if name.endswith(read)]
     layers, width, heads = (getattr(shape, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
