@@ -454,3 +454,19 @@ def test_an_encoder_decoder_whose_texts_have_no_end_is_refused_as_a_classifier()
     tokenizer = train_tokenizer(["a b c"] * 9, 300)
     with pytest.raises(Refusal, match=r"--model tiny-t5: .*end-of-text"):
         load_model(CLASSES, ModelConfig(model="tiny-t5"), tokenizer, num_labels=2)
+
+
+def test_a_tie_that_the_files_contradict_is_said_and_not_made_later(tmp_path, capsys):
+    """Fails when: a larger vocabulary ties the head to the embedding after all, or what is saved says that they are tied."""
+    original = load_model(CAUSAL, ModelConfig(model="tiny-llama", **SMALL))
+    original.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    weights = load_file(tmp_path / "model.safetensors")
+    head = weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    model = load_model(CAUSAL, ModelConfig(model=str(tmp_path)))
+    assert "lm_head.weight" in capsys.readouterr().out
+    model.resize_token_embeddings(400)
+    assert torch.equal(model.get_output_embeddings().weight[:300], head)
+    assert model.config.tie_word_embeddings is False

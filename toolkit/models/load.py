@@ -206,6 +206,7 @@ def _pretrained_model(
         )  # fmt: skip
     keep_gradients(model)
     check_finite(model, f"--model {config.model}")
+    _keep_untied(model, config)
     mismatched = {name for name, *_ in report["mismatched_keys"]}
     in_body = sorted(name for name in mismatched | set(report["missing_keys"]) if _is_in_body(model, name))
     if mismatched.intersection(in_body):
@@ -221,6 +222,18 @@ def _pretrained_model(
     if report["unexpected_keys"]:
         say_once(f"{config.model}: not used by {type(model).__name__}: {first_of(sorted(report['unexpected_keys']), 3)}")
     return model, sorted({name.rpartition(".")[0] for name in new_head})
+
+
+def _keep_untied(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Say where config.json ties weights whose files differ. transformers (5.23) takes them as they are, to tie them again when
+    the vocabulary grows, and whoever reads what is saved would tie them too."""
+    untied = sorted(model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys())
+    if untied:
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+        say_once(
+            f"WARNING: {config.model}: config.json ties {first_of(untied, 3)} to other weights, and the files hold different "
+            "numbers for both. They stay apart, and are saved with tie_word_embeddings false."
+        )
 
 
 def check_finite(model: nn.Module, name: str) -> None:
