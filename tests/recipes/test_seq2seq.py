@@ -113,7 +113,8 @@ def test_an_adapter_of_an_encoder_decoder_is_read_by_peft_to_the_same_metrics(ru
 
 
 def test_models_of_the_other_kind_and_bad_rows_are_refused(run_recipe: Any, tmp_path: Path) -> None:
-    """Fails when: transformers is left to take BART's decoder alone, or to fail on a model that is no encoder-decoder."""
+    """Fails when: transformers is left to take BART's decoder alone, or to fail on a model that is no encoder-decoder; or peft to train a
+    shared embedding."""
     from transformers import BartConfig, BartForConditionalGeneration
 
     import toolkit as tk
@@ -127,6 +128,8 @@ def test_models_of_the_other_kind_and_bad_rows_are_refused(run_recipe: Any, tmp_
     BartForConditionalGeneration(BartConfig(vocab_size=len(tokenizer), **small)).save_pretrained(tmp_path / "bart")
     run = run_recipe("sft", "--model", "bart", "--max-steps", "1", "--max-length", "1024", "--use-cpu", "--max-train-examples", "20")
     assert (run.code, "recipes/seq2seq.py" in run.err) == (2, True), run.err
+    run = run_recipe("seq2seq", "--dataset", "rows", *TINY, "--use-peft")
+    assert (run.code, "--lora-modules-to-save" in run.err) == (2, True), run.err
     (tmp_path / "bad.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": "a", "target": "  "}\n')
     run = run_recipe("seq2seq", "--dataset", "bad.jsonl", "--eval-fraction", "0")
     assert (run.code, "bad.jsonl:2: target" in run.err) == (2, True), run.err

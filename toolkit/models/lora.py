@@ -140,6 +140,15 @@ def modules_to_save(model: nn.Module, config: AdapterConfig) -> list[str]:
         if not matching:
             raise Refusal(f"--lora-modules-to-save {entry}: the model has no module of that name.{_nearest(entry, names)}")
         found += [name for name in matching if name not in found]
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+        shared = [name for name in found if getattr(model.get_submodule(name), "weight", None) is embedding]
+        if shared:
+            raise Refusal(
+                f"--use-peft: {shared[0]} would be trained whole, and {type(model).__name__} shares it between encoder and "
+                "decoder, which peft (0.21.2) can't keep. That of a built-in shape is random: name a trained model, --model "
+                "NAME. Else leave it out of --lora-modules-to-save."
+            )
     return found
 
 
