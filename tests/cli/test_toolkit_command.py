@@ -276,6 +276,7 @@ def test_verify_resume_finds_an_average_of_weights_that_no_checkpoint_holds(tmp_
     """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TINY_RUN", json.dumps({"step_seconds": 0.1}))  # killed, the warm Python's run lives on for a moment
     text = (ROOT / "tests/tiny_run.py").read_text()
     averaged = text.replace(
         "            run.log(metrics)\n",
