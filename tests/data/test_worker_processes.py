@@ -5,8 +5,13 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from toolkit.data.worker_processes import started
 
 CANNOT_START = """import multiprocessing, sys, torch
 from multiprocessing import popen_fork, synchronize
@@ -50,6 +55,19 @@ def test_workers_that_cannot_be_started_are_refused_and_none_is_left(what: str) 
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert re.match(r"--dataloader-num-workers 2: .*(unavailable|new thread|Read-only)", done.stdout), done.stderr
     assert done.stdout.splitlines()[-1] == f"0 left, {list(range(8))}"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_cannot_be_read_are_not_blamed_on_the_workers(workers: int) -> None:
+    """The main process reads the first ones while workers start. Fails when: any OSError is taken for one of starting them."""
+
+    def rows() -> Iterator[int]:
+        yield 1
+        raise OSError(5, "Input/output error", "data.jsonl")
+
+    loader = DataLoader(torch.arange(8), sampler=rows(), batch_size=None, num_workers=workers)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match=r"data\.jsonl"):
+        list(started(loader, "--preprocessing-num-workers"))
 
 
 LOSES_ONE = """import multiprocessing, os, signal, torch

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import multiprocessing
+import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ def started(loader: DataLoader[Any], flag: str) -> Iterator[Any]:
     try:
         return iter(loader)
     except (OSError, RuntimeError) as error:
-        if not loader.num_workers:
+        places = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not any("multiprocessing" in place for place in places):  # the first rows, which are read here, can't be had
             raise
         # torch (2.13) leaves those that were started, and Python waits for them at its end
         for process in multiprocessing.active_children():
