@@ -4,8 +4,8 @@
 
 The rows are made on the spot. Everything that a resume must bring back goes into result.json at the end: a digest of the
 weights, the examples of each step and a digest of every token the model saw. The variable TINY_RUN (JSON) makes it slow or
-ill: `step_seconds` (after `fast_steps`), `eval_seconds`, `evaluation_hangs_on` a rank, `eval_losses`, `nonfinite` ("loss", "constant", "gradient",
-"gradients", "spike", "row" or "hang") at the steps (or rows) `at`, or another by step in `kinds`, on all or some `ranks`; `out_of_memory_above`
+ill: `step_seconds` (after `fast_steps`), `eval_seconds`, `evaluation_hangs_on` a rank, `eval_losses`, `prepares` N seconds, until it's continued ("stopped") or a "refusal", on all or some `ranks`, `nonfinite` ("loss", "constant", "gradient",
+"gradients", "spike", "row", "hang" or "refusal") at the steps (or rows) `at`, or another by step in `kinds`, on all or some `ranks`; `out_of_memory_above`
 N examples, `long_rows`; and `mistake` plants one of MISTAKES.
 """
 
@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import signal
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -110,6 +111,8 @@ def ill(loss_fn: Any, current: dict[str, int]) -> Any:
             return value, metrics
         if kind == "hang" and now:
             time.sleep(3600)
+        if kind == "refusal" and now:
+            raise tk.Refusal("rows.jsonl:7: not these.")
         if kind == "row" and bool((micro_batch["input_ids"] == POISON).any()):
             value = value * float("inf")
         elif kind == "loss" and now:
@@ -211,6 +214,11 @@ def evaluate(accelerator: Any, model: Any, evaluation: Any, run: Any, config: Co
 
 def main(config: Config) -> None:
     accelerator = tk.build_accelerator(config)
+    if accelerator.process_index in ILLNESS.get("ranks", []) and (prepares := ILLNESS.get("prepares")):
+        if prepares == "refusal":
+            raise tk.Refusal("rows.jsonl:7: not these.")
+        os.kill(os.getpid(), signal.SIGSTOP) if prepares == "stopped" else time.sleep(prepares)
+    accelerator.wait_for_everyone()
     splits = make_splits(config)
     current, classes = {"step": 0, "pieces": 1}, config.model == "tiny-bert"
     if classes:

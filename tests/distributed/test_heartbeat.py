@@ -39,7 +39,7 @@ store = TCPStore("127.0.0.1", number, is_master=rank == 0, timeout=timedelta(sec
 if rank == 0:
     (here / "port.new").write_text(str(store.port))
     os.rename(here / "port.new", port)
-def heard(sentence):
+def heard(sentence, ends):
     with open(here / f"heard.{rank}", "a") as file:
         file.write(sentence + "\\n")
 heartbeat = Heartbeat(rank, 2, PrefixStore("heartbeat", store), 1.0, heard)
@@ -81,7 +81,7 @@ def open_ranks() -> Iterator[Callable[..., tuple[list[Heartbeat], list[list[str]
     def open_some(number: int, timeout: float = 1.0, entered: Sequence[Iterator[int]] = ()) -> tuple[list[Heartbeat], list[list[str]]]:
         store, heard = dist.PrefixStore("heartbeat", dist.HashStore()), [[] for _ in range(number)]
         counts = [each.__next__ for each in entered or [itertools.repeat(0)] * number]
-        opened.extend(Heartbeat(rank, number, store, timeout, heard[rank].append, counts[rank]) for rank in range(number))
+        opened.extend(Heartbeat(rank, number, store, timeout, lambda sentence, _, mine=heard[rank]: mine.append(sentence), counts[rank]) for rank in range(number))
         return opened, heard
 
     yield open_some
@@ -152,7 +152,7 @@ def test_a_rank_that_others_wait_for_in_a_collective_is_named_later_unless_it_is
         until(lambda heard=heard, late=late: bool(heard[1 - late]) or late == 0, 5)
         time.sleep(1.5)
         assert [len(lines) for lines in heard] == [late, 0]
-        assert all(re.match(r"rank 1 .*step 0 \(2 s\)", line) for line in heard[0])
+        assert all(re.match(r"rank 1 .*first step \(2 s\)", line) for line in heard[0])
         assert [each.lagging() for each in heartbeats[-2:]] == [[late] if rank != late else [] for rank in range(2)]
 
 
@@ -176,7 +176,7 @@ def test_a_rank_that_has_closed_is_not_missed(open_ranks) -> None:
 def test_a_rank_that_has_not_begun_is_waited_for() -> None:
     """Loading takes its time. Fails when: get is called before the key is there, so that nothing is published any more."""
     store, heard = dist.PrefixStore("heartbeat", dist.HashStore()), []
-    first = Heartbeat(0, 2, store, 1.0, heard.append)
+    first = Heartbeat(0, 2, store, 1.0, lambda sentence, _: heard.append(sentence))
     first.beat(3)
     time.sleep(1.3)
     published = [store.get("0")]
@@ -185,6 +185,48 @@ def test_a_rank_that_has_not_begun_is_waited_for() -> None:
     first.close()
     assert published[0] != published[1]
     assert heard == []
+
+
+def test_a_rank_that_falls_silent_ends_the_run_only_where_it_and_this_one_have_begun_it() -> None:
+    """Fails when: `_report` looks at the step of one of them alone, or at none."""
+    for step, begun, ends in ((-1, False, False), (-1, True, False), (0, False, False), (0, True, True)):
+        store, heard = dist.PrefixStore("heartbeat", dist.HashStore()), []
+        store.set("1", f"1 {step} 0")
+        waiting = Heartbeat(0, 2, store, 0.3, lambda *said, heard=heard: heard.append(said))
+        if begun:
+            waiting.begin_run(str)
+        until(lambda heard=heard: bool(heard), 5)
+        store.set("1", "-1 0 0")
+        waiting.close()
+        assert [each[1] for each in heard] == [ends]
+        assert heard[0][0].startswith("rank 1 ")
+
+
+def test_a_rank_that_failed_is_told_from_one_that_ended_in_order() -> None:
+    """Fails when: `close` says one farewell for both, or `who_is_lost` leaves out those that failed."""
+    for failed in (False, True):
+        store = dist.PrefixStore("heartbeat", dist.HashStore())
+        first, second = (Heartbeat(rank, 2, store, 1.0, lambda *_: None) for rank in range(2))
+        time.sleep(0.3)
+        second.close(failed)
+        time.sleep(0.3)
+        assert (first.failed_ranks(), second.failed_ranks()) == (([1], [1]) if failed else ([], []))
+        assert not failed or first.who_is_lost().startswith("rank 1 has ended")
+        first.close()
+
+
+def test_nothing_is_sent_to_a_store_that_ends_with_rank_0() -> None:
+    """Torch prints a page for each attempt. Fails when: `_exchange` goes on after rank 0's farewell, or takes its end for silence."""
+    store, heard = dist.PrefixStore("heartbeat", dist.HashStore()), []
+    first, second = (Heartbeat(rank, 2, store, 0.5, lambda sentence, _: heard.append(sentence)) for rank in range(2))
+    time.sleep(0.2)
+    first.close()
+    time.sleep(0.2)
+    last = store.get("1")
+    time.sleep(1.0)
+    assert store.get("1") == last
+    assert heard == []
+    second.close()
 
 
 def test_closing_joins_both_threads(open_ranks) -> None:

@@ -130,6 +130,47 @@ def test_a_rank_that_lives_but_hangs_is_named_by_those_that_wait_for_it(tiny: An
     assert "--resume" in waiting.out
 
 
+@pytest.mark.parametrize(
+    ("how", "victim", "named"), [("stopped", 1, 2), pytest.param("stopped", 0, 2, marks=pytest.mark.slow), (6, 1, 4), (6, 0, None)]
+)
+def test_a_rank_that_is_lost_before_its_run_is_named_and_ends_nobody(tiny: Any, how: Any, victim: int, named: int | None) -> None:
+    """Stopped, or at work alone for 6 s with --hang-timeout 2, which the main process may, for whom the others wait. Fails when: the
+    heartbeat begins in open_run, it ends who waits (`_report`), or rank 0 is held to the collectives of the others."""
+    tiny.fresh()
+
+    def go_on(pids: list[int]) -> None:
+        wait_until(lambda: _state(pids[victim]) == "T" or how != "stopped", 60)
+        time.sleep(4 if how == "stopped" else 0)
+        os.kill(pids[victim], signal.SIGCONT)
+
+    ranks = tiny.ranks(2, *FLAGS, "--hang-timeout", "2", while_running=go_on, timeout=60, ill={"prepares": how, "ranks": [victim]})
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].out + ranks[1].out
+    said = [line for rank in ranks for line in rank.out.splitlines() if "silent" in line]
+    assert len(said) == (named is not None), said
+    assert all(re.match(rf"rank {victim} .* before .* \({named} s\)", line) for line in said)
+
+
+@pytest.mark.parametrize(("who", "step"), [pytest.param([0], 3, marks=pytest.mark.slow), ([1], 3), ([0, 1], 3), ([1], 0)])
+def test_what_one_rank_refuses_is_shown_once_and_the_other_says_which_rank_it_was(tiny: Any, who: list[int], step: int) -> None:
+    """In the loss of a step, on one rank or both, or before the run. Fails when: run_recipe prints refusals of the first rank alone, or
+    of every one, or doesn't explain a collective's error; open_run closes the heartbeat of a run that failed as one that ended in order."""
+    tiny.fresh()
+    ill = {"nonfinite": "refusal", "at": [step]} if step else {"prepares": "refusal"}
+    ranks = tiny.ranks(2, *FLAGS, timeout=60, ill={**ill, "ranks": who})
+    assert [rank.code for rank in ranks] == [2 if rank in who else 1 for rank in (0, 1)], ranks[0].out + ranks[1].out
+    assert ["rows.jsonl:7" in rank.out for rank in ranks] == [0 in who, who == [1]]
+    for rank in {0, 1} - set(who):
+        assert f"rank {who[0]} has ended" in ranks[rank].out
+        assert not step or f"step {step}" in ranks[rank].out
+        assert "Traceback" not in ranks[rank].out
+    assert not any("frame #" in rank.out for rank in ranks), "torch wrote about a store that has gone"
+
+
+def _state(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
+
+
 def _running(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/status") as status:

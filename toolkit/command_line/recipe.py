@@ -18,6 +18,7 @@ from toolkit.command_line.reading import find_channels, read_command_line
 from toolkit.command_line.refusals import print_refusal
 from toolkit.config import Refusal, Settings, changed_settings, check_together, settings_of, show_value
 from toolkit.config.reading import forget_reads, values_of
+from toolkit.distributed.heartbeat import explained_by_ranks, failed_alone
 from toolkit.distributed.mpi import adopt_mpi_ranks
 from toolkit.system.console import keep_bars_out_of_logs, say
 from toolkit.system.standard_streams import outlive_the_log
@@ -58,10 +59,13 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
         deliver_model(values_of(config).get("output_dir", ""), os.environ)
     except Refusal as refusal:
         # Data may be missing on one node alone: one message for each node.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print_refusal(refusal)
+        alone = failed_alone()
+        if alone or os.environ.get("LOCAL_RANK", "0") == "0":
+            print_refusal(Refusal(f"rank {os.environ['RANK']}: {refusal}") if alone else refusal)
         sys.exit(EXIT_REFUSED)
     except BaseException as error:
+        error = explained_by_ranks(error)
+        failed_alone()
         exit_code = getattr(error, "exit_code", None)
         if exit_code is None:
             if isinstance(error, KeyboardInterrupt):

@@ -127,7 +127,8 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, IncidentConfig, SeedConf
         most=10**9, on_resume="free",
     )
     hang_timeout: float = setting(
-        300.0, "End the run when another rank has been silent for N seconds.", above=0.0, most=A_YEAR, on_resume="free"
+        300.0, "End the run when another rank has been silent for N seconds; before its first step, name it.",
+        above=0.0, most=A_YEAR, on_resume="free",
     )
     load_best_model_at_end: bool = setting(
         False, "Go back to the best evaluated weights before the model is saved.", on_resume="free"

@@ -36,6 +36,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     from toolkit.distributed.engines import engine_of
     from toolkit.distributed.engines.choice import choose_engine
     from toolkit.distributed.engines.start import check_backend, check_engine, check_no_sharded_run_before, start_engine
+    from toolkit.distributed.heartbeat import start_heartbeat
     from toolkit.distributed.mpi import adopt_mpi_ranks
     from toolkit.distributed.ranks import largest, on_main
     from toolkit.runs.directory import check_output_dir
@@ -88,6 +89,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
         choice, on_cpu=on_cpu, backend=check_backend(config.ddp_backend, on_cpu), timeout=timeout, trackers=trackers,
         project_dir=os.path.join(config.output_dir, "trackers"),
     )  # fmt: skip
+    start_heartbeat(accelerator, config.hang_timeout)
     in_half = int(choice.mixed_precision != "no")
     if largest(accelerator, in_half) + largest(accelerator, -in_half):
         raise Refusal("not every rank's device has units for bfloat16: give one precision for all, --bf16 or --no-bf16.")

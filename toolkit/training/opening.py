@@ -14,7 +14,7 @@ from toolkit.config import RunConfig
 from toolkit.config.reading import add_reads, add_reads_of
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.distributed.engines import engine_of, unwrapped
-from toolkit.distributed.heartbeat import Heartbeat, start_heartbeat
+from toolkit.distributed.heartbeat import Heartbeat, heartbeat_of_process, start_heartbeat
 from toolkit.distributed.ranks import close_process_group, on_main
 from toolkit.hub.uploads import hub_uploads
 from toolkit.runs import directory as output
@@ -66,10 +66,10 @@ def open_run(
     add_reads_of(config, unwrapped_optimizer(optimizer))
     checkpoints, stop = Path(config.output_dir) / "checkpoints", StopSignal(stop_deadline(config))
     display = Progress(train.num_steps, 0, accelerator.is_main_process)
-    heartbeat = start_heartbeat(accelerator, config.hang_timeout, lambda: how_to_continue(checkpoints, config))
+    heartbeat = heartbeat_of_process() or start_heartbeat(accelerator, config.hang_timeout)
+    if heartbeat:
+        heartbeat.begin_run(lambda: how_to_continue(checkpoints, config))
     with contextlib.ExitStack() as closing:
-        if heartbeat:
-            closing.callback(heartbeat.close)
         closing.enter_context(output.claimed(config, accelerator))
         uploads = closing.enter_context(hub_uploads(accelerator, config, plain, display.say))
         on_main(accelerator, lambda: check_room(plain, config))
@@ -105,7 +105,7 @@ def open_run(
                 stop.disarm()
                 _close(run, status)
                 if heartbeat:
-                    heartbeat.close()
+                    heartbeat.close(failed=status == "failed")
                 close_process_group(accelerator, model)
 
 

@@ -8,12 +8,11 @@ import shlex
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from toolkit import checkpoint as ckpt
-from toolkit.distributed.heartbeat import RankLost
+from toolkit.distributed.heartbeat import RankLost, is_of_collective
 from toolkit.distributed.launch import TRAIN_OPTIONS
 from toolkit.system.console import as_typed, first_line
 from toolkit.system.interruptions import Interrupted, InterruptedByKeyboard
@@ -22,8 +21,6 @@ from toolkit.training.memory import WHAT_HELPS, OutOfMemory, is_out_of_memory
 if TYPE_CHECKING:
     from toolkit.config import RunConfig
     from toolkit.distributed.heartbeat import Heartbeat
-
-_OF_COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset", "watchdog", "socket", "collective")
 
 
 def interruption(number: int, step: int, how_to_continue: str, config: RunConfig) -> Interrupted:
@@ -43,7 +40,6 @@ def leave(interrupted: Interrupted, heartbeat: Heartbeat | None) -> NoReturn:
     if heartbeat is None:
         raise interrupted
     heartbeat.close()
-    time.sleep(1.5 * heartbeat.interval)  # the others learn that this rank has left; it may hold the store
     os.write(2, f"{interrupted}\n".encode())
     os._exit(Interrupted.exit_code)
 
@@ -55,15 +51,10 @@ def explained(error: RuntimeError, step: int, heartbeat: Heartbeat | None, how_t
             f"out of memory in step {step}: {first_line(error)}\nLower --per-device-train-batch-size (the result stays with "
             f"the same --global-batch-size) or --per-device-eval-batch-size. {WHAT_HELPS} {how_to_continue}"
         )
-    if heartbeat and any(word in str(error).lower() for word in _OF_COLLECTIVES):
-        missing = heartbeat.missing()
-        if heartbeat.departed() and not missing:
+    if heartbeat and is_of_collective(error):
+        who = heartbeat.who_is_lost()
+        if not who:
             return Interrupted(f"stopped after step {step}, because another rank has left. {how_to_continue}")
-        lagging = heartbeat.lagging()
-        who = "another rank has ended"
-        if missing or lagging:
-            ranks, what = (missing, "gives no sign of life") if missing else (lagging, "is late and may hang")
-            who = f"rank {', '.join(map(str, ranks))} {what}"
         return RankLost(f"{who}: a collective failed in step {step} ({first_line(error)}). {how_to_continue}")
     return None
 
