@@ -5,7 +5,7 @@
 The rows are made on the spot. Everything that a resume must bring back goes into result.json at the end: a digest of the
 weights, the examples of each step and a digest of every token the model saw. The variable TINY_RUN (JSON) makes it slow or
 ill: `step_seconds` (after `fast_steps`), `eval_seconds`, `evaluation_hangs_on` a rank, `eval_losses`, `prepares` N seconds, until it's continued ("stopped") or a "refusal", on all or some `ranks`, `nonfinite` ("loss", "constant", "gradient",
-"gradients", "spike", "row", "hang" or "refusal") at the steps (or rows) `at`, or another by step in `kinds`, on all or some `ranks`; `out_of_memory_above`
+"gradients", "spike", "row", "hang", "memory" or "refusal") at the steps (or rows) `at`, or another by step in `kinds`, on all or some `ranks`; `out_of_memory_above`
 N examples, `long_rows`; and `mistake` plants one of MISTAKES.
 """
 
@@ -111,6 +111,8 @@ def ill(loss_fn: Any, current: dict[str, int]) -> Any:
             return value, metrics
         if kind == "hang" and now:
             time.sleep(3600)
+        if kind == "memory" and now:
+            raise MemoryError("Unable to allocate 2.00 GiB for an array")
         if kind == "refusal" and now:
             raise tk.Refusal("rows.jsonl:7: not these.")
         if kind == "row" and bool((micro_batch["input_ids"] == POISON).any()):

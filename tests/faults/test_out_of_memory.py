@@ -51,3 +51,12 @@ def test_not_even_one_example_is_a_refusal(tiny, tally) -> None:
         assert run.code == 2, run.out
         assert "not even one example" in run.out
     line.check()
+
+
+def test_an_array_that_does_not_fit_in_the_middle_of_a_run_is_one_message(tiny) -> None:
+    """numpy raises a MemoryError, which is no RuntimeError. Fails when: open_run or `is_out_of_memory` knows torch's errors alone."""
+    tiny.fresh()
+    run = tiny(*SMALL, ill={"nonfinite": "memory", "at": [3]})
+    assert run.code == 1, run.out
+    assert "out of memory in step 3" in run.out
+    assert "Traceback" not in run.out

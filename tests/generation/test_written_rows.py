@@ -1,6 +1,8 @@
 """Rows that a model writes for another one: what it was asked, what is written, and that a kill loses and doubles none."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,30 @@ def test_killed_at_any_moment_and_started_again_it_writes_the_same_rows(
         assert (found.rows, found.known) == (7, kill - 2)
         assert output.read_bytes() == whole
         assert not Path(f"{output}.part").exists()
+
+
+@pytest.mark.parametrize(("name", "known"), [("sealed_line", 3), ("write_atomically", 5)])
+def test_a_full_disk_is_refused_and_the_next_start_goes_on(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, known: int
+) -> None:
+    """While answers are appended, and when all are. Fails when: one of both is without `_kept_when_full`, or what was kept is removed."""
+    rows, output = [{"prompt": f"one {'two ' * i}"} for i in range(5)], tmp_path / "rows.jsonl"
+
+    original, answered = getattr(written_rows, name), []
+
+    def full(*given: Any) -> Any:
+        answered.extend([1] if name == "sealed_line" else [])
+        if len(answered) == known + 2 or given[0] == output:  # the header comes before
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(written_rows, name, full)
+        with pytest.raises(Refusal, match="No space left") as refused:
+            written(model, tokenizer, rows, output)
+    assert f"{output}.part" in str(refused.value)
+    found = written(model, tokenizer, rows, output)
+    assert (found.rows, found.known) == (5, known)
 
 
 def test_a_part_of_something_else_and_a_file_that_is_there_are_refused_and_damage_is_written_again(

@@ -6,10 +6,11 @@ the weights, the prompt, its place in the data set and the seed, so a killed run
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -133,7 +134,7 @@ def write_rows(
         missing, known = [number for number in range(len(asked)) if number not in found], len(found)
         keys = np.array([[completion_key(seed, 0, number, 0)] for number in missing], dtype=np.uint64).reshape(-1, 1)
         limits = [min(settings.max_new_tokens, longest - len(ids[number])) for number in missing]
-        with _appended(part, header, found) as file, torch.no_grad():
+        with _kept_when_full(output, part), _appended(part, header, found) as file, torch.no_grad():
 
             def keep(place: int, group: list[Completion]) -> None:
                 text = str(tokenizer.decode(group[0].tokens, skip_special_tokens=True))
@@ -144,10 +145,23 @@ def write_rows(
             sample_groups(model, [ids[number] for number in missing], keys, settings, tokenizer, on_group=keep, limits=limits)
             os.fsync(file.fileno())
         rows = [{**each.answered(found[number]["text"]), WRITER: writer} for number, each in enumerate(asked)]
-        write_atomically(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        with _kept_when_full(output, part):
+            write_atomically(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         remove(part)
         remove(lock)  # who waits for it finds the file
     return Written(len(rows), known, sum(each["truncated"] for each in found.values()))
+
+
+@contextlib.contextmanager
+def _kept_when_full(output: Path, part: Path) -> Iterator[None]:
+    """An error of the disk as a refusal that says where the answers so far are."""
+    try:
+        yield
+    except OSError as error:
+        raise Refusal(
+            f"--output {output}: {error.strerror or error}. The answers so far are in {part}: make room, and the same command "
+            "goes on behind them."
+        ) from error
 
 
 def _token_ids(

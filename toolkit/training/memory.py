@@ -133,7 +133,7 @@ def _fits(
         del loss  # its graph, and with it the activations
         reserved.append(torch.empty(workspace(matrices), dtype=torch.uint8, device=accelerator.device))
         return True
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         return False
@@ -145,7 +145,7 @@ def _fits(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch says that a device, or the CPU, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or any(
+    """Whether an error of torch, Python or numpy says that a device, or the CPU, has no memory left."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
         words in str(error) for words in ("out of memory", "can't allocate memory")
     )

@@ -96,7 +96,7 @@ def open_run(
             except OutOfTime:
                 status = "interrupted"
                 _leave_in_time(run)
-            except RuntimeError as error:
+            except (MemoryError, RuntimeError) as error:
                 known = explained(error, run.step, heartbeat, how_to_continue(checkpoints, config))
                 if known is None:
                     raise

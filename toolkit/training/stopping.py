@@ -44,7 +44,7 @@ def leave(interrupted: Interrupted, heartbeat: Heartbeat | None) -> NoReturn:
     os._exit(Interrupted.exit_code)
 
 
-def explained(error: RuntimeError, step: int, heartbeat: Heartbeat | None, how_to_continue: str) -> BaseException | None:
+def explained(error: Exception, step: int, heartbeat: Heartbeat | None, how_to_continue: str) -> BaseException | None:
     """The exception to raise in place of an error in the loop, with a message and an exit code; None: the cause is unknown."""
     if is_out_of_memory(error):
         return OutOfMemory(
