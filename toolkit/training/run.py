@@ -17,7 +17,6 @@ from toolkit import checkpoint as ckpt
 from toolkit.config import Refusal
 from toolkit.config.conditions import is_decided_by_a_metric, never_measured
 from toolkit.config.reading import settings_read, values_of
-from toolkit.data.loading.loaders import TrainLoader
 from toolkit.distributed.ranks import weights_apart
 from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.overview import unread_after_a_step
@@ -26,6 +25,7 @@ from toolkit.tracking.console import show_metrics
 from toolkit.tracking.resources import ResourceWatch, memory_in_use
 from toolkit.tracking.step_metrics import Window, peak_memory_gb
 from toolkit.training.anomalies import RANKS_APART, SAME_WEIGHTS, Diverged, report_incident, report_rollback, too_many_nonfinite
+from toolkit.training.due import is_due
 from toolkit.training.run_state import RunState, summarize
 from toolkit.training.stopping import how_to_continue, interruption, stopped_at
 
@@ -35,14 +35,12 @@ if TYPE_CHECKING:
 
     from toolkit.config import RunConfig
     from toolkit.data.loading.batch import Batch
-    from toolkit.data.loading.loaders import StreamLoader
+    from toolkit.data.loading.loaders import StreamLoader, TrainLoader
     from toolkit.distributed.heartbeat import Heartbeat
     from toolkit.runs.summary import Summary
     from toolkit.tracking.records import Records
     from toolkit.training.saving import Saver
     from toolkit.training.signals import StopSignal
-
-PREFIX = {"log": "logging", "eval": "eval", "save": "save"}  # of the settings that say when something is due
 
 
 @dataclass
@@ -111,13 +109,8 @@ class Run:
             self.window.resume_clock()
 
     def take(self, count: int) -> Batch | None:
-        """A batch of the next `count` examples, consumed in this step too; of fewer before the end of the run, None where there
-        are none."""
-        if not count:
-            return None
-        if not isinstance(self.train, TrainLoader):
-            raise Refusal("--streaming: a step that takes more examples than its batch needs data that can be read anywhere.")
-        batch = self.train.further(self.position, count)
+        """A batch of the next `count` examples, consumed in this step too; of fewer at the end of the run, None after it."""
+        batch = self.train.further(self.position, count) if count else None
         if batch is not None:
             self.state.take(batch)
         return batch
@@ -172,9 +165,8 @@ class Run:
     @property
     def summary(self) -> Summary:
         """What summary.json holds, as of now; its last values once the run is closed."""
-        saver, memory_gb = self.saver, peak_memory_gb(self.accelerator.device)
-        summary = summarize(self.snapshot(), self.events, self.status, saver.model_step, saver.failed, memory_gb)
-        return replace(summary, settings=read_settings(self.config))
+        saver, memory_gb, read = self.saver, peak_memory_gb(self.accelerator.device), read_settings(self.config)
+        return summarize(self.snapshot(), self.events, self.status, saver.model_step, saver.failed, memory_gb, read)
 
     def snapshot(self) -> RunState:
         """The state as of now, with what live objects hold of it."""
@@ -192,17 +184,8 @@ class Run:
         if what == "eval_on_start":
             wanted = self.step == 0 and self.config.eval_on_start and self.config.eval_strategy != "no"
             return wanted or self.state.evaluation_is_owed
-        strategy = getattr(self.config, f"{PREFIX[what]}_strategy")
-        if strategy == "no" or self.step == 0:
-            return False
-        if self.finished:
-            return True
-        if what == "eval" and (self.step if strategy == "steps" else self.epoch) < self.config.eval_delay:
-            return False
-        if strategy == "steps":
-            return self.step % getattr(self.config, f"{PREFIX[what]}_steps") == 0
-        size = self.train.epoch_size
-        return self.position // size > self._position_before // size if size else False
+        examples = (self._position_before, self.position, self.train.epoch_size)
+        return is_due(what, self.config, self.step, *examples, is_last=self.finished)
 
     def log(self, metrics: Mapping[str, Any], batch: Batch | None = None) -> None:
         """Take the metrics of a step (0-d tensors, read when logging is due) or of an evaluation (numbers, written at once).
@@ -225,8 +208,7 @@ class Run:
         if log_is_due:
             seconds = self.window.seconds
             event = self.window.event(self.optimizer, self.model, self.accelerator)
-            if "tokens_per_second" in event:
-                event["supervised_tokens"] = self.state.tokens
+            event |= {"supervised_tokens": self.state.tokens} if "tokens_per_second" in event else {}
             self.records.display.logged(self.step, event)
             self._record(event)
             memory = memory_in_use(self.accelerator.device)
@@ -250,9 +232,8 @@ class Run:
 
         `find_baselines` may take seconds: it is called once, before the first step of a run that evaluates, on one process.
         """
-        if self.step or self.config.eval_strategy == "no" or not self.accelerator.is_main_process:
-            return
-        if never_measured(name, values_of(self.config).get("metrics") or [name]):
+        is_used = not self.step and self.config.eval_strategy != "no" and self.accelerator.is_main_process
+        if not is_used or never_measured(name, values_of(self.config).get("metrics") or [name]):
             return
         if baselines := find_baselines():
             self.state.baselines = {"figure": name, **baselines}
@@ -304,15 +285,14 @@ class Run:
 
     def check_ranks(self) -> None:
         """Warn once of ranks that should hold the same weights and don't, which no loss shows. A collective."""
-        if self.saver.shards or RANKS_APART in self.state.warnings:
-            return
-        if weights_apart(self.accelerator, self.model) > SAME_WEIGHTS:
+        is_shown = self.saver.shards or RANKS_APART in self.state.warnings
+        if not is_shown and weights_apart(self.accelerator, self.model) > SAME_WEIGHTS:
             self._warn([RANKS_APART], stops=False)
 
     def check_end(self) -> None:
         """Warn of the run as a whole: most steps skipped, or the metric it is judged by worse than at the first evaluation."""
         name = self.config.metric_for_best_model
-        values, name = self.history(name, from_step=0), name if name.startswith("eval_") else f"eval_{name}"
+        values, name = self.history(name, from_step=0), f"eval_{name.removeprefix('eval_')}"
         if self.saver.model_step is not None and values:  # the best weights were loaded
             values = [*values[:-1], self.summary.metrics.get(name, values[-1])]
         watch = self.state.divergence
@@ -322,7 +302,6 @@ class Run:
         """After a spike: the weights of the last good checkpoint, and training goes on behind the rows of the steps since."""
         saved = self.saver.roll_back(self.state, self.kept)
         if saved is None:
-            self.say("WARNING: --loss-spike rollback: there is no checkpoint to go back to yet; training goes on")
             return
         record = self.state.go_back(RunState.from_record(saved.run))
         if self.accelerator.is_main_process:
@@ -331,8 +310,7 @@ class Run:
             raise Diverged(problem)
 
     def _stops_here(self) -> bool:
-        at = self.config.stop_at_step
-        return at is not None and self.step >= at and not self.finished
+        return not self.finished and self.config.stop_at_step is not None and self.step >= self.config.stop_at_step
 
     def _warn(self, warnings: list[str], stops: bool = True) -> None:
         for warning in warnings:

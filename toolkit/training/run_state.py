@@ -194,7 +194,7 @@ _PARTS: dict[Any, Any] = {"Divergence": Divergence, "StepMetrics": StepMetrics}
 
 def summarize(
     state: RunState, events: Sequence[Mapping[str, Any]], status: str, model_step: int | None, failed_saves: int,
-    memory_gb: float,
+    memory_gb: float, settings_read: dict[str, Any],
 ) -> Summary:  # fmt: skip
     """What summary.json holds: counts, the metrics of the run's model, and those of the first evaluation to compare them with.
 
@@ -202,6 +202,7 @@ def summarize(
         events: the lines of metrics.jsonl.
         model_step: the step whose weights the model has, once the best ones are loaded; None: the last step's.
         memory_gb: most memory in use so far.
+        settings_read: the public ones, which the model card lists.
     """
     evaluated = evaluations_by_step(events)
     first = {f"first_{name}": value for name, value in next(iter(evaluated.values())).items()} if len(evaluated) > 1 else {}
@@ -215,4 +216,4 @@ def summarize(
         "warnings": state.warnings, "best": state.best, **({"best_checkpoints": ranked} if len(ranked) > 1 else {}),
         "baselines": state.baselines,
         "failed_saves": failed_saves, "loss_spikes": state.loss_spikes, "rollbacks": len(state.rollbacks),
-    })  # fmt: skip
+    }, settings_read)  # fmt: skip

@@ -127,7 +127,7 @@ class Saver:
     def roll_back(self, state: RunState, kept: Mapping[str, Any]) -> ckpt.State | None:
         """Put the last good checkpoint that was due into model, optimizer and kept tensors. All ranks call it.
 
-        Returns the checkpoint; None where there is none.
+        Returns the checkpoint; None, with a warning, where there is none.
         """
         self.report(wait=True)  # of one that is still being written
 
@@ -137,6 +137,7 @@ class Saver:
 
         path = on_main(self.accelerator, find)
         if path is None:
+            self.say("WARNING: --loss-spike rollback: there is no checkpoint to go back to yet; training goes on")
             return None
         saved = on_all(self.accelerator, lambda: ckpt.load_checkpoint(path))
         if self.shards:

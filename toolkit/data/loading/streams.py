@@ -49,6 +49,10 @@ class StreamLoader:
         self._goal: dict[str, Any] = {}
         self._resumed: tuple[int, Iterator[list[Document]]] | None = None
 
+    def further(self, position: int, count: int) -> Batch | None:
+        """As `TrainLoader.further`: refused, because a stream is read once and in order."""
+        raise Refusal("--streaming: a step that takes more examples than its batch needs data that can be read anywhere.")
+
     def state(self) -> dict[str, Any]:
         """Where in the source the next example comes from, and a digest of those consumed; JSON."""
         return dataclasses.asdict(self._mark)

@@ -1,0 +1,32 @@
+"""When logging, evaluations and saves are due by the settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from toolkit.config import RunConfig
+
+_PREFIX = {"log": "logging", "eval": "eval", "save": "save"}  # of the settings
+
+
+def is_due(
+    what: str, config: RunConfig, step: int, before: int, position: int, epoch_size: int | None, is_last: bool
+) -> bool:
+    """Whether "log", "eval" or "save" is due after a step. After the last one each is, unless its strategy is "no".
+
+    Args:
+        before: examples consumed before the step; `position`: after it.
+        epoch_size: examples of an epoch; None for a stream without an end.
+    """
+    strategy, size = getattr(config, f"{_PREFIX[what]}_strategy"), epoch_size or 0
+    if strategy == "no" or step == 0:
+        return False
+    if is_last:
+        return True
+    epoch = position / size if size else 0.0
+    if what == "eval" and (step if strategy == "steps" else epoch) < config.eval_delay:
+        return False
+    if strategy == "steps":
+        return step % getattr(config, f"{_PREFIX[what]}_steps") == 0
+    return size > 0 and position // size > before // size
